@@ -1,0 +1,41 @@
+"""Errors for users, as one tree.
+
+DraftproofError
+├── ConfigError      the engine was set up wrongly (also a ValueError)
+├── LoadError        a model, tokenizer or file cannot be used
+└── RequestError     one request is wrong; nobody else is affected (also a ValueError)
+
+`assert` is for us; these are for people, so every message says what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DraftproofError(Exception):
+    """Base of every error that Draftproof raises on purpose."""
+
+
+class ConfigError(DraftproofError, ValueError):
+    """The engine cannot be built from these options."""
+
+
+class LoadError(DraftproofError):
+    """A checkpoint, tokenizer or file is missing, damaged or not supported."""
+
+
+class RequestError(DraftproofError, ValueError):
+    """This request cannot be served; `param` names the option at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt option: the closest known name, or all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"

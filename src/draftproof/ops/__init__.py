@@ -1,0 +1,164 @@
+"""The ops contract: everything that touches the device, and the table of backends.
+
+A backend is one class with these methods. `reference` is the definition (plain loops); every other
+backend is tested against it. In exact numerics a row's bits may depend on that row's inputs and on the
+weights, never on how many rows are in the call, where the row stands, or what its neighbours hold.
+
+Activations have the model's dtype (fp32 or bf16); sums are accumulated in fp32; logits are fp32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from draftproof.registry import lookup
+
+BACKENDS = {
+    "reference": "draftproof.ops.reference:ReferenceOps",
+    "torch": "draftproof.ops.torch_any:TorchOps",
+    "cpu": "draftproof.ops.cpu:CpuOps",
+}
+
+# Streams keep draws for different purposes independent although seed and position are the same.
+STREAM_SAMPLE = 0  # the token at a position; a drafter that samples uses the same noise on purpose
+STREAM_ACCEPT = 1  # rejection: keep this draft?
+STREAM_RESIDUAL = 2  # rejection: the token in place of a fallen draft
+STREAM_SYNTHETIC = 3  # synthetic acceptance, for benchmarks
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one forward pass, ragged: rows of one slot are adjacent and ascend by position."""
+
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64, position of the token in its request
+    slots: Tensor  # [rows] int64, which line of `page_table` holds the request's pages
+    kv_index: Tensor  # [rows] int64, page * page_size + offset: where this row's K and V are stored
+    page_table: Tensor  # [slots, max_pages] int32
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape and flags of an attention layer."""
+
+    num_q: int
+    num_kv: int
+    dim: int
+    scale: float
+    window: int  # keys older than position - window + 1 are not seen; 0 = all are
+
+
+class Ops(ABC):
+    """What a backend provides. Shapes are the contract; `R` rows, `V` vocabulary."""
+
+    name: ClassVar[str]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    # --- forward pass -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """A weight [N, K] (and bias [N]) in the form that `linear` wants. Opaque to callers."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [R, K] -> [R, N] in x's dtype or `out_dtype` (fp32 for logits); fp32 accumulation."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """tokens [R] -> rows of table [V, D]: [R, D]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [R, D] / rms(x), rounded to x's dtype, times weight [D]."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(s), s) with s = x + residual rounded to x's dtype; both [R, D]."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [R, 2 I] (gate, then up) -> silu(gate) * up [R, I]."""
+
+    @abstractmethod
+    def rope_store(
+        self,
+        qkv: Tensor,  # [R, (num_q + 2 num_kv) * dim]: all q heads, then k, then v
+        rows: Rows,
+        heads: Heads,
+        rope: Tensor,  # [max_len, dim] fp32: cos of the dim/2 frequencies, then sin
+        cache: Tensor,  # [2, pages, page_size, num_kv, dim]: K, then V, of this layer; written
+        q_norm: Tensor | None,  # [dim] per-head RMS norm before rope, or None
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Norm and rotate q and k (halves convention), store k and v; returns q [R, num_q * dim]."""
+
+    @abstractmethod
+    def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
+        """Row at position p attends to the keys 0..p of its slot: [R, num_q * dim]."""
+
+    def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
+        """`forward` in a form that is quick to repeat; calls have at most `max_rows` rows.
+
+        The tensor that a captured function returns is valid until its next call.
+        """
+        return forward
+
+    # --- sampling ---------------------------------------------------------------------------------
+    # Noise of (seed, position, stream, id): Philox-4x32-10 with key = (seed low 32, seed high 32) and
+    # counter = (id // 4, position, stream, 0); word id % 4 is x; u = (x + 0.5) * 2^-32 in fp64,
+    # gumbel = float32(-log(-log1p(-u))). It lies in [-3.2, 22.9].
+
+    @abstractmethod
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[R, V] -> [R] int64; the lowest id wins a tie. A row with NaN may give anything."""
+
+    @abstractmethod
+    def gumbel_argmax(
+        self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int
+    ) -> Tensor:
+        """argmax over ids of fp32(scaled [R, V] + gumbel); seeds, positions [R] int64 -> [R]."""
+
+    @abstractmethod
+    def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+        """u of id 0, as fp64 in (0, 1): [R]."""
+
+    @abstractmethod
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """[R, V] fp32 -> [R] fp32; -inf entries count as nothing."""
+
+    @abstractmethod
+    def rank(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """1 + how many tokens come before ids [R] in the order (value down, id up): [R] int64."""
+
+    @abstractmethod
+    def top(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The first k of each row in the order (value down, id up): values [R, k], ids [R, k]."""
+
+    @abstractmethod
+    def truncate(self, scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        """Copy of scaled [R, V] with -inf outside top-k, then top-p, then min-p; [R] each.
+
+        In the order (value down, id up): top_k keeps the first k (0 = all); top_p keeps a token while
+        the mass before it, renormalised over what top_k kept, is below top_p (1 = all); min_p keeps
+        a token whose probability is at least min_p times the best one's (0 = all).
+        """
+
+
+def resolve(backend: str, device: torch.device) -> Ops:
+    """The backend by name; "auto" takes the quickest that this device can run."""
+    if backend == "auto":
+        backend = "cpu" if device.type == "cpu" else "torch"
+    ops: Ops = lookup(BACKENDS, backend, "backend")(device)
+    return ops
