@@ -1,0 +1,222 @@
+"""GGUF files: the header, read quickly and checked, and tensors turned into torch ones.
+
+The header is parsed here because the `gguf` package takes seconds for a large vocabulary and
+answers a damaged file with an index error. The blocks themselves are unpacked by `gguf`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.errors import LoadError
+
+MAGIC = b"GGUF"
+
+# GGML type id -> (name, elements in a block, bytes of a block), for what can be loaded.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+}
+
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in the file. `shape` is in torch's order, the slowest dimension first."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int  # from the beginning of the file
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """The header of a GGUF file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+class _Cursor:
+    """Reads little-endian values one after another and notices the end of the file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at, self.size = data, 0, len(data)
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if end > self.size:
+            raise LoadError(f"the file ends inside its header, at byte {self.size}: truncated")
+        piece = self.data[self.at : end]
+        self.at = end
+        return piece
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            item, count = self.number("I"), self.number("Q")
+            if item in _SCALARS:
+                code = _SCALARS[item]
+                packed = self.take(count * struct.calcsize(code))
+                return list(struct.unpack(f"<{count}{code}", packed))
+            return [self.value(item) for _ in range(count)]
+        raise LoadError(f"metadata value of unknown type {kind}: the header is damaged")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file begins like one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC
+    except OSError:
+        return False
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Header of the file at `path`; LoadError that says what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, 2) < 24:
+                raise LoadError(f"{path}: not a GGUF file: it has only {file.tell()} bytes")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(path, data)
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except LoadError as error:
+        text = str(error)
+        raise LoadError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+    except (struct.error, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        raise LoadError(f"{path}: the GGUF header is damaged: {error}") from error
+
+
+def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
+    cursor = _Cursor(data)
+    if (magic := cursor.take(4)) != MAGIC:
+        raise LoadError(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}{_guess(data)}")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        swapped = version & 0xFFFF == 0
+        raise LoadError("it is big-endian" if swapped else f"GGUF version {version}, not 2 or 3")
+    num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_fields):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.number("I"))
+    raw = []
+    for _ in range(num_tensors):
+        name, dims = cursor.string(), cursor.number("I")
+        if dims > 8:
+            raise LoadError(f"tensor {name!r} has {dims} dimensions: the header is damaged")
+        shape = struct.unpack(f"<{dims}Q", cursor.take(8 * dims))[::-1]
+        raw.append((name, shape, cursor.number("I"), cursor.number("Q")))
+    align = int(metadata.get("general.alignment", 32))
+    if align <= 0:
+        raise LoadError(f"general.alignment is {align}: the header is damaged")
+    start = -(-cursor.at // align) * align
+    tensors: dict[str, TensorInfo] = {}
+    for name, shape, type_id, offset in raw:
+        if name in tensors:
+            raise LoadError(f"tensor {name!r} is in the file twice")
+        info = TensorInfo(name, tuple(shape), type_id, start + offset)
+        if type_id in TYPES and info.offset + num_bytes(info) > cursor.size:
+            raise LoadError(
+                f"tensor {name!r} ends at byte {info.offset + num_bytes(info)} but the file has "
+                f"{cursor.size}: it is truncated"
+            )
+        tensors[name] = info
+    return GGUFFile(path, metadata, tensors)
+
+
+def _guess(data: mmap.mmap) -> str:
+    head = bytes(data[:64])
+    if head.startswith(b"version https://git-lfs"):
+        return " (a Git LFS pointer; fetch the file itself with `git lfs pull`)"
+    if head.startswith(b"PK"):
+        return " (a zip archive: a wheel or a PyTorch checkpoint)"
+    if head[8:9] == b"{":
+        return " (it looks like safetensors)"
+    if head.lstrip().startswith(b"<"):
+        return " (an HTML page: the download failed)"
+    return ""
+
+
+def type_name(type_id: int) -> str:
+    """Name of a GGML type, known to this loader or not."""
+    if type_id in TYPES:
+        return TYPES[type_id][0]
+    import gguf  # only to name what is refused
+
+    try:
+        return str(gguf.GGMLQuantizationType(type_id).name)
+    except ValueError:
+        return f"number {type_id}"
+
+
+def num_bytes(info: TensorInfo) -> int:
+    """Size of a tensor in the file; its type must be in TYPES."""
+    _, block, size = TYPES[info.type_id]
+    if info.shape and info.shape[-1] % block:
+        raise LoadError(
+            f"tensor {info.name!r}: rows of {info.shape[-1]} are not whole blocks of {block}"
+        )
+    count = 1
+    for dim in info.shape:
+        count *= dim
+    return count // block * size
+
+
+def check_types(file: GGUFFile) -> None:
+    """LoadError naming the first tensor whose encoding cannot be unpacked."""
+    for info in file.tensors.values():
+        if info.type_id not in TYPES:
+            known = ", ".join(name for name, _, _ in TYPES.values())
+            raise LoadError(
+                f"{file.path}: tensor {info.name!r} has type {type_name(info.type_id)}, "
+                f"which is not supported; supported: {known}"
+            )
+
+
+def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> Tensor:
+    """fp32 tensor of `info.shape`, out of the whole file's bytes `raw` [file size] uint8."""
+    import gguf  # late: a start from the cache does not need it
+
+    name, block, size = TYPES[info.type_id]
+    data = raw[info.offset : info.offset + num_bytes(info)]
+    if name == "F32":
+        values = data.view(np.float32).copy()
+    elif name == "F16":
+        values = data.view(np.float16).astype(np.float32)
+    else:
+        rows = data.reshape(-1, info.shape[-1] // block * size)
+        values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.type_id))
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(info.shape)

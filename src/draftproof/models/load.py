@@ -1,0 +1,197 @@
+"""Loading: a model name in, configuration and named tensors out.
+
+Every format ends in the same thing, a `Checkpoint` under Hugging Face's tensor names, checked
+against the one table in `tensors`; nothing behind this file knows where the weights came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import ConfigError, LoadError, nearest
+from draftproof.models.cache import read_unpacked, unpacked_path, write_unpacked
+from draftproof.models.config import ModelConfig, config_from_hf
+from draftproof.models.gguf import is_gguf, read_gguf
+from draftproof.models.gguf_llama import config_from_gguf, gguf_tensors
+from draftproof.models.hub import find_model
+from draftproof.models.safetensors_files import checkpoint_files, read_json, read_safetensors
+from draftproof.models.tensors import check_shapes, dummy_tensors, expected_tensors, is_ignored
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model, ready to be packed for a device."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]  # Hugging Face names; no lm_head.weight when embeddings are tied
+    dtype: torch.dtype
+    source: Path | None  # folder or .gguf file, for the tokenizer; None for a bare ModelConfig
+    format: str  # a key of FORMATS
+
+
+def load_checkpoint(
+    model: str | Path | ModelConfig,
+    *,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    revision: str | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Checkpoint:
+    """Load `model`: a folder, a .gguf file, a built-in name or a Hugging Face id.
+
+    dtype "auto" keeps fp32 checkpoints in fp32 and makes everything else bf16. `load_format`
+    "dummy" makes random weights from `seed`; it takes a ModelConfig in place of a name too.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"unknown dtype {dtype!r}: {nearest(dtype, ['auto', *DTYPES])}")
+    if load_format not in ("auto", *FORMATS):
+        raise ConfigError(
+            f"unknown load_format {load_format!r}: {nearest(load_format, ['auto', *FORMATS])}"
+        )
+    wanted = DTYPES.get(dtype)
+    if isinstance(model, ModelConfig):
+        if load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format {load_format!r} needs a model on disk")
+        return _dummy(model, None, wanted, seed)
+    source = find_model(str(model), revision, progress)
+    if load_format == "auto":
+        load_format = _detect(source)
+    return FORMATS[load_format](source, wanted, seed, progress)
+
+
+def load_config(model: str | Path, revision: str | None = None) -> tuple[ModelConfig, Path]:
+    """The configuration alone, and the source it came from."""
+    source = find_model(str(model), revision)
+    if gguf := _gguf_file(source):
+        return config_from_gguf(read_gguf(gguf)), gguf
+    return _folder_config(source), source
+
+
+def _detect(source: Path) -> str:
+    if source.is_file() and source.suffix == ".safetensors":
+        raise LoadError(f"{source}: give the folder that holds it together with its config.json")
+    return "gguf" if _gguf_file(source) else "safetensors"
+
+
+def _gguf_file(source: Path) -> Path | None:
+    """`source` itself, or the only .gguf of a folder that has no config.json."""
+    if source.is_file():
+        return source if source.name != "config.json" else None
+    files = sorted(source.glob("*.gguf"))
+    if not files or (source / "config.json").exists():
+        return None
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise LoadError(f"{source}: several GGUF files, give the path of one: {names}")
+    return files[0]
+
+
+def _folder_config(source: Path) -> ModelConfig:
+    folder = source.parent if source.is_file() else source
+    path = folder / "config.json"
+    if not path.exists():
+        raise LoadError(f"{folder}: no config.json in it, so it is not a model folder")
+    generation = folder / "generation_config.json"
+    more = read_json(generation) if generation.exists() else None
+    return config_from_hf(read_json(path), more, str(path))
+
+
+def _load_safetensors(
+    source: Path, wanted: torch.dtype | None, seed: int, progress: bool
+) -> Checkpoint:
+    if source.is_file():
+        raise LoadError(f"{source}: a folder with config.json and safetensors files is expected")
+    config = _folder_config(source)
+    tensors: dict[str, Tensor] = {}
+    for path in checkpoint_files(source):
+        for name, tensor in read_safetensors(path).items():
+            if name in tensors:
+                raise LoadError(f"{path}: {name} is in another file of this checkpoint too")
+            if not is_ignored(name):
+                tensors[name] = tensor
+    config = _settle_tie(config, tensors)
+    expected = expected_tensors(config)
+    check_shapes({name: tuple(t.shape) for name, t in tensors.items()}, expected, str(source))
+    stored = tensors["model.embed_tokens.weight"].dtype
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _STORED:
+            raise LoadError(f"{source}: {name} is {tensor.dtype}, not fp32, bf16 or fp16")
+        if tensor.ndim > 1 and tensor.dtype != torch.float32:
+            stored = tensor.dtype
+    dtype = wanted or (torch.float32 if stored == torch.float32 else torch.bfloat16)
+    config = replace(config, dtype=str(stored).removeprefix("torch."))
+    ready = {name: tensors[name].to(dtype) for name in expected}
+    return Checkpoint(config, ready, dtype, source, "safetensors")
+
+
+def _settle_tie(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
+    """A head stored beside tied embeddings: dropped when it is a copy, used when it is not."""
+    head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if not config.tie_embeddings or head is None or table is None:
+        return config
+    if head.shape == table.shape and torch.equal(head, table):
+        del tensors["lm_head.weight"]
+        return config
+    return replace(config, tie_embeddings=False)  # as transformers does
+
+
+def _load_gguf(source: Path, wanted: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
+    path = _gguf_file(source)
+    if path is None:
+        raise LoadError(f"{source}: there is no GGUF file here")
+    file = read_gguf(path)
+    config = config_from_gguf(file)
+    dtype = wanted or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
+    cached = unpacked_path(path, dtype)
+    tensors = read_unpacked(cached, expected_tensors(config), dtype)
+    if tensors is None:
+        tensors = gguf_tensors(file, config, dtype, _bar(f"unpacking {path.name}", progress))
+        write_unpacked(cached, tensors)
+    return Checkpoint(config, tensors, dtype, path, "gguf")
+
+
+def _bar(text: str, progress: bool) -> Callable[[Iterator[Any], int], Iterator[Any]] | None:
+    if not progress:
+        return None
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+
+    def bar(items: Iterator[Any], total: int) -> Iterator[Any]:
+        quiet = not console.is_terminal
+        yield from track(items, text, total, console=console, transient=True, disable=quiet)
+
+    return bar
+
+
+def _load_dummy(source: Path, wanted: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
+    gguf = _gguf_file(source)
+    if gguf is not None and is_gguf(gguf):
+        return _dummy(config_from_gguf(read_gguf(gguf)), gguf, wanted, seed)
+    folder = source.parent if source.is_file() else source
+    return _dummy(_folder_config(source), folder, wanted, seed)
+
+
+def _dummy(
+    config: ModelConfig, source: Path | None, wanted: torch.dtype | None, seed: int
+) -> Checkpoint:
+    dtype = wanted or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
+    return Checkpoint(config, dummy_tensors(config, dtype, seed), dtype, source, "dummy")
+
+
+FORMATS: dict[str, Callable[[Path, torch.dtype | None, int, bool], Checkpoint]] = {
+    "safetensors": _load_safetensors,
+    "gguf": _load_gguf,
+    "dummy": _load_dummy,
+}

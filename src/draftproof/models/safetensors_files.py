@@ -1,0 +1,85 @@
+"""safetensors checkpoints: one file or many with an index, memory-mapped, errors in plain words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftproof.errors import LoadError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; LoadError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise LoadError(f"{path}: no such file") from error
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path}: a JSON object is expected, not {type(value).__name__}")
+    return value
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model folder; the index decides where there is one."""
+    index = folder / INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, Mapping) or not weight_map:
+            raise LoadError(f"{index}: there is no weight_map in it")
+        names = sorted({str(name) for name in weight_map.values()})
+        if bad := [name for name in names if Path(name).name != name]:
+            raise LoadError(f"{index}: file names must not contain folders: {bad[0]!r}")
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise LoadError(f"{folder}: the index names files that are not there: {missing}")
+        return tuple(folder / name for name in names)
+    if (folder / SINGLE).is_file():
+        return (folder / SINGLE,)
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    if len(files) == 1:
+        return files
+    if files:
+        raise LoadError(f"{folder}: several safetensors files but no {INDEX}")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise LoadError(
+            f"{folder}: only pickled PyTorch weights are here, which can run code when loaded; "
+            "convert them to safetensors"
+        )
+    raise LoadError(f"{folder}: there are no safetensors files in it")
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of one file, mapped rather than copied."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise LoadError(f"{path}: no such file") from error
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise LoadError(f"{path}: not a usable safetensors file: {error}{_guess(path)}") from error
+
+
+def _guess(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError:
+        return ""
+    if head.startswith(b"version https://git-lfs"):
+        return " (a Git LFS pointer; fetch the file itself with `git lfs pull`)"
+    if head.startswith(b"GGUF"):
+        return " (it is a GGUF file)"
+    if head.startswith(b"PK"):
+        return " (it is a zip archive, perhaps a PyTorch checkpoint)"
+    return ""

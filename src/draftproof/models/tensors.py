@@ -1,0 +1,91 @@
+"""Named tensors: the one table of what a checkpoint must hold, its check, and random stand-ins."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import LoadError
+from draftproof.models.config import ModelConfig
+
+# Buffers that old exporters wrote into checkpoints; they are computed from the config instead.
+_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\..*")
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor of this model, in forward order."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = (
+        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q_size, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        for name, rows, columns, bias in linears:
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a stored tensor is one that every loader leaves out."""
+    return _IGNORED.fullmatch(name) is not None
+
+
+def check_shapes(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """LoadError naming what is missing, unknown or of another shape."""
+    if missing := [name for name in expected if name not in found]:
+        shapes = [f"{name} {list(expected[name])}" for name in missing]
+        raise LoadError(f"{where}: missing {_some(shapes)}")
+    if unknown := [name for name in found if name not in expected]:
+        shapes = [f"{name} {list(found[name])}" for name in unknown]
+        raise LoadError(f"{where}: the model has no place for {_some(shapes)}")
+    wrong = [
+        f"{name} is {list(found[name])} but should be {list(shape)}"
+        for name, shape in expected.items()
+        if tuple(found[name]) != shape
+    ]
+    if wrong:
+        raise LoadError(f"{where}: {_some(wrong)}")
+
+
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more
+
+
+def dummy_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """Random weights of a sensible size, the same for the same seed: for tests and benchmarks."""
+    generator = torch.Generator().manual_seed(seed)
+    depth = 1 / math.sqrt(2 * config.num_layers)  # the residual stream keeps its size
+    tensors: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config).items():
+        if name.endswith("norm.weight"):
+            tensors[name] = torch.ones(shape, dtype=dtype)
+            continue
+        std = 0.02 * depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        tensors[name] = torch.randn(shape, generator=generator).mul_(std).to(dtype)
+    return tensors
