@@ -37,7 +37,7 @@ BUILTIN = {
 }
 DEFAULT_MODEL = "smollm2-135m"
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 
 
@@ -151,9 +151,8 @@ def _from_hub(repo: str, file: str, revision: str | None, progress: bool) -> Pat
     try:
         if not progress:
             disable_progress_bars()
-        if file:
-            return Path(hub.hf_hub_download(repo, file, revision=revision))
-        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
+        patterns = [file] if file else _HUB_FILES
+        folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise LoadError(
             f"{repo}: access is restricted; accept its terms on its page, then `hf auth login`"
@@ -162,15 +161,14 @@ def _from_hub(repo: str, file: str, revision: str | None, progress: bool) -> Pat
         raise LoadError(f"{repo}: there is no revision {revision!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise LoadError(f"{repo}: no such folder here and no such model on the hub") from error
-    except errors.EntryNotFoundError as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):
-            raise _unreachable(repo, error) from error
-        raise LoadError(f"{repo}: there is no file {file!r} in it") from error
     except Exception as error:  # the hub's HTTP library, proxies, disks: all mean "not fetched"
         raise _unreachable(repo, error) from error
     finally:
         if not progress and not was_off:
             enable_progress_bars()
+    if file and not (folder / file).is_file():
+        raise LoadError(f"{repo}: there is no file {file!r} in it")
+    return folder / file if file else folder
 
 
 def _unreachable(repo: str, error: Exception) -> LoadError:

@@ -1,0 +1,163 @@
+"""Configuration: frozen, validated once; an unknown key is an error that names the nearest one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from draftproof.errors import ConfigError, nearest
+
+AcceptPolicy = Literal["normal", "accept_all", "reject_all", "synthetic"]
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
+MAX_SPECULATIVE_TOKENS = 64
+
+# Other engines' names for the same thing.
+_KEY_ALIASES = {"max_ngram_size": "prompt_lookup_max", "min_ngram_size": "prompt_lookup_min"}
+_METHOD_ALIASES = {"ngram_match": "ngram", "[ngram]": "ngram"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Who guesses, how far, and who judges. `options` belong to the proposer or the strategy named."""
+
+    method: str
+    num_speculative_tokens: int = 5
+    verify_strategy: str = "target_match"
+    accept_policy: AcceptPolicy = "normal"
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    adaptive: bool = True  # shorten a request's drafts while they keep falling
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> SpeculativeConfig:
+        """From vLLM's or FastDeploy's keys. Keys not known here are left for proposer and strategy."""
+        merged: dict[str, Any] = {}
+        for key, item in value.items():
+            name = _KEY_ALIASES.get(key, key)
+            if name in merged and merged[name] != item:
+                raise ConfigError(
+                    f"speculative_config gives {name!r} twice: {merged[name]} and {item}"
+                )
+            merged[name] = item
+        if "method" not in merged:
+            raise ConfigError("speculative_config needs a 'method', for example 'ngram'")
+        merged["method"] = _METHOD_ALIASES.get(str(merged["method"]), str(merged["method"]))
+        own = {f.name for f in fields(cls)} - {"options"}
+        options = {key: merged.pop(key) for key in list(merged) if key not in own}
+        return cls(**merged, options=options)
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens must be an integer in 1..{MAX_SPECULATIVE_TOKENS}, got {k!r}"
+            )
+        if self.accept_policy not in ACCEPT_POLICIES:
+            raise ConfigError(
+                f"unknown accept_policy {self.accept_policy!r}: "
+                f"{nearest(str(self.accept_policy), ACCEPT_POLICIES)}"
+            )
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"adaptive must be true or false, got {self.adaptive!r}")
+        object.__setattr__(self, "synthetic_acceptance_rates", self._rates())
+
+    def _rates(self) -> tuple[float, ...] | None:
+        """Acceptance probability of each draft position, given that those before it stood."""
+        length, rates = self.synthetic_acceptance_length, self.synthetic_acceptance_rates
+        k = self.num_speculative_tokens
+        if self.accept_policy != "synthetic":
+            if length is not None or rates is not None:
+                raise ConfigError("synthetic_acceptance_* needs accept_policy='synthetic'")
+            return None
+        if (length is None) == (rates is None):
+            raise ConfigError(
+                "accept_policy='synthetic' needs either synthetic_acceptance_length or "
+                "synthetic_acceptance_rates"
+            )
+        if rates is not None:
+            if (
+                not isinstance(rates, Sequence)
+                or len(rates) != k
+                or any(not 0 <= r <= 1 for r in rates)
+            ):
+                raise ConfigError(f"synthetic_acceptance_rates must be {k} numbers in 0..1")
+            return tuple(float(r) for r in rates)
+        assert length is not None
+        if not 1 <= length <= k + 1:
+            raise ConfigError(f"synthetic_acceptance_length must lie in 1..{k + 1}, got {length}")
+        return (_constant_rate(float(length), k),) * k
+
+
+def _constant_rate(length: float, k: int) -> float:
+    """The rate r with 1 + r + r^2 + ... + r^k = length, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(k + 1)) < length:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine is built. Sizes that depend on model or machine are None until resolved."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    revision: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    kv_cache_tokens: int | None = None
+    max_logprobs: int = 20  # -1: no limit
+    seed: int = 0  # of dummy weights; requests have their own
+    speculative: SpeculativeConfig | None = None
+    debug: bool = False  # assert the invariants at every step
+
+    @classmethod
+    def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+        """From keyword options as `LLM(...)` takes them."""
+        known = {f.name for f in fields(cls)} - {"speculative"} | {"speculative_config"}
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"unknown option {key!r}: {nearest(key, known)}")
+        values = dict(options)
+        spec = values.pop("speculative_config", None)
+        if isinstance(spec, Mapping):
+            spec = SpeculativeConfig.parse(spec)
+        elif spec is not None and not isinstance(spec, SpeculativeConfig):
+            raise ConfigError(f"speculative_config must be a mapping, got {spec!r}")
+        return cls(model=model, speculative=spec, **values)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens"):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "kv_cache_tokens"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if self.page_size not in (8, 16, 32, 64):
+            raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
+        for name, allowed in (
+            ("dtype", ("auto", "bfloat16", "float32")),
+            ("load_format", ("auto", "safetensors", "gguf", "dummy")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+        if (
+            isinstance(self.max_logprobs, bool)
+            or not isinstance(self.max_logprobs, int)
+            or self.max_logprobs < -1
+        ):
+            raise ConfigError("max_logprobs must be an integer, -1 for no limit")

@@ -1,0 +1,1 @@
+"""The engine: decides and commits; computes nothing itself."""

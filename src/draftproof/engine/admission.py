@@ -1,0 +1,107 @@
+"""Checks on a request before it enters: what cannot be served is refused with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftproof.errors import RequestError
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this engine can serve."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int  # -1: no limit
+    kv_tokens: int  # that the page pool can hold
+    speculative_tokens: int  # 0: speculation is off
+    takes_prediction: bool
+
+
+def check_request(request: Request, limits: Limits) -> int:
+    """The length at which the request ends at the latest; RequestError if it cannot be served."""
+    params, prompt = request.params, request.prompt_token_ids
+    if not prompt:
+        raise RequestError("the prompt is empty: give at least one token", "prompt")
+    if len(prompt) >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens and max_model_len is {limits.max_model_len}: "
+            "no room is left for an answer",
+            "prompt",
+        )
+    _check_ids("prompt", prompt, limits.vocab_size)
+    for name, ids in params.token_id_options().items():
+        _check_ids(name, ids, limits.vocab_size)
+    _check_ids("prediction", request.prediction_ids, limits.vocab_size)
+    _check_logprobs(params, limits)
+    _check_speculation(request, limits)
+    max_length = limits.max_model_len
+    if params.max_tokens is not None:
+        max_length = min(max_length, len(prompt) + params.max_tokens)
+    if len(prompt) + params.min_tokens > max_length:
+        raise RequestError(
+            f"min_tokens={params.min_tokens} after {len(prompt)} prompt tokens is beyond "
+            f"max_model_len={limits.max_model_len}",
+            "min_tokens",
+        )
+    if max_length > limits.kv_tokens:
+        raise RequestError(
+            f"the request may grow to {max_length} tokens and the KV cache holds {limits.kv_tokens}: "
+            "lower max_tokens or raise kv_cache_tokens",
+            "max_tokens",
+        )
+    return max_length
+
+
+def _check_ids(name: str, ids: object, vocab_size: int) -> None:
+    for token in ids:  # type: ignore[attr-defined]
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise RequestError(f"{name} must hold integers, got {token!r}", name)
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{name} holds token id {token}, outside the vocabulary 0..{vocab_size - 1}", name
+            )
+
+
+def _check_logprobs(params: SamplingParams, limits: Limits) -> None:
+    if limits.max_logprobs < 0:
+        return
+    asked = {
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+        "logprob_token_ids": len(params.logprob_token_ids or ()),
+    }
+    for name, count in asked.items():
+        if count is not None and (count > limits.max_logprobs or count == -1):
+            raise RequestError(
+                f"{name} asks for {'all' if count == -1 else count} tokens and max_logprobs is "
+                f"{limits.max_logprobs}: start the engine with a larger one",
+                name,
+            )
+
+
+def _check_speculation(request: Request, limits: Limits) -> None:
+    wish = request.params.speculative
+    k = wish.num_speculative_tokens  # type: ignore[union-attr]
+    off = limits.speculative_tokens == 0
+    if k is not None:
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise RequestError(
+                f"num_speculative_tokens must be a positive integer, got {k!r}; "
+                "to switch speculation off for a request use speculative=False",
+                "speculative",
+            )
+        if off:
+            raise RequestError("this engine was started without speculative_config", "speculative")
+        if k > limits.speculative_tokens:
+            raise RequestError(
+                f"num_speculative_tokens={k} is above the engine's {limits.speculative_tokens}",
+                "speculative",
+            )
+    if request.params.prediction is not None and not limits.takes_prediction:
+        raise RequestError(
+            "prediction needs an engine with speculative_config method 'given'", "prediction"
+        )

@@ -1,0 +1,1 @@
+"""The models: what is computed."""

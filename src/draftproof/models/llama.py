@@ -1,0 +1,107 @@
+"""The decoder of the Llama family: one forward pass over ragged rows; the members differ by flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.models.config import ModelConfig
+from draftproof.models.rope import rope_table
+from draftproof.ops import Heads, Ops, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's weights, packed for the backend."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Any
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
+    out: Any
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Any
+    down: Any
+    heads: Heads
+
+
+class Llama:
+    """Weights and the order of the ops. Storage of K and V is the caller's."""
+
+    def __init__(
+        self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops, max_len: int
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.rope = rope_table(config, max_len).to(ops.device)
+        take = _Weights(tensors, ops)
+        self.embedding = take.tensor("model.embed_tokens.weight")
+        self.layers = [self._layer(take, i) for i in range(config.num_layers)]
+        self.norm = take.tensor("model.norm.weight")
+        self.head = (
+            ops.pack_linear(self.embedding)
+            if config.tie_embeddings
+            else take.packed(["lm_head"], bias=False)
+        )
+
+    def _layer(self, take: _Weights, index: int) -> Layer:
+        config, at = self.config, f"model.layers.{index}."
+        attention, mlp = at + "self_attn.", at + "mlp."
+        qk_norm = config.qk_norm
+        return Layer(
+            attention_norm=take.tensor(at + "input_layernorm.weight"),
+            qkv=take.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
+            q_norm=take.tensor(attention + "q_norm.weight") if qk_norm else None,
+            k_norm=take.tensor(attention + "k_norm.weight") if qk_norm else None,
+            out=take.packed([attention + "o_proj"], config.o_bias),
+            mlp_norm=take.tensor(at + "post_attention_layernorm.weight"),
+            gate_up=take.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
+            down=take.packed([mlp + "down_proj"], config.mlp_bias),
+            heads=Heads(
+                num_q=config.num_heads,
+                num_kv=config.num_kv_heads,
+                dim=config.head_dim,
+                scale=config.head_dim**-0.5,
+                window=config.windows[index],
+            ),
+        )
+
+    def forward(self, rows: Rows, caches: list[Tensor]) -> Tensor:
+        """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row."""
+        ops, eps = self.ops, self.config.norm_eps
+        residual = ops.embed(rows.tokens, self.embedding)
+        x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
+        following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
+        for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):
+            qkv = ops.linear(x, layer.qkv)
+            q = ops.rope_store(
+                qkv, rows, layer.heads, self.rope, cache, layer.q_norm, layer.k_norm, eps
+            )
+            x = ops.linear(ops.attention(q, rows, layer.heads, cache), layer.out)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] fp32."""
+        return self.ops.linear(hidden, self.head, torch.float32)
+
+
+class _Weights:
+    """Takes tensors out of the checkpoint one by one, so that none is held twice."""
+
+    def __init__(self, tensors: dict[str, Tensor], ops: Ops) -> None:
+        self.tensors = tensors
+        self.ops = ops
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors.pop(name).to(self.ops.device).contiguous()
+
+    def packed(self, names: list[str], bias: bool) -> Any:
+        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
+        biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
+        return self.ops.pack_linear(weight, biases)

@@ -1,0 +1,57 @@
+"""A runner: a model, its KV storage, and its forward pass in the quick form that the backend offers.
+
+Storage is indexed by page ids that the engine accounts for. A draft model is another runner on the
+same page ids, so there is one allocation and one rollback.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftproof.models.llama import Llama
+from draftproof.ops import Ops, Rows
+
+
+class Runner:
+    """Rows in, hidden rows and logits out."""
+
+    def __init__(
+        self,
+        model: Llama,
+        ops: Ops,
+        dtype: torch.dtype,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+    ) -> None:
+        config = model.config
+        self.model = model
+        self.ops = ops
+        self.page_size = page_size
+        shape = (2, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        self.caches = [
+            torch.zeros(shape, dtype=dtype, device=ops.device) for _ in range(config.num_layers)
+        ]
+        self._forward = ops.capture(lambda rows: model.forward(rows, self.caches), max_rows)
+
+    def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
+        """Rows with the place of their K and V worked out from the page table."""
+        pages = page_table[slots, positions // self.page_size].long()
+        index = pages * self.page_size + positions % self.page_size
+        return Rows(tokens, positions, slots, index, page_table)
+
+    def forward(self, rows: Rows) -> Tensor:
+        """[rows, hidden], valid until the next call."""
+        return self._forward(rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] fp32."""
+        return self.model.logits(hidden)
+
+
+def kv_bytes_per_token(
+    num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize

@@ -1,0 +1,168 @@
+"""Embedding, norms, activation, rope: one row (or one head of it) at a time, in one fixed order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from draftproof.ops.cpu.native import (
+    Kernel,
+    copy_bytes,
+    device,
+    f64_of_bits,
+    kernel,
+    load_i64,
+    share,
+)
+from draftproof.ops.cpu.simd import splat, vadd, vfma, vmul, vsub, vsum
+from draftproof.ops.cpu.typed import tload, tround, tstore
+from draftproof.ops.cpu.vmath import vsilu
+
+_ZERO = np.float32(0.0)
+
+
+@kernel
+def embed(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+    """args: out, tokens, table, row bytes, vocabulary."""
+    out, tokens, table = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    row_bytes, vocab = load_i64(args + 24), load_i64(args + 32)
+    begin, end = share(rows, thread, threads)
+    for row in range(begin, end):
+        # an id out of range reads a valid row rather than foreign memory
+        token = min(max(load_i64(tokens + 8 * row), 0), vocab - 1)
+        copy_bytes(out + row * row_bytes, table + token * row_bytes, row_bytes)
+
+
+@device
+def _normalise(src: int, out: int, weight: int, width: int, eps: float, bf16: bool) -> None:
+    """out [width] = src / rms(src), rounded, times weight."""
+    total = splat(_ZERO)
+    for i in range(0, width, 16):
+        x = tload(src, i, width - i, bf16)
+        total = vfma(x, x, total)
+    inverse = splat(np.float32(1.0 / math.sqrt(np.float64(vsum(total)) / width + eps)))
+    for i in range(0, width, 16):
+        x = tround(vmul(tload(src, i, width - i, bf16), inverse), bf16)
+        tstore(out, i, vmul(x, tload(weight, i, width - i, bf16)), width - i, bf16)
+
+
+def _rms_norm(bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def rms_norm(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """args: out, x, weight, width, eps."""
+        out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        width, eps = load_i64(args + 24), f64_of_bits(load_i64(args + 32))
+        begin, end = share(rows, thread, threads)
+        for row in range(begin, end):
+            at = row * width * size
+            _normalise(x + at, out + at, weight, width, eps, bf16)
+
+    return rms_norm
+
+
+def _add_rms_norm(bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def add_rms_norm(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """args: out, sum, x, residual, weight, width, eps."""
+        out, total = load_i64(args), load_i64(args + 8)
+        x, residual, weight = load_i64(args + 16), load_i64(args + 24), load_i64(args + 32)
+        width, eps = load_i64(args + 40), f64_of_bits(load_i64(args + 48))
+        begin, end = share(rows, thread, threads)
+        for row in range(begin, end):
+            at = row * width * size
+            for i in range(0, width, 16):
+                n = width - i
+                y = vadd(tload(x + at, i, n, bf16), tload(residual + at, i, n, bf16))
+                tstore(total + at, i, y, n, bf16)
+            _normalise(total + at, out + at, weight, width, eps, bf16)
+
+    return add_rms_norm
+
+
+def _silu_mul(bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def silu_mul(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """args: out, gate_up, width."""
+        out, gate_up, width = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        pieces = (width + 15) // 16
+        begin, end = share(rows * pieces, thread, threads)
+        for unit in range(begin, end):
+            row = unit // pieces
+            i = (unit - row * pieces) * 16
+            n = width - i
+            gate = tload(gate_up + 2 * row * width * size, i, n, bf16)
+            up = tload(gate_up + (2 * row + 1) * width * size, i, n, bf16)
+            tstore(out + row * width * size, i, vmul(vsilu(gate), up), n, bf16)
+
+    return silu_mul
+
+
+@device
+def _rotate(src: int, out: int, angles: int, half: int, bf16: bool) -> None:
+    """One head: the two halves of `src` turned by the angles' cos [half], sin [half]."""
+    for i in range(0, half, 16):
+        n = half - i
+        cos, sin = tload(angles, i, n, False), tload(angles, half + i, n, False)
+        low, high = tload(src, i, n, bf16), tload(src, half + i, n, bf16)
+        turned = vsub(vmul(low, cos), vmul(high, sin))
+        tstore(out, half + i, vadd(vmul(high, cos), vmul(low, sin)), n, bf16)
+        tstore(out, i, turned, n, bf16)
+
+
+def _rope_store(bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def rope_store(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """args: q_out, qkv, positions, kv_index, rope, cache, q_norm, k_norm, num_q, num_kv, dim,
+        max_len, places (pages * page_size), eps."""
+        q_out, qkv = load_i64(args), load_i64(args + 8)
+        positions, kv_index = load_i64(args + 16), load_i64(args + 24)
+        rope, cache = load_i64(args + 32), load_i64(args + 40)
+        q_norm, k_norm = load_i64(args + 48), load_i64(args + 56)
+        num_q, num_kv, dim = load_i64(args + 64), load_i64(args + 72), load_i64(args + 80)
+        max_len, places = load_i64(args + 88), load_i64(args + 96)
+        eps = f64_of_bits(load_i64(args + 104))
+        heads = num_q + 2 * num_kv
+        begin, end = share(rows * heads, thread, threads)
+        for unit in range(begin, end):
+            row = unit // heads
+            head = unit - row * heads
+            src = qkv + unit * dim * size
+            position = min(max(load_i64(positions + 8 * row), 0), max_len - 1)
+            angles = rope + position * dim * 4
+            if head < num_q:
+                dst = q_out + (row * num_q + head) * dim * size
+                norm = q_norm
+            else:
+                place = load_i64(kv_index + 8 * row)
+                if place < 0 or place >= places:
+                    continue  # nowhere to store
+                is_v = head >= num_q + num_kv
+                kv_head = head - num_q - (num_kv if is_v else 0)
+                dst = cache + ((place + (places if is_v else 0)) * num_kv + kv_head) * dim * size
+                norm = k_norm
+                if is_v:
+                    copy_bytes(dst, src, dim * size)
+                    continue
+            if norm != 0:
+                _normalise(src, dst, norm, dim, eps, bf16)
+                src = dst
+            _rotate(src, dst, angles, dim // 2, bf16)
+
+    return rope_store
+
+
+# Each table: [fp32, bf16].
+RMS_NORM: list[Any] = [_rms_norm(False), _rms_norm(True)]
+ADD_RMS_NORM: list[Any] = [_add_rms_norm(False), _add_rms_norm(True)]
+SILU_MUL: list[Any] = [_silu_mul(False), _silu_mul(True)]
+ROPE_STORE: list[Any] = [_rope_store(False), _rope_store(True)]

@@ -1,0 +1,69 @@
+"""Philox-4x32-10: noise as a pure function of (seed, position, stream, id). See the ops contract."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from draftproof.ops.cpu.native import device, inlined
+from draftproof.ops.cpu.simd import imul, imul_high, isplat, ixor
+
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+@device
+def philox(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, int, int, int]:
+    """One block: counter and key words in, four words of 32 bits out (all as int64)."""
+    for _ in range(10):
+        product_0 = np.uint64(c0) * np.uint64(MULTIPLIER_0)
+        product_1 = np.uint64(c2) * np.uint64(MULTIPLIER_1)
+        high_0, low_0 = np.int64(product_0 >> np.uint64(32)), np.int64(product_0) & _LOW
+        high_1, low_1 = np.int64(product_1 >> np.uint64(32)), np.int64(product_1) & _LOW
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + WEYL_0) & _LOW, (k1 + WEYL_1) & _LOW
+    return c0, c1, c2, c3
+
+
+@device
+def vphilox(c0: Any, c1: int, c2: int, k0: int, k1: int) -> Any:
+    """16 blocks at once: c0 a vector of counters, the other words common, c3 = 0."""
+    a, b, c, d = c0, isplat(c1), isplat(c2), isplat(0)
+    for _ in range(10):
+        high_0, low_0 = imul_high(a, isplat(MULTIPLIER_0)), imul(a, isplat(MULTIPLIER_0))
+        high_1, low_1 = imul_high(c, isplat(MULTIPLIER_1)), imul(c, isplat(MULTIPLIER_1))
+        a, b = ixor(ixor(high_1, b), isplat(k0)), low_1
+        c, d = ixor(ixor(high_0, d), isplat(k1)), low_0
+        k0, k1 = (k0 + WEYL_0) & _LOW, (k1 + WEYL_1) & _LOW
+    return a, b, c, d
+
+
+@inlined
+def unit(word: int) -> float:
+    """A word of 32 bits as a number in (0, 1)."""
+    return (np.float64(word) + 0.5) * 2.0**-32
+
+
+@device
+def gumbel(word: int) -> Any:
+    """Gumbel noise of a word, fp32."""
+    return np.float32(-math.log(-math.log1p(-unit(word))))
+
+
+@device
+def noise_word(token: int, position: int, stream: int, k0: int, k1: int) -> int:
+    """The word of one token id."""
+    w0, w1, w2, w3 = philox(token // 4, position & _LOW, stream, 0, k0, k1)
+    lane = token % 4
+    if lane == 0:
+        return w0
+    if lane == 1:
+        return w1
+    if lane == 2:
+        return w2
+    return w3
+
+

@@ -1,0 +1,75 @@
+"""Guessing: the proposer contract and the table of proposers.
+
+A proposer sees committed tokens (and hidden rows, if it asks) and guesses what follows. It never changes
+a request, and nothing it says can change an output: a wrong guess costs time alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from draftproof.errors import ConfigError
+from draftproof.ops import Ops
+from draftproof.types import Draft, ProposeBatch, Request
+
+PROPOSERS = {
+    "ngram": "draftproof.propose.ngram:NgramProposer",
+    "given": "draftproof.propose.given:GivenProposer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerEnv:
+    """What a proposer may build on. One with a model of its own makes a Runner of `num_pages`."""
+
+    ops: Ops
+    k: int
+    vocab_size: int
+    hidden_size: int
+    num_slots: int
+    num_pages: int
+    page_size: int
+    max_len: int
+    max_rows: int
+
+
+class Proposer(ABC):
+    """One way to guess. Capabilities are class attributes; nobody asks for its name."""
+
+    sources: ClassVar[tuple[str, ...]]  # who may have proposed a token, for provenance
+    needs_hidden: ClassVar[bool] = False  # wants the target's hidden rows
+    reports_probs: ClassVar[bool] = False  # samples its drafts and says from which law
+    graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
+    takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
+    defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
+
+    def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        self.env = env
+        self.options = {**self.defaults, **options}
+
+    def start(self, slot: int, request: Request) -> None:
+        """A request sits down in `slot`."""
+
+    @abstractmethod
+    def propose(self, batch: ProposeBatch) -> Draft:
+        """Guesses for every request of the batch, at most `budget` each."""
+
+    def stop(self, slot: int) -> None:
+        """The request in `slot` has ended."""
+
+
+def ngram_sizes(options: Mapping[str, Any]) -> tuple[int, int]:
+    """(smallest, largest) size of a match from prompt_lookup_min and prompt_lookup_max; either may be None."""
+    low, high = options["prompt_lookup_min"], options["prompt_lookup_max"]
+    for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+        wrong = isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64
+        if value is not None and wrong:
+            raise ConfigError(f"{name} must be an integer in 1..64, got {value!r}")
+    high = high if high is not None else max(5, low or 0)
+    low = low if low is not None else min(2, high)
+    if low > high:
+        raise ConfigError(f"prompt_lookup_min ({low}) is above prompt_lookup_max ({high})")
+    return low, high

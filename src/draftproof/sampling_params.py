@@ -1,0 +1,180 @@
+"""SamplingParams: what a user asks of one request, checked once, in the habits of vLLM's users."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from torch import Tensor
+
+from draftproof.errors import RequestError, nearest
+
+# tokens so far (prompt, output and the drafts before this row), logits [vocab] -> logits [vocab]
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+LogprobsMode = Literal["raw", "processed"]
+
+MAX_SEED = 2**63 - 1
+# Below this a temperature means greedy, as vLLM has it: dividing by less would only overflow.
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeParams:
+    """How one request is to be speculated; None keeps what the engine was started with."""
+
+    enabled: bool = True
+    num_speculative_tokens: int | None = None
+    verify_strategy: str | None = None
+
+    @classmethod
+    def parse(cls, value: SpeculativeParams | dict[str, Any] | bool | None) -> SpeculativeParams:
+        if value is None or isinstance(value, bool):
+            return cls(enabled=value is not False)
+        if isinstance(value, SpeculativeParams):
+            return value
+        if not isinstance(value, dict):
+            raise RequestError(
+                f"speculative must be a bool or a dict, not {value!r}", "speculative"
+            )
+        known = {f.name for f in fields(cls)}
+        for key in value:
+            if key not in known:
+                raise RequestError(
+                    f"unknown key {key!r} in speculative: {nearest(key, known)}", "speculative"
+                )
+        return cls(**value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's options. Frozen and valid once built; unknown names are Python's TypeError."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    # None: no logprobs; 0: of the sampled token; k: and of the k best; -1: of the whole vocabulary
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    include_draft_logprobs: bool = False
+    speculative: SpeculativeParams | dict[str, Any] | bool | None = None
+    prediction: str | Sequence[int] | None = None  # what the caller expects; for method "given"
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            _check_number(name, getattr(self, name), low, high)
+        for name, low_int in _INTEGERS:
+            _check_integer(name, getattr(self, name), low_int)
+        if self.repetition_penalty <= 0:
+            raise RequestError("repetition_penalty must be above 0", "repetition_penalty")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise RequestError(f"seed must lie in 0..{MAX_SEED}, got {self.seed}", "seed")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise RequestError("logprobs_mode must be 'raw' or 'processed'", "logprobs_mode")
+        if self.logprob_token_ids is not None and self.logprobs:
+            raise RequestError(
+                "logprob_token_ids names the tokens itself: leave logprobs unset or 0",
+                "logprob_token_ids",
+            )
+        self._freeze()
+
+    def _freeze(self) -> None:
+        put = object.__setattr__
+        put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("bad_words", "stop_token_ids", "logits_processors"):
+            put(self, name, tuple(getattr(self, name)))
+        for name in ("stop", "bad_words"):
+            if any(not isinstance(text, str) or not text for text in getattr(self, name)):
+                raise RequestError(f"{name} must hold non-empty strings", name)
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name) is not None:
+                put(self, name, tuple(dict.fromkeys(getattr(self, name))))
+                if not getattr(self, name):
+                    raise RequestError(f"{name} is empty; leave it out instead", name)
+        if any(not callable(f) for f in self.logits_processors):
+            raise RequestError("logits_processors must be functions", "logits_processors")
+        bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+        if any(math.isnan(v) or v == math.inf for v in bias.values()):
+            raise RequestError("logit_bias values must be finite (or -inf)", "logit_bias")
+        put(self, "logit_bias", bias)
+        put(self, "top_k", max(self.top_k, 0))
+        put(self, "speculative", SpeculativeParams.parse(self.speculative))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    def token_id_options(self) -> dict[str, Sequence[int]]:
+        """Every option that names token ids, for one range check against the vocabulary."""
+        return {
+            "logit_bias": tuple(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids,
+            "logprob_token_ids": self.logprob_token_ids or (),
+        }
+
+
+_RANGES = (
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, math.inf),
+)
+_INTEGERS = (
+    ("n", 1),
+    ("top_k", -1),
+    ("min_tokens", 0),
+    ("max_tokens", 1),
+    ("logprobs", -1),
+    ("prompt_logprobs", -1),
+    ("seed", None),
+)
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must lie in {low:g}..{high:g}, got {value!r}", name)
+    if name == "top_p" and value == 0:
+        raise RequestError("top_p must be above 0; for greedy decoding use temperature=0", name)
+
+
+def _check_integer(name: str, value: object, low: int | None) -> None:
+    if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", name)
+    if low is not None and value < low:
+        raise RequestError(f"{name} must be at least {low}, got {value}", name)

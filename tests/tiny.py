@@ -1,0 +1,126 @@
+"""Tiny random models of every architecture, and a runner that records all that an engine gave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.engine.engine import Engine
+from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import LogprobRow, Request, StepOutput
+
+VOCAB = 97
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position": 512,
+    "eos_token_ids": (2,),
+}
+LLAMA3 = RopeScaling(
+    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64
+)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "LlamaForCausalLM"},
+    "llama3": {"architecture": "LlamaForCausalLM", "rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "smollm2": {"architecture": "LlamaForCausalLM", "tie_embeddings": True, "num_kv_heads": 1},
+    "mistral": {"architecture": "MistralForCausalLM", "windows": (9, 9)},
+    "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True, "tie_embeddings": True},
+    "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "head_dim": 16},
+}
+
+
+def model_config(name: str) -> ModelConfig:
+    return ModelConfig(**{**_BASE, **ARCHITECTURES[name]})
+
+
+@cache
+def _weights(name: str, dtype: str) -> Checkpoint:
+    return load_checkpoint(model_config(name), dtype=dtype, load_format="dummy", seed=3)
+
+
+def checkpoint(name: str = "llama", dtype: str = "float32") -> Checkpoint:
+    """A fresh one each time: the engine takes the tensors out of it."""
+    made = _weights(name, dtype)
+    return Checkpoint(made.config, dict(made.tensors), made.dtype, made.source, made.format)
+
+
+def engine(
+    name: str = "llama",
+    dtype: str = "float32",
+    speculative: dict[str, Any] | SpeculativeConfig | None = None,
+    **options: Any,
+) -> Engine:
+    if isinstance(speculative, dict):
+        speculative = SpeculativeConfig.parse(speculative)
+    defaults = {
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "debug": True,
+    }
+    config = EngineConfig(model=name, speculative=speculative, **{**defaults, **options})
+    return Engine(config, checkpoint(name, dtype))
+
+
+def prompt(index: int, length: int = 12, vocab: int = VOCAB) -> list[int]:
+    """Repetitive enough for n-grams to match, different for every index."""
+    return [3 + (index * 13 + (j % 5) * 7 + j // 9) % (vocab - 3) for j in range(length)]
+
+
+def request(index: int, params: SamplingParams, length: int = 12, **fields: Any) -> Request:
+    values = {"seed": 1000 + index, "eos_token_ids": (2,), **fields}
+    ids = values.pop("prompt_token_ids", prompt(index, length))
+    return Request(id=str(index), prompt_token_ids=ids, params=params, **values)
+
+
+@dataclass
+class Record:
+    """Everything one request was given."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    prompt_logprobs: list[LogprobRow] = field(default_factory=list)
+    steps: list[StepOutput] = field(default_factory=list)
+    finish: tuple[object, object, object] = (None, None, None)
+
+    def same(self) -> tuple[object, ...]:
+        """What speculation must not change."""
+        return self.token_ids, self.logprobs, self.prompt_logprobs, self.finish
+
+
+def run(
+    target: Engine,
+    requests: Sequence[Request],
+    arrivals: Sequence[int] = (),
+    each_step: Callable[[int], None] | None = None,
+) -> dict[str, Record]:
+    """Serve all; request i is added before step arrivals[i] (0 if not given)."""
+    records = {r.id: Record() for r in requests}
+    when = {r.id: (arrivals[i] if i < len(arrivals) else 0) for i, r in enumerate(requests)}
+    step, waiting = 0, list(requests)
+    while waiting or target.has_work:
+        for item in [r for r in waiting if when[r.id] <= step]:
+            waiting.remove(item)
+            target.add(item)
+        for out in target.step():
+            record = records[out.request_id]
+            record.steps.append(out)
+            record.token_ids.extend(out.token_ids)
+            record.logprobs.extend(out.logprobs or [])
+            record.prompt_logprobs.extend(out.prompt_logprobs or [])
+            if out.finish_reason:
+                record.finish = (out.finish_reason, out.stop_reason, out.error)
+        if each_step:
+            each_step(step)
+        step += 1
+    return records
