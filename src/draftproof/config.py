@@ -37,9 +37,7 @@ class SpeculativeConfig:
         for key, item in value.items():
             name = _KEY_ALIASES.get(key, key)
             if name in merged and merged[name] != item:
-                raise ConfigError(
-                    f"speculative_config gives {name!r} twice: {merged[name]} and {item}"
-                )
+                raise ConfigError(f"speculative_config gives {name!r} twice: {merged[name]} and {item}")
             merged[name] = item
         if "method" not in merged:
             raise ConfigError("speculative_config needs a 'method', for example 'ngram'")
@@ -77,11 +75,7 @@ class SpeculativeConfig:
                 "synthetic_acceptance_rates"
             )
         if rates is not None:
-            if (
-                not isinstance(rates, Sequence)
-                or len(rates) != k
-                or any(not 0 <= r <= 1 for r in rates)
-            ):
+            if not isinstance(rates, Sequence) or len(rates) != k or any(not 0 <= r <= 1 for r in rates):
                 raise ConfigError(f"synthetic_acceptance_rates must be {k} numbers in 0..1")
             return tuple(float(r) for r in rates)
         assert length is not None
@@ -152,9 +146,7 @@ class EngineConfig:
             ("load_format", ("auto", "safetensors", "gguf", "dummy")),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if (
             isinstance(self.max_logprobs, bool)
             or not isinstance(self.max_logprobs, int)

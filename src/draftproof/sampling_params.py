@@ -35,9 +35,7 @@ class SpeculativeParams:
         if isinstance(value, SpeculativeParams):
             return value
         if not isinstance(value, dict):
-            raise RequestError(
-                f"speculative must be a bool or a dict, not {value!r}", "speculative"
-            )
+            raise RequestError(f"speculative must be a bool or a dict, not {value!r}", "speculative")
         known = {f.name for f in fields(cls)}
         for key in value:
             if key not in known:

@@ -87,9 +87,7 @@ class Draft:
     tokens: Tensor  # [B, K] int64, valid up to `count`
     count: Tensor  # [B] int64: real drafts, never padding
     logprobs: Tensor | None = None  # [B, K] fp32, the drafter's own; NaN = none
-    probs: Tensor | None = (
-        None  # [B, K, V] the law each draft was sampled from; None = it was certain
-    )
+    probs: Tensor | None = None  # [B, K, V] the law each draft was sampled from; None = it was certain
     sources: Tensor | None = None  # [B, K] int8, index into the proposer's `sources`; None = all 0
 
     @classmethod
@@ -199,9 +197,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    provenance: list[str] = field(
-        default_factory=list
-    )  # "plain", "accepted:ngram", "recovered", "bonus"
+    provenance: list[str] = field(default_factory=list)  # "plain", "accepted:ngram", "recovered", "bonus"
     text_offsets: list[int] = field(default_factory=list)
     drafts: list[DraftRecord] | None = None
     finish_reason: FinishReason | None = None

@@ -102,6 +102,4 @@ def _check_speculation(request: Request, limits: Limits) -> None:
                 "speculative",
             )
     if request.params.prediction is not None and not limits.takes_prediction:
-        raise RequestError(
-            "prediction needs an engine with speculative_config method 'given'", "prediction"
-        )
+        raise RequestError("prediction needs an engine with speculative_config method 'given'", "prediction")

@@ -25,9 +25,7 @@ from draftproof.types import Request, StepOutput
 from draftproof.verify import STRATEGIES, Strategy
 from draftproof.verify.sampler import Sampler
 
-DEFAULT_MAX_LEN = (
-    8192  # where the model allows more, longer contexts are asked for by max_model_len
-)
+DEFAULT_MAX_LEN = 8192  # where the model allows more, longer contexts are asked for by max_model_len
 DEFAULT_KV_BYTES = 2 << 30
 
 
@@ -187,9 +185,7 @@ def _max_len(config: EngineConfig, model: ModelConfig) -> int:
     if asked is None:
         return min(model.max_position, DEFAULT_MAX_LEN)
     if asked > model.max_position:
-        raise ConfigError(
-            f"max_model_len={asked} is beyond the {model.max_position} positions of this model"
-        )
+        raise ConfigError(f"max_model_len={asked} is beyond the {model.max_position} positions of this model")
     return asked
 
 

@@ -22,15 +22,9 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         if sequence.length > prompt:
             assert sequence.waiting_rows == 1, f"{name}: computed != length - 1 while decoding"
         assert sequence.length < sequence.max_length, f"{name}: ran past its end"
-        assert sequence.length + sequence.num_draft < sequence.max_length, (
-            f"{name}: drafts past its end"
-        )
-        assert len(sequence.pages) * scheduler.page_size >= sequence.max_length, (
-            f"{name}: pages short"
-        )
+        assert sequence.length + sequence.num_draft < sequence.max_length, f"{name}: drafts past its end"
+        assert len(sequence.pages) * scheduler.page_size >= sequence.max_length, f"{name}: pages short"
         assert not owned & set(sequence.pages), f"{name}: shares a page"
         owned |= set(sequence.pages)
         tokens = columns.tokens[slot, : sequence.length]
-        assert int(tokens.min()) >= 0 and int(tokens.max()) < slots.vocab, (
-            f"{name}: impossible token"
-        )
+        assert int(tokens.min()) >= 0 and int(tokens.max()) < slots.vocab, f"{name}: impossible token"

@@ -139,9 +139,7 @@ class Loop:
         begin = counts.cumsum(0) - counts
         owner = torch.arange(len(chosen), device=device).repeat_interleave(counts)
         depth = torch.arange(len(owner), device=device) - begin[owner]
-        last = [
-            f + entry.num_rows - entry.num_draft - 1 for f, entry in zip(first, chosen, strict=True)
-        ]
+        last = [f + entry.num_rows - entry.num_draft - 1 for f, entry in zip(first, chosen, strict=True)]
         probs = self._draft_probs
         windows = Windows(
             columns=columns,
@@ -156,9 +154,7 @@ class Loop:
         )
         return windows, torch.tensor(last, device=device)[owner] + depth
 
-    def _follow(
-        self, chosen: list[Entry], results: Iterable[StepOutput], committed: Committed
-    ) -> None:
+    def _follow(self, chosen: list[Entry], results: Iterable[StepOutput], committed: Committed) -> None:
         """Bring the host's copies up to date and let the ended requests go."""
         for entry, result in zip(chosen, results, strict=True):
             sequence = entry.sequence

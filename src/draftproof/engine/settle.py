@@ -34,9 +34,7 @@ class Settler:
         committed: Committed,
     ) -> list[StepOutput]:
         num_out = committed.num_out.tolist()
-        tokens = [
-            line[:n] for line, n in zip(sampled.verdict.tokens.tolist(), num_out, strict=True)
-        ]
+        tokens = [line[:n] for line, n in zip(sampled.verdict.tokens.tolist(), num_out, strict=True)]
         accepted = torch.minimum(sampled.verdict.num_accepted, committed.num_out).tolist()
         first, stopped, full = (
             windows.first.tolist(),
@@ -144,9 +142,7 @@ class Settler:
 
     # --- prompt logprobs --------------------------------------------------------------------------
 
-    def prompt_logprobs(
-        self, entries: list[Entry], first: list[int], hidden: Tensor
-    ) -> list[StepOutput]:
+    def prompt_logprobs(self, entries: list[Entry], first: list[int], hidden: Tensor) -> list[StepOutput]:
         """Row at position i decides prompt token i + 1; the last prompt row decides the first output."""
         outputs = []
         for entry, begin in zip(entries, first, strict=True):

@@ -66,9 +66,7 @@ class Slots:
         slot, c, params = self._free.pop(), self.columns, request.params
         prompt = len(request.prompt_token_ids)
         c.tokens[slot, :prompt] = torch.tensor(request.prompt_token_ids, device=self.device)
-        c.page_table[slot, : len(pages)] = torch.tensor(
-            pages, dtype=torch.int32, device=self.device
-        )
+        c.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device=self.device)
         for column, value in (
             (c.length, prompt),
             (c.prompt_len, prompt),
@@ -99,9 +97,7 @@ class Slots:
 
     def _put_stop_ids(self, slot: int, request: Request) -> None:
         params = request.params
-        ids = sorted(
-            {*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids}
-        )
+        ids = sorted({*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids})
         missing = len(ids) - self.columns.stop_ids.shape[1]
         if missing > 0:
             wider = torch.nn.functional.pad(self.columns.stop_ids, (0, missing), value=-1)

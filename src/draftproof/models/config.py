@@ -174,9 +174,7 @@ def _from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConf
     names = raw.get("architectures") or []
     name = names[0] if names else "(none named)"
     if name not in ARCHITECTURES:
-        raise LoadError(
-            f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+        raise LoadError(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
     arch = ARCHITECTURES[name]
     for key, fine, what in _REFUSED:
         if raw.get(key) not in fine:
@@ -245,9 +243,7 @@ def _rope_from_hf(rope: dict[str, Any], raw: Mapping[str, Any], max_position: in
         if kind in ("dynamic", "longrope"):
             # The frequencies of a row would depend on tokens that come after it.
             why = ": its frequencies change with the length of the text"
-        raise LoadError(
-            f"rope type {kind!r} is not supported{why}; supported: default, linear, llama3, yarn"
-        )
+        raise LoadError(f"rope type {kind!r} is not supported{why}; supported: default, linear, llama3, yarn")
     if rope.get("factor") is None:
         raise LoadError(f"rope type {kind!r} without a factor")
     original = (

@@ -186,9 +186,7 @@ def num_bytes(info: TensorInfo) -> int:
     """Size of a tensor in the file; its type must be in TYPES."""
     _, block, size = TYPES[info.type_id]
     if info.shape and info.shape[-1] % block:
-        raise LoadError(
-            f"tensor {info.name!r}: rows of {info.shape[-1]} are not whole blocks of {block}"
-        )
+        raise LoadError(f"tensor {info.name!r}: rows of {info.shape[-1]} are not whole blocks of {block}")
     count = 1
     for dim in info.shape:
         count *= dim

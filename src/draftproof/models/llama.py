@@ -31,9 +31,7 @@ class Layer:
 class Llama:
     """Weights and the order of the ops. Storage of K and V is the caller's."""
 
-    def __init__(
-        self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops, max_len: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops, max_len: int) -> None:
         self.config = config
         self.ops = ops
         self.rope = rope_table(config, max_len).to(ops.device)
@@ -42,9 +40,7 @@ class Llama:
         self.layers = [self._layer(take, i) for i in range(config.num_layers)]
         self.norm = take.tensor("model.norm.weight")
         self.head = (
-            ops.pack_linear(self.embedding)
-            if config.tie_embeddings
-            else take.packed(["lm_head"], bias=False)
+            ops.pack_linear(self.embedding) if config.tie_embeddings else take.packed(["lm_head"], bias=False)
         )
 
     def _layer(self, take: _Weights, index: int) -> Layer:
@@ -77,9 +73,7 @@ class Llama:
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
         for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):
             qkv = ops.linear(x, layer.qkv)
-            q = ops.rope_store(
-                qkv, rows, layer.heads, self.rope, cache, layer.q_norm, layer.k_norm, eps
-            )
+            q = ops.rope_store(qkv, rows, layer.heads, self.rope, cache, layer.q_norm, layer.k_norm, eps)
             x = ops.linear(ops.attention(q, rows, layer.heads, cache), layer.out)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)

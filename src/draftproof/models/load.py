@@ -55,9 +55,7 @@ def load_checkpoint(
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}: {nearest(dtype, ['auto', *DTYPES])}")
     if load_format not in ("auto", *FORMATS):
-        raise ConfigError(
-            f"unknown load_format {load_format!r}: {nearest(load_format, ['auto', *FORMATS])}"
-        )
+        raise ConfigError(f"unknown load_format {load_format!r}: {nearest(load_format, ['auto', *FORMATS])}")
     wanted = DTYPES.get(dtype)
     if isinstance(model, ModelConfig):
         if load_format not in ("auto", "dummy"):
@@ -106,9 +104,7 @@ def _folder_config(source: Path) -> ModelConfig:
     return config_from_hf(read_json(path), more, str(path))
 
 
-def _load_safetensors(
-    source: Path, wanted: torch.dtype | None, seed: int, progress: bool
-) -> Checkpoint:
+def _load_safetensors(source: Path, wanted: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
     if source.is_file():
         raise LoadError(f"{source}: a folder with config.json and safetensors files is expected")
     config = _folder_config(source)
@@ -183,9 +179,7 @@ def _load_dummy(source: Path, wanted: torch.dtype | None, seed: int, progress: b
     return _dummy(_folder_config(source), folder, wanted, seed)
 
 
-def _dummy(
-    config: ModelConfig, source: Path | None, wanted: torch.dtype | None, seed: int
-) -> Checkpoint:
+def _dummy(config: ModelConfig, source: Path | None, wanted: torch.dtype | None, seed: int) -> Checkpoint:
     dtype = wanted or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
     return Checkpoint(config, dummy_tensors(config, dtype, seed), dtype, source, "dummy")
 

@@ -29,9 +29,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         return plain / scaling.factor, 1.0
     if scaling.kind == "factors":
         if len(scaling.factors) != dim // 2:
-            raise LoadError(
-                f"{len(scaling.factors)} rope factors given for {dim // 2} rotary frequencies"
-            )
+            raise LoadError(f"{len(scaling.factors)} rope factors given for {dim // 2} rotary frequencies")
         return plain / torch.tensor(scaling.factors, dtype=torch.float32), 1.0
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0

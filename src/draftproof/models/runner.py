@@ -31,9 +31,7 @@ class Runner:
         self.ops = ops
         self.page_size = page_size
         shape = (2, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        self.caches = [
-            torch.zeros(shape, dtype=dtype, device=ops.device) for _ in range(config.num_layers)
-        ]
+        self.caches = [torch.zeros(shape, dtype=dtype, device=ops.device) for _ in range(config.num_layers)]
         self._forward = ops.capture(lambda rows: model.forward(rows, self.caches), max_rows)
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
@@ -51,7 +49,5 @@ class Runner:
         return self.model.logits(hidden)
 
 
-def kv_bytes_per_token(
-    num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize

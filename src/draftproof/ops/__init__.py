@@ -81,9 +81,7 @@ class Ops(ABC):
         """x [R, D] / rms(x), rounded to x's dtype, times weight [D]."""
 
     @abstractmethod
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(s), s) with s = x + residual rounded to x's dtype; both [R, D]."""
 
     @abstractmethod
@@ -125,9 +123,7 @@ class Ops(ABC):
         """[R, V] -> [R] int64; the lowest id wins a tie. A row with NaN may give anything."""
 
     @abstractmethod
-    def gumbel_argmax(
-        self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int
-    ) -> Tensor:
+    def gumbel_argmax(self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         """argmax over ids of fp32(scaled [R, V] + gumbel); seeds, positions [R] int64 -> [R]."""
 
     @abstractmethod

@@ -43,9 +43,7 @@ class ReferenceOps(Ops):
 
     name: ClassVar[str] = "reference"
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return weight.double(), None if bias is None else bias.double()
 
     def linear(
@@ -68,9 +66,7 @@ class ReferenceOps(Ops):
         rows = [_norm(row, weight, eps) for row in x]
         return _stack(rows, tuple(x.shape), x.dtype)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = (x.double() + residual.double()).to(x.dtype)
         return self.rms_norm(total, weight, eps), total
 
@@ -123,9 +119,7 @@ class ReferenceOps(Ops):
     def argmax(self, logits: Tensor) -> Tensor:
         return self.top(logits, 1)[1][:, 0]
 
-    def gumbel_argmax(
-        self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int
-    ) -> Tensor:
+    def gumbel_argmax(self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         best = []
         for row, seed, position in zip(scaled, seeds.tolist(), positions.tolist(), strict=True):
             noise = [gumbel(seed, position, stream, i) for i in range(len(row))]
@@ -142,9 +136,7 @@ class ReferenceOps(Ops):
     def rank(self, logits: Tensor, ids: Tensor) -> Tensor:
         ranks = []
         for row, token in zip(logits.tolist(), ids.tolist(), strict=True):
-            before = [
-                i for i, x in enumerate(row) if x > row[token] or (x == row[token] and i < token)
-            ]
+            before = [i for i, x in enumerate(row) if x > row[token] or (x == row[token] and i < token)]
             ranks.append(1 + len(before))
         return torch.tensor(ranks, dtype=torch.int64)
 
@@ -161,9 +153,7 @@ class ReferenceOps(Ops):
                 order = order[: int(top_k[r])]
             kept = row[order].double()
             probs = torch.exp(kept - kept[0])
-            mass = (
-                torch.cat([torch.zeros(1, dtype=torch.float64), probs.cumsum(0)[:-1]]) / probs.sum()
-            )
+            mass = torch.cat([torch.zeros(1, dtype=torch.float64), probs.cumsum(0)[:-1]]) / probs.sum()
             keep = probs >= float(min_p[r])
             if float(top_p[r]) < 1:
                 keep &= mass < float(top_p[r])
@@ -182,9 +172,7 @@ def _norm(row: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return row
     x = row.double()
-    return ((x / torch.sqrt((x * x).mean() + eps)).to(row.dtype).double() * weight.double()).to(
-        row.dtype
-    )
+    return ((x / torch.sqrt((x * x).mean() + eps)).to(row.dtype).double() * weight.double()).to(row.dtype)
 
 
 def _rotate(head: Tensor, rope: Tensor) -> Tensor:

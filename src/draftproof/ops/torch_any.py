@@ -54,9 +54,7 @@ class TorchOps(Ops):
         wide = x.float()
         return (wide * _by_row(scale, wide)[:, None]).to(x.dtype) * weight
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
@@ -106,9 +104,7 @@ class TorchOps(Ops):
         # torch.argmax does not promise which of equal values it names
         return _ids(lambda row: (row == row.max()).nonzero()[:1, 0], logits)
 
-    def gumbel_argmax(
-        self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int
-    ) -> Tensor:
+    def gumbel_argmax(self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         noise = [
             _gumbel(scaled.shape[1], seed, position, stream, scaled.device)
             for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True)

@@ -66,9 +66,7 @@ class _Cursor:
     def follow(self, tokens: list[int]) -> None:
         self.seen += len(tokens)
         for token in tokens:
-            self.tail = (
-                [*self.tail[-(self.sizes[0] - 1) :], token] if self.sizes[0] > 1 else [token]
-            )
+            self.tail = [*self.tail[-(self.sizes[0] - 1) :], token] if self.sizes[0] > 1 else [token]
             if self.at is not None and self.at < len(self.prediction):
                 if self.prediction[self.at] == token:
                     self.at += 1

@@ -17,9 +17,7 @@ class History:
         """Append; n-grams become known once the token after them is there."""
         begin = len(self.tokens)
         self.tokens.extend(tokens)
-        for end in range(
-            max(begin, 1), len(self.tokens)
-        ):  # the token at `end` follows tokens[:end]
+        for end in range(max(begin, 1), len(self.tokens)):  # the token at `end` follows tokens[:end]
             for n in self.sizes:
                 if n <= end:
                     self._next[n][tuple(self.tokens[end - n : end])] = end

@@ -56,9 +56,7 @@ class Strategy(ABC):
     def tokens(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
         """The token at each row when no draft is in its place: [B, K + 1] int64."""
 
-    def recover(
-        self, windows: Windows, scores: Scores, row: Tensor, depth: Tensor
-    ) -> Tensor | None:
+    def recover(self, windows: Windows, scores: Scores, row: Tensor, depth: Tensor) -> Tensor | None:
         """The token in place of the draft that fell at row [B], or None: the one of `tokens`."""
         return None
 

@@ -54,9 +54,7 @@ def logprob_rows(ops: Ops, logits: Tensor, wanted: list[Wanted]) -> list[list[Lo
     return out
 
 
-def _add_named(
-    ops: Ops, picked: Tensor, norm: Tensor, ids: tuple[int, ...], lines: list[LogprobRow]
-) -> None:
+def _add_named(ops: Ops, picked: Tensor, norm: Tensor, ids: tuple[int, ...], lines: list[LogprobRow]) -> None:
     for token in ids:
         named = torch.full((len(picked),), token, device=picked.device)
         values = (picked[:, token] - norm).tolist()

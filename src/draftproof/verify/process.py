@@ -23,9 +23,7 @@ def process(logits: Tensor, windows: Windows) -> tuple[Tensor, dict[int, str]]:
     slots = windows.slots[windows.owner]
     columns = windows.columns
     penalised = (
-        (columns.repetition[slots] != 1)
-        | (columns.frequency[slots] != 0)
-        | (columns.presence[slots] != 0)
+        (columns.repetition[slots] != 1) | (columns.frequency[slots] != 0) | (columns.presence[slots] != 0)
     ).nonzero()[:, 0]
     plain = all(_untouched(options) for options in windows.options)
     if plain and not len(penalised):
@@ -44,9 +42,7 @@ def process(logits: Tensor, windows: Windows) -> tuple[Tensor, dict[int, str]]:
             context = _context(windows, owner, depth)
             try:
                 base[row] = _run_processors(options, context, base[row])
-            except (
-                Exception
-            ) as error:  # the user's code may raise anything; it fails this row alone
+            except Exception as error:  # the user's code may raise anything; it fails this row alone
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
         _forbid(base[row], windows, options, owner, depth)
     return base, errors

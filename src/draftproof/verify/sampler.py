@@ -58,9 +58,7 @@ class Sampler:
         cut = ((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)).nonzero()[:, 0]
         if len(cut):
             scaled[cut] = self.ops.truncate(scaled[cut], *(limit[cut] for limit in limits))
-        tokens = self.ops.gumbel_argmax(
-            scaled, columns.seed[slots], windows.position[hot], STREAM_SAMPLE
-        )
+        tokens = self.ops.gumbel_argmax(scaled, columns.seed[slots], windows.position[hot], STREAM_SAMPLE)
         if len(hot) == len(base):
             return Scores(base, scaled, tokens)
         processed = base.clone()

@@ -78,15 +78,11 @@ def _seen(position: int, window: int) -> int:
 
 
 @device
-def _gather(
-    args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool
-) -> None:
+def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool) -> None:
     """out [last - first, wide] fp32: the head's vectors at keys [first, last) of one request."""
     size = 2 if bf16 else 4
     num_kv, dim = _arg(args, NUM_KV), _arg(args, DIM)
-    max_pages, num_pages, page_size = (
-        _arg(args, MAX_PAGES), _arg(args, NUM_PAGES), _arg(args, PAGE_SIZE)
-    )
+    max_pages, num_pages, page_size = (_arg(args, MAX_PAGES), _arg(args, NUM_PAGES), _arg(args, PAGE_SIZE))
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
     pages = _arg(args, PAGE_TABLE) + slot * max_pages * 4
     key = first
@@ -165,8 +161,18 @@ def _clip(key: int, start: int, end: int) -> int:
 
 @device
 def _weigh(
-    queries: int, group: int, at_once: int, positions: int, window: int, split: int, start: int,
-    end: int, weights: int, values: int, sums: int, wide: int,
+    queries: int,
+    group: int,
+    at_once: int,
+    positions: int,
+    window: int,
+    split: int,
+    start: int,
+    end: int,
+    weights: int,
+    values: int,
+    sums: int,
+    wide: int,
 ) -> None:
     """sums [queries, wide] += weights x values over keys [start, end) (of this split), each row's
     own keys only: those that all of a few queries see together, the others one by one."""
@@ -209,8 +215,16 @@ def _weigh(
 
 @device
 def _split(
-    args: int, first: int, rows: int, head: int, slot: int, split: int, part: int, part_state: int,
-    scratch: int, bf16: bool,
+    args: int,
+    first: int,
+    rows: int,
+    head: int,
+    slot: int,
+    split: int,
+    part: int,
+    part_state: int,
+    scratch: int,
+    bf16: bool,
 ) -> None:
     """One split of keys and one kv head for adjacent rows of one request: sums and states."""
     size = 2 if bf16 else 4
@@ -253,9 +267,7 @@ def _split(
                 vstore(at + (i * SPLIT + key) * 4, splat(_ZERO))
         for i in range(0, queries, at_once):
             n = min(at_once, queries - i)
-            panel_f32(
-                n, qs + i * wide * 4, wide * 4, turned, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim
-            )
+            panel_f32(n, qs + i * wide * 4, wide * 4, turned, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim)
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
         begin = _clip(_seen(position, window), split, split + SPLIT) - split
@@ -268,9 +280,7 @@ def _split(
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
         _gather(args, values, slot, head, start, end, lines, bf16)
-        _weigh(
-            queries, group, at_once, positions, window, split, start, end, scores, lines, part, wide
-        )
+        _weigh(queries, group, at_once, positions, window, split, start, end, scores, lines, part, wide)
 
 
 @device
@@ -337,8 +347,16 @@ def _attention(bf16: bool) -> Kernel:
                     for split in range(low, high):
                         if begin <= unit < stop:
                             _split(
-                                args, first, end - first, head, slot, split * SPLIT, where,
-                                where + queries * wide * 4, scratch, bf16,
+                                args,
+                                first,
+                                end - first,
+                                head,
+                                slot,
+                                split * SPLIT,
+                                where,
+                                where + queries * wide * 4,
+                                scratch,
+                                bf16,
                             )
                         unit += 1
                         where += queries * (wide + 2) * 4
@@ -352,8 +370,16 @@ def _attention(bf16: bool) -> Kernel:
                         _clear(total + i * wide * 4, state + 8 * i, wide)
                     for split in range(low, high):
                         _split(
-                            args, first, end - first, head, slot, split * SPLIT, part, part_state,
-                            rest, bf16,
+                            args,
+                            first,
+                            end - first,
+                            head,
+                            slot,
+                            split * SPLIT,
+                            part,
+                            part_state,
+                            rest,
+                            bf16,
                         )
                         for i in range(queries):
                             at = i * wide * 4

@@ -30,7 +30,14 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 @device
 def finish(
-    c: int, out: int, bias: int, row: int, column: int, columns: int, width: int, bf16: bool,
+    c: int,
+    out: int,
+    bias: int,
+    row: int,
+    column: int,
+    columns: int,
+    width: int,
+    bf16: bool,
     out_bf16: bool,
 ) -> None:
     """Round c [width] (fp32) plus bias to `out` [rows, columns] at (row, column)."""
@@ -66,15 +73,20 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
                     vstore(scratch + 4 * i, splat(_ZERO))
                 a, a_stride = x + row * depth * size, depth * size
                 if bf16:
-                    panel_bf16(
-                        count, a, a_stride, w, 2 * COLUMNS, scratch, 4 * COLUMNS, depth
-                    )
+                    panel_bf16(count, a, a_stride, w, 2 * COLUMNS, scratch, 4 * COLUMNS, depth)
                 else:
                     panel_f32(count, a, a_stride, w, 4 * COLUMNS, scratch, 4 * COLUMNS, depth)
                 for i in range(count):
                     finish(
-                        scratch + i * 4 * COLUMNS, out, bias, row + i, panel * COLUMNS, columns,
-                        COLUMNS, bf16, out_bf16,
+                        scratch + i * 4 * COLUMNS,
+                        out,
+                        bias,
+                        row + i,
+                        panel * COLUMNS,
+                        columns,
+                        COLUMNS,
+                        bf16,
+                        out_bf16,
                     )
 
     return linear

@@ -177,10 +177,7 @@ def _configure(config: int, count: int) -> None:
     for tile in range(16):
         store_i16(config + 16 + 2 * tile, 64 if tile < 8 else 0)  # bytes of a row
     # a byte a tile: 0 1 4 are upper, 2 3 5 lower, 6 7 always whole
-    rows = (
-        upper | upper << 8 | lower << 16 | lower << 24 | upper << 32 | lower << 40 | 16 << 48
-        | 16 << 56
-    )
+    rows = upper | upper << 8 | lower << 16 | lower << 24 | upper << 32 | lower << 40 | 16 << 48 | 16 << 56
     store_i64(config + 48, rows)
     store_i64(config + 56, 0)
     _tiles_configure(config)
@@ -234,7 +231,14 @@ def _linear(out_bf16: bool) -> Kernel:
                 _tiles_store(c, 1 if count <= 16 else 2)
                 for i in range(count):
                     finish(
-                        c + i * 4 * WIDTH, out, bias, row + i, block * WIDTH, columns, WIDTH, True,
+                        c + i * 4 * WIDTH,
+                        out,
+                        bias,
+                        row + i,
+                        block * WIDTH,
+                        columns,
+                        WIDTH,
+                        True,
                         out_bf16,
                     )
         if configured:

@@ -229,4 +229,3 @@ def call_kernel(
 def share(total: int, thread: int, threads: int) -> tuple[int, int]:
     """The thread's part [begin, end) of `total` units, split evenly and in order."""
     return total * thread // threads, total * (thread + 1) // threads
-

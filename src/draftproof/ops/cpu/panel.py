@@ -40,9 +40,7 @@ def _panel(rows: int, a_bf16: bool, b_bf16: bool) -> Any:
     ) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             a, a_stride, b, b_stride, c, c_stride, steps = args
-            fma = builder.module.declare_intrinsic(
-                "llvm.fma.v16f32", (), ir.FunctionType(VF, [VF, VF, VF])
-            )
+            fma = builder.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(VF, [VF, VF, VF]))
             prefetch = builder.module.declare_intrinsic(
                 "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32])
             )
@@ -124,8 +122,7 @@ def transpose(typingctx: Any, src: Any, src_stride: Any, dst: Any, dst_stride: A
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         src, src_stride, dst, dst_stride = args
         lines = [
-            load_value(builder, builder.add(src, builder.mul(src_stride, I64(i))), VF)
-            for i in range(LANES)
+            load_value(builder, builder.add(src, builder.mul(src_stride, I64(i))), VF) for i in range(LANES)
         ]
         index = ir.VectorType(I32, LANES)
         for step in (8, 4, 2, 1):  # swap the off-diagonal blocks of each size

@@ -65,5 +65,3 @@ def noise_word(token: int, position: int, stream: int, k0: int, k1: int) -> int:
     if lane == 2:
         return w2
     return w3
-
-

@@ -143,14 +143,10 @@ _i64, _f32, _f64 = types.int64, types.float32, types.float64
 vload = _op(F, (_i64,), lambda b, a: load_value(b, a[0], VF))
 vload_bf16 = _op(F, (_i64,), lambda b, a: widen_bf16(b, load_value(b, a[0], VH)))
 vload_n = _op(F, (_i64, _i64), lambda b, a: _masked_load(b, a[0], a[1], VF, "v16f32"))
-vload_bf16_n = _op(
-    F, (_i64, _i64), lambda b, a: widen_bf16(b, _masked_load(b, a[0], a[1], VH, "v16i16"))
-)
+vload_bf16_n = _op(F, (_i64, _i64), lambda b, a: widen_bf16(b, _masked_load(b, a[0], a[1], VH, "v16i16")))
 vstore = _op(types.void, (_i64, F), lambda b, a: _store(b, a[0], a[1]))
 vstore_bf16 = _op(types.void, (_i64, F), lambda b, a: _store(b, a[0], narrow_bf16(b, a[1])))
-vstore_n = _op(
-    types.void, (_i64, F, _i64), lambda b, a: _masked_store(b, a[0], a[1], a[2], "v16f32")
-)
+vstore_n = _op(types.void, (_i64, F, _i64), lambda b, a: _masked_store(b, a[0], a[1], a[2], "v16f32"))
 vstore_bf16_n = _op(
     types.void,
     (_i64, F, _i64),
@@ -192,9 +188,7 @@ mask_bits = _op(_i64, (M,), lambda b, a: b.zext(b.bitcast(a[0], I16), I64))
 vselect = _op(F, (M, F, F), lambda b, a: b.select(a[0], a[1], a[2]))
 iselect = _op(I, (M, I, I), lambda b, a: b.select(a[0], a[1], a[2]))
 count_ones = _op(_i64, (_i64,), _llvm("llvm.ctpop.i64", I64, [I64]))
-first_one = _op(
-    _i64, (_i64,), lambda b, a: _llvm("llvm.cttz.i64", I64, [I64, I1])(b, [a[0], I1(0)])
-)
+first_one = _op(_i64, (_i64,), lambda b, a: _llvm("llvm.cttz.i64", I64, [I64, I1])(b, [a[0], I1(0)]))
 
 # Integers (32 bits a lane).
 isplat = _op(I, (_i64,), lambda b, a: splat_value(b, b.trunc(a[0], I32), VI))
