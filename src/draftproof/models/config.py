@@ -6,8 +6,10 @@ pass needs to know. What it cannot compute exactly is refused here, before any w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from draftproof.errors import LoadError
@@ -156,6 +158,21 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("final_logit_softcapping", (None, 0), "logit soft-capping"),
     ("is_encoder_decoder", (None, False), "encoder-decoder models"),
 )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; LoadError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise LoadError(f"{path}: no such file") from error
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path}: a JSON object is expected, not {type(value).__name__}")
+    return value
 
 
 def config_from_hf(

@@ -1,4 +1,4 @@
-"""GGUF files: the header, read quickly and checked, and tensors turned into torch ones.
+"""GGUF files: the header, read quickly and checked, and the tensors unpacked. No torch in here.
 
 The header is parsed here because the `gguf` package takes seconds for a large vocabulary and
 answers a damaged file with an index error. The blocks themselves are unpacked by `gguf`.
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from draftproof.errors import LoadError
 
@@ -37,6 +35,10 @@ TYPES = {
 
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+
+# Control tokens that end a turn even where the metadata names only the end of the text.
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>")
+_CONTROL = 3  # tokenizer.ggml.token_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +206,8 @@ def check_types(file: GGUFFile) -> None:
             )
 
 
-def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> Tensor:
-    """fp32 tensor of `info.shape`, out of the whole file's bytes `raw` [file size] uint8."""
+def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, Any]:
+    """fp32 array of `info.shape`, out of the whole file's bytes `raw` [file size] uint8."""
     import gguf  # late: a start from the cache does not need it
 
     name, block, size = TYPES[info.type_id]
@@ -217,4 +219,18 @@ def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> Tensor:
     else:
         rows = data.reshape(-1, info.shape[-1] // block * size)
         values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.type_id))
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(info.shape)
+    return np.ascontiguousarray(values, dtype=np.float32).reshape(info.shape)
+
+
+def end_token_ids(meta: dict[str, Any]) -> tuple[int, ...]:
+    """Every token that ends the output, by the metadata and by name."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [meta[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in meta]
+    types = meta.get("tokenizer.ggml.token_type", ())
+    tokens = meta.get("tokenizer.ggml.tokens", ())
+    named = [
+        i
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and token in _END_OF_TURN
+    ]
+    return tuple(dict.fromkeys([*ids, *named]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling
-from draftproof.models.gguf import TYPES, GGUFFile, check_types, dequantize
+from draftproof.models.gguf import TYPES, GGUFFile, check_types, dequantize, end_token_ids
 from draftproof.models.tensors import check_shapes, expected_tensors
 
 GGUF_ARCHITECTURES = {
@@ -46,9 +46,6 @@ _BLOCK = {
 }
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FREQS = "rope_freqs.weight"
-# Control tokens that end a turn even where the metadata names only the end of the text.
-_END_OF_TURN = ("<|eot_id|>", "<|im_end|>")
-_CONTROL = 3  # tokenizer.ggml.token_type
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
@@ -111,7 +108,7 @@ def _config(file: GGUFFile) -> ModelConfig:
         qk_norm=arch == "qwen3",
         windows=_windows(meta, arch, layers),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=gguf_eos_ids(meta),
+        eos_token_ids=end_token_ids(meta),
         dtype=_stored_dtype(file),
     )
 
@@ -174,20 +171,6 @@ def _windows(meta: dict[str, Any], arch: str, layers: int) -> tuple[int, ...]:
     return (int(window),) * layers
 
 
-def gguf_eos_ids(meta: dict[str, Any]) -> tuple[int, ...]:
-    """Every token that ends the output, by the metadata and by name."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [meta[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in meta]
-    types = meta.get("tokenizer.ggml.token_type", ())
-    tokens = meta.get("tokenizer.ggml.tokens", ())
-    named = [
-        i
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and token in _END_OF_TURN
-    ]
-    return tuple(dict.fromkeys([*ids, *named]))
-
-
 def _stored_dtype(file: GGUFFile) -> str:
     """The type of most matrix bytes, in torch's names where it has one."""
     counts: dict[int, int] = {}
@@ -233,7 +216,7 @@ def gguf_tensors(
     raw = np.memmap(file.path, dtype=np.uint8, mode="r")
 
     def convert(name: str) -> Tensor:
-        tensor = dequantize(raw, file.tensors[names[name]])
+        tensor = torch.from_numpy(dequantize(raw, file.tensors[names[name]]))
         if interleaved and ".q_proj." in name:
             tensor = split_halves(tensor, config.num_heads)
         elif interleaved and ".k_proj." in name:

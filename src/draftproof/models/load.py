@@ -16,11 +16,11 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError, nearest
 from draftproof.models.cache import read_unpacked, unpacked_path, write_unpacked
-from draftproof.models.config import ModelConfig, config_from_hf
+from draftproof.models.config import ModelConfig, config_from_hf, read_json
 from draftproof.models.gguf import is_gguf, read_gguf
 from draftproof.models.gguf_llama import config_from_gguf, gguf_tensors
 from draftproof.models.hub import find_model
-from draftproof.models.safetensors_files import checkpoint_files, read_json, read_safetensors
+from draftproof.models.safetensors_files import checkpoint_files, read_safetensors
 from draftproof.models.tensors import check_shapes, dummy_tensors, expected_tensors, is_ignored
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

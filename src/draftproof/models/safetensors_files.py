@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftproof.errors import LoadError
+from draftproof.models.config import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; LoadError that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise LoadError(f"{path}: no such file") from error
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise LoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path}: a JSON object is expected, not {type(value).__name__}")
-    return value
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:

@@ -1,0 +1,107 @@
+"""Stop strings: where an output ends because of what it says, and what may be shown until then.
+
+Tokens are looked at one by one in their order, so the outcome does not depend on how many of them a
+step committed. The first token that completes a stop string ends the output; if it completes several,
+the one that begins earliest counts, and of those that begin together the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftproof.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was found; everything after `text_length` characters is cut."""
+
+    stop: str
+    token_index: int  # in the output, from 0: this token completed it and is the last one
+    start: int  # character of the output text at which the stop string begins
+    text_length: int  # of the output text that remains
+
+
+class StopStrings:
+    """Watches the text of one output.
+
+    `push` gives back what can be shown: text that may be the beginning of a stop string is held
+    back until it is known not to be. A stop string that completes within the first `min_tokens`
+    tokens does not count, and its text is shown.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool = False, min_tokens: int = 0) -> None:
+        if not all(stops):
+            raise RequestError("a stop string must not be empty", "stop")
+        self._stops = tuple(sorted(dict.fromkeys(stops), key=len, reverse=True))
+        self._include = include_in_output
+        self._min_tokens = min_tokens
+        self._reach = max((len(stop) for stop in self._stops), default=1) - 1
+        self._tail = ""  # the last characters of the text: as many as an unfinished stop may need
+        self._length = 0  # characters of the whole text so far, shown or held
+        self._shown = 0
+        self._tokens = 0
+        self.match: StopMatch | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the output that count: none after the one that completed a stop string."""
+        return self._tokens
+
+    def push(self, pieces: Sequence[str]) -> str:
+        """One piece per token. The text to show; afterwards `match` says whether it ended."""
+        return "".join(self._push_one(piece, new_token=True) for piece in pieces)
+
+    def finish(self, piece: str = "") -> str:
+        """The output ended otherwise: `piece` is what its last token still had; the rest is shown."""
+        text = self._push_one(piece, new_token=False)
+        if self.match is None:
+            text += self._show(self._length)
+        return text
+
+    def _push_one(self, piece: str, new_token: bool) -> str:
+        if self.match is not None:
+            return ""
+        self._tokens += new_token
+        if not piece:
+            return ""
+        self._length += len(piece)
+        self._tail += piece
+        if self._tokens > self._min_tokens:
+            self.match = self._find(len(piece))
+        if self.match is not None:
+            return self._show(self.match.text_length)
+        text = self._show(self._length - (0 if self._include else self._held()))
+        # Everything not shown yet is within reach, since an unfinished stop is shorter than a stop.
+        self._tail = self._tail[-self._reach :] if self._reach else ""
+        return text
+
+    def _find(self, fresh: int) -> StopMatch | None:
+        """The match that ends within the last `fresh` characters, if there is one."""
+        base = self._length - len(self._tail)  # position of the tail's first character
+        best: tuple[int, str] | None = None
+        for stop in self._stops:  # longest first, so an equal start keeps the longer
+            first = max(0, len(self._tail) - fresh - len(stop) + 1)
+            at = self._tail.find(stop, first)
+            if at >= 0 and (best is None or at < best[0]):
+                best = (at, stop)
+        if best is None:
+            return None
+        start = base + best[0]
+        length = start + len(best[1]) if self._include else start
+        return StopMatch(best[1], self._tokens - 1, start, length)
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for size in range(min(self._reach, len(self._tail)), 0, -1):
+            end = self._tail[-size:]
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+    def _show(self, upto: int) -> str:
+        base = self._length - len(self._tail)
+        text = self._tail[self._shown - base : upto - base]
+        self._shown = max(self._shown, upto)
+        return text

@@ -1,0 +1,183 @@
+"""Tokenizers: text to ids and back, from a model folder or from GGUF metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from draftproof.errors import LoadError, RequestError
+from draftproof.models.config import read_json
+from draftproof.models.gguf import end_token_ids, is_gguf, read_gguf
+from draftproof.text.chat import ChatTemplate
+from draftproof.text.decoding import byte_decoder
+from draftproof.text.gguf_tokenizer import build_tokenizer
+
+_SPECIAL = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+
+
+class Tokenizer:
+    """A vocabulary with its chat template.
+
+    Text is the concatenation of the tokens' bytes read as UTF-8, with U+FFFD for what is not;
+    `decode` and the incremental `Detokenizer` therefore agree on every sequence of ids.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Sequence[int] = (),
+        chat_template: str | None = None,
+        where: str = "tokenizer",
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)  # "bos_token" -> its text, and so on
+        self.where = where
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._id_of("bos_token")
+        eos = list(eos_token_ids)
+        if (own := self._id_of("eos_token")) is not None:
+            eos.append(own)
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.chat_template = (
+            ChatTemplate(chat_template, self.special_tokens, where) if chat_template else None
+        )
+        decoder = byte_decoder(backend.decoder)
+        self.strip_left = decoder.strip_left
+        self._to_bytes = decoder.to_bytes
+        self._bytes: dict[int, bytes] = {}
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; `add_special_tokens` puts BOS and the like where the model wants them."""
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. An id outside the vocabulary adds nothing."""
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        data = b"".join(self.token_bytes(i) for i in ids if i not in skip)
+        text = data.decode("utf-8", errors="replace")
+        return text[min(self.strip_left, len(text) - len(text.lstrip(" "))) :]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text, special tokens included."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self.backend.id_to_token(token_id) if token_id >= 0 else None
+            known = b"" if token is None else self._to_bytes(token)
+            self._bytes[token_id] = known
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """The token by itself, for display; half a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for a conversation, to be encoded with `add_special_tokens=False`."""
+        if self.chat_template is None:
+            raise RequestError(
+                f"{self.where}: this model has no chat template; send a plain prompt instead",
+                "messages",
+            )
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+
+
+def load_tokenizer(source: Path | str) -> Tokenizer:
+    """From a folder with tokenizer.json, or from a .gguf file."""
+    source = Path(source)
+    if source.is_dir():
+        files = sorted(source.glob("*.gguf"))
+        if (source / "tokenizer.json").exists() or len(files) != 1:
+            return _from_folder(source)
+        source = files[0]
+    if not is_gguf(source):
+        raise LoadError(f"{source}: neither a folder with tokenizer.json nor a GGUF file")
+    return _from_gguf(source)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    meta = read_gguf(path).metadata
+    backend = build_tokenizer(meta, str(path))
+    tokens = meta["tokenizer.ggml.tokens"]
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+    special = {}
+    for name, key in names.items():
+        token_id = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None and token_id < len(tokens):
+            special[f"{name}_token"] = tokens[token_id]
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        eos_token_ids=end_token_ids(meta),
+        chat_template=meta.get("tokenizer.chat_template"),
+        where=str(path),
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        hint = ""
+        if (folder / "tokenizer.model").exists():
+            hint = " (tokenizer.model alone is not enough; save the fast tokenizer beside it)"
+        raise LoadError(f"{folder}: no tokenizer.json in it{hint}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare exceptions
+        raise LoadError(f"{path}: not a usable tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    settings = folder / "tokenizer_config.json"
+    config = read_json(settings) if settings.exists() else {}
+    special = {}
+    for name in (f"{kind}_token" for kind in _SPECIAL):
+        text = config.get(name)
+        text = text.get("content") if isinstance(text, dict) else text
+        if isinstance(text, str):
+            special[name] = text
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        eos_token_ids=_folder_eos(folder),
+        chat_template=_folder_template(folder, config),
+        where=str(folder),
+    )
+
+
+def _folder_eos(folder: Path) -> list[int]:
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = read_json(path).get("eos_token_id") if path.exists() else None
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return ids
+
+
+def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, then chat_template.json, then tokenizer_config.json."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.exists():
+        return jinja.read_text(encoding="utf-8")
+    separate = folder / "chat_template.json"
+    template = (read_json(separate) if separate.exists() else config).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
