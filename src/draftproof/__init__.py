@@ -1,1 +1,57 @@
-"""Draftproof."""
+"""Draftproof: an LLM inference engine in which speculative decoding changes nothing but the speed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftproof.config import EngineConfig, SpeculativeConfig
+    from draftproof.errors import ConfigError, DraftproofError, LoadError, RequestError
+    from draftproof.llm import LLM
+    from draftproof.metrics import SpecStats
+    from draftproof.sampling_params import SamplingParams, SpeculativeParams
+    from draftproof.types import CompletionOutput, Logprob, RequestOutput, TokenEvent
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CompletionOutput": "types",
+    "ConfigError": "errors",
+    "DraftproofError": "errors",
+    "EngineConfig": "config",
+    "LLM": "llm",
+    "LoadError": "errors",
+    "Logprob": "types",
+    "RequestError": "errors",
+    "RequestOutput": "types",
+    "SamplingParams": "sampling_params",
+    "SpecStats": "metrics",
+    "SpeculativeConfig": "config",
+    "SpeculativeParams": "sampling_params",
+    "TokenEvent": "types",
+}
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "DraftproofError",
+    "EngineConfig",
+    "LoadError",
+    "Logprob",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecStats",
+    "SpeculativeConfig",
+    "SpeculativeParams",
+    "TokenEvent",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load on first use: `draftproof --help` should not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'draftproof' has no attribute {name!r}")
+    return getattr(import_module(f"draftproof.{_HOMES[name]}"), name)

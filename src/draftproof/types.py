@@ -187,6 +187,21 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One committed token of a stream. `text` is what became certain with it; all of them make the answer."""
+
+    index: int  # which of the n answers
+    token_id: int
+    text: str
+    provenance: str
+    logprobs: dict[int, Logprob] | None
+    step_end: bool  # the last token that its step committed
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer to a prompt. `token_ids`, `logprobs`, `provenance`, `text_offsets` have one length."""

@@ -52,6 +52,7 @@ class Proposer(ABC):
 
     def start(self, slot: int, request: Request) -> None:
         """A request sits down in `slot`."""
+        return None
 
     @abstractmethod
     def propose(self, batch: ProposeBatch) -> Draft:
@@ -59,10 +60,11 @@ class Proposer(ABC):
 
     def stop(self, slot: int) -> None:
         """The request in `slot` has ended."""
+        return None
 
 
 def ngram_sizes(options: Mapping[str, Any]) -> tuple[int, int]:
-    """(smallest, largest) size of a match from prompt_lookup_min and prompt_lookup_max; either may be None."""
+    """(smallest, largest) match from prompt_lookup_min and prompt_lookup_max; either may be None."""
     low, high = options["prompt_lookup_min"], options["prompt_lookup_max"]
     for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
         wrong = isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64

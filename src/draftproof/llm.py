@@ -1,0 +1,293 @@
+"""LLM: the engine in this process, for scripts and notebooks, in the habits of vLLM's users."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from draftproof.config import EngineConfig
+from draftproof.engine.engine import Engine
+from draftproof.errors import LoadError, RequestError
+from draftproof.metrics import SpecStats
+from draftproof.models.load import load_checkpoint
+from draftproof.sampling_params import MAX_SEED, SamplingParams
+from draftproof.text.output import OutputBuilder, logprob_maps
+from draftproof.text.tokenizer import Tokenizer, load_tokenizer
+from draftproof.types import Logprob, Request, RequestOutput, TokenEvent
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, ready to generate.
+
+        llm = LLM("smollm2-135m", speculative_config={"method": "ngram", "num_speculative_tokens": 5})
+        print(llm.generate("The sky is", SamplingParams(temperature=0))[0].outputs[0].text)
+
+    Options are the fields of `EngineConfig`, with `speculative_config` in vLLM's or FastDeploy's keys.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **options: Any) -> None:
+        self.config = EngineConfig.parse(model, options)
+        checkpoint = load_checkpoint(
+            model,
+            dtype=self.config.dtype,
+            load_format=self.config.load_format,
+            revision=self.config.revision,
+            seed=self.config.seed,
+        )
+        self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
+        self.engine = Engine(self.config, checkpoint)
+        self.stats = SpecStats()  # of everything this LLM has generated
+        self._ids = count()
+        self._owners: dict[str, tuple[_Job, int]] = {}
+
+    # --- faces ------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in order. One params for all, or one each."""
+        many = _as_list(prompts)
+        params = _params_for(many, sampling_params)
+        jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
+        self._serve(jobs, progress=use_tqdm and len(jobs) > 1)
+        return [job.result() for job in jobs]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or several. `template` goes to the chat template."""
+        several: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts = [{"prompt_token_ids": self.chat_token_ids(m, **template)} for m in several]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[TokenEvent]:
+        """Token by token, as they are committed. Leaving the loop early aborts the request."""
+        job = self._job(prompt, sampling_params or SamplingParams())
+        job.events = deque()
+        self._add([job])
+        try:
+            while job.events or not job.finished:
+                if not job.events:
+                    self._step()
+                while job.events:
+                    yield job.events.popleft()
+        finally:
+            self._drop(job)
+
+    def chat_token_ids(self, messages: Messages, **template: Any) -> list[int]:
+        tokenizer = self._need_tokenizer("chat")
+        text = tokenizer.apply_chat_template(messages, **template)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    # --- serving ----------------------------------------------------------------------------------
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        """Everything is checked here, before anything enters the engine."""
+        text, ids = self._read_prompt(prompt)
+        seed = secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed
+        name = str(next(self._ids))
+        requests = [
+            Request(
+                id=name if params.n == 1 else f"{name}-{i}",
+                prompt_token_ids=ids,
+                params=params,
+                seed=(seed + i) % (MAX_SEED + 1),
+                bad_word_ids=self._bad_words(params),
+                prediction_ids=self._prediction(params),
+                eos_token_ids=self._eos_token_ids(),
+            )
+            for i in range(params.n)
+        ]
+        self.engine.check(requests[0])
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            self._need_tokenizer("stop" if params.stop else "bad_words")
+        return _Job(name, text, ids, requests, self.tokenizer)
+
+    def _serve(self, jobs: list[_Job], progress: bool) -> None:
+        self._add(jobs)
+        bar = Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=not progress,
+        )
+        try:
+            with bar:
+                task = bar.add_task("", total=len(jobs), rate="")
+                while not all(job.finished for job in jobs):
+                    self._step()
+                    bar.update(task, completed=sum(job.finished for job in jobs))
+        finally:
+            for job in jobs:
+                self._drop(job)
+
+    def _add(self, jobs: list[_Job]) -> None:
+        try:
+            for job in jobs:
+                for index, request in enumerate(job.requests):
+                    self.engine.add(request)
+                    self._owners[request.id] = job, index
+        except RequestError:
+            for job in jobs:
+                self._drop(job)
+            raise
+
+    def _step(self) -> None:
+        """One step of the engine; several streams may be open, and each gets what is its own."""
+        for output in self.engine.step():
+            job, index = self._owners[output.request_id]
+            builder = job.builders[index]
+            if output.prompt_logprobs is not None and index == 0:
+                job.prompt_logprobs.extend(logprob_maps(output.prompt_logprobs, self.tokenizer))
+            events = builder.feed(output)
+            if job.events is not None:
+                job.events.extend(events)
+            if builder.finished:
+                self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
+                self.stats.add(builder.output.metrics)
+
+    def _drop(self, job: _Job) -> None:
+        """Leave nothing behind, whatever happened."""
+        for request, builder in zip(job.requests, job.builders, strict=True):
+            self._owners.pop(request.id, None)
+            if self.engine.abort(request.id) and not builder.finished:
+                builder.abort()
+                self.stats.add(builder.output.metrics)
+
+    # --- prompts ----------------------------------------------------------------------------------
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._need_tokenizer("a text prompt").encode(prompt)
+        if isinstance(prompt, Mapping):
+            if set(prompt) == {"prompt_token_ids"}:
+                return None, list(prompt["prompt_token_ids"])
+            if set(prompt) == {"prompt"}:
+                return self._read_prompt(prompt["prompt"])
+            raise RequestError(
+                f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}",
+                "prompt",
+            )
+        return None, list(prompt)
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer and this model has none: pass tokenizer=FOLDER, "
+                "or use prompt_token_ids"
+            )
+        return self.tokenizer
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        ids = set(self.engine.model_config.eos_token_ids)
+        if self.tokenizer is not None:
+            ids |= set(self.tokenizer.eos_token_ids)
+        return tuple(sorted(ids))
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is spelt at the start of a text and after a space."""
+        words = []
+        for word in params.bad_words:
+            tokenizer = self._need_tokenizer("bad_words")
+            for form in (word, " " + word.lstrip()):
+                ids = tokenizer.encode(form, add_special_tokens=False)
+                if ids and ids not in words:
+                    words.append(ids)
+        return words
+
+    def _prediction(self, params: SamplingParams) -> Sequence[int]:
+        if isinstance(params.prediction, str):
+            return self._need_tokenizer("prediction").encode(params.prediction, add_special_tokens=False)
+        return params.prediction or ()
+
+
+class _Job:
+    """One prompt on its way: its requests (n of them) and what has come back."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str | None,
+        ids: list[int],
+        requests: list[Request],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.name = name
+        self.text = text
+        self.ids = ids
+        self.requests = requests
+        self.builders = [OutputBuilder(i, r, tokenizer) for i, r in enumerate(requests)]
+        self.prompt_logprobs: list[dict[int, Logprob]] = []
+        self.events: deque[TokenEvent] | None = None  # kept for a stream alone
+
+    @property
+    def finished(self) -> bool:
+        return all(builder.finished for builder in self.builders)
+
+    def result(self) -> RequestOutput:
+        total = SpecStats()
+        for builder in self.builders:
+            total.add(builder.output.metrics)
+        asked = self.requests[0].params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.name,
+            prompt=self.text,
+            prompt_token_ids=self.ids,
+            prompt_logprobs=[None, *self.prompt_logprobs] if asked else None,
+            outputs=[builder.output for builder in self.builders],
+            finished=self.finished,
+            metrics=total,
+        )
+
+
+def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    if source is None:
+        return None
+    try:
+        return load_tokenizer(source)
+    except LoadError:
+        if config.load_format == "dummy":  # random weights need no tokenizer
+            return None
+        raise
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    return items
+
+
+def _params_for(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params: give one, or one each")
+    return list(params)

@@ -1,0 +1,164 @@
+"""From step outputs to an answer: text, logprobs with decoded tokens, provenance, counts that agree.
+
+Stop strings are found here. What a step committed beyond one is dropped from every list alike: token ids,
+logprobs, text, provenance and statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftproof.text.detokenize import Detokenizer
+from draftproof.text.stop import StopStrings
+from draftproof.text.tokenizer import Tokenizer
+from draftproof.types import (
+    CompletionOutput,
+    Logprob,
+    LogprobRow,
+    Request,
+    StepOutput,
+    TokenEvent,
+)
+
+
+class OutputBuilder:
+    """Builds one CompletionOutput; without a tokenizer it has ids and no text."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.request = request
+        self.tokenizer = tokenizer
+        self.output = CompletionOutput(index=index, seed=request.seed)
+        if params.wants_logprobs:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        if params.include_draft_logprobs:
+            self.output.drafts = []
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
+        self._stops = StopStrings(
+            params.stop,
+            include_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    def feed(self, step: StepOutput) -> list[TokenEvent]:
+        """Take a step's tokens; one event for each that counts."""
+        shown = self._show(step)
+        kept = len(shown)
+        self._count(step, kept)
+        lines = logprob_maps((step.logprobs or [])[:kept], self.tokenizer)
+        origins = provenance(step)[:kept]
+        self._add(step, kept, lines, origins)
+        self._end(step, shown)
+        out = self.output
+        return [
+            TokenEvent(
+                index=out.index,
+                token_id=step.token_ids[i],
+                text=text,
+                provenance=origins[i],
+                logprobs=lines[i] if step.logprobs is not None else None,
+                step_end=i == kept - 1,
+                finish_reason=out.finish_reason if i == kept - 1 else None,
+                stop_reason=out.stop_reason if i == kept - 1 else None,
+                error=out.error if i == kept - 1 else None,
+            )
+            for i, text in enumerate(shown)
+        ]
+
+    def abort(self) -> None:
+        """The request was ended from outside; what was delivered stays."""
+        if not self.finished:
+            self.output.text += self._rest()
+            self.output.finish_reason = "abort"
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _show(self, step: StepOutput) -> list[str]:
+        """The text that becomes visible with each token, up to the one that completes a stop string."""
+        shown = []
+        for i, token in enumerate(step.token_ids):
+            shown.append(self._stops.push([self._piece(step, i, token)]))
+            if self._stops.match is not None:
+                break
+        return shown
+
+    def _piece(self, step: StepOutput, i: int, token: int) -> str:
+        if self._detokenizer is None:
+            return ""
+        ends = step.finish_reason == "stop" and i == len(step.token_ids) - 1
+        if ends and not self.request.params.include_stop_str_in_output:
+            self._detokenizer.offsets.append(self._detokenizer.length)
+            return ""  # a stop token is counted, not shown
+        return self._detokenizer.push([token])[0]
+
+    def _count(self, step: StepOutput, kept: int) -> None:
+        if kept:
+            self.output.metrics.record(step.num_draft, min(step.num_accepted, kept), kept)
+        if step.drafts is not None and self.output.drafts is not None:
+            before = len(self.output.token_ids)
+            self.output.drafts.extend(d for d in step.drafts if d.position < before + kept or not d.accepted)
+
+    def _add(
+        self, step: StepOutput, kept: int, lines: list[dict[int, Logprob]], origins: list[str]
+    ) -> None:
+        out = self.output
+        out.token_ids.extend(step.token_ids[:kept])
+        out.provenance.extend(origins)
+        if out.logprobs is not None and out.cumulative_logprob is not None:
+            out.logprobs.extend(lines)
+            for row in (step.logprobs or [])[:kept]:
+                out.cumulative_logprob += row.logprobs[0]
+
+    def _end(self, step: StepOutput, shown: list[str]) -> None:
+        """Settle the text; on an ending flush what was held back into the last token's piece."""
+        out = self.output
+        if self._stops.match is not None:
+            out.finish_reason, out.stop_reason = "stop", self._stops.match.stop
+        elif step.finish_reason is not None:
+            out.finish_reason, out.stop_reason = step.finish_reason, step.stop_reason
+            out.error = step.error
+            rest = self._rest()
+            if shown:
+                shown[-1] += rest
+            else:
+                out.text += rest
+            if self._stops.match is not None:  # the flushed text completed a stop string
+                out.finish_reason, out.stop_reason = "stop", self._stops.match.stop
+        out.text += "".join(shown)
+        if self._detokenizer is not None:
+            begins = self._detokenizer.offsets[: len(out.token_ids)]
+            # a stop string that was cut off leaves tokens that begin behind the end of the text
+            limit = len(out.text) if self.finished else None
+            out.text_offsets = begins if limit is None else [min(b, limit) for b in begins]
+        else:
+            out.text_offsets = [0] * len(out.token_ids)
+
+    def _rest(self) -> str:
+        return self._stops.finish(self._detokenizer.finish() if self._detokenizer else "")
+
+
+def provenance(step: StepOutput) -> list[str]:
+    """Where each token of a step came from."""
+    origins = [f"accepted:{source}" for source in step.sources]
+    if len(step.token_ids) > len(origins):
+        if step.num_draft == 0:
+            origins.append("plain")
+        else:
+            origins.append("bonus" if step.num_accepted == step.num_draft else "recovered")
+    return origins
+
+
+def logprob_maps(rows: Sequence[LogprobRow], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+    """Token id -> (logprob, rank, decoded token), the token itself first."""
+    maps = []
+    for row in rows:
+        entries: dict[int, Logprob] = {}
+        for token, value, rank in zip(row.token_ids, row.logprobs, row.ranks, strict=True):
+            if token not in entries:
+                entries[token] = Logprob(value, rank, tokenizer.token_text(token) if tokenizer else "")
+        maps.append(entries)
+    return maps
