@@ -74,8 +74,6 @@ class ModelConfig:
     dtype: str = "float32"  # of the stored matrices: torch's name, or a GGUF type such as "q4_1"
 
     def __post_init__(self) -> None:
-        if not self.windows:
-            object.__setattr__(self, "windows", (0,) * self.num_layers)
         for name in _SIZES:
             if getattr(self, name) <= 0:
                 raise LoadError(f"{name} must be positive, not {getattr(self, name)}")
@@ -85,6 +83,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise LoadError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.num_layers)
         if len(self.windows) != self.num_layers:
             raise LoadError(f"{len(self.windows)} windows given for {self.num_layers} layers")
         if min(self.windows) < 0:
@@ -183,7 +183,7 @@ def config_from_hf(
         return _from_hf(raw, generation or {})
     except LoadError as error:
         raise LoadError(f"{where}: {error}") from error
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise LoadError(f"{where}: not a usable model configuration: {error!r}") from error
 
 
@@ -199,7 +199,7 @@ def _from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConf
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise LoadError(f"activation {raw['hidden_act']!r} is not supported; supported: silu")
     num_heads = _int(raw, "num_attention_heads")
-    num_layers = _int(raw, "num_hidden_layers")
+    num_layers = plausible_layers(_int(raw, "num_hidden_layers"))
     hidden_size = _int(raw, "hidden_size")
     max_position = int(raw.get("max_position_embeddings") or arch.max_position)
     rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
@@ -229,6 +229,13 @@ def _from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConf
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
     )
+
+
+def plausible_layers(count: int) -> int:
+    """`count`, unless a damaged file would have us build a table of millions of names."""
+    if not 0 < count <= 10_000:
+        raise LoadError(f"{count} layers cannot be meant")
+    return count
 
 
 def _int(raw: Mapping[str, Any], key: str) -> int:

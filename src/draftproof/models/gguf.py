@@ -218,7 +218,10 @@ def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, A
         values = data.view(np.float16).astype(np.float32)
     else:
         rows = data.reshape(-1, info.shape[-1] // block * size)
-        values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.type_id))
+        with np.errstate(all="ignore"):  # what a damaged scale gives is looked at below
+            values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.type_id))
+    if not np.isfinite(values).all():
+        raise LoadError(f"tensor {info.name!r} holds values that are not finite: the file is damaged")
     return np.ascontiguousarray(values, dtype=np.float32).reshape(info.shape)
 
 

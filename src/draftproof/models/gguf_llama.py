@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
-from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.config import ModelConfig, RopeScaling, plausible_layers
 from draftproof.models.gguf import TYPES, GGUFFile, check_types, dequantize, end_token_ids
 from draftproof.models.tensors import check_shapes, expected_tensors
 
@@ -55,7 +55,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     except LoadError as error:
         text = str(error)
         raise LoadError(text if str(file.path) in text else f"{file.path}: {text}") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise LoadError(f"{file.path}: metadata of an unexpected kind: {error}") from error
 
 
@@ -78,7 +78,7 @@ def _config(file: GGUFFile) -> ModelConfig:
         return value
 
     heads, hidden = need("attention.head_count"), need("embedding_length")
-    layers = need("block_count")
+    layers = plausible_layers(need("block_count"))
     has_kv = f"{arch}.attention.head_count_kv" in meta
     head_dim = int(meta.get(f"{arch}.attention.key_length", hidden // heads))
     if meta.get(f"{arch}.attention.value_length", head_dim) != head_dim:
@@ -226,4 +226,7 @@ def gguf_tensors(
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         results = pool.map(convert, expected)
         done = track(results, len(expected)) if track else results
-        return dict(zip(expected, done, strict=True))
+        try:
+            return dict(zip(expected, done, strict=True))
+        except LoadError as error:
+            raise LoadError(f"{file.path}: {error}") from error

@@ -114,7 +114,10 @@ def load_tokenizer(source: Path | str) -> Tokenizer:
 
 def _from_gguf(path: Path) -> Tokenizer:
     meta = read_gguf(path).metadata
-    backend = build_tokenizer(meta, str(path))
+    try:
+        backend = build_tokenizer(meta, str(path))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise LoadError(f"{path}: its tokenizer metadata is damaged: {error!r}") from error
     tokens = meta["tokenizer.ggml.tokens"]
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     special = {}

@@ -1,0 +1,128 @@
+"""Small GGUF files for tests, written as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.models.config import ModelConfig
+from draftproof.models.tensors import dummy_tensors
+
+NAMES = {
+    "model.embed_tokens.": "token_embd.",
+    "model.norm.": "output_norm.",
+    "lm_head.": "output.",
+    "model.layers.": "blk.",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm",
+}
+CAN_QUANTISE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16")
+K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+
+
+def gguf_name(name: str) -> str:
+    for old, new in NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """convert_hf_to_gguf.py's `permute`: halves of a head become adjacent pairs."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def encode(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:
+    """`values` in GGUF type `kind`; K types, which gguf cannot write, get random valid blocks."""
+    if kind == "F32":
+        return values.astype(np.float32)
+    if kind == "F16":
+        return values.astype(np.float16)
+    if kind in CAN_QUANTISE:
+        return gguf.quants.quantize(values.astype(np.float32), gguf.GGMLQuantizationType[kind])
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (values.shape[0], values.shape[1] // block, size), dtype=np.uint8)
+    # The fp16 scales must be finite: a random one can be NaN or huge.
+    scales = rng.uniform(-0.01, 0.01, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
+    if kind == "Q6_K":
+        blocks[..., -2:] = scales[..., :2]
+    else:
+        blocks[..., :4] = scales
+    return blocks.reshape(values.shape[0], -1)
+
+
+def write_gguf(
+    path: Path,
+    arch: str,
+    config: ModelConfig,
+    tensors: dict[str, Tensor] | None = None,
+    kind: str = "F32",
+    extra: dict[str, Any] | None = None,
+    more: dict[str, np.ndarray] | None = None,
+    tokens: list[str] | None = None,
+) -> dict[str, np.ndarray]:
+    """Write a model; what every tensor was stored as, by llama.cpp's name. `extra` None removes a key."""
+    rng = np.random.default_rng(0)
+    tensors = tensors or dummy_tensors(config, torch.float32, 0)
+    meta: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_theta,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "vocab_size": config.vocab_size,
+    } | (extra or {})
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in meta.items():
+        key = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+    if tokens is not None:
+        writer.add_token_list(tokens)
+    stored = {}
+    for name, tensor in tensors.items():
+        values = tensor.float().numpy()
+        if arch in ("llama", "mistral") and ".q_proj." in name:
+            values = interleave(values, config.num_heads)
+        if arch in ("llama", "mistral") and ".k_proj." in name:
+            values = interleave(values, config.num_kv_heads)
+        matrix = values.ndim > 1
+        data = encode(values, kind, rng) if matrix else values.astype(np.float32)
+        raw_type = gguf.GGMLQuantizationType[kind] if matrix else None
+        stored[gguf_name(name)] = data
+        writer.add_tensor(gguf_name(name), data, raw_dtype=raw_type)
+    for name, data in (more or {}).items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored

