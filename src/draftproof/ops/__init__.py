@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -155,6 +156,7 @@ class Ops(ABC):
 def resolve(backend: str, device: torch.device) -> Ops:
     """The backend by name; "auto" takes the quickest that this device can run."""
     if backend == "auto":
-        backend = "cpu" if device.type == "cpu" else "torch"
+        native = device.type == "cpu" and find_spec("numba") is not None
+        backend = "cpu" if native else "torch"
     ops: Ops = lookup(BACKENDS, backend, "backend")(device)
     return ops

@@ -174,7 +174,7 @@ def atomic_add(typingctx: Any, addr: Any, value: Any) -> Any:
     """Add to the int64 at `addr`; returns what it held before."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], PTR), args[1], "seq_cst")
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
 
@@ -191,7 +191,7 @@ def atomic_load(typingctx: Any, addr: Any) -> Any:
 @intrinsic
 def atomic_store(typingctx: Any, addr: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], PTR), "seq_cst", 8)
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -202,9 +202,13 @@ def cpu_pause(typingctx: Any) -> Any:
     """Tell the core that this is a spin loop; nothing on machines without such an instruction."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        triple = builder.module.triple
-        text = "pause" if "86" in triple.split("-")[0] else "yield" if "a" == triple[0] else ""
-        builder.asm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", [], True)
+        machine = builder.module.triple.split("-")[0]
+        if machine in ("x86_64", "i686", "i386"):
+            fnty = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), fnty), [])
+        elif machine in ("aarch64", "arm64"):
+            fnty = ir.FunctionType(ir.VoidType(), [I32])
+            builder.call(builder.module.declare_intrinsic("llvm.aarch64.hint", (), fnty), [I32(1)])
         return context.get_dummy_value()
 
     return types.void(), codegen

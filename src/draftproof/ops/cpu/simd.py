@@ -215,9 +215,21 @@ def _mul_high(builder: Any, args: Any) -> Any:
 imul = _op(I, (I, I), lambda b, a: b.mul(a[0], a[1]))
 imul_high = _op(I, (I, I), _mul_high)
 
+
+
+def _interleave(start: int) -> Any:
+    lanes = [start + i // 2 + (LANES if i % 2 else 0) for i in range(LANES)]
+    index = ir.Constant(ir.VectorType(I32, LANES), lanes)
+    return lambda b, a: b.shuffle_vector(a[0], a[1], index)
+
+
+interleave_low = _op(I, (I, I), _interleave(0))  # a0 b0 a1 b1 ... a7 b7
+interleave_high = _op(I, (I, I), _interleave(LANES // 2))
+
 # Doubles, for sums over a vocabulary.
 dzero = _op(D, (_i64,), lambda b, a: ir.Constant(VD, [0.0] * LANES))
 dadd = _op(D, (D, D), lambda b, a: b.fadd(a[0], a[1]))
+dselect = _op(D, (M, D, D), lambda b, a: b.select(a[0], a[1], a[2]))
 to_double = _op(D, (F,), lambda b, a: b.fpext(a[0], VD))
 
 

@@ -18,6 +18,7 @@ from draftproof.ops.cpu.simd import (
     vdiv,
     vfma,
     vge,
+    vgt,
     vmax,
     vmin,
     vmul,
@@ -34,6 +35,7 @@ SMALLEST = _F(-87.33654)  # below it exp is less than the smallest normal number
 LARGEST = _F(88.37626)
 C1, C2, C3 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 C4, C5, C6 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
+FLAT = _F(-88.0)  # silu is as good as 0 below
 ONE, ZERO = _F(1.0), _F(0.0)
 
 
@@ -56,5 +58,6 @@ def vexp(x: Any) -> Any:
 
 @device
 def vsilu(x: Any) -> Any:
-    """x * sigmoid(x)."""
-    return vdiv(x, vadd(splat(ONE), vexp(vsub(splat(ZERO), x))))
+    """x * sigmoid(x); 0 where that is below the smallest normal number (so for -inf)."""
+    y = vdiv(x, vadd(splat(ONE), vexp(vsub(splat(ZERO), x))))
+    return vselect(vgt(splat(FLAT), x), splat(ZERO), y)
