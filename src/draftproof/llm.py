@@ -101,7 +101,7 @@ class LLM:
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         """Everything is checked here, before anything enters the engine."""
-        text, ids = self._read_prompt(prompt)
+        text, ids = self.read_prompt(prompt)
         seed = secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed
         name = str(next(self._ids))
         requests = [
@@ -177,14 +177,14 @@ class LLM:
 
     # --- prompts ----------------------------------------------------------------------------------
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("a text prompt").encode(prompt)
         if isinstance(prompt, Mapping):
             if set(prompt) == {"prompt_token_ids"}:
                 return None, list(prompt["prompt_token_ids"])
             if set(prompt) == {"prompt"}:
-                return self._read_prompt(prompt["prompt"])
+                return self.read_prompt(prompt["prompt"])
             raise RequestError(
                 f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}",
                 "prompt",

@@ -1,0 +1,29 @@
+# `make demo` and `make test` do everything on a fresh machine, set-up included.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.PHONY: setup demo test lint bench
+
+setup: $(STAMP)
+
+# The range of torch is asked for first and alone: a plain `torch` would bring gigabytes of CUDA.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/draftproof generate --compare < examples/demo_prompt.txt
+
+lint: setup
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python bench/cpu.py

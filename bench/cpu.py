@@ -1,0 +1,212 @@
+"""Decode speed on this CPU, everything side by side in one run; the last line of stdout is JSON.
+
+    python bench/cpu.py [--tokens 128] [--rounds 5] [--model smollm2-135m] [--skip-transformers]
+
+Sides: transformers (bf16, the same weights), Draftproof without and with n-gram drafts, on free text and on
+a copy task at batch 1, and at batch 8. The memory floor is the time in which the weights can be read once
+at the bandwidth measured in the same run. Rounds are interleaved, so a slow minute of the machine hits
+all sides; ratios are medians of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from measure import finish, read_bandwidth
+
+from draftproof import LLM, SamplingParams
+from draftproof.models.load import load_checkpoint
+
+FREE = [
+    "Explain to a child why the sky is blue and why sunsets are red.",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "What should I think about before I adopt a dog?",
+]
+PASSAGE = (
+    "The river begins high in the mountains, where the snow melts in spring and fills a hundred small "
+    "streams. The streams run down over grey stones and meet in a quiet valley. From there the river flows "
+    "past farms and villages, under seven old bridges, and through the middle of the city. In summer "
+    "children swim in it. In autumn it carries yellow leaves all the way to the sea. "
+)
+COPY = PASSAGE * 3 + "The river begins high"
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 7}
+
+
+class Ours:
+    """One engine; plain and speculative requests differ by one option."""
+
+    def __init__(self, model: str) -> None:
+        self.llm = LLM(model, dtype="bfloat16", speculative_config=SPECULATION, max_num_seqs=8)
+
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        if chat:
+            return self.llm.chat_token_ids([{"role": "user", "content": text}])
+        return self.llm.read_prompt(text)[1]
+
+    def rate(self, prompts: list[list[int]], tokens: int, speculative: bool) -> float:
+        """Tokens a second from the step in which the last request got its first token."""
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=speculative)
+        llm, counted, begin = self.llm, 0, 0.0
+        jobs = [llm._job(ids, params) for ids in prompts]
+        llm._add(jobs)
+        while not all(job.finished for job in jobs):
+            llm._step()
+            outputs = [builder.output for job in jobs for builder in job.builders]
+            if begin == 0.0 and all(output.token_ids for output in outputs):
+                begin, counted = time.perf_counter(), sum(len(o.token_ids) for o in outputs)
+        seconds = time.perf_counter() - begin
+        total = sum(len(output.token_ids) for output in outputs)
+        for job in jobs:
+            llm._drop(job)
+        return (total - counted) / seconds
+
+    def parts(self, ids: list[int], tokens: int) -> dict[str, float]:
+        """Milliseconds of a plain decode step, by where they go."""
+        runner, spent = self.llm.engine.runner, {"forward": 0.0, "logits": 0.0}
+        kept = {name: getattr(runner, name) for name in spent}
+
+        def timed(name: str) -> Any:
+            def call(*args: Any) -> Any:
+                begin = time.perf_counter()
+                result = kept[name](*args)
+                spent[name] += time.perf_counter() - begin
+                return result
+
+            return call
+
+        for name in spent:
+            setattr(runner, name, timed(name))
+        rate = self.rate([ids], tokens, speculative=False)
+        for name in spent:
+            delattr(runner, name)
+        step = 1000 / rate
+        out = {name: 1000 * seconds / tokens for name, seconds in spent.items()}
+        return {"step": step, **out, "rest": step - sum(out.values())}
+
+
+class Transformers:
+    """The same weights under `transformers`, decoded by its own loop."""
+
+    def __init__(self, model: str) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        made = load_checkpoint(model, dtype="bfloat16")
+        c = made.config
+        config = transformers.LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            rms_norm_eps=c.norm_eps,
+            rope_theta=c.rope_theta,
+            max_position_embeddings=c.max_position,
+            tie_word_embeddings=c.tie_embeddings,
+        )
+        self.model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self.model.load_state_dict(made.tensors, strict=False)
+        self.version = transformers.__version__
+
+    def rate(self, ids: list[int], tokens: int) -> float:
+        marks: list[float] = []
+
+        class Clock:
+            def put(self, value: Any) -> None:
+                marks.append(time.perf_counter())
+
+            def end(self) -> None:
+                return None
+
+        self.model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            do_sample=False,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            streamer=Clock(),
+            pad_token_id=0,
+        )
+        return (tokens - 1) / (marks[-1] - marks[1])  # marks[0] is the prompt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skip-transformers", action="store_true")
+    options = parser.parse_args()
+    ours = Ours(options.model)
+    theirs = None if options.skip_transformers else Transformers(options.model)
+    weights = sum(t.numel() * 2 for t in load_checkpoint(options.model, dtype="bfloat16").tensors.values())
+    free = [ours.prompt(text, chat=True) for text in FREE]
+    copy = ours.prompt(COPY, chat=False)
+    eight = [ours.prompt(f"{text} Answer in style {i}.", chat=True) for i in range(3) for text in FREE][:8]
+    n = options.tokens
+    ours.rate([free[0]], 8, True)  # compile
+    rounds = []
+    for i in range(options.rounds):
+        ids = free[i % len(free)]
+        figures = {"floor": read_bandwidth(weights) / weights}
+        figures["free_plain"] = ours.rate([ids], n, False)
+        figures["free_ngram"] = ours.rate([ids], n, True)
+        figures["copy_plain"] = ours.rate([copy], n, False)
+        figures["copy_ngram"] = ours.rate([copy], n, True)
+        figures["batch8_plain"] = ours.rate(eight, n, False)
+        figures["batch8_ngram"] = ours.rate(eight, n, True)
+        if theirs is not None:
+            figures["transformers_free"] = theirs.rate(ids, min(n, 64))
+            figures["transformers_copy"] = theirs.rate(copy, min(n, 64))
+        rounds.append(figures)
+        print("  ".join(f"{name} {value:.1f}" for name, value in figures.items()), flush=True)
+    report(options, rounds, ours.parts(free[0], n), weights, theirs)
+
+
+def report(
+    options: argparse.Namespace,
+    rounds: list[dict[str, float]],
+    parts: dict[str, float],
+    weights: int,
+    theirs: Transformers | None,
+) -> None:
+    def ratio(over: str, under: str) -> float:
+        return round(statistics.median(r[over] / r[under] for r in rounds), 3)
+
+    rates = {name: round(statistics.median(r[name] for r in rounds), 1) for name in rounds[0]}
+    ratios = {
+        "plain_over_floor": ratio("free_plain", "floor"),
+        "copy_ngram_over_plain": ratio("copy_ngram", "copy_plain"),
+        "free_ngram_over_plain": ratio("free_ngram", "free_plain"),
+        "batch8_over_batch1": ratio("batch8_plain", "free_plain"),
+        "batch8_ngram_over_plain": ratio("batch8_ngram", "batch8_plain"),
+    }
+    if theirs is not None:
+        ratios["plain_over_transformers"] = ratio("free_plain", "transformers_free")
+        ratios["copy_ngram_over_transformers"] = ratio("copy_ngram", "transformers_copy")
+    print("median tok/s:", rates)
+    print("ratios:", ratios)
+    print("a plain step, ms:", {name: round(value, 2) for name, value in parts.items()})
+    finish(
+        "cpu",
+        {
+            "model": options.model,
+            "dtype": "bfloat16",
+            "tokens": options.tokens,
+            "rounds": options.rounds,
+            "weight_bytes": weights,
+            "tokens_per_second": rates,
+            "ratios": ratios,
+            "plain_step_ms": {name: round(value, 3) for name, value in parts.items()},
+            "transformers": theirs.version if theirs else None,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Small helpers of the benchmarks: medians, hardware, commit, the last line of JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def best(function: Callable[[], object], repeat: int) -> float:
+    """Seconds of the quickest of `repeat` calls."""
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def read_bandwidth(size: int, repeat: int = 8) -> float:
+    """Bytes a second when all threads read `size` bytes once: a maximum over fp32 numbers."""
+    data = torch.ones(size // 4, dtype=torch.float32)
+    return size / best(lambda: torch.max(data), repeat)
+
+
+def hardware() -> dict[str, Any]:
+    cpu = platform.processor() or "unknown"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def finish(name: str, figures: dict[str, Any]) -> None:
+    """The last line of stdout is one JSON document."""
+    document = {
+        "bench": name,
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        "hardware": hardware(),
+        **figures,
+    }
+    print(json.dumps(document))

@@ -1,0 +1,319 @@
+"""The command line: generate, chat, info. Accepted drafts are shown in colour."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftproof.errors import DraftproofError, RequestError
+
+if TYPE_CHECKING:
+    from draftproof.llm import LLM
+    from draftproof.metrics import SpecStats
+    from draftproof.sampling_params import SamplingParams
+    from draftproof.types import TokenEvent
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 7}'
+STYLES = {"plain": "", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status."""
+    options = _parser().parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        status: int = options.run(options, console)
+        return status
+    except DraftproofError as error:
+        Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="red"))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="draftproof", description="LLM inference in which speculation changes nothing but the speed."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="answer one prompt")
+    _model_options(generate)
+    _sampling_options(generate)
+    generate.add_argument("-p", "--prompt", help="the prompt; without it, standard input is read")
+    generate.add_argument("--raw", action="store_true", help="continue the text; no chat template")
+    generate.add_argument(
+        "--compare",
+        action="store_true",
+        help="answer without and with speculation; exit status 1 if tokens or logprobs differ",
+    )
+    generate.set_defaults(run=_generate)
+    chat = commands.add_parser("chat", help="talk to the model")
+    _model_options(chat)
+    _sampling_options(chat)
+    chat.add_argument("--system", help="a system message to begin with")
+    chat.set_defaults(run=_chat)
+    info = commands.add_parser("info", help="what a model is, without loading its weights")
+    info.add_argument("model")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help=f"a built-in name, a folder, a .gguf file or a hub id (default: {DEFAULT_MODEL})",
+    )
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--backend", default="auto", help="reference, torch, cpu or auto")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument(
+        "--speculative-config",
+        default=DEFAULT_SPECULATION,
+        metavar="JSON",
+        help=f"vLLM's keys, or 'off' (default: {DEFAULT_SPECULATION})",
+    )
+
+
+def _sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--max-tokens", type=int, default=256)
+    parser.add_argument("-t", "--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    parser.add_argument("--seed", type=int)
+
+
+def _load(options: argparse.Namespace, console: Console) -> LLM:
+    from draftproof.llm import LLM
+
+    config = None
+    if options.speculative_config != "off":
+        try:
+            config = json.loads(options.speculative_config)
+        except json.JSONDecodeError as error:
+            raise RequestError(f"--speculative-config is not JSON: {error}") from error
+    with console.status(f"loading {options.model}"):
+        llm = LLM(
+            options.model,
+            dtype=options.dtype,
+            backend=options.backend,
+            max_model_len=options.max_model_len,
+            speculative_config=config,
+            max_num_seqs=4,
+        )
+        # the first step compiles what is not compiled yet; it should not count as the model's time
+        llm.generate([[0, 1, 2, 3]], _params(options, max_tokens=2, seed=0), use_tqdm=False)
+    return llm
+
+
+def _params(options: argparse.Namespace, **changes: Any) -> SamplingParams:
+    from draftproof.sampling_params import SamplingParams
+
+    return SamplingParams(
+        **{
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "min_p": options.min_p,
+            "repetition_penalty": options.repetition_penalty,
+            "max_tokens": options.max_tokens,
+            "stop": options.stop,
+            "seed": options.seed,
+            **changes,
+        }
+    )
+
+
+# --- showing ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Shown:
+    """An answer as it went by."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    seconds: float = 0.0  # from the first token to the last
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def rate(self) -> float:
+        return (len(self.token_ids) - 1) / self.seconds if self.seconds > 0 else 0.0
+
+
+def _show(events: Iterator[TokenEvent], console: Console) -> Shown:
+    """Print tokens as they come. Ctrl-C ends the answer and keeps what there is."""
+    shown, begin = Shown(), 0.0
+    with contextlib.suppress(KeyboardInterrupt):
+        for event in events:
+            begin = begin or time.perf_counter()
+            style = STYLES[event.provenance.partition(":")[0]]
+            console.print(Text(event.text, style=style), end="")
+            shown.text += event.text
+            shown.token_ids.append(event.token_id)
+            shown.logprobs.append(event.logprobs)
+            shown.seconds = time.perf_counter() - begin
+            shown.finish_reason, shown.error = event.finish_reason, event.error
+    console.print()
+    if shown.error:
+        raise RequestError(shown.error)
+    return shown
+
+
+def _figures(shown: Shown, stats: SpecStats) -> str:
+    words = f"{len(shown.token_ids)} tokens in {stats.num_steps} steps"
+    if stats.num_drafts:
+        words += (
+            f", acceptance length {stats.acceptance_length:.2f}, {stats.num_accepted_tokens} of "
+            f"{stats.num_draft_tokens} drafts accepted"
+        )
+    return f"{words}, {shown.rate:.1f} tok/s"
+
+
+def _answer(llm: LLM, ids: list[int], params: SamplingParams, console: Console) -> tuple[Shown, str]:
+    """Show one answer; returns it and its figures."""
+    from draftproof.metrics import SpecStats
+
+    llm.stats = SpecStats()
+    shown = _show(llm.stream({"prompt_token_ids": ids}, params), console)
+    return shown, _figures(shown, llm.stats)
+
+
+def _legend() -> Text:
+    legend = Text("colours: plain ")
+    for name in ("accepted", "recovered", "bonus"):
+        legend.append(f" {name} ", style=STYLES[name])
+    return legend
+
+
+# --- commands -----------------------------------------------------------------------------------------
+
+
+def _generate(options: argparse.Namespace, console: Console) -> int:
+    prompt = options.prompt if options.prompt is not None else sys.stdin.read()
+    llm = _load(options, console)
+    if options.raw:
+        ids = llm.read_prompt(prompt)[1]
+    else:
+        ids = llm.chat_token_ids([{"role": "user", "content": prompt}])
+    if options.compare:
+        return _compare(llm, ids, options, console)
+    _, figures = _answer(llm, ids, _params(options), console)
+    console.print(Text(figures, style="dim"))
+    return 0
+
+
+def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Console) -> int:
+    """The same request twice, without and with speculation: only the speed may differ."""
+    seed = 0 if options.seed is None else options.seed
+    console.rule("without speculation", align="left")
+    params = _params(options, logprobs=5, seed=seed, speculative=False)
+    plain, plain_figures = _answer(llm, ids, params, console)
+    console.print(Text(plain_figures, style="dim"))
+    console.rule("with speculation", align="left")
+    drafted, figures = _answer(llm, ids, _params(options, logprobs=5, seed=seed), console)
+    console.print(Text(figures, style="dim"))
+    console.print(_legend())
+    console.rule(align="left")
+    same_tokens = plain.token_ids == drafted.token_ids
+    same_logprobs = plain.logprobs == drafted.logprobs
+    count = len(plain.token_ids)
+    console.print(f"tokens identical:   {'yes' if same_tokens else 'NO'} ({count})")
+    console.print(f"logprobs identical: {'yes' if same_logprobs else 'NO'} (sampled and top 5, bit for bit)")
+    if plain.rate and drafted.rate:
+        console.print(
+            f"speed:              {plain.rate:.1f} -> {drafted.rate:.1f} tok/s "
+            f"({drafted.rate / plain.rate:.2f} times)"
+        )
+    return 0 if same_tokens and same_logprobs else 1
+
+
+def _chat(options: argparse.Namespace, console: Console) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+    llm = _load(options, console)
+    console.print(f"{options.model}. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C ends an answer.")
+    console.print(_legend())
+    opening = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(opening)
+    while True:
+        try:
+            line = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return 0
+        if line in ("/exit", "/quit"):
+            return 0
+        if line == "/reset":
+            messages = list(opening)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                shown, figures = _answer(llm, llm.chat_token_ids(messages), _params(options), console)
+            except RequestError as error:
+                messages.pop()
+                console.print(Text(f"{error}", style="red"))
+                continue
+            messages.append({"role": "assistant", "content": shown.text})
+            console.print(Text(figures, style="dim"))
+
+
+def _info(options: argparse.Namespace, console: Console) -> int:
+    from draftproof.models.load import load_config
+    from draftproof.models.tensors import expected_tensors
+    from draftproof.text.tokenizer import load_tokenizer
+
+    config, source = load_config(options.model)
+    parameters = sum(_product(shape) for shape in expected_tensors(config).values())
+    table = Table(show_header=False, box=None)
+    rows: list[tuple[str, object]] = [
+        ("architecture", config.architecture),
+        ("parameters", f"{parameters:,}"),
+        ("stored as", config.dtype),
+        ("layers", config.num_layers),
+        ("hidden", config.hidden_size),
+        ("heads", f"{config.num_heads} query, {config.num_kv_heads} key/value, of {config.head_dim}"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("positions", f"{config.max_position:,}"),
+        ("rope", f"theta {config.rope_theta:g}, scaling {config.rope_scaling.kind}"),
+        ("KV per token", f"{2 * config.num_layers * config.num_kv_heads * config.head_dim * 2:,} bytes (bf16)"),
+        ("source", source),
+    ]
+    try:
+        tokenizer = load_tokenizer(source)
+        rows.append(("tokenizer", f"{tokenizer.vocab_size:,} tokens, ends with {tokenizer.eos_token_ids}"))
+        rows.append(("chat template", "yes" if tokenizer.chat_template else "no"))
+    except DraftproofError as error:
+        rows.append(("tokenizer", f"none: {error}"))
+    for name, value in rows:
+        table.add_row(name, str(value))
+    console.print(table)
+    return 0
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+if __name__ == "__main__":
+    sys.exit(main())
