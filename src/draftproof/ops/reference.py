@@ -112,7 +112,7 @@ class ReferenceOps(Ops):
                 scores = (keys * query).sum(-1) * heads.scale
                 weights = torch.exp(scores - scores.max())
                 out.append((weights[:, None] * values).sum(0) / weights.sum())
-        return _stack(out, (len(q) * heads.num_q, heads.dim), q.dtype).view(len(q), -1)
+        return _stack(out, (len(q) * heads.num_q, heads.dim), q.dtype).view_as(q)
 
     # --- sampling ---------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class TorchOps(Ops):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (_by_row(torch.nn.functional.silu, gate) * up).to(gate_up.dtype)
+        return (_by_row(torch.nn.functional.silu, gate).view_as(up) * up).to(gate_up.dtype)
 
     def rope_store(
         self,
@@ -75,7 +75,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         num_rows = len(qkv)
         split = [heads.num_q, heads.num_kv, heads.num_kv]
-        q, k, v = qkv.view(num_rows, -1, heads.dim).split(split, dim=1)
+        q, k, v = qkv.view(num_rows, sum(split), heads.dim).split(split, dim=1)
         cos, sin = rope[rows.positions][:, None].chunk(2, dim=-1)
         if q_norm is not None:
             q = self.rms_norm(q.reshape(-1, heads.dim), q_norm, eps).view_as(q)
@@ -84,7 +84,7 @@ class TorchOps(Ops):
         flat = cache.view(2, -1, heads.num_kv, heads.dim)
         flat[0, rows.kv_index] = _rotate(k, cos, sin)
         flat[1, rows.kv_index] = v
-        return _rotate(q, cos, sin).reshape(num_rows, -1)
+        return _rotate(q, cos, sin).reshape(num_rows, heads.num_q * heads.dim)
 
     def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
         out = torch.empty_like(q)
