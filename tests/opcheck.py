@@ -1,0 +1,91 @@
+"""Checks that every backend must pass, as functions, so that a wrong backend can be shown to fail them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import ConfigError
+from draftproof.ops import BACKENDS, Heads, Ops, Rows, resolve
+
+CPU = torch.device("cpu")
+POOL = 40  # rows in the largest call
+Call = Callable[[list[int]], Tensor]  # the op on these rows of a pool -> one result row each
+
+
+def importable() -> dict[str, Ops]:
+    """Every backend of the table that this machine can load; fewer if DRAFTPROOF_TEST_BACKENDS says so."""
+    found = {}
+    wanted = os.environ.get("DRAFTPROOF_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
+    for name in wanted:
+        try:
+            found[name] = resolve(name, CPU)
+        except ConfigError as error:
+            if "cannot load" not in str(error):
+                raise
+    return found
+
+
+def bits(x: Tensor) -> bytes:
+    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def rows_that_differ(call: Call, counts: Iterable[int] = range(1, POOL + 1), turns: int = POOL) -> list[str]:
+    """Where a row's bits depend on its company. Each row is computed alone, in every number of rows of
+    `counts` with other neighbours each time, and in `turns` rotations of the full pool: at every place."""
+    alone = [bits(call([i])) for i in range(POOL)]
+    random = torch.Generator().manual_seed(5)
+    batches = [torch.randperm(POOL, generator=random)[:n].tolist() for n in counts]
+    batches += [[(i + turn) % POOL for i in range(POOL)] for turn in range(turns)]
+    wrong = []
+    for batch in batches:
+        out = call(batch)
+        for place, row in enumerate(batch):
+            if bits(out[place]) != alone[row]:
+                wrong.append(f"row {row} at place {place} of {len(batch)}")
+    return wrong
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """fp32: 2e-5 of the value plus 2e-5; bf16: two units in the last place, 2^-7, plus 1e-2.
+
+    Operands are of size 1 and `want` was computed in fp64.
+    """
+    assert got.shape == want.shape and got.dtype == want.dtype
+    exact = dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=2e-5 if exact else 2**-7, atol=2e-5 if exact else 1e-2)
+
+
+class Paged:
+    """A KV cache whose pages are out of order, with NaN wherever no row may look."""
+
+    def __init__(
+        self, heads: Heads, lengths: list[int], dtype: torch.dtype, page_size: int = 8, seed: int = 0
+    ):
+        random = torch.Generator().manual_seed(seed)
+        self.heads, self.lengths, self.page_size = heads, lengths, page_size
+        max_pages = max(-(-n // page_size) for n in lengths)
+        order = 1 + torch.randperm(len(lengths) * max_pages, generator=random)
+        self.page_table = order.view(len(lengths), max_pages).to(torch.int32)
+        shape = (2, len(order) + 1, page_size, heads.num_kv, heads.dim)
+        self.cache = torch.full(shape, torch.nan, dtype=dtype)
+        flat = self.cache.view(2, -1, heads.num_kv, heads.dim)
+        self.pool = [(slot, p) for slot, n in enumerate(lengths) for p in range(n)]
+        for slot, p in self.pool:
+            flat[:, self.place(slot, p)] = torch.randn(
+                (2, heads.num_kv, heads.dim), generator=random, dtype=torch.float32
+            ).to(dtype)
+
+    def place(self, slot: int, position: int) -> int:
+        page = int(self.page_table[slot, position // self.page_size])
+        return page * self.page_size + position % self.page_size
+
+    def rows(self, where: list[tuple[int, int]]) -> Rows:
+        """Rows for (slot, position) pairs."""
+        slots = torch.tensor([s for s, _ in where], dtype=torch.int64)
+        positions = torch.tensor([p for _, p in where], dtype=torch.int64)
+        index = torch.tensor([self.place(s, p) for s, p in where], dtype=torch.int64)
+        return Rows(torch.zeros_like(slots), positions, slots, index, self.page_table)

@@ -1,0 +1,303 @@
+"""The forward ops of every backend against `reference`, and the rule that a row feels no neighbour."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opcheck import POOL, Paged, assert_close, bits, importable, rows_that_differ
+from torch import Tensor
+
+from draftproof.ops import Heads, Ops
+
+OPS = importable()
+OTHERS = {name: ops for name, ops in OPS.items() if name != "reference"}
+REFERENCE = OPS["reference"]
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = (0, 1, 2, 7, 8, 9, 17)
+
+every = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+others = pytest.mark.parametrize("ops", OTHERS.values(), ids=OTHERS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16"))
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def turns_for(ops: Ops, large: bool = False) -> dict[str, object]:
+    """The definition is a loop over rows; a few batches show it. Backends get every count and place."""
+    if ops.name == "reference":
+        return {"counts": (2, 9), "turns": 0}
+    return {"counts": (2, 7, 8, 9, 16, 17, 33), "turns": 4} if large else {}
+
+
+# --- linear ---------------------------------------------------------------------------------------------
+
+SHAPES = ((53, 72), (1, 8), (97, 200))  # (N, K): nothing a power of two
+
+
+@others
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", (False, True))
+def test_linear(ops: Ops, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool) -> None:
+    weight = (randn(*shape, seed=1) / shape[1] ** 0.5).to(dtype)
+    bias = randn(shape[0], seed=2, dtype=dtype) if with_bias else None
+    packed, want = ops.pack_linear(weight, bias), REFERENCE.pack_linear(weight, bias)
+    for rows in SIZES:
+        x = randn(rows, shape[1], seed=rows, dtype=dtype)
+        assert_close(ops.linear(x, packed), REFERENCE.linear(x, want), dtype)
+        logits = ops.linear(x, packed, torch.float32)
+        assert_close(logits, REFERENCE.linear(x, want, torch.float32), torch.float32)
+
+
+@every
+@dtypes
+@pytest.mark.parametrize("shape", ((53, 72), (192, 576), (65, 1536)))
+def test_linear_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    packed = ops.pack_linear(randn(*shape, seed=1, dtype=dtype), randn(shape[0], seed=2, dtype=dtype))
+    x = randn(POOL, shape[1], seed=3, dtype=dtype)
+    turns = turns_for(ops, large=shape[1] > 100)
+    for out in (None, torch.float32):
+        assert not rows_that_differ(lambda at, out=out: ops.linear(x[at], packed, out), **turns)
+
+
+def test_control_a_batch_dependent_linear_is_caught() -> None:
+    """The sum is split in two when many rows come at once, as a GEMM library does."""
+    weight, x = randn(53, 576, seed=1), randn(POOL, 576, seed=3)
+
+    def library(at: list[int]) -> Tensor:
+        if len(at) < 16:
+            return torch.stack([weight @ x[i] for i in at])
+        return torch.stack([weight[:, :300] @ x[i, :300] + weight[:, 300:] @ x[i, 300:] for i in at])
+
+    wrong = rows_that_differ(library)
+    assert len(wrong) > 100
+    assert all(int(text.rsplit(" ", 1)[1]) >= 16 for text in wrong)
+
+
+def test_control_one_row_that_leaks_into_the_next_is_caught() -> None:
+    x = randn(POOL, 8)
+
+    def leaky(at: list[int]) -> Tensor:
+        out = x[at].clone()
+        out[-1] += 1e-3 * (len(at) == POOL)
+        return out
+
+    assert len(rows_that_differ(leaky)) == POOL + 1  # each row is last once, one of them twice
+
+
+# --- embedding, norms, activation -----------------------------------------------------------------------
+
+
+@others
+@dtypes
+def test_embed(ops: Ops, dtype: torch.dtype) -> None:
+    table = randn(53, 24, dtype=dtype)
+    for rows in SIZES:
+        tokens = torch.arange(rows) * 7 % 53
+        assert torch.equal(ops.embed(tokens, table), REFERENCE.embed(tokens, table))
+
+
+@others
+@dtypes
+@pytest.mark.parametrize("width", (8, 45, 576))
+def test_norms_and_silu(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    weight = randn(width, seed=1, dtype=dtype)
+    for rows in SIZES:
+        x = 3 * randn(rows, width, seed=rows, dtype=dtype)
+        residual = randn(rows, width, seed=rows + 1, dtype=dtype)
+        assert_close(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), dtype)
+        got, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+        want, summed = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+        assert_close(got, want, dtype)
+        assert torch.equal(total, summed)
+        both = 4 * randn(rows, 2 * width, seed=rows, dtype=dtype)
+        assert_close(ops.silu_mul(both), REFERENCE.silu_mul(both), dtype)
+
+
+@others
+def test_rms_norm_of_zeros_and_of_large_values(ops: Ops) -> None:
+    x = torch.stack([torch.zeros(24), torch.full((24,), 1e4), torch.full((24,), -1e-6)])
+    ones = torch.ones(24)
+    assert_close(ops.rms_norm(x, ones, 1e-6), REFERENCE.rms_norm(x, ones, 1e-6), torch.float32)
+
+
+@others
+def test_silu_far_out(ops: Ops) -> None:
+    gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
+    both = torch.cat([gate, torch.ones(8)])[None]
+    assert_close(ops.silu_mul(both), REFERENCE.silu_mul(both), torch.float32)
+
+
+@every
+@dtypes
+@pytest.mark.parametrize("width", (24, 45, 576))
+def test_norm_rows_feel_no_neighbour(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    weight = randn(width, seed=1, dtype=dtype)
+    x, residual = randn(POOL, width, seed=2, dtype=dtype), randn(POOL, width, seed=3, dtype=dtype)
+    both = randn(POOL, 2 * width, seed=4, dtype=dtype)
+    for call in (
+        lambda at: ops.rms_norm(x[at], weight, 1e-6),
+        lambda at: torch.cat(ops.add_rms_norm(x[at], residual[at], weight, 1e-6), dim=1),
+        lambda at: ops.silu_mul(both[at]),
+        lambda at: ops.embed(torch.tensor(at), x),
+    ):
+        assert not rows_that_differ(call, **turns_for(ops, large=width > 24))
+
+
+# --- rope and attention ---------------------------------------------------------------------------------
+
+HEADS = {
+    "grouped": Heads(num_q=6, num_kv=2, dim=16, scale=0.25, window=0),
+    "one_kv": Heads(num_q=3, num_kv=1, dim=8, scale=0.4, window=0),
+    "full": Heads(num_q=2, num_kv=2, dim=64, scale=0.125, window=0),
+    "window": Heads(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
+    "long_window": Heads(num_q=2, num_kv=1, dim=16, scale=0.25, window=70),
+}
+LENGTHS = [1, 5, 33, 132, 64, 65]
+heads_kinds = pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+
+
+def rope(heads: Heads, length: int = 160) -> Tensor:
+    angles = torch.arange(length)[:, None] / 10.0 ** torch.arange(heads.dim // 2)[None]
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+@others
+@dtypes
+@heads_kinds
+@pytest.mark.parametrize("norm", (False, True))
+def test_rope_store(ops: Ops, dtype: torch.dtype, heads: Heads, norm: bool) -> None:
+    width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+    weights = [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)] if norm else [None, None]
+    for where in ([], [(2, 32)], [(0, 0), (3, 17), (3, 18), (3, 19), (4, 63), (5, 2)]):
+        caches = []
+        for backend in (ops, REFERENCE):
+            paged = Paged(heads, LENGTHS, dtype)
+            paged.cache.zero_()
+            qkv = randn(len(where), width, seed=3, dtype=dtype)
+            q = backend.rope_store(qkv, paged.rows(where), heads, rope(heads), paged.cache, *weights, 1e-6)
+            caches.append((q, paged.cache))
+        assert_close(caches[0][0], caches[1][0], dtype)
+        assert_close(caches[0][1], caches[1][1], dtype)
+        assert torch.equal(caches[0][1][1], caches[1][1][1]), "v is stored as it is"
+
+
+@others
+@dtypes
+@heads_kinds
+def test_attention(ops: Ops, dtype: torch.dtype, heads: Heads) -> None:
+    """Ragged slots, pages out of order, NaN in every place that no row may see."""
+    paged = Paged(heads, LENGTHS, dtype)
+    for where in (
+        [],
+        [(0, 0)],
+        [(3, 131)],
+        [(s, n - 1) for s, n in enumerate(LENGTHS)],
+        [(5, 64), (1, 4), *((3, p) for p in range(122, 132)), (0, 0)],
+        [(4, p) for p in range(64)],
+    ):
+        q = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
+        rows = paged.rows(where)
+        assert_close(
+            ops.attention(q, rows, heads, paged.cache),
+            REFERENCE.attention(q, rows, heads, paged.cache),
+            dtype,
+        )
+
+
+def test_control_a_window_off_by_one_is_caught() -> None:
+    heads = HEADS["window"]
+    wider = Heads(heads.num_q, heads.num_kv, heads.dim, heads.scale, heads.window + 1)
+    paged = Paged(heads, LENGTHS, torch.float32)
+    q, rows = randn(1, heads.num_q * heads.dim), paged.rows([(3, 100)])
+    with pytest.raises(AssertionError):
+        assert_close(
+            REFERENCE.attention(q, rows, wider, paged.cache),
+            REFERENCE.attention(q, rows, heads, paged.cache),
+            torch.float32,
+        )
+
+
+def attention_calls(ops: Ops, heads: Heads, dtype: torch.dtype) -> list[str]:
+    """Each row alone, as one of 2 to 9 verify rows, inside chunks of every kind, among other slots."""
+    paged = Paged(heads, LENGTHS, dtype)
+    q = {at: randn(heads.num_q * heads.dim, seed=i, dtype=dtype) for i, at in enumerate(paged.pool)}
+
+    def run(where: list[tuple[int, int]]) -> list[bytes]:
+        if not where:
+            return []
+        x = torch.stack([q[at] for at in where])
+        out = ops.attention(x, paged.rows(where), heads, paged.cache)
+        return [bits(row) for row in out]
+
+    watched = [(s, p) for s, n in enumerate(LENGTHS) for p in {0, 8, 63, 64, 127, n - 1} if p < n]
+    alone = {at: run([at])[0] for at in watched}
+    batches = [[at for at in paged.pool if at[0] == s] for s in range(len(LENGTHS))]  # whole prefills
+    batches += [[(s, p) for s in (4, 0, 3) for p in range(LENGTHS[s])], watched, watched[::-1]]
+    for s, p in watched:
+        for count in (2, 5, 9):
+            for before in (0, count - 1):
+                line = [(s, i) for i in range(p - before, p - before + count) if 0 <= i < LENGTHS[s]]
+                batches.append([(1, 2), *line, (2, 30)] if s not in (1, 2) else line)
+    wrong = []
+    for batch in batches:
+        if batch == watched or batch == watched[::-1]:  # slots keep their rows adjacent and ascending
+            batch = sorted(batch, key=lambda at, b=batch: ([a[0] for a in b].index(at[0]), at[1]))
+        for at, got in zip(batch, run(batch), strict=True):
+            if at in alone and got != alone[at]:
+                wrong.append(f"{at} among {len(batch)}")
+    return wrong
+
+
+@others
+@dtypes
+@heads_kinds
+def test_attention_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, heads: Heads) -> None:
+    if ops.name == "torch" and heads not in (HEADS["one_kv"], HEADS["window"]):
+        pytest.skip("slow, and no path of its own")
+    assert not attention_calls(ops, heads, dtype)
+
+
+def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
+    """Blocks counted back from the longest row of a call: the order of a row's sum moves with it."""
+
+    class Moving(type(OPS["torch"])):  # type: ignore[misc]
+        def attention(self, q: Tensor, rows, heads: Heads, cache: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+            out, last = [], int(rows.positions.max())
+            for r, (slot, p) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
+                at = torch.arange(p + 1)
+                index = rows.page_table[slot, at // 8].long() * 8 + at % 8
+                k, v = cache.view(2, -1, heads.num_kv, heads.dim)[:, index].float()
+                query = q[r].view(heads.num_kv, -1, heads.dim).float()
+                weights = torch.softmax(torch.einsum("hgd,nhd->hgn", query, k) * heads.scale, -1)
+                first = last % 64
+                parts = [
+                    torch.einsum("hgn,nhd->hgd", weights[..., a], v[a])
+                    for a in (slice(0, first), slice(first, None))
+                ]
+                out.append((parts[0] + parts[1]).reshape(-1).to(q.dtype))
+            return torch.stack(out)
+
+    assert attention_calls(Moving(OPS["torch"].device), HEADS["grouped"], torch.float32)
+
+
+@every
+@dtypes
+def test_rope_store_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype) -> None:
+    heads = HEADS["grouped"]
+    qkv = randn(POOL, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
+    weights = [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]
+    table = rope(heads)
+
+    def call(at: list[int]) -> Tensor:
+        paged = Paged(heads, [1] * POOL, dtype)
+        rows = paged.rows([(i, 0) for i in at])
+        rows.positions[:] = torch.tensor(at)
+        q = ops.rope_store(qkv[at], rows, heads, table, paged.cache, *weights, 1e-6)
+        stored = paged.cache.view(2, -1, heads.num_kv * heads.dim)[:, rows.kv_index]
+        return torch.cat([q, stored[0], stored[1]], dim=1)
+
+    limit = {"counts": (2, 9, 17, 33), "turns": 3}
+    assert not rows_that_differ(call, **(turns_for(ops) or limit))
