@@ -62,7 +62,10 @@ class CpuOps(Ops):
         if device.type != "cpu":
             raise ConfigError(f"the cpu backend cannot run on {device}")
         self.team = Team(torch.get_num_threads() if threads is None else threads)
-        self.amx = gemm_amx.available() if amx is None else amx
+        # asking whether tiles may be used is also what makes the kernel allow them
+        self.amx = amx is not False and gemm_amx.available()
+        if amx and not self.amx:
+            raise ConfigError("this machine has no AMX with bf16")
         # registers decide how many rows share a pass; bits do not depend on it
         self._at_once = 4 if binding.get_host_cpu_features().get("avx512f") else 1
         self._memory = WeightMemory()
