@@ -1,0 +1,33 @@
+"""Settings and fixtures that every test shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# Tiny tensors: threads cost far more than they give. The cpu backend has its own team.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """dtype -> the default model's checkpoint, loaded once; the engine takes tensors out of a copy."""
+    from draftproof.models.load import Checkpoint, load_checkpoint
+
+    loaded = {}
+
+    def checkpoint(dtype: str) -> Checkpoint:
+        if dtype not in loaded:
+            loaded[dtype] = load_checkpoint("smollm2-135m", dtype=dtype)
+        made = loaded[dtype]
+        return Checkpoint(made.config, dict(made.tensors), made.dtype, made.source, made.format)
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """The default model's file, fetched once."""
+    from draftproof.models.hub import fetch_default
+
+    return fetch_default()

@@ -1,0 +1,162 @@
+"""The LLM face: what vLLM's users expect, on the default model."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftproof import LLM, ConfigError, RequestError, SamplingParams
+
+COPY = "one two three four five six seven eight one two three four five six seven eight one two three"
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_path: object) -> LLM:
+    spec = {"method": "ngram", "num_speculative_tokens": 5}
+    return LLM("smollm2-135m", speculative_config=spec, max_num_seqs=8, debug=True)
+
+
+def greedy(**options: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 12, **options})
+
+
+def test_prompts_in_every_form(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("The capital of France is")
+    forms = ["The capital of France is", {"prompt": "The capital of France is"}, {"prompt_token_ids": ids}, ids]
+    answers = [llm.generate(form, greedy())[0] for form in forms]
+    assert "Paris" in answers[0].outputs[0].text
+    assert {a.outputs[0].text for a in answers} == {answers[0].outputs[0].text}
+    assert answers[0].prompt == forms[0] and answers[2].prompt is None
+    together = llm.generate(forms, [greedy(max_tokens=n) for n in (3, 4, 5, 6)], use_tqdm=False)
+    assert [len(a.outputs[0].token_ids) for a in together] == [3, 4, 5, 6]
+
+
+def test_speculation_shows_in_the_metrics_and_nowhere_else(llm: LLM) -> None:
+    params = greedy(max_tokens=30, logprobs=5)
+    drafted = llm.generate(COPY, params)[0]
+    plain = llm.generate(COPY, greedy(max_tokens=30, logprobs=5, speculative=False))[0]
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.outputs[0].logprobs == plain.outputs[0].logprobs
+    assert drafted.outputs[0].text == plain.outputs[0].text
+    assert drafted.metrics.acceptance_length > 2 and plain.metrics.acceptance_length == 1
+    assert plain.metrics.num_draft_tokens == 0 and set(plain.outputs[0].provenance) == {"plain"}
+    origins = drafted.outputs[0].provenance
+    assert sum(o == "accepted:ngram" for o in origins) == drafted.metrics.num_accepted_tokens
+    assert len(origins) == drafted.metrics.num_emitted_tokens == 30
+
+
+def test_logprobs_mapping(llm: LLM) -> None:
+    out = llm.generate("Hello", greedy(logprobs=3, prompt_logprobs=1, max_tokens=4))[0]
+    answer = out.outputs[0]
+    assert len(answer.logprobs) == 4
+    for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(entries)) == token and len(entries) == 3
+        assert entries[token].rank == 1 and entries[token].decoded_token == llm.tokenizer.token_text(token)
+    total = sum(entries[t].logprob for t, entries in zip(answer.token_ids, answer.logprobs, strict=True))
+    assert answer.cumulative_logprob == pytest.approx(total)
+    assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == len(out.prompt_token_ids)
+
+
+def test_stop_string_across_token_borders_cuts_everything_alike(llm: LLM) -> None:
+    free = llm.generate(COPY, greedy(max_tokens=30, logprobs=0))[0].outputs[0]
+    stop = free.text[7:15]  # wherever that falls in tokens
+    cut = free.text.index(stop)
+    for include in (False, True):
+        for speculative in (False, True):
+            params = greedy(
+                max_tokens=30, logprobs=0, stop=stop, include_stop_str_in_output=include, speculative=speculative
+            )
+            answer = llm.generate(COPY, params)[0].outputs[0]
+            assert answer.text == free.text[: cut + len(stop) if include else cut]
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+            n = len(answer.token_ids)
+            assert answer.token_ids == free.token_ids[:n] and n < 30
+            assert n == len(answer.logprobs) == len(answer.provenance) == len(answer.text_offsets)
+            assert n == answer.metrics.num_emitted_tokens
+            assert max(answer.text_offsets) <= len(answer.text)
+            shown = answer.provenance.count("accepted:ngram")
+            assert shown == answer.metrics.num_accepted_tokens
+    assert not llm.engine.has_work
+
+
+def test_stream_is_the_answer_token_by_token(llm: LLM) -> None:
+    whole = llm.generate(COPY, greedy(max_tokens=20, logprobs=2, stop=["zzz"]))[0].outputs[0]
+    events = list(llm.stream(COPY, greedy(max_tokens=20, logprobs=2, stop=["zzz"])))
+    assert "".join(e.text for e in events) == whole.text
+    assert [e.token_id for e in events] == whole.token_ids
+    assert [e.logprobs for e in events] == whole.logprobs
+    assert [e.finish_reason for e in events[:-1]] == [None] * 19 and events[-1].finish_reason == "length"
+
+
+def test_two_streams_at_once_and_one_left_early(llm: LLM) -> None:
+    alone = [e.token_id for e in llm.stream("Once upon a time", greedy(max_tokens=15))]
+    first = llm.stream("Once upon a time", greedy(max_tokens=15))
+    second = llm.stream(COPY, greedy(max_tokens=200))
+    seen = []
+    for event in first:
+        seen.append(event.token_id)
+        next(second)
+    second.close()
+    assert seen == alone
+    assert not llm.engine.has_work
+    pages = llm.engine.loop.scheduler.pages
+    assert pages.num_free == pages.capacity
+
+
+def test_n_answers_and_their_seeds(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=7, max_tokens=8, temperature=1.0)
+    out = llm.generate("My favourite food is", params)[0]
+    assert [o.seed for o in out.outputs] == [7, 8, 9]
+    assert len({tuple(o.token_ids) for o in out.outputs}) == 3
+    again = llm.generate("My favourite food is", SamplingParams(seed=8, max_tokens=8, temperature=1.0))[0]
+    assert again.outputs[0].token_ids == out.outputs[1].token_ids
+    assert out.usage["completion_tokens"] == 24
+
+
+def test_a_request_without_seed_gets_one_and_reports_it(llm: LLM) -> None:
+    first = llm.generate("Hi", SamplingParams(max_tokens=8))[0].outputs[0]
+    second = llm.generate("Hi", SamplingParams(max_tokens=8, seed=first.seed))[0].outputs[0]
+    assert first.token_ids == second.token_ids
+    assert llm.generate("Hi", SamplingParams(max_tokens=8))[0].outputs[0].seed != first.seed
+
+
+def test_bad_words_are_not_written(llm: LLM) -> None:
+    free = llm.generate("The capital of France is", greedy())[0].outputs[0].text
+    assert "Paris" in free
+    kept = llm.generate("The capital of France is", greedy(bad_words=["Paris"]))[0].outputs[0].text
+    assert "Paris" not in kept
+
+
+def test_chat(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "What is 2 + 2? Answer with a number."}]
+    both = llm.chat([talk, talk], greedy(max_tokens=20), use_tqdm=False)
+    assert len(both) == 2 and both[0].outputs[0].text == both[1].outputs[0].text
+    assert "4" in both[0].outputs[0].text
+
+
+def test_one_bad_request_loses_nothing(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate(["fine", {"prompt_token_ids": []}], greedy())
+    with pytest.raises(RequestError, match="one each"):
+        llm.generate(["a", "b"], [greedy()])
+    with pytest.raises(RequestError, match="prompt_token_ids"):
+        llm.generate({"promt": "x"}, greedy())
+    assert not llm.engine.has_work
+    assert llm.generate("fine", greedy())[0].finished
+
+
+def test_processor_error_is_the_requests_own(llm: LLM) -> None:
+    def angry(tokens: list[int], logits: object) -> object:
+        raise RuntimeError("no")
+
+    answers = llm.generate(["a", "b"], [greedy(logits_processors=[angry]), greedy()], use_tqdm=False)
+    assert answers[0].outputs[0].finish_reason == "error" and "RuntimeError: no" in answers[0].outputs[0].error
+    assert answers[1].outputs[0].token_ids == llm.generate("b", greedy())[0].outputs[0].token_ids
+
+
+def test_unknown_options_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM("smollm2-135m", max_num_seq=3)
+    with pytest.raises(ConfigError, match="prompt_lookup_max"):
+        LLM("smollm2-135m", speculative_config={"method": "ngram", "prompt_lookup_maxx": 3})
+    with pytest.raises(ConfigError, match="twice"):
+        LLM("smollm2-135m", speculative_config={"method": "ngram", "max_ngram_size": 3, "prompt_lookup_max": 4})
