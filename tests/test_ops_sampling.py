@@ -1,0 +1,275 @@
+"""The sampling ops of every backend: noise, ties, order, truncation; and no row feels another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from opcheck import POOL, bits, importable, rows_that_differ
+from torch import Tensor
+
+from draftproof.ops import STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_SAMPLE, STREAM_SYNTHETIC, Ops
+from draftproof.ops.reference import gumbel, philox
+
+OPS = importable()
+OTHERS = {name: ops for name, ops in OPS.items() if name != "reference"}
+REFERENCE = OPS["reference"]
+STREAMS = (STREAM_SAMPLE, STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_SYNTHETIC)
+VOCABS = (1, 3, 61, 257)
+INF = math.inf
+
+every = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+others = pytest.mark.parametrize("ops", OTHERS.values(), ids=OTHERS)
+
+
+def rows_of(count: int, vocab: int, seed: int = 0) -> Tensor:
+    """Random rows, some flat, some with ties on purpose, some with -inf."""
+    random = torch.Generator().manual_seed(seed)
+    x = 3 * torch.randn((count, vocab), generator=random)
+    x[1::5] = x[1::5].round()  # ties
+    x[2::5] = 0.0  # all equal
+    x[3::5] = torch.where(torch.rand((len(x[3::5]), vocab), generator=random) < 0.7, -INF, x[3::5])
+    x[3::5, vocab // 2] = 1.0  # never all of it
+    x[4::5] = -x[4::5].abs() - 50
+    return x
+
+
+def keys(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(0, 2**63 - 1, (count,), generator=random)
+    seeds[:2] = torch.tensor([0, 2**63 - 1])[:count]
+    return seeds, torch.randint(0, 1 << 20, (count,), generator=random)
+
+
+# --- noise ----------------------------------------------------------------------------------------------
+
+
+def test_philox_known_answers() -> None:
+    """The vectors that Random123 publishes for philox4x32-10."""
+    ones = 0xFFFFFFFF
+    assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert philox((ones,) * 4, (ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@every
+def test_uniform_is_philox(ops: Ops) -> None:
+    """Seed 0 at position 0 is the first word of the first known answer."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert float(ops.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
+
+
+@others
+def test_uniform_equals_the_definition(ops: Ops) -> None:
+    seeds, positions = keys(500)
+    for stream in STREAMS:
+        got, want = ops.uniform(seeds, positions, stream), REFERENCE.uniform(seeds, positions, stream)
+        assert got.dtype == torch.float64 and torch.equal(got, want)
+    assert len(ops.uniform(seeds[:0], positions[:0], 0)) == 0
+
+
+def test_streams_positions_and_seeds_are_independent() -> None:
+    """No two draws of the 4 x 50 x 50 nearest keys are equal; a shared counter would repeat."""
+    ops = OPS.get("cpu", REFERENCE)
+    seeds = torch.arange(50).repeat_interleave(50)
+    positions = torch.arange(50).repeat(50)
+    draws = torch.cat([ops.uniform(seeds, positions, stream) for stream in STREAMS])
+    assert len(draws.unique()) == len(draws)
+    assert abs(float(draws.mean()) - 0.5) < 0.02
+
+
+@others
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_gumbel_argmax_equals_the_definition(ops: Ops, vocab: int) -> None:
+    """Thousands of rows in all, two streams: the same token everywhere."""
+    count = 2000 if vocab == 61 else 300
+    scaled, (seeds, positions) = rows_of(count, vocab), keys(count)
+    for stream in (STREAM_SAMPLE, STREAM_RESIDUAL):
+        want = REFERENCE.gumbel_argmax(scaled, seeds, positions, stream)
+        assert torch.equal(ops.gumbel_argmax(scaled, seeds, positions, stream), want)
+        assert bool(torch.isfinite(scaled[torch.arange(count), want]).all())
+    none = ops.gumbel_argmax(scaled[:0], seeds[:0], positions[:0], 0)
+    assert none.shape == (0,) and none.dtype == torch.int64
+
+
+def test_gumbel_argmax_equal_across_backends_on_a_large_vocabulary() -> None:
+    """A vocabulary of 49152 + 3, sharp and flat rows: every backend names the same token."""
+    scaled = torch.cat([rows_of(20, 49155), 0.01 * rows_of(20, 49155, seed=1).clamp(min=-9)])
+    seeds, positions = keys(len(scaled))
+    found = [ops.gumbel_argmax(scaled, seeds, positions, 0) for ops in OTHERS.values()]
+    assert all(torch.equal(one, found[0]) for one in found)
+    token = int(found[0][20])  # one of the flat rows: check the winner against the definition
+    value = scaled[20, token] + gumbel(int(seeds[20]), int(positions[20]), 0, token)
+    some = [scaled[20, i] + gumbel(int(seeds[20]), int(positions[20]), 0, i) for i in range(0, 49155, 13)]
+    assert float(value) >= float(max(some))
+
+
+@every
+def test_noise_is_bounded(ops: Ops) -> None:
+    """A token 27 below the best can never win."""
+    scaled = torch.full((64, 61), -27.0)
+    scaled[:, 17] = 0.0
+    assert set(ops.gumbel_argmax(scaled, *keys(64), 0).tolist()) == {17}
+
+
+def test_control_noise_of_another_stream_or_position_gives_other_tokens() -> None:
+    ops = OPS.get("cpu", REFERENCE)
+    scaled, (seeds, positions) = torch.zeros(500, 61), keys(500)
+    plain = ops.gumbel_argmax(scaled, seeds, positions, STREAM_SAMPLE)
+    for other in (
+        ops.gumbel_argmax(scaled, seeds, positions, STREAM_RESIDUAL),
+        ops.gumbel_argmax(scaled, seeds, positions + 1, STREAM_SAMPLE),
+        ops.gumbel_argmax(scaled, seeds ^ (1 << 40), positions, STREAM_SAMPLE),
+    ):
+        assert int((other == plain).sum()) < 30  # 8 are expected by chance
+
+
+# --- order ----------------------------------------------------------------------------------------------
+
+
+@others
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_argmax_rank_top(ops: Ops, vocab: int) -> None:
+    logits = rows_of(35, vocab)
+    assert torch.equal(ops.argmax(logits), REFERENCE.argmax(logits))
+    for shift in range(3):
+        ids = (torch.arange(35) * 7 + shift) % vocab
+        assert torch.equal(ops.rank(logits, ids), REFERENCE.rank(logits, ids))
+    for k in {1, min(2, vocab), min(5, vocab), min(20, vocab), vocab}:
+        values, ids = ops.top(logits, k)
+        want_values, want_ids = REFERENCE.top(logits, k)
+        assert torch.equal(ids, want_ids) and torch.equal(values, want_values)
+    empty = logits[:0]
+    assert ops.argmax(empty).shape == (0,)
+    assert [tuple(t.shape) for t in ops.top(empty, 1)] == [(0, 1), (0, 1)]
+    assert ops.rank(empty, torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@every
+def test_the_lowest_id_wins_a_tie(ops: Ops) -> None:
+    row = torch.full((1, 300), -1.0)
+    row[0, [7, 100, 299]] = 2.0
+    assert ops.argmax(row).tolist() == [7]
+    assert ops.top(row, 5)[1].tolist() == [[7, 100, 299, 0, 1]]
+    assert [int(ops.rank(row, torch.tensor([i]))[0]) for i in (7, 100, 299, 0, 8)] == [1, 2, 3, 4, 11]
+    zeros = torch.tensor([[-0.0, 0.0, -0.0]])  # equal, so the id decides
+    assert ops.argmax(zeros).tolist() == [0]
+    assert ops.top(zeros, 3)[1].tolist() == [[0, 1, 2]]
+    assert ops.rank(zeros, torch.tensor([2])).tolist() == [3]
+
+
+@every
+def test_top_5_is_a_prefix_of_top_20_and_ranks_agree(ops: Ops) -> None:
+    logits = rows_of(25, 61)
+    short, long = ops.top(logits, 5)[1], ops.top(logits, 20)[1]
+    assert torch.equal(short, long[:, :5])
+    for place in range(20):
+        assert ops.rank(logits, long[:, place].contiguous()).tolist() == [place + 1] * 25
+
+
+@others
+@pytest.mark.parametrize("vocab", (*VOCABS, 4099))
+def test_logsumexp(ops: Ops, vocab: int) -> None:
+    """Within 1e-6 relative plus 1e-6; -inf counts as nothing, large values do not overflow."""
+    logits = rows_of(30, vocab)
+    logits[0] += 1000
+    got = ops.logsumexp(logits)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, REFERENCE.logsumexp(logits), rtol=1e-6, atol=1e-6)
+    assert ops.logsumexp(logits[:0]).shape == (0,)
+
+
+# --- truncation -----------------------------------------------------------------------------------------
+
+
+def limits(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    top_k = torch.tensor([0, 1, 2, 5, 40, 1000])[torch.arange(count) % 6]
+    top_p = torch.tensor([1.0, 0.9, 0.5, 1e-6, 0.999])[torch.arange(count) % 5]
+    min_p = torch.tensor([0.0, 0.0, 0.05, 0.0, 1.0, 0.3, 0.01])[torch.arange(count) % 7]
+    return top_k, top_p, min_p
+
+
+def doubtful(row: Tensor, top_k: int, top_p: float, min_p: float) -> bool:
+    """Does a cut fall so near a token that rounding may decide it?"""
+    x = row.double().sort(descending=True).values
+    x = x[: top_k or None]
+    probs = torch.exp(x - x[0])
+    mass = probs.cumsum(0) / probs.sum()
+    near_p = top_p < 1 and float((mass - top_p).abs().min()) < 1e-6
+    return near_p or float((probs - min_p).abs().min()) < 1e-6 < min_p < 1
+
+
+@others
+@pytest.mark.parametrize("vocab", (3, 61, 257))
+def test_truncate(ops: Ops, vocab: int) -> None:
+    scaled = rows_of(210, vocab)
+    scaled[::5] += torch.randn((42, vocab), generator=torch.Generator().manual_seed(9)) * 1e-3
+    before = bits(scaled)
+    top_k, top_p, min_p = limits(210)
+    got, want = ops.truncate(scaled, top_k, top_p, min_p), REFERENCE.truncate(scaled, top_k, top_p, min_p)
+    assert bits(scaled) == before, "the input is not changed"
+    sure = [
+        r
+        for r in range(210)
+        if not doubtful(scaled[r], int(top_k[r]), float(top_p[r]), float(min_p[r])) or r % 5 == 2
+    ]
+    assert len(sure) > 150
+    assert torch.equal(got[sure], want[sure])
+    assert ops.truncate(scaled[:0], top_k[:0], top_p[:0], min_p[:0]).shape == (0, vocab)
+
+
+@every
+def test_truncate_cuts_ties_by_id_and_never_cuts_the_best(ops: Ops) -> None:
+    flat = torch.zeros(1, 40)
+
+    def kept(k: int, p: float, m: float, row: Tensor = flat) -> list[int]:
+        out = ops.truncate(row, torch.tensor([k]), torch.tensor([p]), torch.tensor([m]))
+        return torch.isfinite(out)[0].nonzero()[:, 0].tolist()
+
+    assert kept(3, 1.0, 0.0) == [0, 1, 2]
+    assert kept(0, 1e-9, 0.0) == [0]
+    assert kept(0, 0.26, 0.0) == list(range(11))  # 10 tokens hold 0.25, the 11th starts below 0.26
+    assert kept(4, 0.5, 0.0) == [0, 1]  # the mass is that of what top_k kept
+    assert kept(0, 1.0, 1.0) == list(range(40))
+    sharp = torch.tensor([[0.0, 10.0, 0.0]])
+    assert kept(0, 1e-9, 1.0, sharp) == [1]
+
+
+# --- independence ---------------------------------------------------------------------------------------
+
+
+@every
+def test_sampling_rows_feel_no_neighbour(ops: Ops) -> None:
+    logits, (seeds, positions) = rows_of(POOL, 61), keys(POOL)
+    ids = torch.arange(POOL) * 3 % 61
+    top_k, top_p, min_p = limits(POOL)
+    turns: dict[str, object] = {"counts": (2, 9), "turns": 1} if ops.name == "reference" else {}
+    for call in (
+        lambda at: ops.argmax(logits[at]),
+        lambda at: ops.gumbel_argmax(logits[at], seeds[at], positions[at], 0),
+        lambda at: ops.uniform(seeds[at], positions[at], 1),
+        lambda at: ops.logsumexp(logits[at]),
+        lambda at: ops.rank(logits[at], ids[at]),
+        lambda at: torch.cat([x.double() for x in ops.top(logits[at], 7)], dim=1),
+        lambda at: ops.truncate(logits[at], top_k[at], top_p[at], min_p[at]),
+    ):
+        assert not rows_that_differ(call, **turns)
+
+
+@others
+def test_logsumexp_of_a_large_row_feels_no_neighbour(ops: Ops) -> None:
+    logits = rows_of(POOL, 4099)
+    assert not rows_that_differ(lambda at: ops.logsumexp(logits[at]), counts=(2, 3, 9, 17), turns=4)
+
+
+def test_control_a_logsumexp_shifted_by_its_neighbours_is_caught() -> None:
+    """One shift for the whole call, as a careless vectorisation has it."""
+    logits = rows_of(POOL, 61)
+
+    def careless(at: list[int]) -> Tensor:
+        peak = logits[at].max()
+        return peak + torch.log(torch.exp(logits[at] - peak).sum(-1))
+
+    assert rows_that_differ(careless)
