@@ -1,0 +1,153 @@
+"""Text comes out in whole characters, at once when it is certain, and adds up to decode()."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models
+
+from draftproof.text.decoding import byte_level_alphabet
+from draftproof.text.detokenize import Detokenizer
+from draftproof.text.tokenizer import Tokenizer
+
+EOS = 256
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """Ids 0..255 are the bytes themselves; then a special token and some longer ones."""
+    shown = {byte: character for character, byte in byte_level_alphabet().items()}
+    words = [b" the", b"\xbd\xa0\xe5", b"\xf0\x9f", b"ab\xe4"]
+    vocab = {shown[byte]: byte for byte in range(256)}
+    vocab["<|eos|>"] = EOS
+    for word in words:
+        vocab["".join(shown[byte] for byte in word)] = len(vocab)
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|eos|>", special=True, normalized=False)])
+    return Tokenizer(backend, special_tokens={"eos_token": "<|eos|>"})
+
+
+@cache
+def fallback() -> Tokenizer:
+    """The Llama 2 kind: ids 0..255 are byte tokens, a leading space is dropped."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab["</s>"] = EOS
+    for piece in ("▁the", "▁", "▁▁", "a", "é", "你"):
+        vocab[piece] = len(vocab)
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    return Tokenizer(backend, special_tokens={"eos_token": "</s>"})
+
+
+KINDS = {"byte_level": byte_level, "fallback": fallback}
+
+
+def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
+    """Whole characters cut at random, broken bytes, words, specials, ids that do not exist."""
+    ids: list[int] = []
+    for _ in range(rng.randrange(12)):
+        choice = rng.randrange(6)
+        if choice < 3:
+            ids += rng.choice(["é", "你好", "👍🏽", "\n", "x y", "\u0301", "\ufffd"]).encode()
+        elif choice == 3:
+            ids.append(rng.randrange(256))
+        elif choice == 4:
+            ids.append(rng.randrange(256, tokenizer.vocab_size))
+        else:
+            ids.append(rng.choice([EOS, 32, 10**6, 0xE4, 0xF0]))
+    return ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_pieces_add_up_to_decode(kind: str, skip: bool) -> None:
+    tokenizer = KINDS[kind]()
+    rng = random.Random(7)
+    for _ in range(3000):
+        ids = random_ids(rng, tokenizer)
+        stream = Detokenizer(tokenizer, skip)
+        pieces, at = [], 0
+        while at < len(ids):  # in steps of any size, as speculation commits them
+            step = rng.randrange(1, 5)
+            pieces += stream.push(ids[at : at + step])
+            at += step
+        assert len(pieces) == len(ids) == len(stream.offsets)
+        single = Detokenizer(tokenizer, skip)
+        assert [single.push([i])[0] for i in ids] == pieces
+        text = "".join(pieces) + stream.finish()
+        assert text == tokenizer.decode(ids, skip)
+        assert stream.length == len(text)
+        assert stream.offsets == sorted(stream.offsets)
+        assert all(0 <= offset <= len(text) for offset in stream.offsets)
+
+
+def test_byte_level_equals_tokenizers_on_anything() -> None:
+    tokenizer = byte_level()
+    rng = random.Random(8)
+    for _ in range(3000):
+        ids = random_ids(rng, tokenizer)
+        assert tokenizer.decode(ids) == tokenizer.backend.decode(ids, skip_special_tokens=True)
+
+
+def test_characters_come_whole_and_at_once() -> None:
+    stream = Detokenizer(byte_level())
+    assert stream.push("a👍b".encode()) == ["a", "", "", "", "👍", "b"]
+    assert stream.offsets == [0, 1, 1, 1, 1, 2]
+    assert stream.push([0xE4, 0xBD]) == ["", ""]
+    assert stream.finish() == "\ufffd"  # never completed
+    fresh = Detokenizer(fallback())
+    assert fresh.push(b"\n") == ["\n"]  # a byte token that is a character is not held
+
+
+def test_broken_bytes_show_as_soon_as_they_are_known_to_be() -> None:
+    stream = Detokenizer(byte_level())
+    assert stream.push([0xE4, ord("a")]) == ["", "\ufffda"]
+    assert stream.offsets == [0, 1]  # the second token's text begins after the broken one
+    assert stream.push([0xE0, 0x80, 0xFF]) == ["", "\ufffd\ufffd", "\ufffd"]
+    assert stream.offsets == [0, 1, 2, 3, 4]
+    assert stream.push([0xE4, 0xE4, 0xBD, 0xA0]) == ["", "\ufffd", "", "你"]
+    assert stream.offsets[5:] == [5, 6, 6, 6]
+
+
+def test_special_tokens_in_the_middle_of_a_character() -> None:
+    first, *rest = "é".encode()
+    stream = Detokenizer(byte_level())
+    assert stream.push([first, EOS, *rest]) == ["", "", "é"]
+    shown = Detokenizer(byte_level(), skip_special_tokens=False)
+    assert "".join(shown.push([first, EOS, *rest])) == "\ufffd<|eos|>\ufffd"
+
+
+def test_leading_space() -> None:
+    tokenizer = fallback()
+    the = tokenizer.backend.token_to_id("▁the")
+    space = tokenizer.backend.token_to_id("▁")
+    stream = Detokenizer(tokenizer)
+    assert stream.push([EOS, the, the]) == ["", "the", " the"]
+    assert stream.offsets == [0, 0, 3]
+    assert Detokenizer(tokenizer).push([space, the]) == ["", " the"]
+    assert Detokenizer(tokenizer, continues=True).push([the]) == [" the"]
+
+
+def test_the_cost_of_a_token_does_not_grow() -> None:
+    """Counted, not timed: each token is looked up once, whatever came before it."""
+    tokenizer = byte_level()
+    calls = 0
+    plain = tokenizer.token_bytes
+
+    class Counting(Tokenizer):
+        def token_bytes(self, token_id: int) -> bytes:
+            nonlocal calls
+            calls += 1
+            return plain(token_id)
+
+    counting = Counting(tokenizer.backend, special_tokens={})
+    stream = Detokenizer(counting)
+    for _ in range(1000):
+        stream.push([97])
+    assert calls == 1000
