@@ -1,0 +1,48 @@
+"""A small covering-array generator: every pair of levels of every two factors occurs in some case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Pair = tuple[str, int, str, int]
+
+
+def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Pair]:
+    return {
+        (a, i, b, j)
+        for a, b in combinations(factors, 2)
+        for i, j in product(range(len(factors[a])), range(len(factors[b])))
+    }
+
+
+def pairs_of(case: Mapping[str, int]) -> set[Pair]:
+    return {(a, case[a], b, case[b]) for a, b in combinations(case, 2)}
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Greedy and deterministic: start from an uncovered pair, then take the level that covers most."""
+    names = list(factors)
+    open_pairs = all_pairs(factors)
+    cases = []
+    uses = {(name, i): 0 for name in names for i in range(len(factors[name]))}
+    while open_pairs:
+        a, i, b, j = min(open_pairs, key=lambda p: (-len(factors[p[0]]) * len(factors[p[2]]), p))
+        case = {a: i, b: j}
+        for name in sorted(set(names) - {a, b}, key=lambda n: (-len(factors[n]), n)):
+            gains = []
+            for level in range(len(factors[name])):
+                new = sum(_pair(names, name, level, other, at) in open_pairs for other, at in case.items())
+                gains.append((-new, uses[name, level], level))
+            case[name] = min(gains)[2]
+        for name, level in case.items():
+            uses[name, level] += 1
+        case = {name: case[name] for name in names}
+        open_pairs -= pairs_of(case)
+        cases.append({name: factors[name][level] for name, level in case.items()})
+    return cases
+
+
+def _pair(names: list[str], a: str, i: int, b: str, j: int) -> Pair:
+    return (a, i, b, j) if names.index(a) < names.index(b) else (b, j, a, i)

@@ -1,0 +1,234 @@
+"""The comparison behind the promise: a request in company, with drafts, against its solo plain run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+import proposers
+import tiny
+from draftproof.engine.engine import Engine
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import LogprobRow, Request
+
+V = tiny.VOCAB
+EOS = 2
+MANY_ENDS = tuple(range(5, V, 6))
+# every token has a few that must not follow it, so bans are met all the time
+BAD_WORDS = [(40,), *((a, (a * 3 + s) % V) for a in range(3, V) for s in range(0, 40, 2))]
+
+
+def lean_on_context(tokens: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+    """A processor whose answer changes with every one of the last three tokens."""
+    key = tokens[-1] + 3 * tokens[-2 % len(tokens)] + 5 * tokens[-3 % len(tokens)] + len(tokens)
+    return row + 3.0 * ((torch.arange(len(row)) * 7 + key) % 11 == 0)
+
+
+# the tokens of a tiny model seldom tell that a penalty was forgotten; its processed logprobs always do
+PROCESSED: dict[str, Any] = {"logprobs_mode": "processed"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6, **PROCESSED},
+    "min_p": {"min_p": 0.3, **PROCESSED},
+    "repetition": {"repetition_penalty": 1.5, **PROCESSED},
+    "presence": {"presence_penalty": 1.7, **PROCESSED},
+    "frequency": {"frequency_penalty": 1.3, **PROCESSED},
+    "logit_bias": {"logit_bias": {5: 4.0, 9: float("-inf"), 11: 3.0, 60: 3.5}, **PROCESSED},
+    "bad_words": {"bad_word_ids": BAD_WORDS, **PROCESSED},
+    "allowed": {"allowed_token_ids": range(10, 40), **PROCESSED},
+    "min_tokens": {"min_tokens": 7, "stop_token_ids": MANY_ENDS},
+    "max_tokens": {"max_tokens": 5},
+    "eos": {"logit_bias": {EOS: 4.0}},
+    "ignore_eos": {"ignore_eos": True, "logit_bias": {EOS: 4.0}},
+    "stop_ids": {"stop_token_ids": MANY_ENDS},
+    "processor": {"logits_processors": [lean_on_context], **PROCESSED},
+    "no_logprobs": {"logprobs": None, "prompt_logprobs": None},
+    "sampled_logprob": {"logprobs": 0, "prompt_logprobs": 0},
+    "named_logprobs": {"logprobs": None, "logprob_token_ids": [3, 50, 7]},
+    "all_logprobs": {"logprobs": -1, "prompt_logprobs": -1},
+    "processed": {"logprobs_mode": "processed", "top_k": 9, "presence_penalty": 0.5},
+    "draft_logprobs": {"include_draft_logprobs": True},
+    "mix": {
+        "top_k": 30,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "logit_bias": {5: 2.0, EOS: 1.5},
+        "bad_word_ids": BAD_WORDS,
+        "allowed_token_ids": [EOS, *range(4, V)],
+        "min_tokens": 5,
+        "max_tokens": 13,
+        "stop_token_ids": MANY_ENDS[::3],
+        "logits_processors": [lean_on_context],
+        "logprobs_mode": "processed",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request as a value, so that its solo run can be remembered."""
+
+    index: int
+    option: str = "none"
+    temperature: float = 0.7
+    strategy: str = "target_match"
+    length: int = 12
+    enabled: bool = True  # speculation for this request
+    k: int | None = None
+
+    def request(self, plain: bool = False) -> Request:
+        options = dict(OPTIONS[self.option])
+        bad = options.pop("bad_word_ids", ())
+        base = {"max_tokens": 14, "logprobs": 5, "prompt_logprobs": 3}
+        wish: dict[str, Any] = {"verify_strategy": self.strategy}
+        if not plain:
+            wish |= {"enabled": self.enabled, "num_speculative_tokens": self.k}
+        params = SamplingParams(**{"temperature": self.temperature, **base, **options}, speculative=wish)
+        return tiny.request(self.index, params, self.length, bad_word_ids=bad)
+
+
+# unlike in options, heat, strategy, draft length and prompt length
+NEIGHBOURS = (
+    Ask(1, "top_k", 0.7, length=5),
+    Ask(2, "frequency", 0.0, length=33),
+    Ask(3, "none", 1.3, length=100, enabled=False),
+    Ask(4, "mix", 0.7, "greedy", length=70),
+    Ask(5, "stop_ids", 1.3, length=1, k=1),
+    Ask(6, "processed", 1.3, length=100),
+)
+
+
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    """The cpu backend takes its team's size from torch when it is built."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Where:
+    arch: str = "llama"
+    dtype: str = "float32"
+    backend: str = "auto"
+    threads: int = 1
+
+    def engine(self, speculative: Mapping[str, Any] | None = None, **options: Any) -> Engine:
+        spec = dict(speculative) if speculative else None
+        if spec and spec["method"] == "proposers:SelfModel":
+            spec.setdefault("weights", f"{self.arch}/{self.dtype}")
+        sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, **options}
+        with using(self.threads):
+            return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, **sizes)
+
+
+def run_solo(ask: Ask, where: Where) -> tiny.Record:
+    """Alone, no speculation, the prompt in one piece."""
+    request = ask.request(plain=True)
+    return tiny.run(where.engine(), [request])[request.id]
+
+
+@cache
+def solo(ask: Ask, where: Where) -> tiny.Record:
+    return run_solo(ask, where)
+
+
+def edited(answer: list[int]) -> list[int]:
+    """A prediction: the answer with one token dropped, one changed, and a tail."""
+    return [*answer[:3], *answer[4:7], 96, *answer[8:], 11, 12]
+
+
+@dataclass
+class Company:
+    """One speculative run: who takes part, how it is driven, and what came of it."""
+
+    asks: Sequence[Ask]
+    where: Where = field(default_factory=Where)
+    speculative: Mapping[str, Any] | None = None
+    chunk: int = 64
+    arrivals: Sequence[int] = ()
+    aborts: Mapping[int, int] = field(default_factory=dict)  # request index -> after which step
+    engine: Engine | None = None
+
+    def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
+        proposers.set_answers(answers)
+        target = self.engine or self.where.engine(self.speculative, max_num_batched_tokens=self.chunk)
+        self.engine = target
+        requests = [replace(a.request(), prediction_ids=edited(answers[str(a.index)])) for a in self.asks]
+
+        def leave(step: int) -> None:
+            for index, when in self.aborts.items():
+                if when == step:
+                    target.abort(str(index))
+
+        records = tiny.run(target, requests, self.arrivals, leave)
+        check_empty(target)
+        return records
+
+    def differences(self, fresh: bool = False) -> list[str]:
+        """What differs from the solo runs; `fresh` runs those anew (for a broken engine)."""
+        alone = {str(a.index): (run_solo if fresh else solo)(a, self.where) for a in self.asks}
+        records = self.serve({name: record.token_ids for name, record in alone.items()})
+        found = []
+        for name, record in records.items():
+            found += compare(name, alone[name], record, cut=int(name) in self.aborts)
+        return found
+
+
+def bits(rows: list[LogprobRow]) -> list[tuple[object, ...]]:
+    """Floats by their bits: -0.0 is not 0.0, and NaN is never right."""
+    assert all(x == x for row in rows for x in row.logprobs), "a logprob is NaN"
+    return [(*row.token_ids, *(x.hex() for x in row.logprobs), *row.ranks) for row in rows]
+
+
+def compare(name: str, alone: tiny.Record, got: tiny.Record, cut: bool = False) -> list[str]:
+    """`cut`: the request was aborted, so it has a beginning of the solo run."""
+    found = []
+    pairs = {
+        "tokens": (alone.token_ids, got.token_ids),
+        "logprobs": (bits(alone.logprobs), bits(got.logprobs)),
+        "prompt logprobs": (bits(alone.prompt_logprobs), bits(got.prompt_logprobs)),
+        "ending": ([alone.finish], [got.finish]),
+    }
+    for what, (want, have) in pairs.items():
+        if cut and what == "ending":
+            continue
+        if have != (want[: len(have)] if cut else want):
+            found.append(f"request {name}: {what}: {want} became {have}")
+    return found + count_errors(name, got)
+
+
+def count_errors(name: str, got: tiny.Record) -> list[str]:
+    """Counts that must agree in any run: tokens, logprobs, drafts."""
+    found = []
+    for step in got.steps:
+        if step.logprobs is not None and len(step.logprobs) != len(step.token_ids):
+            found.append(f"request {name}: {len(step.token_ids)} tokens, {len(step.logprobs)} logprobs")
+        if not 0 <= step.num_accepted <= min(step.num_draft, len(step.token_ids)):
+            found.append(f"request {name}: accepted {step.num_accepted} of {step.num_draft}")
+        if len(step.sources) != step.num_accepted:
+            found.append(f"request {name}: {len(step.sources)} sources, {step.num_accepted} accepted")
+        if len(step.token_ids) > step.num_draft + 1:
+            found.append(f"request {name}: {len(step.token_ids)} tokens from {step.num_draft} drafts")
+        if step.drafts is not None and len(step.drafts) != step.num_draft:
+            found.append(f"request {name}: {step.num_draft} drafts, {len(step.drafts)} records")
+    return found
+
+
+def check_empty(target: Engine) -> None:
+    """Nothing is left behind: every slot and page is free."""
+    scheduler = target.loop.scheduler
+    assert not scheduler.running and not scheduler.waiting and not target.has_work
+    assert scheduler.pages.num_free == scheduler.pages.capacity, "pages were lost"
+    assert target.loop.slots.num_free == target.config.max_num_seqs, "a slot was lost"
+    scheduler.pages.check()

@@ -1,0 +1,182 @@
+"""Proposers for tests, addressed as "proposers:Name": liars, prophets, and one with a model of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+import tiny
+from draftproof.models.llama import Llama
+from draftproof.models.runner import Runner
+from draftproof.ops import STREAM_SAMPLE
+from draftproof.propose import Proposer, ProposerEnv
+from draftproof.types import Draft, ProposeBatch, Request
+
+
+class _Scripted(Proposer):
+    """Knows the plain output of each request, by id; what it makes of it is `guess`."""
+
+    answers: ClassVar[Mapping[str, list[int]]] = {}
+
+    def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        super().__init__(env, options)
+        self._requests: dict[int, Request] = {}
+
+    def start(self, slot: int, request: Request) -> None:
+        assert slot not in self._requests, "a slot started twice"
+        self._requests[slot] = request
+
+    def stop(self, slot: int) -> None:
+        del self._requests[slot]
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        guesses = []
+        for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
+            request = self._requests[slot]
+            done = length - len(request.prompt_token_ids)
+            truth = list(_Scripted.answers.get(request.id, ())[done : done + budget])
+            guesses.append(self.guess(random.Random(f"{request.seed} {length}"), truth, budget))
+        return Draft.of(guesses, self.env.k)
+
+    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
+        raise NotImplementedError
+
+
+def set_answers(answers: Mapping[str, list[int]]) -> None:
+    _Scripted.answers = answers
+
+
+class Junk(_Scripted):
+    """Random tokens, any number up to the budget, some outside the vocabulary."""
+
+    sources = ("junk",)
+
+    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
+        wild = [-1, -(2**40), self.env.vocab_size, 2**40]
+        return [
+            chance.choice(wild) if chance.random() < 0.1 else chance.randrange(self.env.vocab_size)
+            for _ in range(chance.randint(0, budget))
+        ]
+
+
+class Perfect(_Scripted):
+    """The plain output itself, and junk after its end."""
+
+    sources = ("perfect",)
+
+    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
+        return truth + [7] * (budget - len(truth))
+
+
+class Flaky(_Scripted):
+    """Right for a while, then wrong: every acceptance count from none to all comes up."""
+
+    sources = ("even", "odd")
+
+    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
+        right = truth[: chance.randint(0, len(truth))]
+        return right + [chance.randrange(self.env.vocab_size) for _ in range(budget - len(right))]
+
+
+class SelfModel(Proposer):
+    """Drafts with a whole model of its own on the target's page ids, under the target's noise.
+
+    Its only state is how many committed tokens have KV in its own storage; after a rejection it goes on
+    from there. With the target's weights every draft must stand and every hidden row must agree.
+    """
+
+    sources = ("self",)
+    needs_hidden = True
+    reports_probs = True
+    defaults = {"weights": "llama/float32", "same": True}
+    hidden_rows_checked: ClassVar[int] = 0
+
+    def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        super().__init__(env, options)
+        made = tiny.checkpoint(*self.options["weights"].split("/"))
+        model = Llama(made.config, made.tensors, env.ops, env.max_len)
+        self.runner = Runner(
+            model,
+            env.ops,
+            made.dtype,
+            num_pages=env.num_pages,
+            page_size=env.page_size,
+            max_rows=env.max_rows,
+        )
+        self._computed: dict[int, int] = {}
+
+    def start(self, slot: int, request: Request) -> None:
+        self._computed[slot] = 0
+
+    def stop(self, slot: int) -> None:
+        del self._computed[slot]
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        assert batch.hidden is not None and len(batch.hidden) == sum(batch.hidden_count)
+        c, k = batch.columns, self.env.k
+        b = len(batch.slots)
+        draft = Draft(
+            torch.zeros((b, k), dtype=torch.int64),
+            torch.tensor(batch.budget),
+            torch.full((b, k), torch.nan),
+            torch.zeros((b, k, self.env.vocab_size)),
+            torch.zeros((b, k), dtype=torch.int8),
+        )
+        active = [i for i in range(b) if batch.budget[i]]
+        hidden = {i: self._catch_up(batch, i) for i in active}
+        for j in range(max(batch.budget, default=0)):
+            active = [i for i in active if batch.budget[i] > j]
+            if j:  # the draft before this one becomes an input; its KV lies beyond the committed tokens
+                at = torch.tensor([batch.lengths[i] + j - 1 for i in active])
+                slots = torch.tensor([batch.slots[i] for i in active])
+                rows = self.runner.rows(draft.tokens[active, j - 1], at, slots, c.page_table)
+                hidden = dict(zip(active, self.runner.forward(rows).clone(), strict=True))
+            self._sample(batch, draft, active, j, torch.stack([hidden[i] for i in active]))
+        return draft
+
+    def _catch_up(self, batch: ProposeBatch, i: int) -> torch.Tensor:
+        """Compute the committed tokens it lacks, in pieces of its own; the newest one's hidden row."""
+        slot, length, c = batch.slots[i], batch.lengths[i], batch.columns
+        at, parts = self._computed[slot], []
+        begin = at
+        while at < length:
+            positions = torch.arange(at, min(length, at + self.env.max_rows))
+            slots = torch.full_like(positions, slot)
+            rows = self.runner.rows(c.tokens[slot, positions], positions, slots, c.page_table)
+            parts.append(self.runner.forward(rows).clone())
+            at += len(positions)
+        self._computed[slot] = length
+        mine = torch.cat(parts)
+        if self.options["same"]:
+            self._check_hidden(batch, i, begin, mine)
+        return mine[-1]
+
+    def _check_hidden(self, batch: ProposeBatch, i: int, begin: int, mine: torch.Tensor) -> None:
+        skip, count = sum(batch.hidden_count[:i]), batch.hidden_count[i]
+        theirs = batch.hidden[skip : skip + count]
+        start = batch.hidden_start[i]
+        assert start + count == batch.lengths[i] - 1, "hidden rows do not end at the newest KV"
+        low = max(start, begin)
+        overlap = start + count - low
+        assert torch.equal(theirs[low - start :], mine[low - begin : low - begin + overlap]), "hidden differs"
+        SelfModel.hidden_rows_checked += overlap
+
+    def _sample(self, batch: ProposeBatch, draft: Draft, active: list[int], j: int, hidden: Any) -> None:
+        """The target's noise at the output position of draft j, on this model's own logits."""
+        c, ops = batch.columns, self.env.ops
+        slots = torch.tensor([batch.slots[i] for i in active])
+        logits = self.runner.logits(hidden)
+        heat = c.temperature[slots][:, None]
+        cold = heat[:, 0] == 0
+        scaled = logits / torch.where(heat == 0, 1.0, heat)
+        position = torch.tensor([batch.lengths[i] + j for i in active]) - c.prompt_len[slots]
+        tokens = ops.gumbel_argmax(scaled, c.seed[slots], position, STREAM_SAMPLE)
+        tokens = torch.where(cold, ops.argmax(logits), tokens)
+        law = torch.log_softmax(scaled, -1)
+        draft.tokens[active, j] = tokens
+        draft.logprobs[active, j] = law.gather(1, tokens[:, None])[:, 0]
+        certain = torch.nn.functional.one_hot(tokens, self.env.vocab_size).float()
+        draft.probs[active, j] = torch.where(cold[:, None], certain, law.exp())

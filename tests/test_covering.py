@@ -1,0 +1,26 @@
+"""The covering arrays that the matrix is built from."""
+
+from covering import all_pairs, pairs_of, pairwise
+
+FACTORS = {"a": range(5), "b": range(4), "c": "xyz", "d": [True, False], "e": [None]}
+
+
+def indices(case):
+    return {name: list(FACTORS[name]).index(level) for name, level in case.items()}
+
+
+def test_every_pair_of_levels_occurs():
+    covered = set().union(*(pairs_of(indices(case)) for case in pairwise(FACTORS)))
+    assert covered == all_pairs(FACTORS)
+
+
+def test_few_cases_and_the_same_ones_each_time():
+    cases = pairwise(FACTORS)
+    assert 20 <= len(cases) <= 26  # 5 x 4 is the least
+    assert cases == pairwise(FACTORS)
+
+
+def test_a_missing_case_is_noticed():
+    cases = pairwise(FACTORS)
+    covered = set().union(*(pairs_of(indices(case)) for case in cases[1:]))
+    assert covered != all_pairs(FACTORS)

@@ -1,0 +1,198 @@
+"""The promise, bitwise: tokens and logprobs with speculation equal those of a solo plain run.
+
+Every pair of levels of all factors, and the full product of the most dangerous ones. What the comparison
+would find if the engine were wrong is shown in test_exact_controls.py.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+import proposers
+import tiny
+from covering import pairwise
+from draftproof.propose import PROPOSERS
+from draftproof.registry import lookup
+from draftproof.verify import STRATEGIES
+from exact import NEIGHBOURS, OPTIONS, Ask, Company, Where, solo
+
+METHODS = [*PROPOSERS, *(f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "SelfModel"))]
+EXACT = [name for name in STRATEGIES if lookup(STRATEGIES, name, "strategy").seed_exact]
+LENGTH = {16: 40, 64: 100, 512: 120}  # the prompt is longer than the chunk; at 512, seven together are
+TRAFFIC: dict[str, dict[str, Any]] = {
+    "together": {},
+    "arriving": {"arrivals": [2, 0, 0, 1, 3, 5, 8]},
+    "leaving": {"arrivals": [0, 0, 1, 0, 2, 0, 4], "aborts": {1: 4, 2: 6, 4: 3, 6: 5}},
+}
+FACTORS = {
+    "option": list(OPTIONS),
+    "arch": list(tiny.ARCHITECTURES),
+    "method": METHODS,
+    "k": [1, 3, 5, 8],
+    "temperature": [0.0, 0.7, 1.3],
+    "batch": [1, 2, 7],
+    "chunk": [16, 64, 512],
+    "traffic": list(TRAFFIC),
+    "strategy": EXACT,
+    "dtype": ["float32", "bfloat16"],
+    "adaptive": [True, False],
+}
+MATRIX = pairwise(FACTORS)
+DANGEROUS = {name: FACTORS[name] for name in ("method", "strategy", "k", "temperature")}
+
+
+def named(case: dict[str, Any]) -> str:
+    return "-".join(str(level) for level in case.values())
+
+
+def check(case: dict[str, Any], backend: str = "auto", threads: int = 1) -> None:
+    first = Ask(0, case["option"], case["temperature"], case["strategy"], LENGTH[case["chunk"]])
+    others = NEIGHBOURS[case["k"] % 3 :] + NEIGHBOURS[: case["k"] % 3]  # a pair is not always the same two
+    company = Company(
+        [first, *others[: case["batch"] - 1]],
+        Where(case["arch"], case["dtype"], backend, threads),
+        {
+            "method": case["method"],
+            "num_speculative_tokens": case["k"],
+            "verify_strategy": case["strategy"],
+            "adaptive": case["adaptive"],
+        },
+        chunk=case["chunk"],
+        **TRAFFIC[case["traffic"]],
+    )
+    assert company.differences() == []
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=named)
+def test_every_pair_of_factors(case):
+    check(case)
+
+
+@pytest.mark.parametrize("levels", list(product(*DANGEROUS.values())), ids=str)
+def test_method_strategy_length_and_heat_in_full(levels):
+    case = dict(zip(DANGEROUS, levels, strict=True))
+    rest = {"option": "mix", "arch": "qwen3", "batch": 2, "chunk": 16, "traffic": "arriving"}
+    check({**rest, **case, "dtype": "bfloat16", "adaptive": False})
+
+
+@pytest.mark.parametrize("case", MATRIX[::9], ids=named)
+def test_a_sample_on_the_torch_backend(case):
+    check(case, "torch")
+
+
+@pytest.mark.parametrize("case", MATRIX[4::9], ids=named)
+def test_a_sample_with_two_threads(case):
+    check(case, threads=2)
+
+
+@pytest.mark.parametrize("method", ["proposers:Flaky", "proposers:SelfModel"])
+def test_a_little_on_the_reference_backend(method):
+    case = {"option": "mix", "arch": "mistral", "batch": 2, "chunk": 64, "traffic": "together"}
+    rest = {"strategy": "target_match", "k": 3, "temperature": 0.7, "dtype": "float32", "adaptive": True}
+    check({**case, **rest, "method": method}, "reference")
+
+
+# --- one batch, many wishes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ngram", "proposers:Flaky"])
+def test_wishes_of_single_requests(method):
+    """Speculation off, another length, another strategy, side by side."""
+    asks = [
+        Ask(0, "none", 0.7, length=20, enabled=False),
+        Ask(1, "frequency", 0.7, length=20, k=1),
+        Ask(2, "processor", 0.0, length=20, k=3),
+        Ask(3, "none", 1.3, "greedy", length=20),
+        Ask(4, "bad_words", 0.7, "greedy", length=20, k=2),
+        Ask(5, "min_tokens", 1.3, length=20),
+    ]
+    company = Company(asks, Where(), {"method": method, "num_speculative_tokens": 8})
+    assert company.differences() == []
+
+
+def test_off_means_off():
+    where = Where()
+    ask = Ask(0, "none", 0.0, length=20, enabled=False)
+    company = Company([ask], where, {"method": "proposers:Perfect"})
+    record = company.serve({"0": solo(ask, where).token_ids})["0"]
+    assert all(step.num_draft == 0 for step in record.steps) and len(record.steps) == 14
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_any_slot(place):
+    """The same request, seated first, last or between, in a used engine too."""
+    asks = [Ask(i, "mix", 1.3, length=9 + i) for i in range(1, 5)]
+    asks.insert(place, Ask(0, "frequency", 0.7, length=20))
+    company = Company(asks, Where(), {"method": "proposers:Flaky"})
+    assert company.differences() == []
+    company.asks = asks[::-1]
+    assert company.differences() == []  # the same engine again: slots and pages are second-hand
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_reject_all_is_exact_too(strategy, adaptive):
+    asks = [Ask(0, "mix", 0.7, strategy, length=20), Ask(1, "eos", 1.3, strategy, length=40)]
+    spec = {
+        "method": "proposers:Perfect",
+        "verify_strategy": strategy,
+        "accept_policy": "reject_all",
+        "adaptive": adaptive,
+    }
+    company = Company(asks, Where(), spec)
+    assert company.differences() == []
+
+
+def test_small_pages_and_a_long_answer(monkeypatch):
+    monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 90, "ignore_eos": True})
+    where = Where("mistral", "bfloat16")
+    asks = [Ask(7, "none", 0.0, length=30), Ask(8, "none", 0.7, length=17)]
+    engine = where.engine({"method": "proposers:Flaky"}, page_size=8, max_num_batched_tokens=16)
+    assert Company(asks, where, engine=engine).differences() == []
+    assert len(solo(asks[0], where).token_ids) == 90
+
+
+# --- drafts do what they are for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_perfect_drafts_save_steps(k, temperature):
+    ask = Ask(0, "ignore_eos", temperature, length=20)
+    where = Where()
+    answer = solo(ask, where).token_ids
+    spec = {"method": "proposers:Perfect", "num_speculative_tokens": k}
+    record = Company([ask], where, spec).serve({"0": answer})["0"]
+    # the first token comes without drafts, then k + 1 a step; the last token needs no draft
+    assert len(record.steps) == 1 + -(-(len(answer) - 1) // (k + 1))
+    assert all(step.num_accepted == step.num_draft for step in record.steps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_a_model_with_the_targets_weights_and_noise_is_always_right(temperature):
+    """Hidden rows, own KV on the same pages, coupled noise: a slip in any of them loses a draft."""
+    asks = [Ask(i, "none", temperature, length=20 + 9 * i) for i in range(3)]
+    before = proposers.SelfModel.hidden_rows_checked
+    spec = {"method": "proposers:SelfModel", "num_speculative_tokens": 4}
+    company = Company(asks, Where("qwen2", "float32"), spec, chunk=16, arrivals=[0, 0, 2])
+    assert company.differences() == []
+    records = company.serve({str(a.index): [] for a in asks})
+    steps = [step for record in records.values() for step in record.steps]
+    ended_early = [step.finish_reason == "stop" for step in steps]
+    assert all(s.num_accepted == s.num_draft or end for s, end in zip(steps, ended_early, strict=True))
+    assert sum(step.num_accepted for step in steps) > 10
+    assert proposers.SelfModel.hidden_rows_checked > before
+
+
+def test_a_model_with_other_weights_is_sometimes_right_and_exact():
+    asks = [Ask(0, "draft_logprobs", 0.7, length=40), Ask(1, "none", 1.3, length=9)]
+    spec = {"method": "proposers:SelfModel", "weights": "mistral/float32", "same": False, "adaptive": False}
+    company = Company(asks, Where("llama", "float32"), spec)
+    assert company.differences() == []
+    record = company.serve({str(a.index): [] for a in asks})["0"]
+    drafts = [draft for step in record.steps for draft in step.drafts or []]
+    assert {draft.accepted for draft in drafts} == {True, False}
+    assert all(draft.draft_logprob is not None and draft.source == "self" for draft in drafts)
