@@ -405,6 +405,7 @@ def test_second_start_comes_from_the_cache(
     whole = stored.read_bytes()
     other = save_bytes({"a": torch.ones(3)}, tmp_path / "other")
     for spoiled in (whole[:-1], whole[:100], b"", b"x" * 1000, other):
+        stored.unlink()  # `first` is mapped from it
         stored.write_bytes(spoiled)
         del calls[:]
         assert same(load_checkpoint(path, progress=False).tensors, first.tensors)
@@ -414,6 +415,17 @@ def test_second_start_comes_from_the_cache(
     del calls[:]
     load_checkpoint(path, progress=False)
     assert calls
+    assert not stored.exists()  # nobody can ask for it any more
+    load_checkpoint(path, dtype="float32", progress=False)
+    assert len(list((own_cache / "unpacked").iterdir())) == 2  # one for each dtype
+
+
+def test_the_cache_is_a_plain_safetensors_file(tmp_path: Path) -> None:
+    tensors = dummy_tensors(SMALL, torch.bfloat16, 0)
+    cache.write_unpacked(tmp_path / "x-1.safetensors", tensors)
+    assert same(load_file(tmp_path / "x-1.safetensors"), tensors)
+    header = int.from_bytes((tmp_path / "x-1.safetensors").read_bytes()[:8], "little")
+    assert (header + 8) % 64 == 0
 
 
 def save_bytes(tensors: dict[str, torch.Tensor], path: Path) -> bytes:
@@ -431,11 +443,11 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
 
 def test_no_half_written_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(tensors: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def fail(file: Any, tensors: Any) -> None:
+        file.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(cache, "save_file", fail)
+    monkeypatch.setattr(cache, "_write_safetensors", fail)
     cache.write_unpacked(tmp_path / "c" / "x.safetensors", {})
     assert list((tmp_path / "c").iterdir()) == []
 
@@ -483,6 +495,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
         ("/nothing/at/all.gguf", "no such file or folder"),
         ("some/where.gguf", "no such file"),
         ("", "no config.json|unknown model"),
+        ("x" * 5000, "unknown model"),
     ],
 )
 def test_unknown_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:

@@ -359,6 +359,42 @@ def test_chat_as_transformers_renders_it(tmp_path: Path, template: str) -> None:
         assert found.apply_chat_template(MESSAGES, **options) == wanted
 
 
+@pytest.mark.parametrize("content", ["Yo", "Yo ", " x "])
+@pytest.mark.parametrize("filters", ["", " | trim"])
+def test_continued_messages_as_in_transformers(tmp_path: Path, content: str, filters: str) -> None:
+    theirs = save_folder(tmp_path, CHAT.replace("m['content']", f"(m['content']{filters})"))
+    found = load_tokenizer(tmp_path)
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    wanted = theirs.apply_chat_template(messages, tokenize=False, **options)
+    assert found.apply_chat_template(messages, **options) == wanted
+    with pytest.raises(RequestError, match="exclude each other"):
+        found.apply_chat_template(messages, continue_final_message=True)
+    with pytest.raises(RequestError, match="no final message"):
+        found.apply_chat_template([], **options)
+    dropped = ChatTemplate("{{ messages[0].content }}", {}, "here")
+    with pytest.raises(RequestError, match="drops the final message"):
+        dropped.render(messages, **options)
+
+
+def test_content_in_parts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts}]
+    plain = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {}, "here")
+    assert plain.render(messages) == "[one\ntwo]"
+    knows = ChatTemplate(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}",
+        {},
+        "here",
+    )
+    assert knows.render(messages) == "(one)(two)"
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    with pytest.raises(RequestError, match="only text"):
+        plain.render(image)
+    assert messages[0]["content"] is parts  # the caller's messages stay as they were
+
+
 def test_where_templates_are_kept(tmp_path: Path) -> None:
     save_folder(tmp_path, None)
     with pytest.raises(RequestError, match="no chat template"):

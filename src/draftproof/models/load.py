@@ -153,6 +153,8 @@ def _load_gguf(source: Path, wanted: torch.dtype | None, seed: int, progress: bo
     if tensors is None:
         tensors = gguf_tensors(file, config, dtype, _bar(f"unpacking {path.name}", progress))
         write_unpacked(cached, tensors)
+        # From the file, so that the first start and the next ones run on the same memory.
+        tensors = read_unpacked(cached, expected_tensors(config), dtype) or tensors
     return Checkpoint(config, tensors, dtype, path, "gguf")
 
 

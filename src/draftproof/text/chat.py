@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftproof.errors import LoadError, RequestError
 
+_MARK = "DRAFTPROOF_CONTINUE_HERE "  # ends in a space, to see whether the template trims
+
 
 class _Generation(Extension):
     """`{% generation %}` marks assistant text for training; for a prompt it changes nothing."""
@@ -51,6 +53,17 @@ def _tojson(
     )
 
 
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its content as one string."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        raise RequestError("only text is supported in the parts of a message", "messages")
+    return {**message, "content": "\n".join(str(text) for text in texts)}
+
+
 class ChatTemplate:
     """One compiled template and the special tokens that it may name (bos_token, eos_token, …)."""
 
@@ -67,15 +80,56 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise LoadError(f"{where}: the chat template cannot be compiled: {error}") from error
+        self._takes_parts = self._probe_parts()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **more: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **more: Any,
     ) -> str:
-        """The prompt. What the template refuses is the request's fault, and it says why."""
+        """The prompt. What the template refuses is the request's fault, and it says why.
+
+        Content given as a list of text parts is joined by newlines for templates that expect a
+        string. `continue_final_message` leaves the last message open, to be written on.
+        """
+        plain = [message if self._takes_parts else _joined(message) for message in messages]
+        if not continue_final_message:
+            return self._render(plain, add_generation_prompt, more)
+        if add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other", "messages"
+            )
+        last = _joined(plain[-1]) if plain else {}
+        content = last.get("content")
+        if not isinstance(content, str):
+            raise RequestError("there is no final message to continue", "messages")
+        text = self._render([*plain[:-1], {**last, "content": content + _MARK}], False, more)
+        before, found, _ = text.rpartition(_MARK.strip())
+        if not found:
+            raise RequestError("the chat template drops the final message", "messages")
+        # A template that trims has eaten the space before the mark's place: it goes here too.
+        return before if _MARK in text else before.rstrip()
+
+    def _probe_parts(self) -> bool:
+        """Whether the template itself takes a list of parts: seen by trying."""
+        probe = "draftproof-probe"
+        message = {"role": "user", "content": [{"type": "text", "text": probe}]}
+        try:
+            text = self._render([message], True, {})
+        except RequestError:
+            return False
+        return probe in text and "'type'" not in text and '"type"' not in text
+
+    def _render(
+        self, messages: list[Mapping[str, Any]], add_generation_prompt: bool, more: Mapping[str, Any]
+    ) -> str:
         names = {"tools": None, "documents": None, **self._special, **more}
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **names
+                messages=messages, add_generation_prompt=add_generation_prompt, **names
             )
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused: {error}", "messages") from error
