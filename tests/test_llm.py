@@ -21,7 +21,12 @@ def greedy(**options: object) -> SamplingParams:
 
 def test_prompts_in_every_form(llm: LLM) -> None:
     ids = llm.tokenizer.encode("The capital of France is")
-    forms = ["The capital of France is", {"prompt": "The capital of France is"}, {"prompt_token_ids": ids}, ids]
+    forms = [
+        "The capital of France is",
+        {"prompt": "The capital of France is"},
+        {"prompt_token_ids": ids},
+        ids,
+    ]
     answers = [llm.generate(form, greedy())[0] for form in forms]
     assert "Paris" in answers[0].outputs[0].text
     assert {a.outputs[0].text for a in answers} == {answers[0].outputs[0].text}
@@ -63,7 +68,11 @@ def test_stop_string_across_token_borders_cuts_everything_alike(llm: LLM) -> Non
     for include in (False, True):
         for speculative in (False, True):
             params = greedy(
-                max_tokens=30, logprobs=0, stop=stop, include_stop_str_in_output=include, speculative=speculative
+                max_tokens=30,
+                logprobs=0,
+                stop=stop,
+                include_stop_str_in_output=include,
+                speculative=speculative,
             )
             answer = llm.generate(COPY, params)[0].outputs[0]
             assert answer.text == free.text[: cut + len(stop) if include else cut]
@@ -149,7 +158,9 @@ def test_processor_error_is_the_requests_own(llm: LLM) -> None:
         raise RuntimeError("no")
 
     answers = llm.generate(["a", "b"], [greedy(logits_processors=[angry]), greedy()], use_tqdm=False)
-    assert answers[0].outputs[0].finish_reason == "error" and "RuntimeError: no" in answers[0].outputs[0].error
+    assert (
+        answers[0].outputs[0].finish_reason == "error" and "RuntimeError: no" in answers[0].outputs[0].error
+    )
     assert answers[1].outputs[0].token_ids == llm.generate("b", greedy())[0].outputs[0].token_ids
 
 
@@ -159,4 +170,7 @@ def test_unknown_options_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="prompt_lookup_max"):
         LLM("smollm2-135m", speculative_config={"method": "ngram", "prompt_lookup_maxx": 3})
     with pytest.raises(ConfigError, match="twice"):
-        LLM("smollm2-135m", speculative_config={"method": "ngram", "max_ngram_size": 3, "prompt_lookup_max": 4})
+        LLM(
+            "smollm2-135m",
+            speculative_config={"method": "ngram", "max_ngram_size": 3, "prompt_lookup_max": 4},
+        )

@@ -124,6 +124,11 @@ class SamplingParams:
         put(self, "speculative", SpeculativeParams.parse(self.speculative))
 
     @property
+    def speculation(self) -> SpeculativeParams:
+        """`speculative` as it was understood."""
+        return SpeculativeParams.parse(self.speculative)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from draftproof.errors import RequestError
@@ -36,6 +37,11 @@ def check_request(request: Request, limits: Limits) -> int:
     for name, ids in params.token_id_options().items():
         _check_ids(name, ids, limits.vocab_size)
     _check_ids("prediction", request.prediction_ids, limits.vocab_size)
+    _check_ids("eos_token_ids", request.eos_token_ids, limits.vocab_size)
+    for word in request.bad_word_ids:
+        if not word:
+            raise RequestError("bad_words holds a word of no token at all", "bad_words")
+        _check_ids("bad_words", word, limits.vocab_size)
     _check_logprobs(params, limits)
     _check_speculation(request, limits)
     max_length = limits.max_model_len
@@ -56,8 +62,8 @@ def check_request(request: Request, limits: Limits) -> int:
     return max_length
 
 
-def _check_ids(name: str, ids: object, vocab_size: int) -> None:
-    for token in ids:  # type: ignore[attr-defined]
+def _check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
+    for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise RequestError(f"{name} must hold integers, got {token!r}", name)
         if not 0 <= token < vocab_size:
@@ -84,8 +90,8 @@ def _check_logprobs(params: SamplingParams, limits: Limits) -> None:
 
 
 def _check_speculation(request: Request, limits: Limits) -> None:
-    wish = request.params.speculative
-    k = wish.num_speculative_tokens  # type: ignore[union-attr]
+    wish = request.params.speculation
+    k = wish.num_speculative_tokens
     off = limits.speculative_tokens == 0
     if k is not None:
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:

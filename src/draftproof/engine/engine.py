@@ -137,15 +137,15 @@ class Engine:
 
     def add(self, request: Request) -> None:
         max_length = self.check(request)
-        wish, spec = request.params.speculative, self.config.speculative
-        name = wish.verify_strategy or self.strategy_name  # type: ignore[union-attr]
+        wish, spec = request.params.speculation, self.config.speculative
+        name = wish.verify_strategy or self.strategy_name
         try:
             strategy = self._strategy(name)
         except ConfigError as error:
             raise RequestError(str(error), "speculative") from error
         limit = 0
-        if self.loop.proposer and wish.enabled:  # type: ignore[union-attr]
-            limit = wish.num_speculative_tokens or self.limits.speculative_tokens  # type: ignore[union-attr]
+        if self.loop.proposer and wish.enabled:
+            limit = wish.num_speculative_tokens or self.limits.speculative_tokens
         budget = DraftBudget(limit, spec.adaptive if spec else False)
         sequence = Sequence(request, strategy, budget, max_length)
         self._sequences[request.id] = sequence

@@ -9,7 +9,8 @@ from draftproof.engine.slots import Slots
 def check_step(scheduler: Scheduler, slots: Slots) -> None:
     """The host's copies agree with the columns; a decoding slot lacks KV for its newest token alone."""
     scheduler.pages.check()
-    columns, owned = slots.columns, set()
+    columns = slots.columns
+    owned: set[int] = set()
     for sequence in scheduler.running:
         slot, name = sequence.slot, sequence.request.id
         assert slots.options[slot] is not None, f"{name}: its slot is free"

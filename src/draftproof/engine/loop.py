@@ -171,7 +171,9 @@ class Loop:
             return
         sequences = [entry.sequence for _, entry in live]
         budget = [sequence.next_budget() for sequence in sequences]
-        counts, starts, index = [], [], []
+        counts: list[int] = []
+        starts: list[int] = []
+        index: list[int] = []
         if self.proposer.needs_hidden:
             for i, entry in live:
                 stored = entry.sequence.computed - int(forward.rows.positions[forward.first[i]])
@@ -197,7 +199,7 @@ class Loop:
         slots = torch.tensor([sequence.slot for sequence in sequences], device=self.slots.device)
         legal = ((draft.tokens >= 0) & (draft.tokens < vocab)).long().cumprod(1).sum(1)
         count = torch.minimum(torch.minimum(draft.count, legal), torch.tensor(budget))
-        columns.draft[slots] = draft.tokens
+        columns.draft[slots] = draft.tokens.clamp(0, vocab - 1)  # what is cut off may still be looked up
         columns.num_draft[slots] = count
         columns.draft_logprob[slots] = torch.nan if draft.logprobs is None else draft.logprobs
         columns.draft_source[slots] = 0 if draft.sources is None else draft.sources

@@ -183,7 +183,7 @@ class Settler:
 
 
 def _top(asked: int | None, vocab: int) -> int:
-    return vocab if asked == -1 else asked or 0
+    return vocab if asked == -1 else min(asked or 0, vocab)
 
 
 def _ending(

@@ -34,7 +34,7 @@ class GivenProposer(Proposer):
             )
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        guesses = []
+        guesses: list[list[int]] = []
         for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
             cursor = self._cursors.get(slot)
             if cursor is None or budget == 0:

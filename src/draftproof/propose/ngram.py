@@ -26,7 +26,7 @@ class NgramProposer(Proposer):
         self._history[slot] = History(self.smallest, self.largest)
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        guesses = []
+        guesses: list[list[int]] = []
         for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
             history = self._history[slot]
             if budget == 0:  # catch up only when it matters: a long prefill is indexed once
