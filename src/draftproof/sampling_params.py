@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ LogprobsMode = Literal["raw", "processed"]
 MAX_SEED = 2**63 - 1
 # Below this a temperature means greedy, as vLLM has it: dividing by less would only overflow.
 MIN_TEMPERATURE = 1e-5
+LARGEST = 1e6  # of a temperature, a repetition penalty, a bias: beyond it fp32 has no room left
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class SpeculativeParams:
                 raise RequestError(
                     f"unknown key {key!r} in speculative: {nearest(key, known)}", "speculative"
                 )
+        if not isinstance(value.get("enabled", True), bool):
+            raise RequestError(
+                f"speculative: enabled must be true or false, not {value['enabled']!r}", "speculative"
+            )
         return cls(**value)
 
 
@@ -103,6 +108,11 @@ class SamplingParams:
 
     def _freeze(self) -> None:
         put = object.__setattr__
+        for name in _SEQUENCES:
+            value = getattr(self, name)
+            text = isinstance(value, str) and name != "stop"
+            if value is not None and (text or not isinstance(value, Iterable)):
+                raise RequestError(f"{name} must be a list, got {value!r}", name)
         put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for name in ("bad_words", "stop_token_ids", "logits_processors"):
             put(self, name, tuple(getattr(self, name)))
@@ -116,11 +126,14 @@ class SamplingParams:
                     raise RequestError(f"{name} is empty; leave it out instead", name)
         if any(not callable(f) for f in self.logits_processors):
             raise RequestError("logits_processors must be functions", "logits_processors")
-        bias = {int(k): float(v) for k, v in self.logit_bias.items()}
-        if any(math.isnan(v) or v == math.inf for v in bias.values()):
-            raise RequestError("logit_bias values must be finite (or -inf)", "logit_bias")
+        try:
+            bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from error
+        if any(math.isnan(v) or v > LARGEST for v in bias.values()):
+            raise RequestError(f"logit_bias values must be at most {LARGEST:g} (-inf forbids)", "logit_bias")
         put(self, "logit_bias", bias)
-        put(self, "top_k", max(self.top_k, 0))
+        put(self, "top_k", min(max(self.top_k, 0), MAX_SEED))
         put(self, "speculative", SpeculativeParams.parse(self.speculative))
 
     @property
@@ -147,12 +160,20 @@ class SamplingParams:
 
 
 _RANGES = (
-    ("temperature", 0.0, math.inf),
+    ("temperature", 0.0, LARGEST),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, math.inf),
+    ("repetition_penalty", 0.0, LARGEST),
+)
+_SEQUENCES = (
+    "stop",
+    "bad_words",
+    "stop_token_ids",
+    "logits_processors",
+    "allowed_token_ids",
+    "logprob_token_ids",
 )
 _INTEGERS = (
     ("n", 1),

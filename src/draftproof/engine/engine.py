@@ -139,10 +139,11 @@ class Engine:
         max_length = self.check(request)
         wish, spec = request.params.speculation, self.config.speculative
         name = wish.verify_strategy or self.strategy_name
-        try:
-            strategy = self._strategy(name)
-        except ConfigError as error:
-            raise RequestError(str(error), "speculative") from error
+        if name != self.strategy_name and name not in STRATEGIES:  # a request never names code to import
+            raise RequestError(
+                f"unknown verify_strategy {name!r}: {nearest(str(name), STRATEGIES)}", "speculative"
+            )
+        strategy = self._strategy(name)
         limit = 0
         if self.loop.proposer and wish.enabled:
             limit = wish.num_speculative_tokens or self.limits.speculative_tokens

@@ -1,0 +1,312 @@
+"""Clear errors for the request at fault, and nothing lost for the others in the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.errors import ConfigError, RequestError
+from draftproof.sampling_params import SamplingParams
+from exact import NEIGHBOURS, Ask, Where, bits, check_empty, solo
+
+WRONG_PARAMS = [
+    ("temperature", {"temperature": math.nan}),
+    ("temperature", {"temperature": -0.1}),
+    ("temperature", {"temperature": math.inf}),
+    ("temperature", {"temperature": 1e39}),  # beyond fp32
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": True}),
+    ("top_p", {"top_p": 0.0}),
+    ("top_p", {"top_p": 1.1}),
+    ("min_p", {"min_p": math.nan}),
+    ("top_k", {"top_k": -2}),
+    ("top_k", {"top_k": 1.5}),
+    ("presence_penalty", {"presence_penalty": 2.5}),
+    ("frequency_penalty", {"frequency_penalty": -3}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("repetition_penalty", {"repetition_penalty": 1e39}),
+    ("logit_bias", {"logit_bias": {3: math.nan}}),
+    ("logit_bias", {"logit_bias": {3: math.inf}}),
+    ("logit_bias", {"logit_bias": {3: 1e39}}),
+    ("logit_bias", {"logit_bias": {"three": 1.0}}),
+    ("logit_bias", {"logit_bias": [3]}),
+    ("seed", {"seed": -1}),
+    ("seed", {"seed": 2**63}),
+    ("n", {"n": 0}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
+    ("logprobs", {"logprobs": -2}),
+    ("logprob_token_ids", {"logprobs": 3, "logprob_token_ids": [5]}),
+    ("logprob_token_ids", {"logprob_token_ids": []}),
+    ("allowed_token_ids", {"allowed_token_ids": []}),
+    ("allowed_token_ids", {"allowed_token_ids": 5}),
+    ("stop_token_ids", {"stop_token_ids": 5}),
+    ("stop", {"stop": [""]}),
+    ("stop", {"stop": [5]}),
+    ("bad_words", {"bad_words": [""]}),
+    ("bad_words", {"bad_words": "word"}),
+    ("logprobs_mode", {"logprobs_mode": "cooked"}),
+    ("logits_processors", {"logits_processors": ["no function"]}),
+    ("speculative", {"speculative": 3}),
+    ("speculative", {"speculative": {"enabled": "no"}}),
+]
+
+
+@pytest.mark.parametrize(("param", "options"), WRONG_PARAMS, ids=str)
+def test_options_that_mean_nothing(param, options):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**options)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+def test_a_misspelt_key_names_the_nearest():
+    with pytest.raises(RequestError, match="did you mean 'num_speculative_tokens'"):
+        SamplingParams(speculative={"num_spec_tokens": 3})
+
+
+def ask(**options):
+    """A request with these options: fields of Request by their names, the rest are sampling options."""
+    fields = {
+        k: options.pop(k) for k in ("prompt_token_ids", "bad_word_ids", "eos_token_ids") if k in options
+    }
+    return tiny.request(9, SamplingParams(**options), **fields)
+
+
+WRONG_REQUESTS = [
+    ("prompt", "empty", {"prompt_token_ids": []}),
+    ("prompt", "max_model_len is 256", {"prompt_token_ids": [5] * 256}),
+    ("prompt", "outside the vocabulary", {"prompt_token_ids": [5, 97]}),
+    ("prompt", "outside the vocabulary", {"prompt_token_ids": [-1]}),
+    ("prompt", "integers", {"prompt_token_ids": [5, "a"]}),
+    ("prompt", "integers", {"prompt_token_ids": [5.0]}),
+    ("logit_bias", "outside", {"logit_bias": {97: 1.0}}),
+    ("allowed_token_ids", "outside", {"allowed_token_ids": [5, 200]}),
+    ("stop_token_ids", "outside", {"stop_token_ids": [-3]}),
+    ("logprob_token_ids", "outside", {"logprob_token_ids": [97]}),
+    ("bad_words", "outside", {"bad_word_ids": [[4, 97]]}),
+    ("bad_words", "no token", {"bad_word_ids": [[]]}),
+    ("logprobs", "max_logprobs is 20", {"logprobs": 21}),
+    ("prompt_logprobs", "all tokens", {"prompt_logprobs": -1}),
+    ("min_tokens", "beyond max_model_len", {"min_tokens": 250, "max_tokens": None}),
+    ("speculative", "above the engine's 5", {"speculative": {"num_speculative_tokens": 6}}),
+    ("speculative", "positive integer", {"speculative": {"num_speculative_tokens": 0}}),
+    ("speculative", "did you mean 'greedy'", {"speculative": {"verify_strategy": "greedly"}}),
+    ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": "proposers:Junk"}}),
+    ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": 5}}),
+    ("prediction", "method 'given'", {"prediction": [5, 6]}),
+]
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """An engine that goes on serving others while wrong requests come in."""
+    return tiny.engine(speculative={"method": "ngram"})
+
+
+@pytest.mark.parametrize(("param", "message", "options"), WRONG_REQUESTS, ids=str)
+def test_requests_that_cannot_be_served(busy, param, message, options):
+    with pytest.raises(RequestError, match=message) as caught:
+        busy.add(ask(**options))
+    assert caught.value.param == param
+    assert not busy.has_work
+
+
+def test_speculation_asked_of_an_engine_without_it():
+    plain = tiny.engine()
+    with pytest.raises(RequestError, match="without speculative_config"):
+        plain.add(ask(speculative={"num_speculative_tokens": 2}))
+    plain.add(ask(speculative=False))
+
+
+def test_an_id_twice(busy):
+    busy.add(ask())
+    with pytest.raises(RequestError, match="already running") as caught:
+        busy.add(ask())
+    assert caught.value.param == "request_id"
+    assert busy.abort("9") and not busy.abort("9")
+
+
+def test_more_kv_than_there_is():
+    small = tiny.engine(kv_cache_tokens=64)
+    with pytest.raises(RequestError, match="KV cache holds 64") as caught:
+        small.add(ask(max_tokens=100))
+    assert caught.value.param == "max_tokens"
+
+
+# --- the others go on ---------------------------------------------------------------------------------
+
+
+def raises(tokens, row):
+    raise KeyError("gone")
+
+
+def raises_later(tokens, row):
+    if len(tokens) >= 15:
+        raise KeyError("gone")
+    return row
+
+
+BAD_PROCESSORS = {
+    "raises": (raises, "logits processor raised KeyError: 'gone'", 0),
+    "raises later": (raises_later, "logits processor raised KeyError: 'gone'", 3),
+    "wrong shape": (lambda tokens, row: row[:-1], "must return a tensor of shape", 0),
+    "no tensor": (lambda tokens, row: None, "must return a tensor of shape", 0),
+    "nan": (lambda tokens, row: row * math.nan, "not finite", 0),
+    "infinite": (lambda tokens, row: row + math.inf, "not finite", 0),
+    "all forbidden": (lambda tokens, row: row - math.inf, "forbid every one", 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROCESSORS)
+@pytest.mark.parametrize("method", [None, "ngram", "proposers:Flaky"])
+def test_a_bad_processor_fails_its_request_alone(method, name):
+    import proposers
+
+    function, message, delivered = BAD_PROCESSORS[name]
+    asks, where = NEIGHBOURS[:2], Where()
+    alone = {str(a.index): solo(a, where) for a in asks}
+    proposers.set_answers({k: v.token_ids for k, v in alone.items()})
+    engine = where.engine({"method": method} if method else None)
+    bad = ask(logits_processors=[function], temperature=0, logprobs=2)
+    records = tiny.run(engine, [asks[0].request(plain=not method), bad, asks[1].request(plain=not method)])
+    finish, _, error = records["9"].finish
+    assert finish == "error" and message in error
+    assert len(records["9"].token_ids) == len(records["9"].logprobs) == delivered
+    for key, record in alone.items():
+        assert records[key].token_ids == record.token_ids and records[key].finish == record.finish
+        assert bits(records[key].logprobs) == bits(record.logprobs)
+    check_empty(engine)
+
+
+def test_wrong_requests_in_the_middle_of_others():
+    where = Where()
+    asks = [replace(n, k=None) for n in NEIGHBOURS[:3]]
+    alone = {str(a.index): solo(a, where) for a in asks}
+    engine = where.engine({"method": "ngram"})
+    wrong = [options for _, _, options in WRONG_REQUESTS if "logprobs" not in str(options)]
+
+    def interrupt(step):
+        if step < len(wrong):
+            with pytest.raises(RequestError):
+                engine.add(ask(**wrong[step]))
+
+    records = tiny.run(engine, [a.request() for a in asks], each_step=interrupt)
+    assert all(records[k].token_ids == r.token_ids for k, r in alone.items())
+    assert all(bits(records[k].logprobs) == bits(r.logprobs) for k, r in alone.items())
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "topp", "target_match", "greedy"])
+def test_impossible_drafts_harm_no_strategy(strategy):
+    """Junk outside the vocabulary is cut off before anybody looks it up."""
+    engine = tiny.engine(
+        speculative={"method": "proposers:Junk", "verify_strategy": strategy, "adaptive": False}
+    )
+    asks = [Ask(i, "mix", 0.7, strategy, length=9 + i) for i in range(4)]
+    records = tiny.run(engine, [a.request() for a in asks])
+    assert all(r.finish[0] in ("length", "stop") for r in records.values())
+    assert sum(s.num_draft for r in records.values() for s in r.steps) > 10
+
+
+def test_extreme_but_legal():
+    """Every bound that is allowed can be served."""
+    engine = tiny.engine(max_logprobs=-1)
+    requests = [
+        tiny.request(i, SamplingParams(max_tokens=3, **options))
+        for i, options in enumerate(
+            [
+                {"temperature": 1e6},
+                {"temperature": 1e-9},
+                {"temperature": 1e-5},
+                {"top_k": 2**70},
+                {"repetition_penalty": 1e6},
+                {"logprobs": 500, "prompt_logprobs": 500},
+                {"top_p": 1e-9, "min_p": 1.0},
+                {"logit_bias": {5: 1e6, 6: -math.inf}},
+            ]
+        )
+    ]
+    records = tiny.run(engine, requests)
+    assert all(record.finish[0] in ("length", "stop") for record in records.values())
+    assert len(records["5"].logprobs[0].token_ids) == 1 + tiny.VOCAB
+
+
+# --- the engine's own configuration -------------------------------------------------------------------
+
+WRONG_CONFIGS = [
+    ("did you mean 'ngram'", {"method": "ngrams"}),
+    ("needs a 'method'", {"num_speculative_tokens": 3}),
+    ("in 1..64", {"method": "ngram", "num_speculative_tokens": 65}),
+    ("in 1..64", {"method": "ngram", "num_speculative_tokens": 0}),
+    ("in 1..64", {"method": "ngram", "num_speculative_tokens": True}),
+    ("did you mean 'target_match'", {"method": "ngram", "verify_strategy": "target_macth"}),
+    ("did you mean 'prompt_lookup_max'", {"method": "ngram", "prompt_lookup_maxx": 3}),
+    ("did you mean 'reject_all'", {"method": "ngram", "accept_policy": "rejectall"}),
+    ("above prompt_lookup_max", {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}),
+    ("twice", {"method": "ngram", "max_ngram_size": 4, "prompt_lookup_max": 3}),
+    ("needs accept_policy='synthetic'", {"method": "ngram", "synthetic_acceptance_length": 2}),
+    ("needs either", {"method": "ngram", "accept_policy": "synthetic"}),
+    ("cannot load", {"method": "no_such_module:Thing"}),
+    ("cannot load", {"method": "proposers:Thing"}),
+]
+
+
+@pytest.mark.parametrize(("message", "spec"), WRONG_CONFIGS, ids=str)
+def test_speculative_config_that_means_nothing(message, spec):
+    with pytest.raises(ConfigError, match=message):
+        tiny.engine(speculative=SpeculativeConfig.parse(spec))
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("did you mean 'max_model_len'", {"max_model_length": 5}),
+        ("positive integer", {"max_num_seqs": 0}),
+        ("page_size", {"page_size": 7}),
+        ("dtype must be one of", {"dtype": "int3"}),
+        ("speculative_config must be a mapping", {"speculative_config": 3}),
+        ("max_logprobs", {"max_logprobs": -2}),
+    ],
+)
+def test_engine_config_that_means_nothing(message, options):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.parse("model", options)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("beyond the 512 positions", {"max_model_len": 513}),
+        ("must be at least max_num_seqs", {"max_num_batched_tokens": 7}),
+        ("unknown backend", {"backend": "tpu"}),
+        ("not supported yet", {"device": "cuda"}),
+        ("unknown device", {"device": "abacus"}),
+    ],
+)
+def test_engines_that_cannot_be_built(message, options):
+    with pytest.raises(ConfigError, match=message):
+        tiny.engine(**options)
+
+
+def test_torch_tensors_are_not_touched_by_a_processor_that_writes_in_place():
+    """A processor gets a row of its own: what it does to it does not reach the raw logprobs."""
+
+    def spoil(tokens, row):
+        row.fill_(0)
+        row[5] = 9
+        return row
+
+    options = {"temperature": 0.0, "max_tokens": 2, "logprobs": 3}
+    spoiled = SamplingParams(logits_processors=[spoil], **options)
+    record = tiny.run(tiny.engine(), [tiny.request(0, spoiled)])["0"]
+    plain = tiny.run(tiny.engine(), [tiny.request(0, SamplingParams(**options))])["0"]
+    assert record.token_ids[0] == 5
+    assert record.logprobs[0].logprobs[1:] == plain.logprobs[0].logprobs[1:]
+    assert torch.isfinite(torch.tensor(record.logprobs[0].logprobs)).all()
