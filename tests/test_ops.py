@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcheck import POOL, Paged, assert_close, bits, importable, rows_that_differ
 from torch import Tensor
 
 from draftproof.ops import Heads, Ops
+from opcheck import POOL, Paged, assert_close, bits, importable, rows_that_differ
 
 OPS = importable()
 OTHERS = {name: ops for name, ops in OPS.items() if name != "reference"}

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from opcheck import POOL, bits, importable, rows_that_differ
 from torch import Tensor
 
 from draftproof.ops import STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_SAMPLE, STREAM_SYNTHETIC, Ops
 from draftproof.ops.reference import gumbel, philox
+from opcheck import POOL, bits, importable, rows_that_differ
 
 OPS = importable()
 OTHERS = {name: ops for name, ops in OPS.items() if name != "reference"}

@@ -1,0 +1,304 @@
+"""Is the law of the output the model's? Chi-square tests with the real noise and really sampled drafts.
+
+Power. COUNT requests are sampled, each test has level ALPHA. Whatever way 3 points of probability are
+moved (in the worst case between two halves of the outcomes), the noncentrality is at least
+COUNT * 0.03^2 / (1/2 * 1/2), and `test_power` shows that such a bias is caught with probability over
+0.99, for the 4 outcomes of one token and for the 64 of three tokens together. Seeds are fixed: a test that
+passes today passes tomorrow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from draftproof.ops import STREAM_SAMPLE, STREAM_SYNTHETIC
+from draftproof.propose import Proposer
+from draftproof.registry import lookup
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import Draft, ProposeBatch
+from draftproof.verify import STRATEGIES
+from scripted import OPS, Drafter, simulate, strategy
+from tiny import engine, prompt, request, run
+
+COUNT, ALPHA, BIAS = 30_000, 1e-3, 0.03
+V, LENGTH, K = 4, 3, 2
+
+PARAMS = {
+    "plain": SamplingParams(max_tokens=LENGTH),
+    "cool": SamplingParams(max_tokens=LENGTH, temperature=0.6),
+    "hot": SamplingParams(max_tokens=LENGTH, temperature=1.6),
+    "top_k": SamplingParams(max_tokens=LENGTH, top_k=3),
+    "top_p": SamplingParams(max_tokens=LENGTH, top_p=0.85),
+    "mixed": SamplingParams(max_tokens=LENGTH, temperature=1.3, top_k=3, top_p=0.9),
+}
+LOSSLESS = [name for name in STRATEGIES if lookup(STRATEGIES, name, "").lossless]
+LOSSY = [name for name in STRATEGIES if name not in LOSSLESS]
+
+_random = torch.Generator().manual_seed(11)
+TARGET = 0.9 * torch.randn((V, V), generator=_random)
+GUESS = TARGET + 0.9 * torch.randn((V, V), generator=_random)  # what the drafter believes
+
+
+def sampled_drafts(stream: int = STREAM_SAMPLE) -> Drafter:
+    """Drafts as a draft model samples them: its own law, by default the target's noise."""
+
+    def draft(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        logits = GUESS[last]
+        return OPS.gumbel_argmax(logits, seeds, positions, stream), logits.softmax(-1)
+
+    return draft
+
+
+def certain_drafts(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As n-grams are: always the same guess."""
+    token = GUESS[last].argmax(-1)
+    return token, torch.nn.functional.one_hot(token, V).float()
+
+
+def law(params: SamplingParams, table: Tensor = TARGET, length: int = LENGTH) -> dict[tuple[int, ...], float]:
+    """Probability of every sequence after token 0, by plain arithmetic."""
+    rows = []
+    for row in table.tolist():
+        weights = {i: 2.718281828459045 ** (x / params.temperature) for i, x in enumerate(row)}
+        order = sorted(weights, key=lambda i: -weights[i])
+        order = order[: params.top_k or V]
+        total, before, kept = sum(weights[i] for i in order), 0.0, []
+        for i in order:
+            if before < params.top_p * total:
+                kept.append(i)
+            before += weights[i]
+        rows.append([weights[i] / sum(weights[j] for j in kept) if i in kept else 0.0 for i in range(V)])
+    out = {}
+    for tokens in itertools.product(range(V), repeat=length):
+        p = 1.0
+        for last, token in zip((0, *tokens), tokens, strict=False):
+            p *= rows[last][token]
+        out[tokens] = p
+    return out
+
+
+def p_value(samples: list[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Of Pearson's test; outcomes expected fewer than 10 times are pooled, impossible ones give 0."""
+    counts = dict.fromkeys(expected, 0)
+    for sample in samples:
+        if expected.get(sample, 0.0) == 0.0:
+            return 0.0
+        counts[sample] += 1
+    n = len(samples)
+    cells = [(counts[s], n * p) for s, p in expected.items() if n * p >= 10]
+    rest = [(counts[s], n * p) for s, p in expected.items() if 0 < n * p < 10]
+    if rest:
+        cells.append((sum(c for c, _ in rest), sum(e for _, e in rest)))
+    if len(cells) == 1:
+        return 1.0
+    statistic = sum((c - e) ** 2 / e for c, e in cells)
+    return float(stats.chi2.sf(statistic, len(cells) - 1))
+
+
+def p_values(tokens: Tensor, params: SamplingParams) -> dict[str, float]:
+    """Of the three tokens together, and of each place alone (more power against a bias in one place)."""
+    joint = law(params)
+    rows = [tuple(line) for line in tokens.tolist()]
+    out = {"joint": p_value(rows, joint)}
+    for place in range(LENGTH):
+        marginal: dict[tuple[int, ...], float] = {}
+        for sequence, p in joint.items():
+            marginal[(sequence[place],)] = marginal.get((sequence[place],), 0.0) + p
+        out[f"token {place}"] = p_value([(row[place],) for row in rows], marginal)
+    return out
+
+
+def biased(values: dict[str, float]) -> bool:
+    return min(values.values()) < ALPHA
+
+
+def test_power() -> None:
+    noncentrality = COUNT * BIAS**2 * 4
+    for outcomes in (V, V**LENGTH):
+        critical = stats.chi2.isf(ALPHA, outcomes - 1)
+        assert stats.ncx2.sf(critical, outcomes - 1, noncentrality) > 0.99
+
+
+# --- what is lossless passes, what is not fails ---------------------------------------------------------
+
+DRAFTERS: dict[str, Drafter | None] = {
+    "shared_noise": sampled_drafts(),
+    "own_noise": sampled_drafts(stream=STREAM_SYNTHETIC),
+    "certain": certain_drafts,
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_lossless(name: str, params: SamplingParams) -> None:
+    tokens = simulate(TARGET, params, strategy(name), sampled_drafts(), count=COUNT, k=K)
+    assert not biased(p_values(tokens, params)), p_values(tokens, params)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("drafter", ("own_noise", "certain", "none"))
+def test_lossless_whoever_drafts(name: str, drafter: str) -> None:
+    params = PARAMS["mixed"]
+    tokens = simulate(TARGET, params, strategy(name), DRAFTERS[drafter], count=COUNT, k=K, seed=1)
+    assert not biased(p_values(tokens, params)), p_values(tokens, params)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("params", [PARAMS["plain"], PARAMS["top_p"]], ids=("plain", "top_p"))
+def test_lossy_fails_the_same_test(name: str, params: SamplingParams) -> None:
+    """`topp` in every setting; `greedy` because the temperature is above 0: their labels say so."""
+    tokens = simulate(TARGET, params, strategy(name), sampled_drafts(), count=COUNT, k=K)
+    assert biased(p_values(tokens, params))
+
+
+def test_topp_is_biased_by_its_drafts_alone() -> None:
+    """Without drafts and with room for every candidate it samples from the nucleus as anyone does."""
+    params = PARAMS["top_p"]
+    tokens = simulate(TARGET, params, strategy("topp"), None, count=COUNT, k=K)
+    assert not biased(p_values(tokens, params))
+
+
+def test_target_match_takes_the_plain_tokens() -> None:
+    """Not only the law: the very tokens."""
+    for params in PARAMS.values():
+        plain = simulate(TARGET, params, strategy("target_match"), None, count=2000, k=K)
+        for drafter in DRAFTERS.values():
+            assert torch.equal(
+                simulate(TARGET, params, strategy("target_match"), drafter, count=2000, k=K), plain
+            )
+
+
+def test_shared_noise_is_accepted_more_often() -> None:
+    """Why a drafter uses the target's noise: the first drafts that stand, with it and without."""
+    plain = simulate(TARGET, PARAMS["plain"], strategy("target_match"), None, count=4000, k=K)
+    last, seeds = torch.zeros(4000, dtype=torch.int64), torch.arange(4000)
+    rates = [
+        float((DRAFTERS[name](last, seeds, torch.zeros_like(seeds))[0] == plain[:, 0]).float().mean())  # type: ignore[misc]
+        for name in ("shared_noise", "own_noise")
+    ]
+    assert rates[0] > rates[1] + 0.1
+
+
+# --- negative controls ----------------------------------------------------------------------------------
+
+
+def replace_in_3_percent(token: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def wrong(tokens: Tensor, seeds: Tensor) -> Tensor:
+        return torch.where(((seeds * 7919) % 100 < 100 * BIAS)[:, None], token, tokens)
+
+    return wrong
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("token", range(V))
+def test_control_a_bias_of_3_percent_is_caught(name: str, token: int) -> None:
+    """3 requests of 100 get this token instead of what was decided."""
+    params = PARAMS["plain"]
+    tokens = simulate(
+        TARGET,
+        params,
+        strategy(name),
+        sampled_drafts(),
+        count=COUNT,
+        k=K,
+        wrong=replace_in_3_percent(token),
+    )
+    assert biased(p_values(tokens, params))
+
+
+@pytest.mark.parametrize("shared", ("STREAM_RESIDUAL", "STREAM_ACCEPT"))
+def test_control_reused_noise_is_caught(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replacement, or the decision to keep, drawn from the noise that drew the draft."""
+    monkeypatch.setattr(f"draftproof.verify.rejection.{shared}", STREAM_SAMPLE)
+    params = PARAMS["plain"]
+    tokens = simulate(TARGET, params, strategy("rejection"), sampled_drafts(), count=COUNT, k=K)
+    assert biased(p_values(tokens, params))
+
+
+def test_control_a_draft_law_that_is_not_the_drafts_is_caught() -> None:
+    """A drafter that says it guessed blindly although it did not."""
+
+    def lying(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        token, probs = sampled_drafts()(last, seeds, positions)
+        return token, torch.full_like(probs, 1 / V)
+
+    params = PARAMS["plain"]
+    tokens = simulate(TARGET, params, strategy("rejection"), lying, count=COUNT, k=K)
+    assert biased(p_values(tokens, params))
+
+
+# --- the whole engine -----------------------------------------------------------------------------------
+
+ALLOWED = (5, 17, 40, 63, 90)
+REQUESTS = 20_000
+
+
+class SampledProposer(Proposer):
+    """Samples its drafts with the target's noise from a fixed law of its own, half of it not allowed."""
+
+    sources = ("sampled",)
+    reports_probs = True
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        b, k, vocab = len(batch.slots), self.env.k, self.env.vocab_size
+        logits = torch.full((vocab,), -torch.inf)
+        logits[list(ALLOWED)] = torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2])
+        logits[8] = 0.0  # the target never takes this one
+        out = torch.tensor(batch.lengths) - batch.columns.prompt_len[batch.slots]
+        seeds = batch.columns.seed[batch.slots].repeat_interleave(k)
+        positions = (out[:, None] + torch.arange(k)).reshape(-1)
+        tokens = self.env.ops.gumbel_argmax(logits.expand(b * k, vocab), seeds, positions, STREAM_SAMPLE)
+        tokens, probs = tokens.view(b, k), logits.softmax(-1).expand(b, k, vocab)
+        logprobs = probs.gather(2, tokens[..., None])[..., 0].log()
+        return Draft(tokens, torch.full((b,), k), logprobs, probs)
+
+
+def engine_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Of the first two tokens among ALLOWED, from the engine's own logprobs of forced continuations."""
+    target = engine(max_logprobs=-1)
+    base = prompt(0)
+
+    def row(ids: list[int]) -> dict[int, float]:
+        ask = SamplingParams(max_tokens=1, logprobs=-1)
+        line = run(target, [request(0, ask, prompt_token_ids=ids)])["0"].logprobs[0]
+        values = dict(zip(line.token_ids, line.logprobs, strict=True))
+        weights = {i: 2.718281828459045 ** (values[i] / params.temperature) for i in ALLOWED}
+        return {i: w / sum(weights.values()) for i, w in weights.items()}
+
+    first = row(base)
+    return {(a, b): p * q for a, p in first.items() for b, q in row([*base, a]).items()}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_engine(name: str) -> None:
+    """One prompt, 20000 seeds, through the engine, 64 at a time, with two sampled drafts a step.
+
+    25 outcomes: a bias of 3 points is caught with probability over 0.99. What is lossy needs fewer.
+    """
+    assert stats.ncx2.sf(stats.chi2.isf(ALPHA, 24), 24, REQUESTS * BIAS**2 * 4) > 0.99
+    count = REQUESTS if name in LOSSLESS else 4000
+    target = engine(
+        speculative={
+            "method": "test_distribution:SampledProposer",
+            "num_speculative_tokens": 2,
+            "verify_strategy": name,
+        },
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        debug=False,
+    )
+    params = SamplingParams(max_tokens=3, temperature=2.0, allowed_token_ids=ALLOWED)
+    records = run(target, [request(i, params, prompt_token_ids=prompt(0)) for i in range(count)])
+    # the first token comes with the prompt and has no draft; the second is the first of a window
+    samples = [tuple(r.token_ids[:2]) for r in records.values()]
+    assert all(set(r.token_ids) <= set(ALLOWED) for r in records.values())
+    assert sum(s.num_accepted for r in records.values() for s in r.steps) > count // 40
+    value = p_value(samples, engine_law(params))
+    assert (value >= ALPHA) == (name in LOSSLESS), value
