@@ -118,6 +118,7 @@ def _load(options: argparse.Namespace, console: Console) -> LLM:
         )
         # the first step compiles what is not compiled yet; it should not count as the model's time
         llm.generate([[0, 1, 2, 3]], _params(options, max_tokens=2, seed=0), use_tqdm=False)
+    console.print(Text(llm.engine.describe(), style="dim"))
     return llm
 
 

@@ -62,7 +62,7 @@ class LLM:
         params = _params_for(many, sampling_params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
         self._serve(jobs, progress=use_tqdm and len(jobs) > 1)
-        return [job.result() for job in jobs]
+        return [self._result(job) for job in jobs]
 
     def chat(
         self,
@@ -120,6 +120,25 @@ class LLM:
         if (params.stop or params.bad_words) and self.tokenizer is None:
             self._need_tokenizer("stop" if params.stop else "bad_words")
         return _Job(name, text, ids, requests, self.tokenizer)
+
+    def _result(self, job: _Job) -> RequestOutput:
+        params = job.requests[0].params
+        strategy = self.engine.strategy_of(params)
+        total = SpecStats()
+        for builder in job.builders:
+            total.add(builder.output.metrics)
+        asked = params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=job.name,
+            prompt=job.text,
+            prompt_token_ids=job.ids,
+            prompt_logprobs=[None, *job.prompt_logprobs] if asked else None,
+            outputs=[builder.output for builder in job.builders],
+            finished=job.finished,
+            metrics=total,
+            strategy=f"{params.speculation.verify_strategy or self.engine.strategy_name}: {strategy.label}",
+            lossless=strategy.lossless_for(params.greedy),
+        )
 
     def _serve(self, jobs: list[_Job], progress: bool) -> None:
         self._add(jobs)
@@ -244,21 +263,6 @@ class _Job:
     @property
     def finished(self) -> bool:
         return all(builder.finished for builder in self.builders)
-
-    def result(self) -> RequestOutput:
-        total = SpecStats()
-        for builder in self.builders:
-            total.add(builder.output.metrics)
-        asked = self.requests[0].params.prompt_logprobs is not None
-        return RequestOutput(
-            request_id=self.name,
-            prompt=self.text,
-            prompt_token_ids=self.ids,
-            prompt_logprobs=[None, *self.prompt_logprobs] if asked else None,
-            outputs=[builder.output for builder in self.builders],
-            finished=self.finished,
-            metrics=total,
-        )
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:

@@ -232,6 +232,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: SpecStats
+    strategy: str = ""  # the verification that served it, with its label
+    lossless: bool = True
 
     @property
     def usage(self) -> dict[str, Any]:

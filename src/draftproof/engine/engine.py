@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from draftproof.models.runner import Runner, kv_bytes_per_token
 from draftproof.ops import resolve
 from draftproof.propose import PROPOSERS, Proposer, ProposerEnv
 from draftproof.registry import lookup
+from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request, StepOutput
 from draftproof.verify import STRATEGIES, Strategy
 from draftproof.verify.sampler import Sampler
@@ -108,7 +110,10 @@ class Engine:
                     f"verify_strategy {config.verify_strategy!r}: {nearest(key, known)}"
                 )
         self._strategy_options = {k: v for k, v in config.options.items() if k in judge.defaults}
-        self._strategy(self.strategy_name)
+        if not self._strategy(self.strategy_name).lossless:
+            logging.getLogger("draftproof").warning(
+                "verify_strategy %r: %s", self.strategy_name, self.strategy.label
+            )
         mine = {k: v for k, v in config.options.items() if k in kind.defaults}
         proposer: Proposer = kind(env, mine)
         return proposer
@@ -125,6 +130,23 @@ class Engine:
     def strategy(self) -> Strategy:
         return self._strategies[self.strategy_name]
 
+    def strategy_of(self, params: SamplingParams) -> Strategy:
+        """The strategy that a request with these params gets; RequestError if it names none."""
+        name = params.speculation.verify_strategy or self.strategy_name
+        try:
+            return self._strategy(name)
+        except ConfigError as error:
+            raise RequestError(str(error), "speculative") from error
+
+    def describe(self) -> str:
+        """One line for people: what runs, where, who guesses and who judges."""
+        spec = self.config.speculative
+        how = f"{spec.method} drafts, k={spec.num_speculative_tokens}" if spec else "no drafts"
+        return (
+            f"{self.config.model}, {str(self.dtype).removeprefix('torch.')} on {self.ops.device} "
+            f"({self.ops.name} backend), {how}, {self.strategy_name}: {self.strategy.label}"
+        )
+
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
@@ -133,6 +155,7 @@ class Engine:
         """Refuse what cannot be served (RequestError); the length it may grow to."""
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
+        self.strategy_of(request.params)
         return check_request(request, self.limits)
 
     def add(self, request: Request) -> None:

@@ -48,6 +48,10 @@ class Strategy(ABC):
         self.ops = ops
         self.options = {**self.defaults, **options}
 
+    def lossless_for(self, temperature_zero: bool) -> bool:
+        """Is the law of this request's output the model's?"""
+        return self.lossless
+
     @abstractmethod
     def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
         """Would each draft stand, were those before it to stand? rows [B, K + 1] -> [B, K] bool."""

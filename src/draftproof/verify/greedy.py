@@ -13,6 +13,9 @@ class Greedy(Strategy):
     seed_exact = True
     label = "greedy: temperature is ignored; lossless and seed-exact at temperature 0"
 
+    def lossless_for(self, temperature_zero: bool) -> bool:
+        return temperature_zero
+
     def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
         return windows.draft == self.tokens(windows, scores, rows)[:, :-1]
 
