@@ -18,7 +18,7 @@ from draftproof.types import LogprobRow, Request
 
 V = tiny.VOCAB
 EOS = 2
-MANY_ENDS = tuple(range(5, V, 6))
+MANY_ENDS = tuple(range(5, V, 3))
 # every token has a few that must not follow it, so bans are met all the time
 BAD_WORDS = [(40,), *((a, (a * 3 + s) % V) for a in range(3, V) for s in range(0, 40, 2))]
 

@@ -196,3 +196,17 @@ def test_a_model_with_other_weights_is_sometimes_right_and_exact():
     drafts = [draft for step in record.steps for draft in step.drafts or []]
     assert {draft.accepted for draft in drafts} == {True, False}
     assert all(draft.draft_logprob is not None and draft.source == "self" for draft in drafts)
+
+
+def test_options_are_exercised():
+    """Every option of the matrix changes something against `none`, or it would test nothing."""
+    where = Where()
+    same = []
+    for option in OPTIONS:
+        a, b = (
+            tiny.run(where.engine(), [Ask(0, o, 0.7, length=20).request(plain=True)])["0"]
+            for o in (option, "none")
+        )
+        if a.same() == b.same():
+            same.append(option)
+    assert same == ["none", "draft_logprobs"]
