@@ -1,0 +1,212 @@
+"""Endings through LLM: text, offsets, logprobs, provenance, usage and statistics have one length.
+
+A tiny model with a made-up vocabulary of pieces of one to three characters, some of them halves of a
+character, so that stop strings begin and end anywhere in a token and anywhere in a draft window.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import proposers
+from draftproof import LLM, SamplingParams
+
+PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
+FIRST = 10  # the ids 10 to 19 are the pieces; 2 ends a text
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+}
+
+
+class Pieces:
+    """As much of a tokenizer as LLM needs."""
+
+    eos_token_ids = (2,)
+    special_ids = frozenset({2})
+    strip_left = 0
+
+    def token_bytes(self, token_id):
+        return PIECES[token_id - FIRST] if 0 <= token_id - FIRST < len(PIECES) else b"?"
+
+    def token_text(self, token_id):
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def encode(self, text, add_special_tokens=True):
+        return [FIRST + PIECES.index(char.encode()) for char in text]
+
+
+class Always(dict):
+    """The same answer for every request id."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def get(self, key, default=None):
+        return self.answer
+
+
+@pytest.fixture(scope="module")
+def llms(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+    def make(spec):
+        options = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 4, "debug": True}
+        llm = LLM(str(folder), speculative_config=spec, **options)
+        llm.tokenizer = Pieces()
+        return llm
+
+    spec = {"num_speculative_tokens": 5, "adaptive": False}
+    return (
+        make(None),
+        make({"method": "proposers:Perfect", **spec}),
+        make({"method": "proposers:Flaky", **spec}),
+    )
+
+
+def params(**options):
+    values = {
+        "temperature": 1.0,
+        "seed": 11,
+        "max_tokens": 18,
+        "logprobs": 2,
+        "include_draft_logprobs": True,
+        "allowed_token_ids": [2, *range(FIRST, FIRST + len(PIECES))],
+    }
+    return SamplingParams(**{**values, **options})
+
+
+def seen(output):
+    """All that the reader gets, apart from how it came about."""
+    return (
+        output.text,
+        output.token_ids,
+        output.logprobs,
+        output.cumulative_logprob,
+        output.text_offsets,
+        output.finish_reason,
+        output.stop_reason,
+        output.error,
+    )
+
+
+def check_counts(result):
+    output, stats = result.outputs[0], result.metrics
+    n = len(output.token_ids)
+    assert n == len(output.logprobs) == len(output.provenance) == len(output.text_offsets)
+    assert n == stats.num_emitted_tokens == result.usage["completion_tokens"]
+    assert result.usage["total_tokens"] == n + len(result.prompt_token_ids)
+    accepted = [i for i, origin in enumerate(output.provenance) if origin.startswith("accepted:")]
+    assert len(accepted) == stats.num_accepted_tokens == sum(stats.accepted_per_position)
+    assert [d.position for d in output.drafts if d.accepted] == accepted
+    assert all(output.token_ids[d.position] == d.token_id for d in output.drafts if d.accepted)
+    assert stats.num_steps == n - stats.num_accepted_tokens + _ended_on_a_draft(output)
+    assert output.text_offsets == sorted(output.text_offsets)
+    assert not output.text_offsets or output.text_offsets[-1] <= len(output.text)
+    assert output.cumulative_logprob == pytest.approx(
+        sum(row[t].logprob for t, row in zip(output.token_ids, output.logprobs, strict=True))
+    )
+
+
+def _ended_on_a_draft(output):
+    return bool(output.provenance) and output.provenance[-1].startswith("accepted:")
+
+
+def answers(llms, prompt="ab", **options):
+    """The plain answer, after checking that the speculative ones are equal to it and count alike."""
+    plain, *others = llms
+    want = plain.generate(prompt, params(**options))[0]
+    whole = {**options, "stop": (), "stop_token_ids": (), "max_tokens": 18, "logits_processors": ()}
+    free = plain.generate(prompt, params(**{**whole, "ignore_eos": True}))[0].outputs[0].token_ids
+    proposers.set_answers(Always(free))
+    for llm in others:
+        got = llm.generate(prompt, params(**options))[0]
+        assert seen(got.outputs[0]) == seen(want.outputs[0])
+        check_counts(got)
+        assert not llm.engine.has_work
+        pages = llm.engine.loop.scheduler.pages
+        assert pages.num_free == pages.capacity
+    check_counts(want)
+    return want.outputs[0]
+
+
+def test_a_stop_string_at_any_place_of_any_length(llms):
+    free = answers(llms, ignore_eos=True)
+    assert len(free.text) > 20 and "\ufffd" in free.text
+    for begin in range(0, len(free.text) - 5, 2):
+        for size in (1, 2, 3, 5):
+            stop = free.text[begin : begin + size]
+            out = answers(llms, stop=[stop], ignore_eos=True)
+            assert out.finish_reason == "stop" and out.stop_reason == stop
+            assert out.text == free.text[: free.text.index(stop)]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("minimum", [0, 4, 9])
+def test_several_stop_strings_min_tokens_and_the_stop_in_the_text(llms, include, minimum):
+    for seed in range(6):
+        out = answers(
+            llms,
+            stop=["bb", "ba", "a b", "\u00e9"],
+            include_stop_str_in_output=include,
+            min_tokens=minimum,
+            seed=seed,
+        )
+        assert out.finish_reason in ("stop", "length")
+        assert len(out.token_ids) > minimum or out.finish_reason == "length"
+
+
+def test_end_of_text_stop_tokens_and_limits(llms):
+    reasons = set()
+    for seed in range(8):
+        for options in ({}, {"stop_token_ids": [12, 17]}, {"max_tokens": 7}, {"stop": ["abb"]}):
+            reasons.add(answers(llms, seed=seed, **options).finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 6, 7])
+def test_an_error_inside_a_window(llms, at):
+    def fails(tokens, row):
+        if len(tokens) == 2 + at:
+            raise ValueError("enough")
+        return row
+
+    out = answers(llms, logits_processors=[fails], ignore_eos=True)
+    assert len(out.token_ids) == at and out.finish_reason == "error" and "enough" in out.error
+
+
+def test_a_stream_left_at_any_token(llms):
+    """What was taken is a beginning of the answer, and nothing stays behind."""
+    plain, perfect, _ = llms
+    free = plain.generate("ab", params(ignore_eos=True))[0].outputs[0]
+    proposers.set_answers(Always(free.token_ids))
+    for taken in (1, 2, 4, 7):
+        stream = perfect.stream("ab", params(ignore_eos=True))
+        events = [next(stream) for _ in range(taken)]
+        stream.close()
+        assert [e.token_id for e in events] == free.token_ids[:taken]
+        assert free.text.startswith("".join(e.text for e in events))
+        assert not perfect.engine.has_work
+
+
+def test_a_stream_ends_where_the_answer_ends(llms):
+    _, perfect, flaky = llms
+    for llm in (perfect, flaky):
+        for options in ({"stop": ["ba"]}, {"ignore_eos": True}, {"max_tokens": 6}, {"seed": 3}):
+            whole = llm.generate("ab", params(**options))[0].outputs[0]
+            events = list(llm.stream("ab", params(**options)))
+            assert [e.token_id for e in events] == whole.token_ids
+            assert "".join(e.text for e in events) == whole.text
+            assert events[-1].finish_reason == whole.finish_reason
+            assert events[-1].stop_reason == whole.stop_reason
