@@ -19,7 +19,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.llama import Llama
 from draftproof.models.load import Checkpoint
 from draftproof.models.runner import Runner, kv_bytes_per_token
-from draftproof.ops import resolve
+from draftproof.ops import resolve, resolve_device
 from draftproof.propose import PROPOSERS, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
@@ -190,18 +190,6 @@ class Engine:
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
         return outputs
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}: use 'auto' or 'cpu'") from error
-    if device.type != "cpu":
-        raise ConfigError(f"device {name!r} is not supported yet: use 'auto' or 'cpu'")
-    return device
 
 
 def _max_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -153,6 +153,18 @@ class Ops(ABC):
         """
 
 
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}: use 'auto' or 'cpu'") from error
+    if device.type != "cpu":
+        raise ConfigError(f"device {name!r} is not supported yet: use 'auto' or 'cpu'")
+    return device
+
+
 def resolve(backend: str, device: torch.device) -> Ops:
     """The backend by name; "auto" takes the quickest that this device can run."""
     if backend == "auto":
