@@ -1,0 +1,147 @@
+"""SmolLM2 in fp32 against transformers: the same greedy text on real prompts, the same logprobs.
+
+Both sides have the same weights, those that our GGUF loader unpacked. The text of transformers is proven by
+induction: one forward over prompt and our 128 tokens, whose argmax at every position must be our next
+token. No near-tie is excused there. In the top-20 lists two values nearer than 1e-4 may change places.
+A logprob may differ by 1e-4, or by 1e-4 of its value where that is below -1: against fp64 transformers itself
+is off by up to 7e-5 in this model, in logprobs near -20.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from draftproof.config import EngineConfig
+from draftproof.engine.engine import Engine
+from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.sampling_params import SamplingParams
+from draftproof.text.tokenizer import load_tokenizer
+from draftproof.types import LogprobRow
+from test_transformers import check_order
+from tiny import Record, request, run
+
+TOKENS = 128
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a haiku about the sea in winter.",
+    "Explain photosynthesis to a ten-year-old.",
+    "def fibonacci(n):\n    # complete this Python function",
+    "Translate into German: The cat sleeps on the warm stove.",
+    "List five prime numbers greater than 50.",
+    "Who wrote 'Pride and Prejudice', and when was it published?",
+    "Give me a recipe for pancakes with four ingredients.",
+    "If a train travels 60 km in 45 minutes, what is its speed in km/h?",
+    "Summarise in one sentence: The quick brown fox jumps over the lazy dog. The dog does not mind.",
+    "Why is the sky blue?",
+    "Write a SQL query that counts the orders of each customer.",
+    "Repeat the word 'echo' ten times.",
+    "What are the pros and cons of remote work?",
+    "Continue the story: The door creaked open, and inside stood a very old robot.",
+    "Convert this to JSON: name is Ana, age is 31, city is Porto.",
+    "Quelle est la différence entre un crocodile et un alligator ?",
+    "How do I undo the last commit in git without losing my changes?",
+    "Say hello in five languages. 你好!",
+    "What does the idiom 'to let the cat out of the bag' mean?",
+)
+
+
+@dataclass
+class Both:
+    prompts: list[list[int]]
+    records: list[Record]
+    logprobs: list[Tensor]  # transformers', [TOKENS, vocab] of each prompt
+
+
+def peer(checkpoint: Checkpoint) -> Any:
+    """The same weights in transformers."""
+    c = checkpoint.config
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.max_position,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=c.tie_embeddings,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    state = {**checkpoint.tensors, "lm_head.weight": checkpoint.tensors["model.embed_tokens.weight"]}
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.fixture(scope="module")
+def both() -> Both:
+    checkpoint = load_checkpoint("smollm2-135m", dtype="float32")
+    tokenizer = load_tokenizer(checkpoint.source)
+    prompts = [
+        tokenizer.encode(
+            f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+        )
+        for text in QUESTIONS
+    ]
+    model = peer(checkpoint)
+    config = EngineConfig(model="smollm2-135m", max_model_len=256, max_num_seqs=len(prompts))
+    engine = Engine(config, checkpoint)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=20)
+    served = run(engine, [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)])
+    records = [served[str(i)] for i in range(len(prompts))]
+    logprobs = []
+    with torch.inference_mode():
+        for ids, record in zip(prompts, records, strict=True):
+            text = torch.tensor([[*ids, *record.token_ids[:-1]]])
+            logits = model(text, logits_to_keep=TOKENS).logits[0]
+            logprobs.append(torch.log_softmax(logits.double(), -1).float())
+    return Both(prompts, records, logprobs)
+
+
+def test_the_greedy_text_is_identical(both: Both) -> None:
+    assert len(both.records) == 20
+    for question, record, want in zip(QUESTIONS, both.records, both.logprobs, strict=True):
+        assert len(record.token_ids) == TOKENS
+        assert record.token_ids == want.argmax(-1).tolist(), question
+
+
+def test_logprobs_within_1e_4(both: Both) -> None:
+    worst = 0.0
+    for record, want in zip(both.records, both.logprobs, strict=True):
+        assert len(record.logprobs) == TOKENS
+        for line, row in zip(record.logprobs, want, strict=True):
+            got = torch.tensor(line.logprobs)
+            off = (got - row[line.token_ids]).abs() / got.abs().clamp(min=1)
+            worst = max(worst, float(off.max()))
+    assert worst < 1e-4
+
+
+def test_top_20_ids_and_order(both: Both) -> None:
+    swapped = 0
+    for record, want in zip(both.records, both.logprobs, strict=True):
+        for line, row in zip(record.logprobs, want, strict=True):
+            ids = line.token_ids[1:]
+            assert len(ids) == 20 and line.ranks[1:] == list(range(1, 21))
+            check_order(ids, row)
+            swapped += ids != row.topk(20).indices.tolist()
+    assert swapped < 0.02 * 20 * TOKENS  # the excuse above is needed for few lists
+
+
+def test_control_another_text_is_caught(both: Both) -> None:
+    """One token changed half-way: transformers would not have written it."""
+    spoiled = list(both.records[0].token_ids)
+    spoiled[60] += 1
+    assert spoiled != both.logprobs[0].argmax(-1).tolist()
+    row = both.logprobs[0][60]
+    line = both.records[0].logprobs[60]
+    wrong = LogprobRow(line.token_ids[:], line.logprobs[:], line.ranks[:])
+    wrong.token_ids[3:5] = wrong.token_ids[3:5][::-1]
+    if abs(line.logprobs[3] - line.logprobs[4]) > 1e-3:
+        with pytest.raises(AssertionError):
+            check_order(wrong.token_ids[1:], row)
