@@ -24,7 +24,8 @@ class Rejection(Strategy):
     def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
         b, k = windows.draft.shape
         at = rows[:, :-1].reshape(-1)
-        drafts = windows.draft.clamp(min=0)
+        vocab = scores.processed.shape[1]
+        drafts = windows.draft.clamp(0, vocab - 1)  # beyond num_draft anything may stand
         target = self._target_probs(windows, scores, at).gather(1, drafts.view(-1, 1))
         draw = self.ops.uniform(
             windows.columns.seed[windows.slots].repeat_interleave(k),
@@ -46,7 +47,7 @@ class Rejection(Strategy):
             guessed = windows.draft_probs[torch.arange(len(last)), last]
         else:
             draft = windows.draft.gather(1, last[:, None])
-            guessed = torch.zeros_like(target).scatter_(1, draft.clamp(min=0), 1.0)
+            guessed = torch.zeros_like(target).scatter_(1, draft.clamp(0, target.shape[1] - 1), 1.0)
         residual = (target - guessed).clamp(min=0)
         # no mass is left where both laws agree to the last bit; then any draw of the target's is right
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)

@@ -27,12 +27,13 @@ class TopP(Strategy):
         k = windows.draft.shape[1]
         at = rows[:, :-1].reshape(-1)
         nucleus = self._nucleus(windows, scores, at)  # [B * K, V]
-        drafts = windows.draft.clamp(min=0)
+        drafts = windows.draft.clamp(0, nucleus.shape[1] - 1)  # beyond num_draft anything may stand
         inside = torch.isfinite(nucleus.gather(1, drafts.view(-1, 1))).view(-1, k)
-        ids = self.ops.top(scores.processed[at], min(2, nucleus.shape[1]))[1]
+        # of the row before truncation: in a nucleus of one the second best would be the lowest -inf
+        values, ids = self.ops.top(scores.base[at], min(2, nucleus.shape[1]))
         real = torch.arange(k, device=at.device) < windows.num_draft[:, None]
         best = (drafts == ids[:, 0].view(-1, k)) & real
-        second = drafts == ids[:, -1].view(-1, k)
+        second = (drafts == ids[:, -1].view(-1, k)) & torch.isfinite(values[:, -1]).view(-1, k)
         window = self.options["verify_window"]
         follow = torch.ones_like(best)
         for step in range(1, window + 1):  # drafts beyond the window's end do not exist
