@@ -1,0 +1,117 @@
+"""The promise on a real model: SmolLM2-135M through the GGUF loader, bf16 and fp32, real prompts."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import proposers
+import tiny
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.engine.engine import Engine
+from draftproof.propose import PROPOSERS
+from draftproof.registry import lookup
+from draftproof.sampling_params import SamplingParams
+from draftproof.text.tokenizer import load_tokenizer
+from draftproof.types import Request, Windows
+from draftproof.verify.target_match import TargetMatch
+from exact import check_empty, compare, using
+
+LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 17))
+PROMPTS = [
+    (LIST + "17.", {}),  # long, and its continuation is a copy
+    ("The capital of France is", {"frequency_penalty": 0.8, "logprobs_mode": "processed"}),
+    ("def fibonacci(n):\n    if n", {"top_p": 0.9, "min_tokens": 10}),
+    ("Once upon a time there was a", {"top_k": 40, "repetition_penalty": 1.2}),
+]
+DTYPES = ["bfloat16", "float32"]
+
+
+@pytest.fixture(scope="module")
+def model(smollm2, smollm2_path):
+    """Requests by (prompt, temperature), engines by (dtype, speculates), and solo runs."""
+    tokenizer = load_tokenizer(smollm2_path)
+    ids = [tokenizer.encode(text) for text, _ in PROMPTS]
+    assert len(ids[0]) > 200
+
+    def request(index: int, temperature: float, k: int | None = None) -> Request:
+        options = {"max_tokens": 16, "logprobs": 5, **PROMPTS[index][1]}
+        wish = {"num_speculative_tokens": k}
+        params = SamplingParams(temperature=temperature, speculative=wish, **options)
+        return tiny.request(index, params, prompt_token_ids=ids[index], eos_token_ids=tokenizer.eos_token_ids)
+
+    @cache
+    def engine(dtype: str, speculates: bool) -> Engine:
+        spec = {"method": "ngram", "num_speculative_tokens": 8, "adaptive": False}
+        config = EngineConfig(
+            model="smollm2-135m",
+            max_model_len=512,
+            max_num_seqs=4,
+            max_num_batched_tokens=64 if speculates else 512,  # the long prompt comes in pieces
+            debug=True,
+            speculative=SpeculativeConfig.parse(spec) if speculates else None,
+        )
+        with using(2):
+            return Engine(config, smollm2(dtype))
+
+    @cache
+    def solo(dtype: str, index: int, temperature: float) -> tiny.Record:
+        asked = request(index, temperature)
+        return tiny.run(engine(dtype, False), [asked])[asked.id]
+
+    return request, engine, solo
+
+
+def guess(engine: Engine, method: str) -> None:
+    """Put another proposer into an engine: packing the weights once is enough."""
+    kind = lookup(PROPOSERS, method, "method")
+    engine.loop.proposer = kind(engine.loop.proposer.env, {})
+    engine.loop.settler.sources = kind.sources
+
+
+def differences(model, dtype, method, k, temperature, batch):
+    request, engine, solo = model
+    alone = {str(i): solo(dtype, i, temperature) for i in range(batch)}
+    proposers.set_answers({name: record.token_ids for name, record in alone.items()})
+    target = engine(dtype, True)
+    guess(target, method)
+    requests = [request(i, temperature, k) for i in range(batch)]
+    records = tiny.run(target, requests, arrivals=[0, 2, 2, 5])
+    check_empty(target)
+    return [line for name in alone for line in compare(name, alone[name], records[name])], records
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [("ngram", 3), ("ngram", 8), ("proposers:Junk", 3), ("proposers:Junk", 8), ("proposers:Flaky", 8)],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bit_for_bit(model, dtype, method, k, temperature, batch):
+    found, records = differences(model, dtype, method, k, temperature, batch)
+    assert found == []
+    accepted = sum(step.num_accepted for step in records["0"].steps)
+    if method == "ngram" and temperature == 0:
+        assert accepted >= 8  # the copy is guessed
+
+
+def test_control_one_draft_too_many(model, monkeypatch):
+    whole = TargetMatch.accepts
+
+    def broken(*args):
+        stands = whole(*args)
+        return stands | torch.nn.functional.pad(stands[:, :-1], (1, 0))
+
+    monkeypatch.setattr(TargetMatch, "accepts", broken)
+    assert differences(model, "float32", "proposers:Flaky", 8, 0.8, 4)[0]
+
+
+def test_control_noise_keyed_by_the_window(model, monkeypatch):
+    def by_window(windows):
+        return (windows.length - windows.columns.prompt_len[windows.slots])[windows.owner]
+
+    monkeypatch.setattr(Windows, "position", property(by_window))
+    assert differences(model, "bfloat16", "proposers:Flaky", 8, 0.8, 4)[0]
