@@ -14,10 +14,10 @@ from draftproof.ops import Heads, Rows
 
 pytest.importorskip("numba")
 
-from draftproof.ops.cpu import CpuOps, gemm_amx  # noqa: E402
+from draftproof.ops.cpu import CpuOps, tiles  # noqa: E402
 
 CPU = torch.device("cpu")
-AMX = gemm_amx.available()
+AMX = tiles.available()
 KINDS = ["fp32", "bf16", pytest.param("amx", marks=pytest.mark.skipif(not AMX, reason="no AMX"))]
 PAGE = 16
 
@@ -156,8 +156,7 @@ class Paged:
         shape = (2, per * len(lengths) + 3, PAGE, heads.num_kv, heads.dim)
         self.cache = torch.full(shape, float("nan")).to(dtype)
         self.kv = [
-            rand(2, n, heads.num_kv, heads.dim, dtype=dtype, seed=50 + s)
-            for s, n in enumerate(lengths)
+            rand(2, n, heads.num_kv, heads.dim, dtype=dtype, seed=50 + s) for s, n in enumerate(lengths)
         ]
         for slot, n in enumerate(lengths):
             count = -(-n // PAGE)
@@ -223,6 +222,23 @@ def test_keys_beyond_a_row_do_not_touch_it(backend: tuple[CpuOps, torch.dtype]) 
     for position in (43, 44, 45):
         paged.cache[:, int(paged.table[0, position // PAGE]), position % PAGE] = float("nan")
     assert same(ops.attention(q, paged.rows(places), heads, paged.cache)[:3], good[:3])
+
+
+def test_a_row_that_sees_nan_says_so(backend: tuple[CpuOps, torch.dtype]) -> None:
+    """NaN in V at keys 3 and 30; with a window of 20, rows see the first, none, or the second."""
+    ops, dtype = backend
+    heads = HEADS[2]
+    paged = Paged(heads, [60], dtype)
+    for position in (3, 30):
+        paged.cache[1, int(paged.table[0, position // PAGE]), position % PAGE] = float("nan")
+    places = [(0, p) for p in range(60)]
+    q = rand(60, heads.num_q * heads.dim, dtype=dtype)
+    got = ops.attention(q, paged.rows(places), heads, paged.cache)
+    spoilt = [any(p - 19 <= bad <= p for bad in (3, 30)) for p in range(60)]
+    assert got.isnan().all(1).tolist() == spoilt and got.isnan().any(1).tolist() == spoilt
+    for i in range(60):
+        alone = ops.attention(q[i : i + 1], paged.rows(places[i : i + 1]), heads, paged.cache)
+        assert same(alone.nan_to_num(7.0), got[i : i + 1].nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("norms", [False, True])

@@ -20,8 +20,8 @@ from draftproof.ops import Heads, Ops, Rows
 try:
     from llvmlite import binding
 
-    from draftproof.ops.cpu import attention as attention_kernels
-    from draftproof.ops.cpu import elementwise, gemm, gemm_amx, sampling
+    from draftproof.ops.cpu import attention as attention_parts
+    from draftproof.ops.cpu import attention_run, elementwise, gemm, gemm_amx, sampling, tiles
     from draftproof.ops.cpu.memory import WeightMemory
     from draftproof.ops.cpu.native import Kernel
     from draftproof.ops.cpu.program import Argument, Program, Recorder, as_word
@@ -55,15 +55,13 @@ class CpuOps(Ops):
 
     name = "cpu"
 
-    def __init__(
-        self, device: torch.device, threads: int | None = None, amx: bool | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, threads: int | None = None, amx: bool | None = None) -> None:
         super().__init__(device)
         if device.type != "cpu":
             raise ConfigError(f"the cpu backend cannot run on {device}")
         self.team = Team(torch.get_num_threads() if threads is None else threads)
         # asking whether tiles may be used is also what makes the kernel allow them
-        self.amx = amx is not False and gemm_amx.available()
+        self.amx = amx is not False and tiles.available()
         if amx and not self.amx:
             raise ConfigError("this machine has no AMX with bf16")
         # registers decide how many rows share a pass; bits do not depend on it
@@ -115,17 +113,11 @@ class CpuOps(Ops):
         bf16 = weight.dtype == torch.bfloat16
         if bf16 and self.amx:
             packed = self._memory.hold(gemm_amx.pack_tiles(weight.detach()))
-            return PackedLinear(
-                gemm_amx.LINEAR_AMX, packed, bias, columns, depth, weight.dtype
-            )
+            return PackedLinear(gemm_amx.LINEAR_AMX, packed, bias, columns, depth, weight.dtype)
         packed = self._memory.hold(gemm.pack_panels(weight.detach()))
-        return PackedLinear(
-            gemm.LINEAR[bf16], packed, bias, columns, depth, weight.dtype, (self._at_once,)
-        )
+        return PackedLinear(gemm.LINEAR[bf16], packed, bias, columns, depth, weight.dtype, (self._at_once,))
 
-    def linear(
-        self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         x = _check("x", x, 2, packed.depth, packed.dtype)
         rows = x.shape[0]
         dtype = out_dtype or x.dtype
@@ -153,9 +145,7 @@ class CpuOps(Ops):
         self._call(kernel, x.shape[0], [out], [x], sizes, small=x.numel() < SMALL)
         return out
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = _check("x", x, 2)
         residual = _check("residual", residual, 2, x.shape[1], x.dtype)
         weight = _check("weight", weight, 1, x.shape[1], x.dtype)
@@ -219,14 +209,13 @@ class CpuOps(Ops):
         constants += [table.shape[1], cache.shape[1], cache.shape[2], self._at_once]
         constants.append(float(heads.scale))
         bf16 = _is_bf16(q.dtype)
-        kernels = [attention_kernels.ATTENTION[bf16], attention_kernels.ATTENTION_MERGE[bf16]]
-        scratch = attention_kernels.scratch_bytes(heads.num_q // heads.num_kv, heads.dim)
+        attend = attention_run.ATTENTION_AMX if self.amx else attention_run.ATTENTION
+        kernels = [attend[bf16], attention_run.ATTENTION_MERGE[bf16]]
+        scratch = attention_parts.scratch_bytes(heads.num_q // heads.num_kv, heads.dim)
         self._call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)
         return out
 
-    def capture(
-        self, forward: Callable[[Rows], Tensor], max_rows: int
-    ) -> Callable[[Rows], Tensor]:
+    def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
         return Captured(self, forward, max_rows)
 
     # --- sampling ---------------------------------------------------------------------------------
@@ -237,9 +226,7 @@ class CpuOps(Ops):
         self._call(sampling.argmax, rows, [out], [logits], [vocab], small=rows == 1)
         return out
 
-    def gumbel_argmax(
-        self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int
-    ) -> Tensor:
+    def gumbel_argmax(self, scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         scaled, rows, vocab = _logits(scaled)
         keys = [_ints("seeds", seeds, rows), _ints("positions", positions, rows)]
         out = torch.empty(rows, dtype=torch.int64)

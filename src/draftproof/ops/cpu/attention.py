@@ -1,9 +1,12 @@
 """Paged attention: the row at position p reduces over keys 0..p in an order given by p alone.
 
-Keys are taken in splits of 128. Within a split the softmax is two-pass (all scores, their maximum,
-then the weighted sum of V by one chain over ascending keys); splits are merged in ascending order,
-whether one thread did them all or several did some each (few rows, many keys). The query heads that share a kv head, and adjacent rows of a request, share the loads of K and V. A key
-that a row may not see is never multiplied with anything of that row, so garbage in it is harmless.
+Keys are taken in splits of 128. Within a split the softmax is two-pass (all scores, their maximum, then
+the weighted sum of V over ascending keys); splits are merged in ascending order, whether one thread did
+them all or several did some each. The query heads that share a kv head, and adjacent rows of a request,
+share the loads of K and V. A key that a row may not see never touches that row, not even if it is NaN.
+
+Here: the pieces, and a split by fused multiply-add. `attention_amx` has a split on tiles,
+`attention_run` the kernels that go over rows, heads and splits.
 """
 
 from __future__ import annotations
@@ -13,15 +16,12 @@ from typing import Any
 import numpy as np
 
 from draftproof.ops.cpu.native import (
-    Kernel,
     device,
     f64_of_bits,
     inlined,
-    kernel,
     load_f32,
     load_i32,
     load_i64,
-    share,
     store_f32,
 )
 from draftproof.ops.cpu.panel import COLUMNS, panel_f32, transpose
@@ -59,18 +59,18 @@ AT_ONCE, SCALE = 16, 17
 
 
 def scratch_bytes(group: int, dim: int) -> int:
-    """Scratch of a thread: see `_split` for what lies in it."""
-    queries, wide = max(MAX_QUERIES, group), -(-dim // COLUMNS) * COLUMNS
-    return 4 * (queries * (SPLIT + 3 * wide + 8) + 2 * BLOCK * wide) + 4096
+    """Scratch of a thread: see `attention`, `split_fma` and `split_amx` for what lies in it."""
+    queries, wide = max(MAX_QUERIES, group) + 16, -(-dim // COLUMNS) * COLUMNS
+    return 4 * (queries * (2 * SPLIT + 4 * wide + 8) + 2 * SPLIT * wide) + 8192
 
 
 @inlined
-def _arg(args: int, place: int) -> int:
+def arg(args: int, place: int) -> int:
     return load_i64(args + 8 * place)
 
 
 @inlined
-def _seen(position: int, window: int) -> int:
+def first_key(position: int, window: int) -> int:
     """The first key that a position sees."""
     if window > 0:
         return max(0, position - window + 1)
@@ -81,10 +81,10 @@ def _seen(position: int, window: int) -> int:
 def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool) -> None:
     """out [last - first, wide] fp32: the head's vectors at keys [first, last) of one request."""
     size = 2 if bf16 else 4
-    num_kv, dim = _arg(args, NUM_KV), _arg(args, DIM)
-    max_pages, num_pages, page_size = (_arg(args, MAX_PAGES), _arg(args, NUM_PAGES), _arg(args, PAGE_SIZE))
+    num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
+    max_pages, num_pages, page_size = (arg(args, MAX_PAGES), arg(args, NUM_PAGES), arg(args, PAGE_SIZE))
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    pages = _arg(args, PAGE_TABLE) + slot * max_pages * 4
+    pages = arg(args, PAGE_TABLE) + slot * max_pages * 4
     key = first
     while key < last:
         line = key // page_size
@@ -119,7 +119,7 @@ def _softmax(scores: int, begin: int, end: int) -> Any:
 
 
 @device
-def _merge(total: int, state: int, part: int, part_state: int, wide: int) -> None:
+def merge(total: int, state: int, part: int, part_state: int, wide: int) -> None:
     """Add a split's sums [wide] and state (maximum, mass) to those of the splits before it."""
     mass = load_f32(part_state + 4)
     if mass == _ZERO:  # the row sees no key of this split
@@ -137,7 +137,7 @@ def _merge(total: int, state: int, part: int, part_state: int, wide: int) -> Non
 
 
 @device
-def _clear(total: int, state: int, wide: int) -> None:
+def clear(total: int, state: int, wide: int) -> None:
     for d in range(0, wide, 16):
         vstore(total + d * 4, splat(_ZERO))
     store_f32(state, _LOWEST)
@@ -145,17 +145,17 @@ def _clear(total: int, state: int, wide: int) -> None:
 
 
 @device
-def _write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) -> None:
+def write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) -> None:
     """Divide by the mass, round, store."""
-    dim = _arg(args, DIM)
+    dim = arg(args, DIM)
     mass = splat(load_f32(state + 4))
-    at = (row * _arg(args, NUM_Q) + q_head) * dim
+    at = (row * arg(args, NUM_Q) + q_head) * dim
     for d in range(0, dim, 16):
-        tstore(_arg(args, OUT), at + d, vdiv(vload(total + 4 * d), mass), dim - d, bf16)
+        tstore(arg(args, OUT), at + d, vdiv(vload(total + 4 * d), mass), dim - d, bf16)
 
 
 @inlined
-def _clip(key: int, start: int, end: int) -> int:
+def clip(key: int, start: int, end: int) -> int:
     return min(max(key, start), end)
 
 
@@ -181,7 +181,7 @@ def _weigh(
         both_lo, both_hi = start, end
         for j in range(i, i + n):
             position = load_i64(positions + 8 * (j // group))
-            both_lo = max(both_lo, _seen(position, window))
+            both_lo = max(both_lo, first_key(position, window))
             both_hi = min(both_hi, position + 1)
         both_lo = min(both_lo, end)
         both_hi = max(both_hi, both_lo)
@@ -193,8 +193,8 @@ def _weigh(
             for j in range(i, last):
                 if stage != 1:
                     position = load_i64(positions + 8 * (j // group))
-                    lo = _clip(_seen(position, window), start, end)
-                    hi = _clip(position + 1, start, end)
+                    lo = clip(first_key(position, window), start, end)
+                    hi = clip(position + 1, start, end)
                     if stage == 0:
                         hi = min(hi, both_lo)
                     else:
@@ -214,7 +214,7 @@ def _weigh(
 
 
 @device
-def _split(
+def split_fma(
     args: int,
     first: int,
     rows: int,
@@ -228,15 +228,15 @@ def _split(
 ) -> None:
     """One split of keys and one kv head for adjacent rows of one request: sums and states."""
     size = 2 if bf16 else 4
-    num_q, dim, window = _arg(args, NUM_Q), _arg(args, DIM), _arg(args, WINDOW)
-    at_once = _arg(args, AT_ONCE)
-    positions = _arg(args, POSITIONS) + 8 * first
-    scale = splat(np.float32(f64_of_bits(_arg(args, SCALE))))
-    group = num_q // _arg(args, NUM_KV)
+    num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
+    at_once = arg(args, AT_ONCE)
+    positions = arg(args, POSITIONS) + 8 * first
+    scale = splat(np.float32(f64_of_bits(arg(args, SCALE))))
+    group = num_q // arg(args, NUM_KV)
     queries = rows * group
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    cache = _arg(args, CACHE)
-    values = cache + _arg(args, NUM_PAGES) * _arg(args, PAGE_SIZE) * _arg(args, NUM_KV) * dim * size
+    cache = arg(args, CACHE)
+    values = cache + arg(args, NUM_PAGES) * arg(args, PAGE_SIZE) * arg(args, NUM_KV) * dim * size
 
     qs = scratch  # [queries, wide] fp32, scaled
     scores = qs + queries * wide * 4  # [queries, SPLIT]
@@ -246,11 +246,11 @@ def _split(
     lowest, highest = split + SPLIT, split
     for row in range(rows):
         position = load_i64(positions + 8 * row)
-        lowest = min(lowest, max(split, _seen(position, window)))
+        lowest = min(lowest, max(split, first_key(position, window)))
         highest = max(highest, min(split + SPLIT, position + 1))
         for g in range(group):
             i = row * group + g
-            src = _arg(args, Q) + ((first + row) * num_q + head * group + g) * dim * size
+            src = arg(args, Q) + ((first + row) * num_q + head * group + g) * dim * size
             for d in range(0, dim, 16):
                 x = vmul(tload(src, d, dim - d, bf16), scale)
                 vstore(qs + (i * wide + d) * 4, x)
@@ -270,9 +270,9 @@ def _split(
             panel_f32(n, qs + i * wide * 4, wide * 4, turned, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim)
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
-        begin = _clip(_seen(position, window), split, split + SPLIT) - split
-        end = _clip(position + 1, split, split + SPLIT) - split
-        _clear(part + i * wide * 4, part_state + 8 * i, wide)
+        begin = clip(first_key(position, window), split, split + SPLIT) - split
+        end = clip(position + 1, split, split + SPLIT) - split
+        clear(part + i * wide * 4, part_state + 8 * i, wide)
         if begin < end:
             top, mass = _softmax(scores + i * SPLIT * 4, begin, end)
             store_f32(part_state + 8 * i, top)
@@ -281,153 +281,3 @@ def _split(
         end = min(start + BLOCK, highest)
         _gather(args, values, slot, head, start, end, lines, bf16)
         _weigh(queries, group, at_once, positions, window, split, start, end, scores, lines, part, wide)
-
-
-@device
-def _run_end(args: int, first: int, rows: int) -> int:
-    """The end of the rows, from `first` on, that can share a pass over K and V."""
-    slots = _arg(args, SLOTS)
-    most = max(1, MAX_QUERIES // (_arg(args, NUM_Q) // _arg(args, NUM_KV)))
-    end = first + 1
-    slot = load_i64(slots + 8 * first)
-    while end < rows and end - first < most and load_i64(slots + 8 * end) == slot:
-        end += 1
-    return end
-
-
-@device
-def _splits(args: int, first: int, end: int) -> Any:
-    """(slot, first split, end of splits) of rows [first, end)."""
-    positions, window = _arg(args, POSITIONS), _arg(args, WINDOW)
-    slot = min(max(load_i64(_arg(args, SLOTS) + 8 * first), 0), _arg(args, NUM_SLOTS) - 1)
-    low, high = load_i64(positions + 8 * first), 0
-    for row in range(first, end):
-        position = load_i64(positions + 8 * row)
-        low = min(low, _seen(position, window))
-        high = max(high, position + 1)
-    # never beyond the page table, whatever the position says
-    high = min(high, _arg(args, MAX_PAGES) * _arg(args, PAGE_SIZE))
-    return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT
-
-
-@device
-def _shared(args: int, rows: int, threads: int) -> Any:
-    """(should threads share the splits of a row?, how many (row run, head, split) there are)."""
-    num_kv, dim = _arg(args, NUM_KV), _arg(args, DIM)
-    wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    runs, units, words, first = 0, 0, 0, 0
-    while first < rows:
-        end = _run_end(args, first, rows)
-        slot, low, high = _splits(args, first, end)
-        runs += num_kv
-        units += num_kv * (high - low)
-        words += (high - low) * (end - first) * _arg(args, NUM_Q) * (wide + 2)
-        first = end
-    fits = 4 * words <= _arg(args, WORKSPACE_BYTES)
-    return threads > 1 and runs < 8 * threads and fits, units
-
-
-def _attention(bf16: bool) -> Kernel:
-    @kernel
-    def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """Every (row run, kv head), or with few of them every split; `merge` then ends the work."""
-        num_kv, dim = _arg(args, NUM_KV), _arg(args, DIM)
-        group = _arg(args, NUM_Q) // num_kv
-        wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-        shared, units = _shared(args, rows, threads)
-        begin, stop = share(units, thread, threads)
-        unit, first, run = 0, 0, 0
-        where = _arg(args, WORKSPACE)
-        while first < rows:
-            end = _run_end(args, first, rows)
-            slot, low, high = _splits(args, first, end)
-            queries = (end - first) * group
-            for head in range(num_kv):
-                if shared:
-                    for split in range(low, high):
-                        if begin <= unit < stop:
-                            _split(
-                                args,
-                                first,
-                                end - first,
-                                head,
-                                slot,
-                                split * SPLIT,
-                                where,
-                                where + queries * wide * 4,
-                                scratch,
-                                bf16,
-                            )
-                        unit += 1
-                        where += queries * (wide + 2) * 4
-                elif run % threads == thread:
-                    total = scratch  # [queries, wide]
-                    state = total + queries * wide * 4  # [queries, 2]
-                    part = state + queries * 8  # [queries, wide]
-                    part_state = part + queries * wide * 4  # [queries, 2]
-                    rest = (part_state + queries * 8 + 63) // 64 * 64
-                    for i in range(queries):
-                        _clear(total + i * wide * 4, state + 8 * i, wide)
-                    for split in range(low, high):
-                        _split(
-                            args,
-                            first,
-                            end - first,
-                            head,
-                            slot,
-                            split * SPLIT,
-                            part,
-                            part_state,
-                            rest,
-                            bf16,
-                        )
-                        for i in range(queries):
-                            at = i * wide * 4
-                            _merge(total + at, state + 8 * i, part + at, part_state + 8 * i, wide)
-                    for i in range(queries):
-                        row, q_head = first + i // group, head * group + i % group
-                        _write(args, row, q_head, total + i * wide * 4, state + 8 * i, bf16)
-                run += 1
-            first = end
-
-    return attention
-
-
-def _attention_merge(bf16: bool) -> Kernel:
-    @kernel
-    def attention_merge(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """Merge what `attention` left in the workspace; nothing to do if it left nothing."""
-        num_kv, dim = _arg(args, NUM_KV), _arg(args, DIM)
-        group = _arg(args, NUM_Q) // num_kv
-        wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-        shared, units = _shared(args, rows, threads)
-        if not shared:
-            return
-        first, unit = 0, 0
-        where = _arg(args, WORKSPACE)
-        total, state = scratch, scratch + wide * 4
-        while first < rows:
-            end = _run_end(args, first, rows)
-            slot, low, high = _splits(args, first, end)
-            queries = (end - first) * group
-            step = queries * (wide + 2) * 4
-            for head in range(num_kv):
-                for i in range(queries):
-                    if unit % threads == thread:
-                        _clear(total, state, wide)
-                        for split in range(high - low):
-                            part = where + split * step
-                            part_state = part + queries * wide * 4 + 8 * i
-                            _merge(total, state, part + i * wide * 4, part_state, wide)
-                        row, q_head = first + i // group, head * group + i % group
-                        _write(args, row, q_head, total, state, bf16)
-                    unit += 1
-                where += (high - low) * step
-            first = end
-
-    return attention_merge
-
-
-# Each table: [fp32, bf16].
-ATTENTION: list[Any] = [_attention(False), _attention(True)]
-ATTENTION_MERGE: list[Any] = [_attention_merge(False), _attention_merge(True)]

@@ -94,13 +94,15 @@ def _silu_mul(bf16: bool) -> Kernel:
         out, gate_up, width = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         pieces = (width + 15) // 16
         begin, end = share(rows * pieces, thread, threads)
-        for unit in range(begin, end):
+        unit = begin
+        while unit < end:
             row = unit // pieces
-            i = (unit - row * pieces) * 16
-            n = width - i
-            gate = tload(gate_up + 2 * row * width * size, i, n, bf16)
-            up = tload(gate_up + (2 * row + 1) * width * size, i, n, bf16)
-            tstore(out + row * width * size, i, vmul(vsilu(gate), up), n, bf16)
+            first, last = unit - row * pieces, min(pieces, end - row * pieces)
+            gates, ups = gate_up + 2 * row * width * size, gate_up + (2 * row + 1) * width * size
+            for i in range(first * 16, last * 16, 16):
+                gate, up = tload(gates, i, width - i, bf16), tload(ups, i, width - i, bf16)
+                tstore(out + row * width * size, i, vmul(vsilu(gate), up), width - i, bf16)
+            unit += last - first
 
     return silu_mul
 

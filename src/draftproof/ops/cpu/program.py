@@ -111,10 +111,7 @@ class Recorder:
             raise DraftproofError("a captured pass must return what one of its ops returned")
         self.buffers[found[0]].last_use = len(self.calls)
         places, size = place(
-            [
-                (b.tensor.numel() * b.tensor.element_size(), b.born, b.last_use)
-                for b in self.buffers
-            ]
+            [(b.tensor.numel() * b.tensor.element_size(), b.born, b.last_use) for b in self.buffers]
         )
         arena = aligned_bytes(size)
         for call, word, buffer, offset in self._uses:

@@ -193,10 +193,14 @@ first_one = _op(_i64, (_i64,), lambda b, a: _llvm("llvm.cttz.i64", I64, [I64, I1
 # Integers (32 bits a lane).
 isplat = _op(I, (_i64,), lambda b, a: splat_value(b, b.trunc(a[0], I32), VI))
 iload = _op(I, (_i64,), lambda b, a: load_value(b, a[0], VI))
+iload_u16 = _op(I, (_i64,), lambda b, a: b.zext(load_value(b, a[0], VH), VI))
+iload_u16_n = _op(I, (_i64, _i64), lambda b, a: b.zext(_masked_load(b, a[0], a[1], VH, "v16i16"), VI))
 istore = _op(types.void, (_i64, I), lambda b, a: _store(b, a[0], a[1]))
 iadd = _op(I, (I, I), lambda b, a: b.add(a[0], a[1]))
 ixor = _op(I, (I, I), lambda b, a: b.xor(a[0], a[1]))
 iand = _op(I, (I, I), lambda b, a: b.and_(a[0], a[1]))
+ior = _op(I, (I, I), lambda b, a: b.or_(a[0], a[1]))
+ieq = _op(M, (I, I), lambda b, a: b.icmp_signed("==", a[0], a[1]))
 ishl = _op(I, (I, I), lambda b, a: b.shl(a[0], a[1]))
 ishr = _op(I, (I, I), lambda b, a: b.ashr(a[0], a[1]))
 igt = _op(M, (I, I), lambda b, a: b.icmp_signed(">", a[0], a[1]))
@@ -216,7 +220,6 @@ imul = _op(I, (I, I), lambda b, a: b.mul(a[0], a[1]))
 imul_high = _op(I, (I, I), _mul_high)
 
 
-
 def _interleave(start: int) -> Any:
     lanes = [start + i // 2 + (LANES if i % 2 else 0) for i in range(LANES)]
     index = ir.Constant(ir.VectorType(I32, LANES), lanes)
@@ -225,6 +228,11 @@ def _interleave(start: int) -> Any:
 
 interleave_low = _op(I, (I, I), _interleave(0))  # a0 b0 a1 b1 ... a7 b7
 interleave_high = _op(I, (I, I), _interleave(LANES // 2))
+
+# The upper halves of the lanes, stored as 16 bits each: bf16 by truncation.
+istore_high = _op(
+    types.void, (_i64, I), lambda b, a: _store(b, a[0], b.trunc(b.lshr(a[1], _const(VI, 16)), VH))
+)
 
 # Doubles, for sums over a vocabulary.
 dzero = _op(D, (_i64,), lambda b, a: ir.Constant(VD, [0.0] * LANES))
