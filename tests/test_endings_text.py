@@ -210,3 +210,20 @@ def test_a_stream_ends_where_the_answer_ends(llms):
             assert "".join(e.text for e in events) == whole.text
             assert events[-1].finish_reason == whole.finish_reason
             assert events[-1].stop_reason == whole.stop_reason
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 7])
+def test_a_stream_tells_its_error(llms, at):
+    """Also when the step that failed had no token to tell it with."""
+
+    def fails(tokens, row):
+        if len(tokens) == 2 + at:
+            raise ValueError("enough")
+        return row
+
+    for llm in llms:
+        events = list(llm.stream("ab", params(logits_processors=[fails], ignore_eos=True)))
+        assert events[-1].finish_reason == "error" and "enough" in events[-1].error
+        assert len([e for e in events if e.token_id is not None]) == at
+        whole = llm.generate("ab", params(logits_processors=[fails], ignore_eos=True))[0].outputs[0]
+        assert "".join(e.text for e in events) == whole.text

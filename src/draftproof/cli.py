@@ -165,11 +165,12 @@ def _show(events: Iterator[TokenEvent], console: Console) -> Shown:
     with contextlib.suppress(KeyboardInterrupt):
         for event in events:
             begin = begin or time.perf_counter()
-            style = STYLES[event.provenance.partition(":")[0]]
+            style = STYLES.get(event.provenance.partition(":")[0], "")
             console.print(Text(event.text, style=style), end="")
             shown.text += event.text
-            shown.token_ids.append(event.token_id)
-            shown.logprobs.append(event.logprobs)
+            if event.token_id is not None:
+                shown.token_ids.append(event.token_id)
+                shown.logprobs.append(event.logprobs)
             shown.seconds = time.perf_counter() - begin
             shown.finish_reason, shown.error = event.finish_reason, event.error
     console.print()

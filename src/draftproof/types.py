@@ -192,7 +192,7 @@ class TokenEvent:
     """One committed token of a stream. `text` is what became certain with it; all of them make the answer."""
 
     index: int  # which of the n answers
-    token_id: int
+    token_id: int | None  # None: the answer ended without another token, by an error
     text: str
     provenance: str
     logprobs: dict[int, Logprob] | None

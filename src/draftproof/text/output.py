@@ -45,15 +45,19 @@ class OutputBuilder:
         return self.output.finish_reason is not None
 
     def feed(self, step: StepOutput) -> list[TokenEvent]:
-        """Take a step's tokens; one event for each that counts."""
+        """Take a step's tokens; one event for each that counts, and one for an end that has none."""
         shown = self._show(step)
         kept = len(shown)
         self._count(step, kept)
         lines = logprob_maps((step.logprobs or [])[:kept], self.tokenizer)
         origins = provenance(step)[:kept]
         self._add(step, kept, lines, origins)
+        before = len(self.output.text)
         self._end(step, shown)
         out = self.output
+        if self.finished and not shown:
+            text, reason = out.text[before:], out.finish_reason
+            return [TokenEvent(out.index, None, text, "", None, True, reason, out.stop_reason, out.error)]
         return [
             TokenEvent(
                 index=out.index,
@@ -102,9 +106,7 @@ class OutputBuilder:
             before = len(self.output.token_ids)
             self.output.drafts.extend(d for d in step.drafts if d.position < before + kept or not d.accepted)
 
-    def _add(
-        self, step: StepOutput, kept: int, lines: list[dict[int, Logprob]], origins: list[str]
-    ) -> None:
+    def _add(self, step: StepOutput, kept: int, lines: list[dict[int, Logprob]], origins: list[str]) -> None:
         out = self.output
         out.token_ids.extend(step.token_ids[:kept])
         out.provenance.extend(origins)
