@@ -133,10 +133,11 @@ class Engine:
     def strategy_of(self, params: SamplingParams) -> Strategy:
         """The strategy that a request with these params gets; RequestError if it names none."""
         name = params.speculation.verify_strategy or self.strategy_name
-        try:
-            return self._strategy(name)
-        except ConfigError as error:
-            raise RequestError(str(error), "speculative") from error
+        if name != self.strategy_name and name not in STRATEGIES:  # a request never names code to import
+            raise RequestError(
+                f"unknown verify_strategy {name!r}: {nearest(str(name), STRATEGIES)}", "speculative"
+            )
+        return self._strategy(name)
 
     def describe(self) -> str:
         """One line for people: what runs, where, who guesses and who judges."""
@@ -161,17 +162,11 @@ class Engine:
     def add(self, request: Request) -> None:
         max_length = self.check(request)
         wish, spec = request.params.speculation, self.config.speculative
-        name = wish.verify_strategy or self.strategy_name
-        if name != self.strategy_name and name not in STRATEGIES:  # a request never names code to import
-            raise RequestError(
-                f"unknown verify_strategy {name!r}: {nearest(str(name), STRATEGIES)}", "speculative"
-            )
-        strategy = self._strategy(name)
         limit = 0
         if self.loop.proposer and wish.enabled:
             limit = wish.num_speculative_tokens or self.limits.speculative_tokens
         budget = DraftBudget(limit, spec.adaptive if spec else False)
-        sequence = Sequence(request, strategy, budget, max_length)
+        sequence = Sequence(request, self.strategy_of(request.params), budget, max_length)
         self._sequences[request.id] = sequence
         self.loop.scheduler.waiting.append(sequence)
 

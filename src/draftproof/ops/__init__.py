@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from draftproof.errors import ConfigError
 from draftproof.registry import lookup
 
 BACKENDS = {
