@@ -1,0 +1,332 @@
+"""Each strategy's rules on scripted logits, the acceptance policies, and strategies mixed in one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.config import SpeculativeConfig
+from draftproof.errors import ConfigError
+from draftproof.ops import STREAM_SAMPLE
+from draftproof.sampling_params import SamplingParams
+from draftproof.verify import STRATEGIES
+from draftproof.verify.sampler import Sampler
+from scripted import OPS, Result, decide, seated, strategy, windows_of
+from tiny import engine, request, run
+
+V = 16
+COLD = SamplingParams(temperature=0, max_tokens=20)
+HOT = SamplingParams(temperature=1.0, max_tokens=20)
+every = pytest.mark.parametrize("name", STRATEGIES)
+
+
+def ranked(*rows: list[int], gap: float = 3.0) -> Tensor:
+    """Logits rows whose best tokens are those named, in that order, `gap` apart; the rest far below."""
+    out = torch.full((len(rows), V), -40.0) + 0.01 * torch.arange(V)
+    for line, tokens in zip(out, rows, strict=True):
+        for place, token in enumerate(tokens):
+            line[token] = 5.0 - gap * place
+    return out
+
+
+def noise(rows: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn((rows, V), generator=torch.Generator().manual_seed(seed))
+
+
+def accepted(result: Result) -> list[int]:
+    return result.sampled.verdict.num_accepted.tolist()
+
+
+# --- the rules ------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("right", range(5))
+def test_leading_drafts_stand_and_one_token_follows(name: str, right: int) -> None:
+    """Four drafts of which the first `right` are the model's: those, then the model's own next token."""
+    best = [3, 8, 2, 11, 6]
+    draft = best[:right] + [9] * (4 - right)
+    result = decide(ranked(*([b] for b in best), gap=40), [draft], COLD, name)
+    assert result.tokens == [best[: right + 1]]
+    assert accepted(result) == [right]
+
+
+@every
+def test_no_drafts_is_plain_decoding(name: str) -> None:
+    result = decide(ranked([3], [4], gap=40), [[], []], COLD, name)
+    assert result.tokens == [[3], [4]] and accepted(result) == [0, 0]
+
+
+@every
+def test_a_right_draft_after_a_wrong_one_does_not_stand(name: str) -> None:
+    result = decide(ranked([3], [8], [2], gap=40), [[9, 8]], COLD, name)
+    assert result.tokens == [[3]]
+
+
+def test_target_match_takes_the_sample_of_every_row() -> None:
+    logits = noise(400)
+    seeds = list(range(100))
+    keys = torch.tensor(seeds).repeat_interleave(4)
+    sample = OPS.gumbel_argmax(logits, keys, torch.arange(4).repeat(100), STREAM_SAMPLE).view(100, 4)
+    drafts = sample[:, :3].clone()
+    drafts[::2, 1] = (drafts[::2, 1] + 1) % V
+    result = decide(logits, drafts.tolist(), HOT, seeds=seeds)
+    for i, (got, want) in enumerate(zip(result.tokens, sample.tolist(), strict=True)):
+        assert got == (want if i % 2 else want[:2])
+
+
+def test_greedy_ignores_the_temperature() -> None:
+    logits = noise(40)
+    best = logits.argmax(-1).view(10, 4)
+    result = decide(logits, best[:, :3].tolist(), HOT, "greedy")
+    assert result.tokens == best.tolist()
+
+
+def test_rejection_at_temperature_0_is_greedy() -> None:
+    """With drafts that are certain, with drafts that report a law, right and wrong ones."""
+    logits = noise(400)
+    drafts = logits.argmax(-1).view(100, 4)[:, :3].clone()
+    drafts[::3, 0] = 5
+    drafts[::4, 2] = 6
+    probs = torch.softmax(noise(300, seed=1), -1).view(100, 3, V)
+    want = decide(logits, drafts.tolist(), COLD, "greedy").tokens
+    assert decide(logits, drafts.tolist(), COLD, "rejection").tokens == want
+    assert decide(logits, drafts.tolist(), COLD, "rejection", probs=probs).tokens == want
+
+
+def test_rejection_takes_a_certain_draft_as_one_of_probability_1() -> None:
+    logits, drafts = noise(400), torch.randint(0, V, (100, 3), generator=torch.Generator().manual_seed(1))
+    one_hot = torch.nn.functional.one_hot(drafts, V).float()
+    result = decide(logits, drafts.tolist(), HOT, "rejection", probs=one_hot)
+    assert result.tokens == decide(logits, drafts.tolist(), HOT, "rejection").tokens
+    assert 0 < sum(accepted(result)) < 300
+
+
+def test_rejection_keeps_every_draft_when_both_laws_agree() -> None:
+    logits = noise(400)
+    probs = logits.softmax(-1).view(100, 4, V)[:, :3]
+    drafts = logits.argmax(-1).view(100, 4)[:, :3]
+    assert accepted(decide(logits, drafts.tolist(), HOT, "rejection", probs=probs)) == [3] * 100
+
+
+def test_rejection_never_keeps_what_the_target_never_says() -> None:
+    """And what replaces it has more probability with the target than with the drafter."""
+    logits = noise(200)
+    probs = torch.softmax(noise(100, seed=2), -1).view(100, 1, V)
+    params = SamplingParams(max_tokens=20, top_k=3)
+    drafts = logits.view(100, 2, V)[:, 0].argmin(-1, keepdim=True)
+    result = decide(logits, drafts.tolist(), params, "rejection", probs=probs)
+    assert accepted(result) == [0] * 100
+    kept = torch.softmax(result.sampled.processed[::2], -1)
+    for i, (token,) in enumerate(result.tokens):
+        assert kept[i, token] > probs[i, 0, token]
+
+
+# --- topp -----------------------------------------------------------------------------------------------
+
+
+def topp(logits: Tensor, draft: list[int], params: SamplingParams = COLD, **options: Any) -> Result:
+    return decide(logits, [draft], params, strategy("topp", **options))
+
+
+def test_topp_accepts_what_is_in_the_nucleus() -> None:
+    flat = ranked([3, 4, 5, 6], [1], gap=0.1)  # four tokens of nearly a quarter each
+    inside = {
+        token: accepted(topp(flat, [token], SamplingParams(max_tokens=9, top_p=0.6), verify_window=0))[0]
+        for token in range(V)
+    }
+    assert [token for token, stood in inside.items() if stood] == [3, 4, 5]
+    greedy = SamplingParams(temperature=0, max_tokens=9, top_p=0.6)
+    assert [t for t in range(V) if accepted(topp(flat, [t], greedy, verify_window=0)) == [1]] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("limit", (1, 2, 3, 7, 11, 1000))
+def test_topp_takes_any_max_candidate_len(limit: int) -> None:
+    flat = ranked([3, 4, 5, 6], [1], gap=0.1)
+    stood = [
+        t for t in range(V) if accepted(topp(flat, [t], max_candidate_len=limit, verify_window=0)) == [1]
+    ]
+    assert stood[:4] == [3, 4, 5, 6][:limit] if limit <= 4 else len(stood) == min(limit, V)
+
+
+def test_topp_verify_window() -> None:
+    """The second best stands outside the nucleus if the next `verify_window` drafts are the best."""
+    rows = ranked([3, 4], [8, 1], [2, 1], [11, 1], [6])
+    narrow = {"max_candidate_len": 1}
+    assert accepted(topp(rows, [4, 8, 2, 11], **narrow)) == [4]
+    assert accepted(topp(rows, [4, 8, 1, 11], **narrow)) == [0]  # the second follower is not the best
+    assert accepted(topp(rows, [4, 8, 5, 11], **narrow, verify_window=1)) == [2]
+    assert accepted(topp(rows, [4, 8, 2, 11], **narrow, verify_window=3)) == [4]
+    assert accepted(topp(rows, [4, 8, 2, 1], **narrow, verify_window=3)) == [0]
+    assert accepted(topp(rows, [4, 8, 2, 11], **narrow, verify_window=0)) == [0]
+    assert accepted(topp(rows, [4, 8, 2, 11], **narrow, verify_window=4)) == [0]  # there is no fourth
+    assert accepted(topp(rows, [5, 8, 2, 11], **narrow)) == [0]  # the third best never
+    assert accepted(topp(rows[:2], [4], **narrow)) == [0]  # the last draft has no followers
+
+
+def test_topp_options_of_the_engine() -> None:
+    spec = {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": 3, "verify_window": 1}
+    assert engine(speculative=spec).strategy.options == {"max_candidate_len": 3, "verify_window": 1}
+    with pytest.raises(ConfigError, match="max_candidate_len"):
+        engine(speculative={**spec, "max_candidate_length": 3})
+    with pytest.raises(ConfigError, match="target_match"):  # not an option of this strategy
+        engine(speculative={**spec, "verify_strategy": "target_match"})
+
+
+# --- policies -------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("params", (COLD, HOT), ids=("cold", "hot"))
+def test_accept_all(name: str, params: SamplingParams) -> None:
+    """Every draft stands, the model decides the token after them, an end token among them ends."""
+    logits = ranked(*([i] for i in (3, 8, 2, 11)), gap=40)
+    result = decide(logits, [[9, 9, 9]], params, name, policy={"accept_policy": "accept_all"})
+    assert result.tokens == [[9, 9, 9, 11]] and accepted(result) == [3]
+    result = decide(logits, [[9, 7, 9]], params, name, policy={"accept_policy": "accept_all"}, eos=(7,))
+    assert result.tokens == [[9, 7]] and result.committed.stopped.tolist() == [True]
+
+
+@every
+def test_reject_all(name: str) -> None:
+    """No draft stands, not even a right one; the token is that of plain decoding, an end token too."""
+    logits = ranked([3], [8], gap=40)
+    result = decide(logits, [[3]], COLD, name, policy={"accept_policy": "reject_all"}, eos=(3,))
+    assert result.tokens == [[3]] and accepted(result) == [0] and result.committed.stopped.tolist() == [True]
+
+
+def test_reject_all_samples_as_if_nothing_was_drafted() -> None:
+    logits = noise(100)
+    plain = decide(logits, [[]] * 100, HOT).tokens
+    again = logits.repeat_interleave(2, 0)
+    for name in ("target_match", "rejection"):
+        got = decide(again, [[5]] * 100, HOT, name, policy={"accept_policy": "reject_all"}).tokens
+        assert got == plain
+
+
+def synthetic(policy: dict[str, Any], count: int = 6000, k: int = 4) -> Tensor:
+    logits = torch.zeros((1, V)).expand(count * (k + 1), V)
+    policy = {"accept_policy": "synthetic", **policy}
+    result = decide(logits, [[9] * k] * count, COLD, policy=policy, seeds=range(count))
+    return result.sampled.verdict.num_accepted
+
+
+def test_synthetic_rates_are_reached() -> None:
+    """6000 windows: each conditional rate within four standard errors; and the same again."""
+    rates = (0.9, 0.6, 0.3, 0.5)
+    num = synthetic({"synthetic_acceptance_rates": rates})
+    for place, rate in enumerate(rates):
+        reached, stood = int((num >= place).sum()), int((num > place).sum())
+        assert abs(stood / reached - rate) < 4 * (rate * (1 - rate) / reached) ** 0.5
+    assert torch.equal(num, synthetic({"synthetic_acceptance_rates": rates}))
+
+
+@pytest.mark.parametrize("length", (1.0, 1.7, 3.0, 4.9, 5.0))
+def test_synthetic_length_is_reached(length: float) -> None:
+    num = synthetic({"synthetic_acceptance_length": length})
+    assert abs(float((num + 1).float().mean()) - length) < 0.1
+
+
+def test_synthetic_rates_0_and_1_are_exact_and_an_end_still_ends() -> None:
+    assert set(synthetic({"synthetic_acceptance_rates": (1, 1, 0, 1)}, 500).tolist()) == {2}
+    logits = ranked([3], [8], [2], gap=40)
+    policy = {"accept_policy": "synthetic", "synthetic_acceptance_rates": (1.0, 1.0)}
+    assert decide(logits, [[9, 7]], COLD, policy=policy, eos=(9,)).tokens == [[9]]
+
+
+def test_synthetic_in_the_engine_reaches_its_length() -> None:
+    spec = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "accept_policy": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+        "adaptive": False,
+    }
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    runs = [run(engine(speculative=spec), [request(i, params) for i in range(8)]) for _ in range(2)]
+    steps = [s for r in runs[0].values() for s in r.steps if s.num_draft == 3]
+    mean = sum(s.num_accepted + 1 for s in steps) / len(steps)
+    assert len(steps) > 200 and abs(mean - 2.5) < 0.25
+    assert [r.token_ids for r in runs[0].values()] == [r.token_ids for r in runs[1].values()]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    (
+        {"accept_policy": "acept_all"},
+        {"accept_policy": "synthetic"},
+        {"accept_policy": "synthetic", "synthetic_acceptance_length": 9},
+        {"accept_policy": "synthetic", "synthetic_acceptance_rates": (0.5,)},
+        {"accept_policy": "normal", "synthetic_acceptance_length": 2},
+    ),
+    ids=str,
+)
+def test_policies_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 4, **bad})
+
+
+# --- one batch, many strategies ---------------------------------------------------------------------------
+
+
+def test_mixed_strategies_equal_each_alone() -> None:
+    """60 windows of 0 to 3 drafts, four strategies in turn, hot and cold: as if each ran by itself."""
+    counts = [i % 4 for i in range(60)]
+    logits = noise(sum(counts) + 60, scale=2.0)
+    best = logits.argmax(-1)
+    made = [strategy(name) for name in STRATEGIES]
+    judges = [made[i // 2 % len(made)] for i in range(60)]
+    params = [HOT if i % 3 else COLD for i in range(60)]
+    starts = [sum(counts[:i]) + i for i in range(60)]
+    drafts = [best[s : s + c].tolist() for s, c in zip(starts, counts, strict=True)]
+    probs = torch.softmax(noise(180, seed=4), -1).view(60, 3, V)
+    together = decide(logits, drafts, params, judges, probs=probs, seeds=range(60))
+    for i in range(60):
+        rows = logits[starts[i] : starts[i] + counts[i] + 1]
+        mine = probs[i : i + 1, : max(counts[i], 1)]
+        alone = decide(rows, [drafts[i]], params[i], judges[i], probs=mine, seeds=[i])
+        assert together.tokens[i] == alone.tokens[0], f"window {i} of {type(judges[i]).__name__}"
+    assert len({tuple(t) for t in together.tokens}) > 30
+
+
+def test_mixed_strategies_in_the_engine() -> None:
+    """Per request, by name, in one engine: as in an engine of their own."""
+    base = {"method": "ngram", "num_speculative_tokens": 3}
+
+    def ask(i: int, name: str | None) -> Any:
+        wish = {"verify_strategy": name} if name else None
+        return request(i, SamplingParams(temperature=0.8, max_tokens=24, speculative=wish))
+
+    names = list(STRATEGIES)
+    mixed = run(engine(speculative=base), [ask(i, names[i]) for i in range(len(names))])
+    for i, name in enumerate(names):
+        alone = run(engine(speculative={**base, "verify_strategy": name}), [ask(i, None)])
+        assert mixed[str(i)].same() == alone[str(i)].same(), name
+
+
+def test_control_the_strategies_do_differ() -> None:
+    """The batch above would not show a mix-up if all strategies decided alike."""
+    logits, drafts = noise(400, scale=2.0), [[i % V] * 3 for i in range(100)]
+    results = {name: decide(logits, drafts, HOT, name).tokens for name in STRATEGIES}
+    for a in results:
+        assert all(results[a] != results[b] for b in results if b != a)
+
+
+@every
+def test_what_lies_beyond_the_last_draft_is_never_read(name: str) -> None:
+    """Slack of the draft columns poisoned with ids below and beyond the vocabulary: the same verdict."""
+    logits = noise(5)
+    answers = []
+    for poison in (-(2**40), -1, 0, V, 2**40):
+        slots = seated([request(i, HOT, 3) for i in range(2)], 4, V)
+        draft = torch.full((2, 4), poison)
+        draft[0, :2], draft[1, :1] = torch.tensor([3, 4]), 5
+        windows = windows_of(slots, (draft, torch.tensor([2, 1])))
+        verdict = Sampler(OPS, None)(logits, windows, [strategy(name)] * 2).verdict
+        answers.append(
+            [line[:n] for line, n in zip(verdict.tokens.tolist(), verdict.num_out.tolist(), strict=True)]
+        )
+    assert all(answer == answers[0] for answer in answers)

@@ -1,0 +1,311 @@
+"""The defects of another engine's speculative decoding, one test each, so that none of them comes here.
+
+From shared/reference/fastdeploy.md, sections 1.2, 1.3, 2.5 to 2.8, 3.2, 4 and 9.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.engine.slots import Slots
+from draftproof.errors import ConfigError
+from draftproof.metrics import SpecStats
+from draftproof.propose.history import History
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import Request
+from draftproof.verify import STRATEGIES
+from scripted import CPU, OPS, decide, simulate, strategy
+from test_verify import COLD, HOT, V, accepted, noise, ranked
+from tiny import engine, prompt, request, run
+
+# --- 2.5: verification ------------------------------------------------------------------------------------
+
+
+def test_skipped_position_after_bulk_accept() -> None:
+    """2.5(1): K=5, window 2; row 0 takes the fallback, rows 1 and 2 match, row 3 must reject: 4 tokens."""
+    rows = ranked([3, 4], [8], [2], [11], [6], [5], gap=40.0)
+    rows[0, 4] = 4.5
+    result = decide(rows, [[4, 8, 2, 9, 6]], COLD, strategy("topp", max_candidate_len=1))
+    assert result.tokens == [[4, 8, 2, 11]] and accepted(result) == [3]
+
+
+def test_fallback_is_alive_and_not_fooled_by_token_0() -> None:
+    """2.5(2): in a nucleus of one, the real second best stands; token 0, far down the row, does not."""
+    rows = ranked([3, 4], [8], [2], [6])
+    params = SamplingParams(max_tokens=9, top_p=0.5)
+    assert accepted(decide(rows, [[4, 8, 2]], params, "topp")) == [3]
+    assert accepted(decide(rows, [[0, 8, 2]], params, "topp")) == [0]
+
+
+@pytest.mark.parametrize("top_p", (0.3, 0.9, 0.999, 1.0))
+def test_candidate_set_is_never_empty_on_flat_distributions(top_p: float) -> None:
+    """2.5(3): the mass of 5 candidates never reaches top_p; the best still stands, sampling still samples."""
+    flat = noise(400, scale=1e-3)
+    best = flat.argmax(-1).view(200, 2)[:, :1]
+    params = SamplingParams(max_tokens=9, top_p=top_p)
+    result = decide(flat, best.tolist(), params, "topp")
+    assert accepted(result) == [1] * 200
+    bonus = {line[1] for line in result.tokens}
+    assert len(bonus) > 5, "the token after it is drawn, not always the best"
+
+
+def test_topp_sampling_is_renormalised_over_what_was_kept() -> None:
+    """2.5(4): three candidates kept of a larger nucleus; each as often as its share of their mass."""
+    row = ranked([3, 4, 5, 6, 7], gap=0.4)
+    kept = torch.softmax(row[0, [3, 4, 5]].double(), -1)
+    judge = strategy("topp", max_candidate_len=3)
+    params = SamplingParams(max_tokens=9, top_p=0.95)
+    count = 6000
+    tokens = [
+        t[0] for t in decide(row.expand(count, V), [[]] * count, params, judge, seeds=range(count)).tokens
+    ]
+    counts = [tokens.count(t) for t in (3, 4, 5)]
+    assert sum(counts) == count
+    assert stats.chisquare(counts, [float(p) * count for p in kept]).pvalue > 1e-3
+    # the defect: u scaled by top_p instead of the kept mass, so the last candidate is clipped
+    clipped = [float(p) for p in kept * torch.tensor([1.0, 1.0, 0.7])]
+    assert stats.chisquare(counts, [p / sum(clipped) * count for p in clipped]).pvalue < 1e-3
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_noise_depends_on_the_seed_and_not_on_slot_or_batch(name: str) -> None:
+    """2.5(5): other neighbours, another slot, another call: the same token. Another seed: other tokens."""
+    rows = noise(40)
+    seeds = list(range(40))
+    together = decide(rows, [[]] * 40, HOT, name, seeds=seeds).tokens
+    backwards = decide(rows.flip(0), [[]] * 40, HOT, name, seeds=seeds[::-1]).tokens
+    assert together == backwards[::-1]
+    assert [decide(rows[i : i + 1], [[]], HOT, name, seeds=[i]).tokens[0] for i in range(40)] == together
+    if name != "greedy":
+        assert decide(rows, [[]] * 40, HOT, name, seeds=[s + 1000 for s in seeds]).tokens != together
+
+
+def test_seeds_do_not_depend_on_step_boundaries() -> None:
+    """2.5(6): the same request and seed with no drafts, and with windows of every length: one text."""
+    table = noise(V, scale=2.0)
+    params = SamplingParams(max_tokens=12)
+
+    def often_wrong(last, seeds, positions):  # type: ignore[no-untyped-def]
+        token = OPS.gumbel_argmax(table[last] + noise(V, seed=9)[last], seeds, positions, 0)
+        return token, torch.nn.functional.one_hot(token, V).float()
+
+    plain = simulate(table, params, strategy("target_match"), None, count=50, k=1)
+    for k in (1, 2, 3, 5, 8):
+        assert torch.equal(
+            simulate(table, params, strategy("target_match"), often_wrong, count=50, k=k), plain
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 5.0}),
+    ids=str,
+)
+def test_penalties_count_the_drafts_inside_the_window(options: dict[str, float]) -> None:
+    """2.5(7): 3 is drafted first, so at the next row 3 is penalised, as it is once committed."""
+    params = SamplingParams(temperature=0, max_tokens=9, **options)
+    rows = ranked([3, 8], [3, 8], [2], gap=1.0)
+    result = decide(rows, [[3, 3]], params)
+    assert result.tokens == [[3, 8]]
+    committed = decide(rows[1:2], [[]], params, prompt=[1, 3]).sampled.processed
+    if "repetition_penalty" in options:  # counts the prompt too, so the committed case is easy to make
+        assert torch.equal(result.sampled.processed[1], committed[0])
+
+
+def test_more_windows_than_any_block_has_threads() -> None:
+    """2.1 and 2.5(7): slots beyond 512, rows beyond 1024: every one is decided, penalties too."""
+    count = 1500
+    best = (torch.arange(2 * count) * 7) % V
+    rows = torch.nn.functional.one_hot(best, V).float() * 9
+    params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=1.0)
+    result = decide(rows, best.view(count, 2)[:, :1].tolist(), params)
+    assert result.tokens == best.view(count, 2).tolist()
+
+
+def test_length_is_not_over_counted_on_eos() -> None:
+    """2.5(9): an accepted EOS ends the window: no reserved bonus, no stale token, length to match."""
+    rows = ranked([3], [7], [2], [11], gap=40)
+    result = decide(rows, [[3, 7, 2]], COLD, eos=(7,))
+    assert result.tokens == [[3, 7]]
+    assert result.committed.num_out.tolist() == [2] and result.committed.stopped.tolist() == [True]
+    columns = result.slots.columns
+    assert columns.length.tolist() == [3] and columns.tokens[0, :3].tolist() == [1, 3, 7]
+    assert int(columns.tokens[0, 3]) < 0, "nothing is written beyond the end"
+
+
+# --- 1.2, 1.3: state ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", (1, 2, 3, 4))
+def test_last_token_at_the_limit_is_not_overwritten_with_eos(limit: int) -> None:
+    """1.3(6): max_tokens=N gives N real tokens."""
+    rows = ranked([3], [8], [2], [11], gap=40)
+    params = SamplingParams(temperature=0, max_tokens=limit)
+    result = decide(rows, [[3, 8, 2]], params, eos=(7,))
+    assert result.tokens == [[3, 8, 2, 11][:limit]]
+    assert result.committed.full.tolist() == [True] and result.committed.stopped.tolist() == [False]
+
+
+@pytest.mark.parametrize("room", (1, 2, 3, 4))
+def test_history_is_written_up_to_max_model_len(room: int) -> None:
+    """1.3(6): at the exact boundary every token is in the history, none is dropped, none is beyond."""
+    rows = ranked([3], [8], [2], [11], gap=40)
+    result = decide(rows, [[3, 8, 2]], SamplingParams(temperature=0, max_tokens=None), max_len=1 + room)
+    columns = result.slots.columns
+    assert columns.tokens[0, 1 : 1 + room].tolist() == [3, 8, 2, 11][:room] == result.tokens[0]
+    assert columns.length.tolist() == [1 + room]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_stop_token_ends_in_its_own_step(place: int) -> None:
+    """2.7: the last accepted token and the bonus are checked too, not one step later."""
+    best = [3, 8, 2, 11]
+    params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[best[place]])
+    result = decide(ranked(*([b] for b in best), gap=40), [best[:3]], params)
+    assert result.tokens == [best[: place + 1]] and result.committed.stopped.tolist() == [True]
+
+
+def test_a_request_does_not_inherit_what_its_slot_held() -> None:
+    """1.2(c): every column is the new request's own: seed, limits, penalties, end tokens."""
+    old = SamplingParams(
+        temperature=0.3,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.5,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        min_tokens=5,
+        max_tokens=7,
+        stop_token_ids=[4, 5, 6],
+    )
+    used, fresh = Slots(1, 64, 3, 4, V, CPU), Slots(1, 64, 3, 4, V, CPU)
+    used.stand(used.sit(request(0, old, 5, seed=77), [1, 2], 30))
+    asked = request(1, SamplingParams(), 3, seed=5)
+    for slots in (used, fresh):
+        slots.sit(asked, [3], 9)
+    for name in used.columns.__dataclass_fields__:
+        if name not in ("tokens", "page_table"):  # append-only, read up to their length
+            assert torch.equal(getattr(used.columns, name), getattr(fresh.columns, name)), name
+
+
+def test_a_request_cannot_be_made_without_a_seed() -> None:
+    """1.2(c): it is drawn before the engine sees the request (tests/test_llm.py shows it reported)."""
+    with pytest.raises(TypeError):
+        Request(id="x", prompt_token_ids=[1], params=SamplingParams())  # type: ignore[call-arg]
+
+
+def test_end_tokens_are_each_requests_own() -> None:
+    """1.2(b): one batch, three sets of end tokens, one of them wider than the column was."""
+    slots = Slots(3, 64, 3, 4, 97, CPU)
+    for i, eos in enumerate(((7,), (), tuple(range(20, 40)))):
+        slots.sit(request(i, SamplingParams(), 3, eos_token_ids=eos), [i + 1], 30)
+    held = [{t for t in line if t >= 0} for line in slots.columns.stop_ids.tolist()]
+    assert held == [{7}, set(), set(range(20, 40))]
+    best = {7: ranked([7], gap=40), 3: ranked([3], gap=40)}
+    params = [SamplingParams(temperature=0, stop_token_ids=[t] if t else []) for t in (7, 3, 0)]
+    result = decide(torch.cat([best[7], best[7], best[7]]), [[], [], []], params)
+    assert result.committed.stopped.tolist() == [True, False, False]
+
+
+# --- statistics and configuration ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ("accept_all", "normal"))
+def test_a_placeholder_is_never_counted_as_a_draft(policy: str) -> None:
+    """1.5: windows of 0, 1 and 3 real drafts in columns of width 3: padding neither stands nor counts."""
+    rows = ranked([3], [3], [8], [3], [8], [2], [11], gap=40)
+    drafts = [[], [3], [3, 8, 2]]
+    result = decide(rows, drafts, COLD, policy={"accept_policy": policy})
+    assert accepted(result) == [0, 1, 3]
+    spec = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
+    out = run(engine(speculative=spec), [request(0, SamplingParams(temperature=0, max_tokens=40))])["0"]
+    total = SpecStats()
+    for step in out.steps:
+        total.record(step.num_draft, step.num_accepted, len(step.token_ids))
+        assert step.num_accepted <= step.num_draft <= 5
+        assert len(step.token_ids) <= step.num_draft + 1
+    assert total.num_emitted_tokens == 40
+    assert total.num_draft_tokens == sum(s.num_draft for s in out.steps) < 5 * len(out.steps)
+    assert sum(total.accepted_per_position) == total.num_accepted_tokens
+
+
+def test_acceptance_rate_is_accepted_over_drafted() -> None:
+    """5.2, 5.3: one formula for every method; steps without drafts do not dilute it."""
+    stats_ = SpecStats()
+    for drafted, stood, emitted in ((4, 2, 3), (0, 0, 1), (2, 2, 3)):
+        stats_.record(drafted, stood, emitted)
+    assert stats_.acceptance_rate == 4 / 6 and stats_.acceptance_length == 7 / 3
+    assert stats_.accepted_per_position == [2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("smallest, drafted", ((2, True), (3, False)))
+def test_min_ngram_size_is_honoured(smallest: int, drafted: bool) -> None:
+    """3.2: under the other engine's own key. The last two tokens were seen before, the last three not."""
+    ids = [10, 11, 12, 50, 60, 70, 11, 12]
+    spec = {"method": "ngram", "min_ngram_size": smallest, "max_ngram_size": 4, "num_speculative_tokens": 2}
+    target = engine(speculative=spec)
+    target.add(request(0, SamplingParams(temperature=0, max_tokens=3), prompt_token_ids=ids[:-1]))
+    proposer = target.loop.proposer
+    assert (proposer.smallest, proposer.largest) == (smallest, 4)  # type: ignore[union-attr]
+    history = History(smallest, 4)
+    history.extend(ids)
+    assert (history.find(ids) is not None) == drafted
+
+
+@pytest.mark.parametrize(
+    "key, nearest",
+    (
+        ("verify_stategy", "verify_strategy"),
+        ("num_speculative_token", "num_speculative_tokens"),
+        ("prompt_lookup_maximum", "prompt_lookup_max"),
+    ),
+)
+def test_unknown_keys_are_errors(key: str, nearest: str) -> None:
+    """5.1: and the error names the nearest one."""
+    with pytest.raises(ConfigError, match=nearest):
+        engine(speculative={"method": "ngram", key: 3})
+
+
+def test_conflicting_keys_and_wrong_values_are_errors() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        SpeculativeConfig.parse({"method": "ngram", "max_ngram_size": 3, "prompt_lookup_max": 4})
+    for bad in ({"num_speculative_tokens": 0}, {"num_speculative_tokens": True}, {"accept_policy": "all"}):
+        with pytest.raises(ConfigError):
+            SpeculativeConfig.parse({"method": "ngram", **bad})
+    with pytest.raises(ConfigError, match="ngram"):
+        engine(speculative={"method": "ngrams"})
+    with pytest.raises(ConfigError):
+        EngineConfig.parse("x", {"max_num_seq": 3})
+
+
+def test_speculation_disables_no_option() -> None:
+    """1.6: min_p and logits processors are ignored there; here they rule every row of a window."""
+    rows = ranked([3, 8], [3, 8], [3, 8], gap=1.0)
+
+    def no_threes_after_a_three(tokens, logits):  # type: ignore[no-untyped-def]
+        if tokens[-1] == 3:
+            logits[3] = -torch.inf
+        return logits
+
+    params = SamplingParams(temperature=0, max_tokens=9, logits_processors=[no_threes_after_a_three])
+    assert decide(rows, [[3, 3]], params).tokens == [[3, 8]]
+    sharp = SamplingParams(temperature=1.0, max_tokens=9, min_p=0.9)
+    processed = decide(rows, [[3, 3]], sharp).sampled.processed
+    assert torch.isfinite(processed).sum(-1).tolist() == [1, 1, 1]
+
+
+def test_control_a_bonus_reserved_beforehand_would_be_seen() -> None:
+    """What the over-count looks like: the same window without its end token commits one token more."""
+    rows = ranked([3], [7], [2], [11], gap=40)
+    assert len(decide(rows, [[3, 7, 2]], COLD).tokens[0]) == 4
+    assert len(decide(rows, [[3, 7, 2]], COLD, eos=(7,)).tokens[0]) == 2
+
+
+def test_control_prompts_are_long_enough_to_draft() -> None:
+    spec = {"method": "ngram", "num_speculative_tokens": 5}
+    out = run(engine(speculative=spec), [request(0, SamplingParams(temperature=0, max_tokens=40))])["0"]
+    assert any(step.num_draft for step in out.steps) and len(prompt(0)) == 12
