@@ -1,0 +1,365 @@
+"""Logprobs: what was asked for and nothing else, in a fixed order, from untouched logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.engine.engine import Engine
+from draftproof.errors import RequestError
+from draftproof.sampling_params import SamplingParams
+from draftproof.verify.logprobs import Wanted, logprob_rows
+from opcheck import bits, importable
+from tiny import VOCAB, Record, engine, prompt, request, run
+
+OPS = importable()
+SPEC = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+every = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+both = pytest.mark.parametrize("spec", (None, SPEC), ids=("plain", "drafts"))
+
+
+def one(spec: dict[str, Any] | None = None, index: int = 0, length: int = 12, **options: Any) -> Record:
+    """One greedy request of 24 tokens, unless told otherwise."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, **options})
+    return run(engine(speculative=spec, max_logprobs=-1), [request(index, params, length)])[str(index)]
+
+
+def rows_from_scratch(logits: Tensor, token: int, top: int) -> tuple[list[int], list[float], list[int]]:
+    """The definition, in plain Python."""
+    values = torch.log_softmax(logits.double(), -1).tolist()
+    order = sorted(range(len(values)), key=lambda i: (-float(logits[i]), i))
+    ids = [token, *order[:top]]
+    return ids, [values[i] for i in ids], [1 + order.index(i) for i in ids]
+
+
+# --- the rows -------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("top", (0, 1, 5, 20, 61))
+def test_rows_against_the_definition(ops: Any, top: int) -> None:
+    """Ties on purpose; within 1e-5 of fp64; ids, order and ranks exactly."""
+    logits = 2 * torch.randn((9, 61), generator=torch.Generator().manual_seed(1))
+    logits[1] = logits[1].round()
+    logits[2] = 0.0
+    logits[3, 10:] = -torch.inf
+    tokens = [0, 3, 60, 4, 30, 31, 2, 1, 9]
+    (lines,) = logprob_rows(ops, logits, [Wanted(list(range(9)), tokens, top, ())])
+    for line, row, token in zip(lines, logits, tokens, strict=True):
+        ids, values, ranks = rows_from_scratch(row, token, top)
+        assert line.token_ids == ids and line.ranks == ranks
+        got, want = torch.tensor(line.logprobs).double(), torch.tensor(values).double()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@every
+def test_several_requests_in_one_pass_equal_each_alone(ops: Any) -> None:
+    """None, k = 5, k = 20, named ids: bit for bit what each gets by itself."""
+    logits = torch.randn((12, 61), generator=torch.Generator().manual_seed(2))
+    wanted = [
+        Wanted([0, 1, 2], [5, 6, 7], 0, ()),
+        Wanted([3, 4], [1, 1], 5, ()),
+        Wanted([], [], 3, ()),
+        Wanted([5], [60], 20, ()),
+        Wanted([11, 10, 9], [1, 2, 3], 0, (4, 60, 2)),
+        Wanted([0], [0], 61, ()),
+    ]
+    together = logprob_rows(ops, logits, wanted)
+    assert together == [logprob_rows(ops, logits, [w])[0] for w in wanted]
+    assert [len(lines) for lines in together] == [3, 2, 0, 1, 3, 1]
+    assert [line.token_ids[1:] for line in together[4]] == [[4, 60, 2]] * 3
+
+
+@every
+def test_slack_around_the_rows_is_never_read(ops: Any) -> None:
+    """A buffer larger than what is valid, full of NaN: the same bits, and it is left as it was."""
+    logits = torch.randn((4, 61), generator=torch.Generator().manual_seed(3))
+    buffer = torch.full((40, 61), torch.nan)
+    buffer[[7, 8, 20, 39]] = logits
+    before = bits(buffer)
+    clean = logprob_rows(ops, logits, [Wanted([0, 1, 2, 3], [1, 2, 3, 4], 5, (9,))])
+    assert logprob_rows(ops, buffer, [Wanted([7, 8, 20, 39], [1, 2, 3, 4], 5, (9,))]) == clean
+    assert bits(buffer) == before
+
+
+def test_no_rows_no_work() -> None:
+    class Nothing:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was called")
+
+    assert logprob_rows(Nothing(), torch.zeros(3, 5), []) == []  # type: ignore[arg-type]
+    assert logprob_rows(Nothing(), torch.zeros(3, 5), [Wanted([], [], 5, ())]) == [[]]  # type: ignore[arg-type]
+
+
+# --- what a request asks for ----------------------------------------------------------------------------
+
+
+@both
+def test_none_sampled_top_k_ids_all(spec: dict[str, Any] | None) -> None:
+    """Five different wishes; the tokens are the same, each list has exactly what was asked for."""
+    none = one(spec)
+    assert none.logprobs == [] and all(step.logprobs is None for step in none.steps)
+    full = one(spec, logprobs=-1)
+    assert all(len(line.token_ids) == 1 + VOCAB for line in full.logprobs)
+    for options, width in (
+        ({"logprobs": 0}, 1),
+        ({"logprobs": 1}, 2),
+        ({"logprobs": 5}, 6),
+        ({"logprobs": 20}, 21),
+        ({"logprob_token_ids": [4, 90, 2]}, 4),
+        ({"logprob_token_ids": [4], "logprobs": 0}, 2),
+    ):
+        record = one(spec, **options)
+        assert record.token_ids == none.token_ids
+        assert len(record.logprobs) == len(record.token_ids)
+        for line, whole, token in zip(record.logprobs, full.logprobs, record.token_ids, strict=True):
+            assert len(line.token_ids) == len(line.logprobs) == len(line.ranks) == width
+            assert line.token_ids[0] == token
+            values = dict(zip(whole.token_ids, zip(whole.logprobs, whole.ranks, strict=True), strict=True))
+            assert [values[t] for t in line.token_ids] == list(zip(line.logprobs, line.ranks, strict=True))
+        if "logprob_token_ids" in options:
+            assert all(
+                tuple(line.token_ids[1:]) == tuple(options["logprob_token_ids"]) for line in record.logprobs
+            )
+
+
+@both
+def test_top_5_is_a_prefix_of_top_20_with_ranks_in_order(spec: dict[str, Any] | None) -> None:
+    short, long = one(spec, logprobs=5), one(spec, logprobs=20)
+    for a, b in zip(short.logprobs, long.logprobs, strict=True):
+        assert (a.token_ids, a.logprobs, a.ranks) == (b.token_ids[:6], b.logprobs[:6], b.ranks[:6])
+        assert b.ranks[1:] == list(range(1, 21))
+        assert b.logprobs[1:] == sorted(b.logprobs[1:], reverse=True)
+        assert b.token_ids[0] == b.token_ids[1] and b.ranks[0] == 1  # greedy
+
+
+def test_ties_go_by_id() -> None:
+    """All logits biased to one value: ids ascend, ranks count up, the sampled token is id 0."""
+
+    def flat(tokens: Any, logits: Tensor) -> Tensor:
+        return torch.zeros_like(logits)
+
+    record = one(None, logprobs=5, logits_processors=[flat], logprobs_mode="processed", max_tokens=3)
+    for line in record.logprobs:
+        assert line.token_ids == [0, 0, 1, 2, 3, 4] and line.ranks == [1, 1, 2, 3, 4, 5]
+        assert len(set(line.logprobs)) == 1
+
+
+@both
+def test_all_sums_to_one(spec: dict[str, Any] | None) -> None:
+    for line in one(spec, logprobs=-1, max_tokens=6).logprobs:
+        assert sum(2.718281828459045**x for x in line.logprobs[1:]) == pytest.approx(1, abs=1e-5)
+        assert sorted(line.token_ids[1:]) == list(range(VOCAB))
+
+
+def test_more_than_the_engine_allows_is_refused() -> None:
+    target = engine(max_logprobs=5)
+    for options in (
+        {"logprobs": 6},
+        {"logprobs": -1},
+        {"prompt_logprobs": 6},
+        {"logprob_token_ids": list(range(6))},
+        {"logprob_token_ids": [VOCAB]},
+    ):
+        with pytest.raises(RequestError):
+            target.add(request(0, SamplingParams(**options)))
+    with pytest.raises(RequestError):
+        SamplingParams(logprobs=3, logprob_token_ids=[1])
+    assert not target.has_work
+
+
+# --- prompt logprobs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ("llama", "mistral", "qwen3"))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_prompt_logprobs_feel_no_chunk(name: str, dtype: str) -> None:
+    """Whole, in chunks of 8 and of 17, with company, with drafts: the same bits."""
+    params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=5, logprobs=2)
+    others = [request(i, SamplingParams(max_tokens=9), 20 + i) for i in (1, 2)]
+    wish = request(0, params, 70)
+    records = []
+    for rows, company, spec in ((128, [], None), (8, [], None), (17, others, None), (17, others, SPEC)):
+        target = engine(name, dtype, speculative=spec, max_num_batched_tokens=rows)
+        records.append(run(target, [wish, *company])["0"])
+    for record in records:
+        assert len(record.prompt_logprobs) == 69  # nothing precedes the first token
+        assert [line.token_ids[0] for line in record.prompt_logprobs] == list(wish.prompt_token_ids)[1:]
+        assert record.same() == records[0].same()
+
+
+def test_prompt_logprobs_are_those_of_generation() -> None:
+    """Generate, then send prompt and answer as a prompt: each token has the logprob it was given then."""
+    first = one(None, logprobs=5)
+    ids = [*prompt(0), *first.token_ids]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    again = run(engine(), [request(0, params, prompt_token_ids=ids)])["0"]
+    assert again.prompt_logprobs[len(prompt(0)) - 1 :] == first.logprobs
+
+
+@pytest.mark.parametrize("k", (0, 1, -1))
+def test_prompt_logprobs_kinds(k: int) -> None:
+    record = one(None, prompt_logprobs=k, max_tokens=1)
+    assert {len(line.token_ids) for line in record.prompt_logprobs} == {1 + (VOCAB if k == -1 else k)}
+    assert len(one(None, prompt_logprobs=k, length=1, max_tokens=1).prompt_logprobs) == 0
+
+
+# --- raw and processed --------------------------------------------------------------------------------------
+
+PENALISED = {"temperature": 0.7, "top_k": 10, "repetition_penalty": 1.5, "presence_penalty": 0.5, "seed": 1}
+
+
+@both
+def test_raw_and_processed_in_one_batch(spec: dict[str, Any] | None) -> None:
+    """Per request; each as in an engine by itself."""
+    wishes = [
+        request(i, SamplingParams(max_tokens=20, logprobs=12, logprobs_mode=mode, **PENALISED))
+        for i, mode in enumerate(("raw", "processed", "raw", "processed"))
+    ]
+    together = run(engine(speculative=spec), wishes)
+    for wish in wishes:
+        assert together[wish.id].same() == run(engine(speculative=spec), [wish])[wish.id].same()
+
+
+@both
+def test_raw_is_the_models_own_and_processed_is_what_was_sampled_from(spec: dict[str, Any] | None) -> None:
+    """Raw: as of a request without options, at the same context. Processed: at most top_k tokens."""
+    options = {"max_tokens": 12, "logprobs": -1, **PENALISED}
+    raw, processed = one(spec, **options), one(spec, **options, logprobs_mode="processed")
+    assert raw.token_ids == processed.token_ids
+    ids = [*prompt(0), *raw.token_ids]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    plain = run(engine(max_logprobs=-1), [request(0, params, prompt_token_ids=ids)])["0"].prompt_logprobs
+    assert plain[len(prompt(0)) - 1 :] == raw.logprobs
+    for line in processed.logprobs:
+        finite = [t for t, x in zip(line.token_ids[1:], line.logprobs[1:], strict=True) if x > -1e30]
+        assert len(finite) == 10 and line.token_ids[0] in finite
+        assert sum(2.718281828459045**x for x in line.logprobs[1:11]) == pytest.approx(1, abs=1e-5)
+
+
+def test_temperature_is_divided_by_once() -> None:
+    raw = one(None, logprobs=-1, temperature=0.5, seed=1, max_tokens=8)
+    processed = one(None, logprobs=-1, temperature=0.5, seed=1, max_tokens=8, logprobs_mode="processed")
+    for a, b in zip(raw.logprobs, processed.logprobs, strict=True):
+        assert a.token_ids == b.token_ids
+        want = torch.log_softmax(torch.tensor(a.logprobs[1:]).double() / 0.5, -1)
+        torch.testing.assert_close(torch.tensor(b.logprobs[1:]).double(), want, rtol=1e-4, atol=1e-4)
+
+
+# --- drafts ---------------------------------------------------------------------------------------------
+
+
+def test_draft_records() -> None:
+    """Every draft is there, fallen ones too: who proposed it, for which place, and the model's logprob."""
+    record = one(SPEC, include_draft_logprobs=True, logprobs=-1, max_tokens=60)
+    assert one(SPEC, max_tokens=60).steps[-1].drafts is None
+    done, fell = 0, 0
+    for step in record.steps:
+        assert step.drafts is not None and len(step.drafts) == step.num_draft
+        assert [d.accepted for d in step.drafts] == [i < step.num_accepted for i in range(step.num_draft)]
+        assert step.sources == ["ngram"] * step.num_accepted
+        for i, draft in enumerate(step.drafts):
+            assert draft.position == done + i and draft.source == "ngram" and draft.draft_logprob is None
+            if i <= step.num_accepted and done + i < len(record.token_ids):
+                # the rows up to the first fallen draft have the context of the answer itself
+                line = record.logprobs[done + i]
+                at = line.token_ids.index(draft.token_id, 1)
+                assert draft.target_logprob == line.logprobs[at]
+            if draft.accepted:
+                assert draft.token_id == record.token_ids[done + i]
+            fell += not draft.accepted
+        done += len(step.token_ids)
+    assert done == 60 and fell > 0 and any(step.num_accepted for step in record.steps)
+
+
+def test_draft_logprobs_of_a_proposer_that_samples() -> None:
+    """The drafter's own logprob beside the model's."""
+    spec = {"method": "test_distribution:SampledProposer", "num_speculative_tokens": 2, "adaptive": False}
+    params = {"temperature": 1.0, "seed": 3, "include_draft_logprobs": True}
+    records = [d for s in one(spec, **params).steps for d in s.drafts or ()]
+    law = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2, 0.0]), -1).tolist()
+    own = dict(zip((5, 17, 40, 63, 90, 8), law, strict=True))
+    assert len(records) > 20
+    assert all(d.draft_logprob == pytest.approx(own[d.token_id], abs=1e-5) for d in records)
+    assert all(d.target_logprob is not None and d.target_logprob < 0 for d in records)
+    assert {d.source for d in records} == {"sampled"}
+
+
+# --- cost and control -------------------------------------------------------------------------------------
+
+
+class Counting:
+    """Counts the logits rows that logprob ops were given."""
+
+    def __init__(self, target: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows = {"logsumexp": 0, "rank": 0, "top": 0}
+        for name in self.rows:
+            monkeypatch.setattr(target.ops, name, self._counted(name, getattr(target.ops, name)))
+
+    def _counted(self, name: str, op: Any) -> Any:
+        def call(logits: Tensor, *rest: Any) -> Any:
+            self.rows[name] += len(logits)
+            return op(logits, *rest)
+
+        return call
+
+
+@both
+def test_only_committed_tokens_of_requests_that_asked_cost_anything(
+    spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests, one of which asked: as many rows as it has tokens. None asked: no row at all."""
+    quiet = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5)
+    target = engine(speculative=spec)
+    counting = Counting(target, monkeypatch)
+    run(target, [request(i, quiet) for i in range(3)])
+    assert counting.rows == {"logsumexp": 0, "rank": 0, "top": 0}
+    run(target, [request(0, quiet), request(1, asked), request(2, quiet)])
+    assert counting.rows == {"logsumexp": 24, "rank": 24, "top": 24}
+
+
+@both
+def test_the_models_logits_are_never_changed(
+    spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every option that touches logits is on; what the model returned has the same bits after the step."""
+    target, kept = engine(speculative=spec), []
+    original = target.runner.logits
+
+    def watched(hidden: Tensor) -> Tensor:
+        logits = original(hidden)
+        kept.append((logits, bits(logits)))
+        return logits
+
+    monkeypatch.setattr(target.runner, "logits", watched)
+    params = SamplingParams(
+        max_tokens=20,
+        min_p=0.01,
+        top_p=0.9,
+        frequency_penalty=0.5,
+        logit_bias={5: 3.0},
+        min_tokens=4,
+        logits_processors=[lambda tokens, row: row.mul_(0.9)],
+        logprobs=3,
+        logprobs_mode="processed",
+        **PENALISED,
+    )
+    run(target, [request(i, params) for i in range(2)])
+    assert len(kept) > 5 and all(bits(logits) == before for logits, before in kept)
+
+
+def test_control_a_changed_logit_would_be_seen() -> None:
+    logits = torch.zeros(2, 3)
+    before = bits(logits)
+    logits[1, 2] -= 1e-30
+    assert bits(logits) != before
+
+
+def test_control_raw_and_processed_do_differ() -> None:
+    raw = one(None, logprobs=3, max_tokens=12, **PENALISED)
+    processed = one(None, logprobs=3, max_tokens=12, logprobs_mode="processed", **PENALISED)
+    assert raw.token_ids == processed.token_ids and raw.logprobs != processed.logprobs
