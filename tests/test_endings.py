@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 import proposers
 import tiny
+from draftproof.engine import loop
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request
+from draftproof.types import Request, StepOutput
 from exact import Ask, Company, Where, bits, check_empty, compare, count_errors
 
 K = 8
@@ -275,3 +277,45 @@ def _starts(record):
     for step in record.steps:
         yield at
         at += len(step.token_ids)
+
+
+# --- controls: an engine that ends wrongly is found out -------------------------------------------------
+
+
+def test_control_an_end_looked_for_at_the_windows_end_alone(monkeypatch):
+    seed, answer = stream()
+    request = ask(seed, {"eos_token_ids": (answer[4],)})
+    whole = loop.commit
+
+    def broken(windows, verdict, limit):
+        columns = windows.columns
+        last = verdict.tokens.gather(1, verdict.num_out[:, None] - 1)
+        if not bool((last == columns.stop_ids[windows.slots]).any()):
+            columns = replace(columns, stop_ids=torch.full_like(columns.stop_ids, -1))
+        return whole(replace(windows, columns=columns), verdict, limit)
+
+    monkeypatch.setattr(loop, "commit", broken)
+    with pytest.raises(AssertionError, match="tokens"):
+        both(request, answer)
+
+
+def test_control_an_error_that_takes_the_whole_window(monkeypatch):
+    seed, answer = stream()
+    whole = loop._error_limit
+
+    def broken(windows, sampled):
+        limit = whole(windows, sampled)
+        return torch.where(limit <= windows.num_draft, 0, limit)
+
+    monkeypatch.setattr(loop, "_error_limit", broken)
+    with pytest.raises(AssertionError, match="tokens"):
+        both(ask(seed, logits_processors=[failing_at(4)]), answer)
+
+
+def test_control_counts_that_disagree():
+    step = StepOutput("0", [5, 6], [], None, 1, 1, ["x"], None)
+    assert count_errors("0", tiny.Record(steps=[step]))
+    for wrong in ({"num_draft": 0}, {"num_accepted": 0}, {"token_ids": [5, 6, 7]}, {"drafts": []}):
+        fine = replace(step, logprobs=None)
+        assert not count_errors("0", tiny.Record(steps=[fine]))
+        assert count_errors("0", tiny.Record(steps=[replace(fine, **wrong)]))

@@ -12,6 +12,7 @@ import pytest
 
 import proposers
 from draftproof import LLM, SamplingParams
+from draftproof.text.output import OutputBuilder
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
 FIRST = 10  # the ids 10 to 19 are the pieces; 2 ends a text
@@ -227,3 +228,14 @@ def test_a_stream_tells_its_error(llms, at):
         assert len([e for e in events if e.token_id is not None]) == at
         whole = llm.generate("ab", params(logits_processors=[fails], ignore_eos=True))[0].outputs[0]
         assert "".join(e.text for e in events) == whole.text
+
+
+def test_control_tokens_kept_behind_a_stop_string(llms, monkeypatch):
+    def broken(self, step):
+        return [self._stops.push([self._piece(step, i, token)]) for i, token in enumerate(step.token_ids)]
+
+    stop = answers(llms, ignore_eos=True).text[4:7]
+    assert answers(llms, ignore_eos=True, stop=[stop]).finish_reason == "stop"
+    monkeypatch.setattr(OutputBuilder, "_show", broken)
+    with pytest.raises(AssertionError):
+        answers(llms, ignore_eos=True, stop=[stop])
