@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Ops
-from opcheck import POOL, Paged, assert_close, bits, importable, rows_that_differ
+from draftproof.ops import Heads, Ops, resolve
+from draftproof.ops.torch_any import TorchOps
+from opcheck import CPU, POOL, Paged, assert_close, bits, importable, rows_that_differ
 
 OPS = importable()
 OTHERS = {name: ops for name, ops in OPS.items() if name != "reference"}
@@ -18,6 +21,12 @@ SIZES = (0, 1, 2, 7, 8, 9, 17)
 every = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 others = pytest.mark.parametrize("ops", OTHERS.values(), ids=OTHERS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16"))
+
+
+def test_the_default_backend_is_among_them() -> None:
+    """A backend that does not load is left out above, so the one that users get must not be that one."""
+    if "DRAFTPROOF_TEST_BACKENDS" not in os.environ:
+        assert {"reference", "torch", resolve("auto", CPU).name} <= set(OPS)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -154,6 +163,8 @@ HEADS = {
     "full": Heads(num_q=2, num_kv=2, dim=64, scale=0.125, window=0),
     "window": Heads(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
     "long_window": Heads(num_q=2, num_kv=1, dim=16, scale=0.25, window=70),
+    "smollm2": Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0),
+    "qwen3": Heads(num_q=4, num_kv=1, dim=128, scale=0.09, window=0),
 }
 LENGTHS = [1, 5, 33, 132, 64, 65]
 heads_kinds = pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
@@ -207,6 +218,26 @@ def test_attention(ops: Ops, dtype: torch.dtype, heads: Heads) -> None:
         )
 
 
+@others
+@dtypes
+@pytest.mark.parametrize("page_size", (8, 16, 64))
+@pytest.mark.parametrize("window", (0, 300))
+def test_attention_far_along(ops: Ops, dtype: torch.dtype, page_size: int, window: int) -> None:
+    """Positions beyond every block and split, on each size of page, against the definition; and a verify
+    window there has the bits of its rows taken one by one."""
+    heads = Heads(num_q=4, num_kv=2, dim=64, scale=0.125, window=window)
+    paged = Paged(heads, [700, 3, 517], dtype, page_size)
+    where = [(0, p) for p in range(693, 700)] + [(1, 2)] + [(2, p) for p in range(510, 517)]
+    q = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
+    got = ops.attention(q, paged.rows(where), heads, paged.cache)
+    some = [0, 6, 7, 8, 14]
+    rows = paged.rows([where[i] for i in some])
+    assert_close(got[some], REFERENCE.attention(q[some], rows, heads, paged.cache), dtype)
+    for i, at in enumerate(where):
+        alone = ops.attention(q[i : i + 1], paged.rows([at]), heads, paged.cache)
+        assert bits(alone[0]) == bits(got[i]), at
+
+
 def test_control_a_window_off_by_one_is_caught() -> None:
     heads = HEADS["window"]
     wider = Heads(heads.num_q, heads.num_kv, heads.dim, heads.scale, heads.window + 1)
@@ -255,15 +286,13 @@ def attention_calls(ops: Ops, heads: Heads, dtype: torch.dtype) -> list[str]:
 @dtypes
 @heads_kinds
 def test_attention_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, heads: Heads) -> None:
-    if ops.name == "torch" and heads not in (HEADS["one_kv"], HEADS["window"]):
-        pytest.skip("slow, and no path of its own")
     assert not attention_calls(ops, heads, dtype)
 
 
 def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
     """Blocks counted back from the longest row of a call: the order of a row's sum moves with it."""
 
-    class Moving(type(OPS["torch"])):  # type: ignore[misc]
+    class Moving(TorchOps):
         def attention(self, q: Tensor, rows, heads: Heads, cache: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
             out, last = [], int(rows.positions.max())
             for r, (slot, p) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
@@ -280,7 +309,7 @@ def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
                 out.append((parts[0] + parts[1]).reshape(-1).to(q.dtype))
             return torch.stack(out)
 
-    assert attention_calls(Moving(OPS["torch"].device), HEADS["grouped"], torch.float32)
+    assert attention_calls(Moving(CPU), HEADS["grouped"], torch.float32)
 
 
 @every

@@ -181,6 +181,26 @@ def test_logsumexp(ops: Ops, vocab: int) -> None:
     assert ops.logsumexp(logits[:0]).shape == (0,)
 
 
+@every
+def test_a_row_of_nothing_but_minus_infinity(ops: Ops) -> None:
+    """Nothing can be sampled from it, and the engine says so; no op trips over it or spoils another row."""
+    rows = torch.full((3, 61), -INF)
+    rows[1] = rows_of(1, 61)[0]
+    assert torch.equal(ops.logsumexp(rows)[[0, 2]], torch.tensor([-INF, -INF]))
+    assert ops.top(rows, 3)[1][0].tolist() == [0, 1, 2]
+    assert ops.rank(rows, torch.tensor([7, 7, 60])).tolist()[::2] == [8, 61]
+    zeros = torch.zeros(3)
+    cut = ops.truncate(rows, torch.tensor([0, 5, 5]), torch.tensor([0.5, 0.9, 0.5]), zeros)
+    assert bool((cut[[0, 2]] == -INF).all())
+    keys_ = torch.arange(3), torch.arange(3)
+    tokens = ops.gumbel_argmax(rows, *keys_, 0)
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < 61
+    alone = rows[1:2]
+    assert torch.equal(ops.gumbel_argmax(alone, keys_[0][1:2], keys_[1][1:2], 0), tokens[1:2])
+    limits_ = torch.tensor([5]), torch.tensor([0.9]), zeros[:1]
+    assert torch.equal(ops.truncate(alone, *limits_), cut[1:2])
+
+
 # --- truncation -----------------------------------------------------------------------------------------
 
 

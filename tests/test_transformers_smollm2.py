@@ -9,6 +9,7 @@ is off by up to 7e-5 in this model, in logprobs near -20.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.models.load import Checkpoint
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import LogprobRow
@@ -80,8 +81,8 @@ def peer(checkpoint: Checkpoint) -> Any:
 
 
 @pytest.fixture(scope="module")
-def both() -> Both:
-    checkpoint = load_checkpoint("smollm2-135m", dtype="float32")
+def both(smollm2: Callable[[str], Checkpoint]) -> Both:
+    checkpoint = smollm2("float32")
     tokenizer = load_tokenizer(checkpoint.source)
     prompts = [
         tokenizer.encode(

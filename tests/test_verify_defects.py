@@ -1,6 +1,8 @@
 """The defects of another engine's speculative decoding, one test each, so that none of them comes here.
 
-From shared/reference/fastdeploy.md, sections 1.2, 1.3, 2.5 to 2.8, 3.2, 4 and 9.
+The numbers are the sections of our study of it. Those of logprobs (stale rows, poisoned slack, "raw" taken
+after penalties, temperature divided by twice, k = 0, an order that changes with k) are in test_logprobs.py;
+those of the n-gram search in test_propose.py; endings in the engine, with text, in test_endings*.py.
 """
 
 from __future__ import annotations
