@@ -14,7 +14,7 @@ from draftproof.ops import Heads, Rows
 
 pytest.importorskip("numba")
 
-from draftproof.ops.cpu import CpuOps, tiles  # noqa: E402
+from draftproof.ops.cpu import CpuOps, tiles
 
 CPU = torch.device("cpu")
 AMX = tiles.available()

@@ -5,6 +5,7 @@ With 4 KiB pages every fourth tile of weights costs a walk through the page tabl
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -25,10 +26,8 @@ class WeightMemory:
     def _map(self, size: int) -> Tensor:
         mapping = mmap.mmap(-1, size + HUGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without them: only slower
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without them: only slower
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         skip = -whole.data_ptr() % HUGE
         return whole[skip : skip + size]

@@ -20,7 +20,6 @@ from draftproof.ops.cpu.native import (
     store_f64,
     store_i64,
 )
-from draftproof.ops.cpu.philox import gumbel, noise_word, unit, vphilox
 from draftproof.ops.cpu.order import (
     MINUS_INF,
     best_id,
@@ -35,6 +34,7 @@ from draftproof.ops.cpu.order import (
     sort,
     value_of,
 )
+from draftproof.ops.cpu.philox import gumbel, noise_word, unit, vphilox
 from draftproof.ops.cpu.simd import (
     count_ones,
     dadd,

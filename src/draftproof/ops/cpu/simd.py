@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
@@ -103,8 +103,27 @@ def widen_bf16(builder: Any, halves: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(halves, VI), _const(VI, 16)), VF)
 
 
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+VB = ir.VectorType(_BFloat(), LANES)
+
+
 def narrow_bf16(builder: Any, x: Any) -> Any:
     """IR: 16 fp32 rounded to bf16, to nearest even; NaN stays NaN."""
+    if binding.get_host_cpu_features().get("avx512bf16"):
+        # one instruction there; elsewhere LLVM may call a function that the process does not have
+        return builder.bitcast(builder.fptrunc(x, VB), VH)
     bits = builder.bitcast(x, VI)
     odd = builder.and_(builder.lshr(bits, _const(VI, 16)), _const(VI, 1))
     rounded = builder.add(bits, builder.add(odd, _const(VI, 0x7FFF)))

@@ -32,7 +32,8 @@ from draftproof.ops.cpu.native import (
 WIDTH = 24  # int64 words of an instruction: the kernel's address, then its arguments
 SCRATCH = 1 << 20  # bytes a thread to begin with
 
-# The shared state: byte offsets, each hot word in its own cache line.
+# The shared state: byte offsets, each hot word in its own cache line. `run` writes the six words from
+# TABLE on in one go.
 GENERATION, ARRIVED, RELEASED, SLEEPERS, STOP = 0, 64, 128, 192, 256
 TABLE, COUNT, ROWS, THREADS, SCRATCH_BASE, SCRATCH_SIZE = 320, 328, 336, 344, 352, 360
 MUTEX, CONDITION, STATE_BYTES = 384, 512, 640  # both are smaller than 128 bytes on every libc
@@ -145,6 +146,7 @@ class Team:
         self._lock = threading.Lock()
         self._scratch_size = SCRATCH
         self._scratch = aligned_bytes(self.threads * SCRATCH)
+        self._scratch_address = self._scratch.ctypes.data
         self._start()
 
     def _start(self) -> None:
@@ -178,13 +180,15 @@ class Team:
             if scratch > self._scratch_size:
                 self._scratch_size = -(-scratch // 4096) * 4096
                 self._scratch = aligned_bytes(self.threads * self._scratch_size)
-            words = self._words
-            words[TABLE // 8] = table.ctypes.data
-            words[COUNT // 8] = len(table)
-            words[ROWS // 8] = rows
-            words[THREADS // 8] = self.threads
-            words[SCRATCH_BASE // 8] = self._scratch.ctypes.data
-            words[SCRATCH_SIZE // 8] = self._scratch_size
+                self._scratch_address = self._scratch.ctypes.data
+            self._words[TABLE // 8 : TABLE // 8 + 6] = (
+                table.ctypes.data,
+                len(table),
+                rows,
+                self.threads,
+                self._scratch_address,
+                self._scratch_size,
+            )
             if alone or self.threads == 1:
                 self._solo(self._address)
             else:
