@@ -302,3 +302,39 @@ def test_engine(name: str) -> None:
     assert sum(s.num_accepted for r in records.values() for s in r.steps) > count // 40
     value = p_value(samples, engine_law(params))
     assert (value >= ALPHA) == (name in LOSSLESS), value
+
+
+class Alternating(SampledProposer):
+    """Samples in one step and is certain in the next; `says_so` spells the certain law out."""
+
+    says_so = False
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        draft = super().propose(batch)
+        if max(batch.lengths) % 2:
+            return draft
+        assert draft.probs is not None
+        law = torch.nn.functional.one_hot(draft.tokens, self.env.vocab_size).float()
+        return Draft(draft.tokens, draft.count, None, law if self.says_so else None)
+
+
+class AlternatingAloud(Alternating):
+    says_so = True
+
+
+def test_a_certain_draft_after_a_sampled_one_is_not_judged_by_its_law() -> None:
+    """Draft.probs=None means certain, whatever the slot's last draft reported."""
+    answers = []
+    for name in ("Alternating", "AlternatingAloud"):
+        target = engine(
+            speculative={
+                "method": f"test_distribution:{name}",
+                "num_speculative_tokens": 2,
+                "verify_strategy": "rejection",
+                "adaptive": False,
+            }
+        )
+        params = SamplingParams(max_tokens=40, temperature=2.0, allowed_token_ids=ALLOWED)
+        # one at a time, so that the parity of its length decides
+        answers.append([run(target, [request(i, params)])[str(i)].token_ids for i in range(4)])
+    assert answers[0] == answers[1]

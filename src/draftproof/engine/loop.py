@@ -208,6 +208,10 @@ class Loop:
                 shape = (len(columns.length), *draft.probs.shape[1:])
                 self._draft_probs = torch.zeros(shape, device=self.slots.device)
             self._draft_probs[slots] = draft.probs
+        elif self._draft_probs is not None:  # certain this time: the law of an earlier draft must not stay
+            certain = torch.zeros_like(self._draft_probs[slots])
+            guesses = draft.tokens.clamp(0, vocab - 1)[..., None]
+            self._draft_probs[slots] = certain.scatter_(2, guesses, 1.0)
         for sequence, number in zip(sequences, count.tolist(), strict=True):
             sequence.num_draft = number
 
