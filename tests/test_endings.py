@@ -299,17 +299,25 @@ def test_control_an_end_looked_for_at_the_windows_end_alone(monkeypatch):
         both(request, answer)
 
 
-def test_control_an_error_that_takes_the_whole_window(monkeypatch):
+def test_control_an_error_on_a_fallen_draft_that_counts(monkeypatch):
+    """The whole window fails with any of its rows."""
     seed, answer = stream()
+
+    def strict(tokens, row):
+        if tuple(tokens[20:]) != answer[: len(tokens) - 20]:
+            raise ValueError("I do not know this text")
+        return row
+
     whole = loop._error_limit
 
     def broken(windows, sampled):
-        limit = whole(windows, sampled)
-        return torch.where(limit <= windows.num_draft, 0, limit)
+        for row, message in list(sampled.errors.items()):
+            sampled.errors[int(windows.first[windows.owner[row]])] = message
+        return whole(windows, sampled)
 
     monkeypatch.setattr(loop, "_error_limit", broken)
     with pytest.raises(AssertionError, match="tokens"):
-        both(ask(seed, logits_processors=[failing_at(4)]), answer)
+        both(ask(seed, logits_processors=[strict]), answer, {**SPEC, "method": "proposers:Flaky"})
 
 
 def test_control_counts_that_disagree():

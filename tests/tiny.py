@@ -128,4 +128,5 @@ def run(
         if each_step:
             each_step(step)
         step += 1
+        assert step < 5000, "the engine does not get anywhere"
     return records
