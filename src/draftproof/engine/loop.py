@@ -195,23 +195,24 @@ class Loop:
 
     def _take_draft(self, sequences: list[Sequence], budget: list[int], draft: Draft) -> None:
         """Put guesses into the slots. A guess outside the vocabulary ends its draft: it cannot stand."""
-        columns, vocab = self.slots.columns, self.slots.vocab
-        slots = torch.tensor([sequence.slot for sequence in sequences], device=self.slots.device)
-        legal = ((draft.tokens >= 0) & (draft.tokens < vocab)).long().cumprod(1).sum(1)
-        count = torch.minimum(torch.minimum(draft.count, legal), torch.tensor(budget))
-        columns.draft[slots] = draft.tokens.clamp(0, vocab - 1)  # what is cut off may still be looked up
+        columns, vocab, device = self.slots.columns, self.slots.vocab, self.slots.device
+        slots = torch.tensor([sequence.slot for sequence in sequences], device=device)
+        tokens, count = draft.tokens.to(device), draft.count.to(device)  # a host proposer's are not there
+        legal = ((tokens >= 0) & (tokens < vocab)).long().cumprod(1).sum(1)
+        count = torch.minimum(torch.minimum(count, legal), torch.tensor(budget, device=device))
+        tokens = tokens.clamp(0, vocab - 1)  # what is cut off may still be looked up
+        columns.draft[slots] = tokens
         columns.num_draft[slots] = count
         columns.draft_logprob[slots] = torch.nan if draft.logprobs is None else draft.logprobs
         columns.draft_source[slots] = 0 if draft.sources is None else draft.sources
         if draft.probs is not None:
             if self._draft_probs is None:
                 shape = (len(columns.length), *draft.probs.shape[1:])
-                self._draft_probs = torch.zeros(shape, device=self.slots.device)
+                self._draft_probs = torch.zeros(shape, device=device)
             self._draft_probs[slots] = draft.probs
         elif self._draft_probs is not None:  # certain this time: the law of an earlier draft must not stay
             certain = torch.zeros_like(self._draft_probs[slots])
-            guesses = draft.tokens.clamp(0, vocab - 1)[..., None]
-            self._draft_probs[slots] = certain.scatter_(2, guesses, 1.0)
+            self._draft_probs[slots] = certain.scatter_(2, tokens[..., None], 1.0)
         for sequence, number in zip(sequences, count.tolist(), strict=True):
             sequence.num_draft = number
 

@@ -44,7 +44,7 @@ class Rejection(Strategy):
         target = self._target_probs(windows, scores, row)  # [B, V]
         last = depth.clamp(max=windows.draft.shape[1] - 1)
         if windows.draft_probs is not None:
-            guessed = windows.draft_probs[torch.arange(len(last)), last]
+            guessed = windows.draft_probs[torch.arange(len(last), device=last.device), last]
         else:
             draft = windows.draft.gather(1, last[:, None])
             guessed = torch.zeros_like(target).scatter_(1, draft.clamp(0, target.shape[1] - 1), 1.0)
