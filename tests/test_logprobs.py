@@ -252,9 +252,11 @@ def test_temperature_is_divided_by_once() -> None:
 # --- drafts ---------------------------------------------------------------------------------------------
 
 
-def test_draft_records() -> None:
+@pytest.mark.parametrize("mode", ("raw", "processed"))
+def test_draft_records(mode: str) -> None:
     """Every draft is there, fallen ones too: who proposed it, for which place, and the model's logprob."""
-    record = one(SPEC, include_draft_logprobs=True, logprobs=-1, max_tokens=60)
+    options = {"logprobs": -1, "max_tokens": 60, "presence_penalty": 0.1, "logprobs_mode": mode}
+    record = one(SPEC, include_draft_logprobs=True, **options)
     assert one(SPEC, max_tokens=60).steps[-1].drafts is None
     done, fell = 0, 0
     for step in record.steps:

@@ -117,6 +117,14 @@ def test_penalties_count_the_drafts_inside_the_window(options: dict[str, float])
         assert torch.equal(result.sampled.processed[1], committed[0])
 
 
+@pytest.mark.parametrize("minimum, tokens", ((0, [7]), (1, [3, 7]), (2, [3, 8, 7]), (3, [3, 8, 2, 7])))
+def test_min_tokens_is_counted_by_position(minimum: int, tokens: list[int]) -> None:
+    """2.5(7): the end token 7 is the best at every row; it is allowed from the row that reaches `minimum`."""
+    rows = ranked([7, 3], [7, 8], [7, 2], [7, 11], gap=10)
+    params = SamplingParams(temperature=0, max_tokens=9, min_tokens=minimum)
+    assert decide(rows, [[3, 8, 2]], params, eos=(7,)).tokens == [tokens]
+
+
 def test_more_windows_than_any_block_has_threads() -> None:
     """2.1 and 2.5(7): slots beyond 512, rows beyond 1024: every one is decided, penalties too."""
     count = 1500
