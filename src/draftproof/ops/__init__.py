@@ -25,6 +25,7 @@ BACKENDS = {
     "reference": "draftproof.ops.reference:ReferenceOps",
     "torch": "draftproof.ops.torch_any:TorchOps",
     "cpu": "draftproof.ops.cpu:CpuOps",
+    "triton": "draftproof.ops.triton_cuda:TritonOps",
 }
 
 # Streams keep draws for different purposes independent although seed and position are the same.

@@ -1,0 +1,198 @@
+"""Paged attention: one kernel for prefill chunks, verify rows and decode rows.
+
+A program takes a tile of adjacent rows of one slot times the query heads that share a KV head. The order of
+a row's sum is a function of its position: keys in blocks of KEYS, blocks in spans of SPAN tokens, spans
+folded in ascending order. A key that a row may not see contributes exact zeros, so rows of one tile do
+not feel each other. Row sums run on the tensor core (p times 1), in the order of p times V. Compiled without
+contraction of multiply and add, so that folding inside the kernel's loop and folding partial results
+give the same bits.
+
+Tiles are found on the device: a program starts a tile if its row is the first of its slot or a multiple of
+the tile's height, and ends at once otherwise. So the grid depends on the number of rows alone, and a graph
+holds it. With few rows the spans run side by side; the last program of a tile to arrive folds them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftproof.ops import Heads, Rows
+from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
+
+KEYS = 64  # keys of one block: part of the numerics
+SPAN = 512  # tokens of one span: part of the numerics
+PROGRAMS = 264  # as many programs as two for each SM of an H200: below that, spans run side by side
+LOG2_E = 1.4426950408889634
+ONES = 16  # columns of the matrix of ones: the narrowest the tensor core takes
+
+# Largest number of rows -> (tile height in rows times heads, warps, stages); speed alone.
+TILES = ((4, (16, 4, 3)), (512, (32, 4, 3)), (1 << 30, (64, 4, 3)))
+
+
+@triton.jit
+def _fold(m, total, acc, m_new, total_new, acc_new):
+    """Two partial results of the same rows, the earlier span first."""
+    top = tl.maximum(m, m_new)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp2(m - base), tl.exp2(m_new - base)
+    return top, total * a + total_new * b, acc * a[:, None] + acc_new * b[:, None]
+
+
+@triton.jit
+def _span(
+    q, pos, pages, cache_k, cache_v, first, last, start, scale,
+    NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """The keys of one span: maximum [BM], sum [BM], weighted values [BM, BD]. Keys first..last exist."""
+    d = tl.arange(0, BD)
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    sums = tl.zeros((BM, ONES), tl.float32)
+    acc = tl.zeros((BM, BD), tl.float32)
+    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(q.dtype)
+    begin_at = tl.maximum(start, first // KEYS * KEYS)
+    for at in range(begin_at, tl.minimum(last + 1, start + SPAN), KEYS):
+        key = at + tl.arange(0, KEYS)
+        exists = (key >= first) & (key <= last)  # other places may hold anything, NaN too
+        page = tl.load(pages + key // PAGE, mask=exists, other=0).to(tl.int64)
+        place = (page * PAGE + key % PAGE) * (NUM_KV * D)
+        k = tl.load(cache_k + place[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale  # [BM, KEYS]
+        seen = key[None, :] <= pos[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > pos[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        top = tl.maximum(m, tl.max(scores, axis=1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(scores - base[:, None]).to(q.dtype)
+        decay = tl.exp2(m - base)[:, None]
+        v = tl.load(cache_v + place[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+        sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
+        acc = tl.dot(p, v, acc * decay, input_precision="ieee")
+        m = top
+    return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
+
+
+@triton.jit
+def _finish(total, acc, out_at, ok):
+    """Normalise, make -0 +0 (an added zero block would), round, store."""
+    tl.store(out_at, (acc / total[:, None] + 0.0).to(out_at.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def attention_kernel(
+    q, slots, positions, page_table, cache, out, parts, stats, arrived, R, max_pages, plane, spans, scale,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
+    ABREAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """q, out [R, heads * D]; if ABREAST > 1: parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
+    begin(PDL)
+    HEIGHT: tl.constexpr = BM // GROUP
+    HEADS: tl.constexpr = NUM_KV * GROUP
+    row = R - 1 - tl.program_id(0)  # late rows see the most keys: they start first
+    head, part = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + row)
+    before = tl.load(slots + tl.maximum(row - 1, 0))
+    starts = (slot >= 0) & ((row % HEIGHT == 0) | (row == 0) | (before != slot))
+    if starts:
+        i = tl.arange(0, BM)
+        r = row + i // GROUP
+        ok = (i < HEIGHT * GROUP) & (r < R) & (r // HEIGHT == row // HEIGHT)
+        ok = ok & (tl.load(slots + r, mask=ok, other=-1) == slot)
+        pos = tl.load(positions + r, mask=ok, other=-1).to(tl.int32)
+        last = tl.max(pos, axis=0)
+        first = tl.min(tl.where(ok, pos, last), axis=0)
+        first = tl.maximum(first - WINDOW + 1, 0) if WINDOW else first * 0
+        d = tl.arange(0, BD)
+        line = r.to(tl.int64) * HEADS + head * GROUP + i % GROUP  # [BM]: which (row, head)
+        inside = ok[:, None] & (d < D)[None, :]
+        here = line[:, None] * D + d[None, :]
+        query = tl.load(q + here, mask=inside, other=0.0)
+        pages = page_table + slot * max_pages
+        cache_k = cache + head * D
+        cache_v = cache_k + plane
+        first_span = first // SPAN
+        count = last // SPAN - first_span + 1
+        alone = count > 0 if ABREAST == 1 else count == 1
+        step = tl.where(alone, 1, ABREAST)
+        if part < tl.where(alone, 1, count):
+            m = tl.full((BM,), float("-inf"), tl.float32)
+            total = tl.zeros((BM,), tl.float32)
+            acc = tl.zeros((BM, BD), tl.float32)
+            for s in range(first_span + part, first_span + count, step):
+                m1, total1, acc1 = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
+                                         NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
+                if ABREAST > 1:
+                    where = line * spans + s
+                    tl.store(parts + where[:, None] * BD + d[None, :], acc1, mask=inside)
+                    tl.store(stats + where * 2, m1, mask=ok)
+                    tl.store(stats + where * 2 + 1, total1, mask=ok)
+                m, total, acc = _fold(m, total, acc, m1, total1, acc1)
+            if ABREAST > 1:
+                if alone:
+                    _finish(total, acc, out + here, inside)
+                else:
+                    tl.debug_barrier()
+                    counter = arrived + row * NUM_KV + head
+                    done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                    if done == tl.minimum(count, ABREAST) - 1:
+                        tl.store(counter, 0)
+                        _gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
+            else:
+                _finish(total, acc, out + here, inside)
+
+
+@triton.jit
+def _gather(parts, stats, base, first_span, count, ok, inside, out_at, BM: tl.constexpr, BD: tl.constexpr):
+    """Fold the stored spans in ascending order, as one program would have; then finish."""
+    d = tl.arange(0, BD)
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BD), tl.float32)
+    for s in range(first_span, first_span + count):
+        m1 = tl.load(stats + (base + s) * 2, mask=ok, other=0.0, cache_modifier=".cg")
+        total1 = tl.load(stats + (base + s) * 2 + 1, mask=ok, other=1.0, cache_modifier=".cg")
+        at = parts + (base + s)[:, None] * BD + d[None, :]
+        acc1 = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        m, total, acc = _fold(m, total, acc, m1, total1, acc1)
+    _finish(total, acc, out_at, inside)
+
+
+class Attention:
+    """Launches the kernel; owns the scratch for spans that run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._held: list[Tensor] = []  # captured graphs may still point at scratch that was outgrown
+        self._parts = torch.empty(1, dtype=torch.float32, device=device)
+        self._stats = torch.empty(1, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+
+    def _scratch(self, lines: int, width: int) -> None:
+        if self._parts.numel() < lines * width or self._stats.numel() < lines * 2:
+            self._held += [self._parts, self._stats]
+            self._parts = torch.empty(lines * width, dtype=torch.float32, device=self.device)
+            self._stats = torch.empty(lines * 2, dtype=torch.float32, device=self.device)
+
+    def __call__(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor, pdl: bool) -> None:
+        num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
+        group, width = heads.num_q // heads.num_kv, max(16, power_of_two(heads.dim))
+        spans = triton.cdiv(max_pages * page_size, SPAN)
+        abreast = max(1, min(spans, PROGRAMS // (num_rows * heads.num_kv)))
+        if abreast > 1:
+            self._scratch(num_rows * heads.num_q * spans, width)
+        height, warps, stages = next(tile for limit, tile in TILES if num_rows <= limit)
+        if width > 128 or cache.dtype == torch.float32:
+            stages, height = 2, min(height, 32)
+        attention_kernel[(num_rows, heads.num_kv, abreast)](
+            q, rows.slots, rows.positions, rows.page_table, cache, out,
+            self._parts, self._stats, self._arrived, num_rows, max_pages, cache.stride(0), spans,
+            heads.scale * LOG2_E,
+            NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, power_of_two(group)),
+            PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES, ABREAST=abreast,
+            **launch_options(pdl, num_warps=warps, num_stages=stages, enable_fp_fusion=False),
+        )  # fmt: skip

@@ -1,0 +1,62 @@
+"""cuBLAS for many rows, where it has been seen to give exactly the Triton kernel's bits.
+
+cuBLAS picks a kernel by shape, and some of its kernels split K. So nothing is assumed: a piece of
+exactly P rows of a weight shape goes to cuBLAS only after P random rows times that weight gave equal
+bits from both. A call of M rows is cut into such pieces; the rest goes to Triton. The check runs once per
+(shape, P, dtype), at the first use outside a graph capture; inside one, an unchecked piece goes to Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftproof.ops.triton_cuda.gemm import Gemm, PackedLinear
+
+PIECES = (8192, 4096, 2048, 1024, 512)  # rows; large first
+LEAST = PIECES[-1]
+TRIES = 2  # random inputs a check compares
+
+
+class Cublas:
+    """Which pieces are proven, and the product by pieces."""
+
+    def __init__(self, gemm: Gemm, enabled: bool = True) -> None:
+        self.gemm = gemm
+        self.enabled = enabled
+        self.proven: dict[tuple[int, int, int, torch.dtype], bool] = {}  # (N, K, P, dtype)
+
+    def usable(self, packed: PackedLinear, rows: int) -> bool:
+        """Whether a piece of exactly `rows` rows may go to cuBLAS; checks it if it can be checked now."""
+        columns, depth = packed.weight.shape
+        key = (columns, depth, rows, packed.weight.dtype)
+        found = self.proven.get(key)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                return False
+            found = self.proven[key] = self._equal(packed, rows)
+        return found
+
+    def _equal(self, packed: PackedLinear, rows: int) -> bool:
+        weight = packed.weight
+        random = torch.Generator(device=weight.device).manual_seed(rows)
+        plain = PackedLinear(weight, None, packed.split)
+        for _ in range(TRIES):
+            x = torch.randn((rows, weight.shape[1]), generator=random, device=weight.device).to(weight.dtype)
+            ours = torch.empty((rows, weight.shape[0]), dtype=weight.dtype, device=weight.device)
+            self.gemm(x, plain, ours)
+            theirs = torch.mm(x, weight.t())
+            if not torch.equal(ours, theirs):  # a host sync, once per shape at start-up
+                return False
+        return True
+
+    def leading_rows(self, x: Tensor, packed: PackedLinear, out: Tensor) -> int:
+        """Do as many leading rows as proven pieces cover; returns how many were done."""
+        rows, done = x.shape[0], 0
+        if not self.enabled or packed.bias is not None or out.dtype != x.dtype:
+            return 0
+        for piece in PIECES:
+            while rows - done >= piece and self.usable(packed, piece):
+                torch.mm(x[done : done + piece], packed.weight.t(), out=out[done : done + piece])
+                done += piece
+        return done

@@ -1,0 +1,108 @@
+"""Embedding, RMS norms and the gated activation: one program a row (or a piece of one), one fixed tree.
+
+The block size depends on the width alone, so the tree of a norm's sum is the same for every row of every
+call.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
+
+
+@triton.jit
+def embed_kernel(tokens, table, out, VOCAB, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out [R, D] = table[tokens]; a token outside the table gives zeros."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = (token >= 0) & (token < VOCAB)
+    x = tl.load(table + token * D + at, mask=(at < D) & known, other=0.0)
+    tl.store(out + row * D + at, x, mask=at < D)
+
+
+@triton.jit
+def normed(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """x [BLOCK] fp32, zero beyond D -> x / rms(x), rounded to dtype, times weight; fp32 of that."""
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+    return (x * scale).to(dtype).to(tl.float32) * weight
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x [R, D], weight [D] -> out [R, D]."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    y = normed(value, w, eps, D, out.dtype.element_ty)
+    tl.store(out + row * D + at, y.to(out.dtype.element_ty), mask=at < D)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x, residual, weight, out, total, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """total = x + residual, rounded; out = norm of it; all [R, D]."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    a = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    b = tl.load(residual + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    summed = (a + b).to(total.dtype.element_ty)
+    tl.store(total + row * D + at, summed, mask=at < D)
+    y = normed(summed.to(tl.float32), w, eps, D, out.dtype.element_ty)
+    tl.store(out + row * D + at, y.to(out.dtype.element_ty), mask=at < D)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """gate_up [R, 2 INNER] -> silu(gate) * up [R, INNER]."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    line = gate_up + row * 2 * INNER + at
+    gate = tl.load(line, mask=at < INNER, other=0.0).to(tl.float32)
+    up = tl.load(line + INNER, mask=at < INNER, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * INNER + at, y.to(out.dtype.element_ty), mask=at < INNER)
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 256))
+
+
+def embed(tokens: Tensor, table: Tensor, out: Tensor, pdl: bool) -> None:
+    vocab, width = table.shape
+    block = min(1024, power_of_two(width))
+    grid = (len(tokens), triton.cdiv(width, block))
+    embed_kernel[grid](tokens, table, out, vocab, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
+
+
+def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, pdl: bool) -> None:
+    width = x.shape[1]
+    block = power_of_two(width)
+    options = launch_options(pdl, num_warps=_warps(block))
+    rms_norm_kernel[(len(x),)](x, weight, out, eps, D=width, BLOCK=block, **options)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, pdl: bool
+) -> None:
+    width = x.shape[1]
+    block = power_of_two(width)
+    options = launch_options(pdl, num_warps=_warps(block))
+    add_rms_norm_kernel[(len(x),)](x, residual, weight, out, total, eps, D=width, BLOCK=block, **options)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor, pdl: bool) -> None:
+    inner = out.shape[1]
+    block = min(1024, power_of_two(inner))
+    grid = (len(out), triton.cdiv(inner, block))
+    silu_mul_kernel[grid](gate_up, out, INNER=inner, BLOCK=block, **launch_options(pdl, num_warps=4))

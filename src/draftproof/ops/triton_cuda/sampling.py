@@ -1,0 +1,164 @@
+"""argmax, keyed Gumbel argmax, uniform draws, logsumexp and rank of fp32 rows [R, V].
+
+A row is cut into chunks of a fixed size, one program each; a second kernel joins the chunks. What is joined
+is either free of order (maximum of keys, counts) or joined in one fixed tree (logsumexp).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftproof.ops.triton_cuda.order import LOWEST, id_of, key_of
+from draftproof.ops.triton_cuda.philox import gumbel_of, nearly_gumbel_of, philox, uniform_of
+from draftproof.ops.triton_cuda.runtime import power_of_two
+
+CHUNK = 4096  # ids of one program; part of logsumexp's numerics
+
+
+@triton.jit
+def argmax_kernel(logits, keys, V, chunks, CHUNK: tl.constexpr):
+    """Best key of each chunk: keys [R, chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
+    key = tl.where(ids < V, key_of(x, ids), LOWEST)
+    tl.store(keys + row * chunks + chunk, tl.max(key, axis=0))
+
+
+@triton.jit
+def gumbel_kernel(scaled, seeds, positions, keys, V, chunks, STREAM: tl.constexpr, CHUNK: tl.constexpr):
+    """Best key of fp32(scaled + gumbel) in each chunk: keys [R, chunks].
+
+    Noise in fp32 says which ids may win; only they are given the exact noise, in fp64, one after another.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(scaled + row * V + ids, mask=ids < V, other=float("-inf"))
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    block = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+    w0, w1, w2, w3 = philox(seed, position, STREAM, block)
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    near = x + nearly_gumbel_of(word)
+    top = tl.max(near, axis=0)
+    # fp32 noise is within 1e-4 of the exact one, a sum within a rounding of either side
+    bar = top - (1e-3 + 1e-6 * tl.abs(top))
+    worst = key_of(tl.full((CHUNK,), float("-inf"), tl.float32), ids)
+    best = tl.max(tl.where(ids < V, worst, LOWEST), axis=0)
+    while (top >= bar) & (top > float("-inf")):
+        one = tl.min(tl.where(near == top, ids, 2147483647), axis=0)
+        chosen = ids == one
+        value = tl.max(tl.where(chosen, x, float("-inf")), axis=0)
+        bits = tl.sum(tl.where(chosen, word, 0).to(tl.uint32), axis=0).to(tl.uint32)
+        best = tl.maximum(best, key_of(value + gumbel_of(bits), one))
+        near = tl.where(chosen, float("-inf"), near)
+        top = tl.max(near, axis=0)
+    tl.store(keys + row * chunks + chunk, best)
+
+
+@triton.jit
+def join_kernel(keys, out, chunks, BLOCK: tl.constexpr):
+    """Best of a row's chunks: out [R] int64."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    key = tl.load(keys + row * chunks + at, mask=at < chunks, other=LOWEST)
+    tl.store(out + row, id_of(tl.max(key, axis=0)))
+
+
+@triton.jit
+def uniform_kernel(seeds, positions, out, R, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+    """out [R] fp64: u of id 0."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < R
+    seed, position = tl.load(seeds + at, mask=ok, other=0), tl.load(positions + at, mask=ok, other=0)
+    word, _, _, _ = philox(seed, position, STREAM, tl.zeros((BLOCK,), tl.int32))
+    tl.store(out + at, uniform_of(word), mask=ok)
+
+
+@triton.jit
+def logsumexp_kernel(logits, tops, sums, V, chunks, CHUNK: tl.constexpr):
+    """Maximum and sum of exp below it, of each chunk: tops, sums [R, chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
+    top = tl.max(x, axis=0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(tops + row * chunks + chunk, top)
+    tl.store(sums + row * chunks + chunk, tl.sum(tl.exp(x - base), axis=0))
+
+
+@triton.jit
+def join_logsumexp_kernel(tops, sums, out, chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    top = tl.load(tops + row * chunks + at, mask=at < chunks, other=float("-inf"))
+    part = tl.load(sums + row * chunks + at, mask=at < chunks, other=0.0)
+    best = tl.max(top, axis=0)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    tl.store(out + row, best + tl.log(tl.sum(part * tl.exp(top - base), axis=0)))
+
+
+@triton.jit
+def rank_kernel(logits, ids, out, V, CHUNK: tl.constexpr):
+    """Adds to out [R] how many of this chunk come before ids [R]."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    token = tl.load(ids + row)
+    value = tl.load(logits + row * V + token, mask=(token >= 0) & (token < V), other=float("inf"))
+    x = tl.load(logits + row * V + at, mask=at < V, other=float("-inf"))
+    before = (at < V) & ((x > value) | ((x == value) & (at < token)))
+    tl.atomic_add(out + row, tl.sum(before.to(tl.int64), axis=0), sem="relaxed")
+
+
+def _keys(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, int]:
+    chunks = triton.cdiv(vocab, CHUNK)
+    return torch.empty((rows, chunks), dtype=torch.int64, device=device), chunks
+
+
+def _join(keys: Tensor, chunks: int) -> Tensor:
+    out = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
+    join_kernel[(len(keys),)](keys, out, chunks, BLOCK=power_of_two(chunks), num_warps=1)
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    keys, chunks = _keys(rows, vocab, logits.device)
+    argmax_kernel[(rows, chunks)](logits, keys, vocab, chunks, CHUNK=CHUNK, num_warps=8)
+    return _join(keys, chunks)
+
+
+def gumbel_argmax(scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    rows, vocab = scaled.shape
+    keys, chunks = _keys(rows, vocab, scaled.device)
+    gumbel_kernel[(rows, chunks)](
+        scaled, seeds, positions, keys, vocab, chunks, STREAM=stream, CHUNK=CHUNK, num_warps=8
+    )
+    return _join(keys, chunks)
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
+    grid = (triton.cdiv(len(seeds), 128),)
+    uniform_kernel[grid](seeds, positions, out, len(seeds), STREAM=stream, BLOCK=128, num_warps=4)
+    return out
+
+
+def logsumexp(logits: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    tops, sums = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    logsumexp_kernel[(rows, chunks)](logits, tops, sums, vocab, chunks, CHUNK=CHUNK, num_warps=8)
+    join_logsumexp_kernel[(rows,)](tops, sums, out, chunks, BLOCK=power_of_two(chunks), num_warps=1)
+    return out
+
+
+def rank(logits: Tensor, ids: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    out = torch.ones(rows, dtype=torch.int64, device=logits.device)
+    grid = (rows, triton.cdiv(vocab, CHUNK))
+    rank_kernel[grid](logits, ids, out, vocab, CHUNK=CHUNK, num_warps=8)
+    return out

@@ -1,0 +1,422 @@
+"""Checks of the triton backend under Triton's interpreter; `test_ops_triton` runs this file as a process.
+
+The interpreter has to be chosen before the kernels are imported; numpy has no bf16 and sums a matrix product
+by its shape. So the stand-in for the tensor core below sums in fp64 and rounds once: what is checked here is
+indexing, masks, ties, noise and that no row reaches another. The GPU's own bits: `bench/gpu_ops.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+
+from draftproof.ops import Heads, Rows, resolve
+from draftproof.ops.reference import ReferenceOps
+from draftproof.ops.triton_cuda import attention as attention_kernels
+from draftproof.ops.triton_cuda import gemm, graph, select, tiles, truncate
+from draftproof.ops.triton_cuda.tiles import Tile
+from opcheck import Paged, assert_close, bits
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+INF = float("inf")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
+    def wide(x) -> np.ndarray:  # type: ignore[no-untyped-def]
+        data = x.data
+        if x.dtype.scalar == tl.bfloat16:
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        return data.astype(np.float64)
+
+    return interpreter.TensorHandle((wide(a) @ wide(b) + d.data).astype(np.float32), d.dtype.scalar)
+
+
+def _cast(self, src, dst_type):  # type: ignore[no-untyped-def]
+    """To bf16 by rounding to nearest even; the interpreter cuts bits off."""
+    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+        rounded = torch.from_numpy(np.array(src.data, dtype=np.float32)).to(torch.bfloat16)
+        return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+    return _plain_cast(self, src, dst_type)
+
+
+def _patch_tensor(tensor, scope):  # type: ignore[no-untyped-def]
+    """A scalar is an array of one element there, which numpy no longer turns into an int."""
+    _plain_patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+_plain_cast, _plain_patch = interpreter.InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
+interpreter._patch_lang_tensor = _patch_tensor
+interpreter.InterpreterBuilder.cast_impl = _cast
+interpreter.InterpreterBuilder.create_dot = _dot
+ops, ref = resolve("triton", CPU), ReferenceOps(CPU)
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def alone(call: Callable[[list[int]], Tensor], pool: int, batches: list[list[int]]) -> None:
+    """Each row has the same bits alone and in every batch."""
+    single = {i: bits(call([i])) for i in range(pool)}
+    for batch in batches:
+        out = call(batch)
+        for place, row in enumerate(batch):
+            assert bits(out[place]) == single[row], f"row {row} at {place} of {len(batch)}"
+
+
+# --- forward pass -----------------------------------------------------------------------------------------
+
+
+@check
+def linear() -> None:
+    for dtype in DTYPES:
+        for columns, depth in ((53, 72), (97, 200), (1, 16)):
+            weight = (randn(columns, depth, seed=1) / depth**0.5).to(dtype)
+            for bias in (None, randn(columns, seed=2, dtype=dtype)):
+                packed, want = ops.pack_linear(weight, bias), ref.pack_linear(weight, bias)
+                for rows in (0, 1, 17):
+                    x = randn(rows, depth, seed=rows, dtype=dtype)
+                    assert_close(ops.linear(x, packed), ref.linear(x, want), dtype)
+                    wide = ops.linear(x, packed, torch.float32)
+                    assert_close(wide, ref.linear(x, want, torch.float32), torch.float32)
+
+
+@check
+def linear_rows_stand_alone() -> None:
+    packed = ops.pack_linear(randn(70, 136, seed=1), randn(70, seed=2))
+    x = randn(70, 136, seed=3)
+    x[5], x[6, 3] = torch.nan, INF
+    alone(lambda at: ops.linear(x[at], packed), 20, [list(range(20)), list(range(19, 2, -1))])
+
+
+@check
+def linear_with_spans_of_k() -> None:
+    """Spans side by side and one after the other: the same bits; the scratch counters end at zero."""
+    weight = randn(40, 512, seed=1)
+    packed = gemm.PackedLinear(weight, None, 4)
+    x = randn(80, 512, seed=2)
+    few, many = torch.empty(6, 40), torch.empty(80, 40)
+    ops.gemm(x[:6], packed, few, tile=Tile(16, 16, 64, 4, 2))
+    ops.gemm(x, packed, many, tile=Tile(32, 32, 64, 4, 2))
+    assert torch.equal(few, many[:6]) and not ops.gemm._arrived.any()
+    spans = [x[:, i : i + 128].double() @ weight[:, i : i + 128].double().T for i in range(0, 512, 128)]
+    want = spans[0].float()
+    for span in spans[1:]:
+        want = want + span.float()
+    assert_close(many, want, torch.float32)
+
+
+@check
+def tiles_cover_everything() -> None:
+    for rows in (1, 16, 17, 64, 65, 128, 256, 512, 513, 8192):
+        for columns in (1, 576, 960, 3072, 4096, 6144, 28672, 128256):
+            for wide in (False, True):
+                tile = tiles.tile_for(rows, columns, 576, wide)
+                size = 4 if wide else 2
+                assert (tile.bm + tile.bn) * tile.bk * tile.stages * size <= 224 << 10, (rows, columns, tile)
+    assert graph.buckets(1) == [1] and graph.buckets(7)[-1] == 8
+    assert graph.buckets(3000) == [*graph.STEPS, 1024, 1536, 2048, 3072]
+
+
+@check
+def elementwise() -> None:
+    for dtype in DTYPES:
+        for width in (8, 45, 576):
+            weight, x = randn(width, seed=1, dtype=dtype), 3 * randn(5, width, seed=2, dtype=dtype)
+            residual = randn(5, width, seed=3, dtype=dtype)
+            assert_close(ops.rms_norm(x, weight, 1e-6), ref.rms_norm(x, weight, 1e-6), dtype)
+            got, want = (
+                ops.add_rms_norm(x, residual, weight, 1e-5),
+                ref.add_rms_norm(x, residual, weight, 1e-5),
+            )
+            assert_close(got[0], want[0], dtype)
+            assert torch.equal(got[1], want[1])
+            both = 4 * randn(5, 2 * width, seed=4, dtype=dtype)
+            assert_close(ops.silu_mul(both), ref.silu_mul(both), dtype)
+            assert torch.equal(ops.embed(torch.tensor([4, 0, 4]), x), x[[4, 0, 4]])
+            for empty in (
+                ops.rms_norm(x[:0], weight, 1e-6),
+                ops.silu_mul(both[:0]),
+                ops.embed(torch.arange(0), x),
+            ):
+                assert len(empty) == 0
+    gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
+    both = torch.cat([gate, torch.ones(8)])[None]
+    assert_close(ops.silu_mul(both), ref.silu_mul(both), torch.float32)
+    x, weight = randn(9, 45), randn(45, seed=1)
+    alone(lambda at: ops.rms_norm(x[at], weight, 1e-6), 9, [list(range(9)), [7, 3]])
+
+
+HEADS = {
+    "grouped": Heads(num_q=6, num_kv=2, dim=16, scale=0.25, window=0),
+    "one_kv": Heads(num_q=3, num_kv=1, dim=8, scale=0.4, window=0),
+    "window": Heads(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
+    "long_window": Heads(num_q=2, num_kv=1, dim=24, scale=0.25, window=70),
+}
+LENGTHS = [1, 5, 33, 132, 64, 65]
+
+
+@check
+def rope_store() -> None:
+    where = [(0, 0), (3, 17), (3, 18), (3, 19), (4, 63), (5, 2)]
+    for dtype in DTYPES:
+        for heads in (HEADS["grouped"], HEADS["long_window"]):
+            angles = torch.arange(160)[:, None] / 10.0 ** torch.arange(heads.dim // 2)[None]
+            rope = torch.cat([angles.cos(), angles.sin()], dim=1)
+            qkv = randn(6, (heads.num_q + 2 * heads.num_kv) * heads.dim, seed=3, dtype=dtype)
+            for norms in ([None, None], [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]):
+                paged = [Paged(heads, LENGTHS, dtype) for _ in range(2)]
+                q = [
+                    backend.rope_store(qkv, p.rows(where), heads, rope, p.cache.zero_(), *norms, 1e-6)
+                    for backend, p in zip((ops, ref), paged, strict=True)
+                ]
+                assert_close(q[0], q[1], dtype)
+                assert_close(paged[0].cache, paged[1].cache, dtype)
+                assert torch.equal(paged[0].cache[1], paged[1].cache[1])
+    rows = paged[0].rows(where)
+    rows.slots[2:4] = -1  # padding stores nothing
+    cache = torch.full_like(paged[0].cache, 7.0)
+    ops.rope_store(qkv, rows, heads, rope, cache, None, None, 1e-6)
+    flat = cache.view(2, -1, heads.num_kv, heads.dim)
+    assert bool((flat[:, rows.kv_index[2:4]] == 7).all()) and bool((flat[:, rows.kv_index[:2]] != 7).any())
+
+
+def attend(heads: Heads, paged: Paged, q: dict, where: list) -> Tensor:
+    x = torch.stack([q[at] for at in where])
+    return ops.attention(x, paged.rows(where), heads, paged.cache)
+
+
+@check
+def attention() -> None:
+    """Ragged slots, pages out of order, NaN wherever no row may look; every kind of head."""
+    for name, heads in HEADS.items():
+        for dtype in DTYPES if name == "grouped" else DTYPES[:1]:
+            paged = Paged(heads, LENGTHS, dtype)
+            for where in (
+                [(3, 131)],
+                [(5, 64), (1, 4), *((3, p) for p in range(122, 132)), (0, 0)],
+                [(4, p) for p in range(40, 64)],
+            ):
+                x = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
+                rows = paged.rows(where)
+                got, want = (
+                    ops.attention(x, rows, heads, paged.cache),
+                    ref.attention(x, rows, heads, paged.cache),
+                )
+                assert_close(got, want, dtype)
+    assert len(ops.attention(x[:0], paged.rows([]), heads, paged.cache)) == 0
+
+
+def spans(heads: Heads) -> tuple[Paged, dict, list]:
+    paged = Paged(heads, [150, 20], torch.float32)
+    watched = [(0, p) for p in (3, 63, 64, 127, 128, 149)] + [(1, 19)]
+    return paged, {at: randn(heads.num_q * heads.dim, seed=i) for i, at in enumerate(paged.pool)}, watched
+
+
+@check
+def attention_rows_stand_alone() -> None:
+    """With spans of 64 tokens: alone (side by side), as verify rows, in a chunk (one after the other)."""
+    for name in ("grouped", "long_window"):
+        heads = HEADS[name]
+        attention_kernels.SPAN = 64
+        try:
+            paged, q, watched = spans(heads)
+            single = {at: bits(attend(heads, paged, q, [at])[0]) for at in watched}
+            assert_close(
+                attend(heads, paged, q, [(0, 149)]),
+                ref.attention(q[0, 149][None], paged.rows([(0, 149)]), heads, paged.cache),
+                torch.float32,
+            )
+            assert not ops._attention._arrived.any()
+            attention_kernels.PROGRAMS, kept = 1, attention_kernels.PROGRAMS  # one program walks through all
+            batches = [[(0, 149)], [(0, p) for p in range(120, 150)] + [(1, p) for p in range(15, 20)]]
+            try:
+                results = [(batch, attend(heads, paged, q, batch)) for batch in batches]
+            finally:
+                attention_kernels.PROGRAMS = kept
+            verify = [(0, p) for p in range(124, 130)] + [(1, 19)]
+            results.append((verify, attend(heads, paged, q, verify)))
+            for batch, out in results:
+                for at, row in zip(batch, out, strict=True):
+                    assert at not in single or bits(row) == single[at], (name, at, len(batch))
+        finally:
+            attention_kernels.SPAN = 512
+
+
+@check
+def padded_rows_do_nothing() -> None:
+    heads = HEADS["grouped"]
+    paged, q, _ = spans(heads)
+    where = [(1, 18), (1, 19)]
+    plain = attend(heads, paged, q, where)
+    rows = paged.rows(where)
+    pad = torch.full((3,), -1)
+    padded = Rows(
+        torch.cat([rows.tokens, pad * 0]),
+        torch.cat([rows.positions, pad * 0]),
+        torch.cat([rows.slots, pad]),
+        torch.cat([rows.kv_index, pad * 0]),
+        rows.page_table,
+    )
+    x = torch.cat([torch.stack([q[at] for at in where]), torch.full((3, heads.num_q * heads.dim), torch.nan)])
+    assert torch.equal(ops.attention(x, padded, heads, paged.cache)[:2], plain)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------
+
+
+def rows_of(count: int, vocab: int, seed: int = 0) -> Tensor:
+    """Random rows; some with ties, some flat, some with -inf."""
+    random = torch.Generator().manual_seed(seed)
+    x = 3 * torch.randn((count, vocab), generator=random)
+    x[1::5] = x[1::5].round()
+    x[2::5] = 0.0
+    x[2::5, ::3] = -0.0
+    x[3::5] = torch.where(torch.rand((len(x[3::5]), vocab), generator=random) < 0.7, -INF, x[3::5])
+    x[3::5, vocab // 2] = 1.0
+    x[4::5] = -x[4::5].abs() - 50
+    return x
+
+
+def keys(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(0, 2**63 - 1, (count,), generator=random)
+    seeds[:2] = torch.tensor([0, 2**63 - 1])[:count]
+    return seeds, torch.randint(0, 1 << 20, (count,), generator=random)
+
+
+@check
+def uniform() -> None:
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert float(ops.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
+    seeds, positions = keys(300)
+    for stream in range(4):
+        assert torch.equal(ops.uniform(seeds, positions, stream), ref.uniform(seeds, positions, stream))
+    assert len(ops.uniform(seeds[:0], positions[:0], 0)) == 0
+
+
+@check
+def gumbel_argmax() -> None:
+    for vocab, count in ((3, 5), (61, 12), (4099, 4)):
+        scaled, (seeds, positions) = rows_of(count, vocab), keys(count)
+        for stream in (0, 2):
+            got = ops.gumbel_argmax(scaled, seeds, positions, stream)
+            assert torch.equal(got, ref.gumbel_argmax(scaled, seeds, positions, stream)), vocab
+    far = torch.full((8, 61), -27.0)
+    far[:, 17] = 0.0
+    assert set(ops.gumbel_argmax(far, *keys(8), 0).tolist()) == {17}
+    assert ops.gumbel_argmax(torch.full((1, 5), -INF), *keys(1), 0).tolist() == [0]
+    assert len(ops.gumbel_argmax(far[:0], *keys(0), 0)) == 0
+
+
+@check
+def order() -> None:
+    for vocab in (1, 3, 61, 4099):
+        logits = rows_of(10, vocab)
+        assert torch.equal(ops.argmax(logits), ref.argmax(logits))
+        for shift in range(2):
+            ids = (torch.arange(10) * 7 + shift) % vocab
+            assert torch.equal(ops.rank(logits, ids), ref.rank(logits, ids))
+    assert ops.argmax(logits[:0]).shape == (0,) and ops.top(logits[:0], 2)[1].shape == (0, 2)
+
+
+@check
+def top() -> None:
+    """Both stages, with small chunks: the interpreter sorts slowly. Beyond QUICK: by keys."""
+    select.CHUNK = 32
+    for vocab, k in ((61, 5), (61, 61), (3, 1), (200, 100)):
+        logits = rows_of(5, vocab)
+        select.QUICK = 8
+        got, want = ops.top(logits, k), ref.top(logits, k)
+        assert torch.equal(got[1], want[1]) and bits(got[0]) == bits(want[0]), (vocab, k)
+
+
+@check
+def logsumexp() -> None:
+    for vocab in (1, 61, 4099):
+        logits = rows_of(10, vocab)
+        assert_close(ops.logsumexp(logits), ref.logsumexp(logits), torch.float32)
+        alone(lambda at, x=logits: ops.logsumexp(x[at]), 10, [list(range(10)), [7, 3]])
+    assert ops.logsumexp(torch.full((1, 5), -INF)).tolist() == [-INF]
+
+
+@check
+def truncation() -> None:
+    truncate.BLOCK = 128  # two blocks a row
+    choices = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (9, 0.8, 0.02), (1, 1.0, 0.0)]
+    choices += [(200, 0.5, 0.0), (0, 0.999, 0.0), (3, 0.99, 0.0), (0, 1e-9, 0.0)]
+    for vocab in (3, 150):
+        scaled = rows_of(10, vocab)
+        picked = list(choices)
+        for turn in range(3 if vocab == 3 else 1):
+            picked = picked[turn:] + picked[:turn]
+            k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
+            got, want = ops.truncate(scaled, k, p, m), ref.truncate(scaled, k, p, m)
+            wrong = (got != want).any(1).nonzero()[:, 0].tolist()
+            assert not wrong, (
+                vocab,
+                [(picked[r], int((got[r] > -INF).sum()), int((want[r] > -INF).sum())) for r in wrong],
+            )
+    flat = torch.zeros(2, 64)
+    half = ops.truncate(flat, torch.tensor([0, 7]), torch.tensor([0.5, 1.0]), torch.zeros(2))
+    assert (half > -INF).sum(1).tolist() == [32, 7] and bool((half[:, :7] == 0).all())
+
+
+@check
+def refusals() -> None:
+    weight, x = ops.pack_linear(randn(4, 16)), randn(3, 16)
+    for call in (
+        lambda: ops.linear(x[:, :8], weight),
+        lambda: ops.linear(x.double(), weight),
+        lambda: ops.linear(x, weight, torch.float64),
+        lambda: ops.rms_norm(x, torch.ones(8), 1e-6),
+        lambda: ops.silu_mul(x[:, :15]),
+        lambda: ops.top(x, 17),
+        lambda: ops.rank(x, torch.zeros(2, dtype=torch.int64)),
+        lambda: ops.argmax(x.half()),
+    ):
+        try:
+            call()
+        except ValueError:
+            continue
+        raise AssertionError("taken")
+
+
+def main(only: list[str]) -> None:
+    results = {}
+    for name, function in CHECKS.items():
+        if only and name not in only:
+            continue
+        begun = time.perf_counter()
+        try:
+            function()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+        print(f"{name} {time.perf_counter() - begun:.1f} s", file=sys.stderr)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,142 @@
+"""Compiles every kernel of the triton backend for a GPU, without one: python tests/triton_compile.py [90]
+
+Calls the ops on CPU tensors with the launch replaced by a compilation with the same arguments, and prints the
+shared memory and the instructions that matter. It finds type errors, operations that the compiler does
+not know and tiles that do not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from draftproof.ops import Heads, Rows
+from draftproof.ops.triton_cuda import TritonOps, graph, runtime
+from draftproof.ops.triton_cuda import gemm as gemm_kernels
+
+CPU = torch.device("cpu")
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.float64: "*fp64",
+}
+CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+seen: set[str] = set()
+
+
+def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
+    """In place of JITFunction.run."""
+    names = [p.name for p in self.params]
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    options = {k: v for k, v in kwargs.items() if k not in names}
+    signature, constants, attrs = {}, {}, {}
+    for index, parameter in enumerate(self.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i64" if abs(value) >= 2**31 else "i32"
+            if value % 16 == 0:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    label = f"{self.fn.__name__} {signature} {constants} {options}"
+    if label in seen:
+        return
+    seen.add(label)
+    begun = time.perf_counter()
+    source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attrs)
+    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    ptx = made.asm["ptx"]
+    kinds = [w for w in ("wgmma", "mma.sync", "cp.async", "fma.rn.f32", "griddepcontrol") if w in ptx]
+    shape = {k: v for k, v in given.items() if k in ("BM", "BN", "BK", "K", "D", "CHUNK", "ABREAST", "BLOCK")}
+    print(
+        f"{self.fn.__name__} {shape} warps {made.metadata.num_warps} shared {made.metadata.shared} {kinds} "
+        f"{time.perf_counter() - begun:.1f} s",
+        flush=True,
+    )
+    assert made.metadata.shared <= 227 << 10, "does not fit"
+
+
+def forward(ops: TritonOps, dtype: torch.dtype, rows: int, heads: Heads, hidden: int, capacity: int) -> None:
+    width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+    column = torch.zeros(rows, dtype=torch.int64)
+    table = torch.zeros((4, capacity // 16), dtype=torch.int32)
+    these = Rows(column, column, column, column, table)
+    cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=dtype)
+    x = torch.empty((rows, hidden), dtype=dtype)
+    weight = torch.empty(hidden, dtype=dtype)
+    norm = torch.empty(heads.dim, dtype=dtype)
+    ops.embed(column, x)
+    ops.rms_norm(x, weight, 1e-6)
+    ops.add_rms_norm(x, x, weight, 1e-6)
+    ops.silu_mul(x)
+    rope = torch.empty((64, heads.dim))
+    qkv = torch.empty((rows, width), dtype=dtype)
+    ops.rope_store(qkv, these, heads, rope, cache, None, None, 1e-6)
+    ops.rope_store(qkv, these, heads, rope, cache, norm, norm, 1e-6)
+    ops.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
+
+
+def main() -> None:
+    runtime.check_device = lambda device: None
+    runtime._usable = lambda name, x, dtypes: x
+    small = Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
+    large = Heads(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
+    sliding = Heads(num_q=32, num_kv=8, dim=128, scale=0.1, window=4096)
+    with (
+        mock.patch.object(JITFunction, "run", compile_launch),
+        mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
+        mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
+    ):
+        for pdl in (False, CAPABILITY >= 90):
+            ops = TritonOps(CPU, pdl=pdl)
+            forward(ops, torch.bfloat16, 1, small, 576, 8192)
+            forward(ops, torch.bfloat16, 64, small, 576, 8192)
+            if pdl:
+                break
+            forward(ops, torch.bfloat16, 600, large, 4096, 8192)
+            forward(ops, torch.bfloat16, 4, sliding, 4096, 8192)
+            forward(ops, torch.float32, 6, small, 576, 8192)
+            logits = torch.empty((3, 49152))
+            ints, floats = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+            ops.argmax(logits), ops.logsumexp(logits), ops.rank(logits, ints)
+            ops.gumbel_argmax(logits, ints, ints, 0), ops.uniform(ints, ints, 1)
+            ops.truncate(logits, ints, floats, floats)
+            for vocab, k in ((49152, 1), (49152, 20), (128256, 64)):
+                ops.top(torch.empty((3, vocab)), k)
+            with contextlib.suppress(RuntimeError, IndexError):  # what follows its kernel needs real keys
+                ops.top(logits, 65)
+            graph.load_rows_kernel[(1,)](*[ints] * 8, 3, 16, BLOCK=256, num_warps=4)
+        shapes = [(960, 576), (576, 1536), (3072, 576), (49152, 576), (6144, 4096), (28672, 4096)]
+        for rows in (1, 8, 32, 64, 128, 256, 512, 1000):
+            for columns, depth in shapes:
+                x = torch.empty((rows, depth), dtype=torch.bfloat16)
+                packed = gemm_kernels.PackedLinear(
+                    torch.empty((columns, depth), dtype=torch.bfloat16), None, 1
+                )
+                ops.linear(x, packed)
+        bias = torch.empty(960)
+        for split, rows in ((4, 1), (4, 512)):
+            packed = gemm_kernels.PackedLinear(torch.empty((960, 1024), dtype=torch.bfloat16), bias, split)
+            ops.linear(torch.empty((rows, 1024), dtype=torch.bfloat16), packed, torch.float32)
+        for rows in (1, 64, 100):
+            ops.linear(torch.empty((rows, 100)), ops.pack_linear(torch.empty((960, 100)), bias))
+
+
+if __name__ == "__main__":
+    main()
