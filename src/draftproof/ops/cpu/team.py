@@ -40,7 +40,7 @@ MUTEX, CONDITION, STATE_BYTES = 384, 512, 640  # both are smaller than 128 bytes
 
 # A pause is 10 to 140 cycles: the workers sleep some 50 microseconds after the last program.
 SPINS_BEFORE_SLEEP = 1000
-SPINS_BEFORE_YIELD = 2000  # at a barrier; so that an oversubscribed machine makes progress
+SPINS_BEFORE_YIELD = 300  # at a barrier; so that an oversubscribed machine makes progress
 
 _int32, _int64 = types.int32, types.int64
 _sched_yield = types.ExternalFunction("sched_yield", _int32())
