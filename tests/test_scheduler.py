@@ -134,3 +134,19 @@ def test_a_slot_freed_twice_is_caught():
     engine.abort("0")
     with pytest.raises(AssertionError, match="freed twice"):
         engine.loop.slots.stand(slot)
+
+
+def test_drafts_do_not_keep_a_prompt_out():
+    """Six requests with eight drafts each could fill all 16 rows of every step."""
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    spec = {"method": "proposers:Junk", "num_speculative_tokens": 8, "adaptive": False}
+    busy = tiny.engine(speculative=spec, max_num_batched_tokens=16)
+    for i in range(6):
+        busy.add(tiny.request(i, params))
+    while any(s.waiting_rows > 1 for s in busy.loop.scheduler.running) or busy.loop.scheduler.waiting:
+        busy.step()
+    busy.add(tiny.request(6, params, length=20))
+    for _ in range(20 // ((16 - 6) // 2) + 1):  # half of what six rows leave, 5 rows a step
+        busy.step()
+    assert busy.loop.scheduler.running[-1].request.id == "6"
+    assert busy.loop.scheduler.running[-1].waiting_rows == 1

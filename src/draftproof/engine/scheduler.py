@@ -1,8 +1,8 @@
 """Who runs in the next step, with how many rows and drafts, on which pages.
 
-Requests that decode come first, one row each and then their drafts; what is left of the row budget goes
-to prompts, first come, first served. A request is admitted when a slot and all the pages it can ever need
-are free, so it never has to be put aside.
+Requests that decode come first, one row each, then their drafts, which take at most half of what is left
+while a prompt waits; the rest of the row budget goes to prompts, first come, first served. A request is
+admitted when a slot and all the pages it can ever need are free, so it never has to be put aside.
 """
 
 from __future__ import annotations
@@ -72,10 +72,13 @@ class Scheduler:
         rows = self.max_rows
         decoding = [s for s in self.running if s.waiting_rows == 1]
         rows -= len(decoding)
+        prompts = len(decoding) < len(self.running) or bool(self.waiting and self.slots.num_free)
+        room = rows // 2 if prompts else rows  # guesses must not keep prompts out
         drafts = {}
         for sequence in decoding:
-            drafts[sequence.slot] = min(sequence.num_draft, rows)
-            rows -= drafts[sequence.slot]
+            drafts[sequence.slot] = min(sequence.num_draft, room)
+            room -= drafts[sequence.slot]
+        rows -= sum(drafts.values())
         entries = []
         for sequence in self.running:
             if sequence.waiting_rows == 1:
