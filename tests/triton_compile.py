@@ -42,7 +42,8 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     signature, constants, attrs = {}, {}, {}
     for index, parameter in enumerate(self.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        fixed = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or fixed:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -52,7 +53,7 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i64" if abs(value) >= 2**31 else "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 attrs[(index,)] = [["tt.divisibility", 16]]
     label = f"{self.fn.__name__} {signature} {constants} {options}"
     if label in seen:
@@ -63,7 +64,7 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     ptx = made.asm["ptx"]
     kinds = [w for w in ("wgmma", "mma.sync", "cp.async", "fma.rn.f32", "griddepcontrol") if w in ptx]
-    shape = {k: v for k, v in given.items() if k in ("BM", "BN", "BK", "K", "D", "CHUNK", "ABREAST", "BLOCK")}
+    shape = {k: v for k, v in given.items() if k in ("BM", "BN", "BK", "K", "D", "CHUNK", "SIDE", "BLOCK")}
     print(
         f"{self.fn.__name__} {shape} warps {made.metadata.num_warps} shared {made.metadata.shared} {kinds} "
         f"{time.perf_counter() - begun:.1f} s",

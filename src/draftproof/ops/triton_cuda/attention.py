@@ -28,8 +28,9 @@ PROGRAMS = 264  # as many programs as two for each SM of an H200: below that, sp
 LOG2_E = 1.4426950408889634
 ONES = 16  # columns of the matrix of ones: the narrowest the tensor core takes
 
-# Largest number of rows -> (tile height in rows times heads, warps, stages); speed alone.
-TILES = ((4, (16, 4, 3)), (512, (32, 4, 3)), (1 << 30, (64, 4, 3)))
+# Largest number of rows -> (tile height in rows times heads, warps, stages); speed alone. Two of the stages
+# go into looking up pages: 5 is what it takes to hold the keys of two blocks.
+TILES = ((4, (16, 4, 5)), (512, (32, 4, 5)), (1 << 30, (64, 4, 5)))
 
 
 @triton.jit
@@ -82,14 +83,15 @@ def _finish(total, acc, out_at, ok):
     tl.store(out_at, (acc / total[:, None] + 0.0).to(out_at.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "abreast"])  # one binary for every number of rows
 def attention_kernel(
-    q, slots, positions, page_table, cache, out, parts, stats, arrived, R, max_pages, plane, spans, scale,
+    q, slots, positions, page_table, cache, out, parts, stats, arrived,
+    R, max_pages, plane, spans, abreast, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    ABREAST: tl.constexpr, PDL: tl.constexpr,
+    SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [R, heads * D]; if ABREAST > 1: parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
+    """q, out [R, heads * D]; if SIDE (by side): parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
     begin(PDL)
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
@@ -117,8 +119,8 @@ def attention_kernel(
         cache_v = cache_k + plane
         first_span = first // SPAN
         count = last // SPAN - first_span + 1
-        alone = count > 0 if ABREAST == 1 else count == 1
-        step = tl.where(alone, 1, ABREAST)
+        alone = count == 1 if SIDE else count > 0
+        step = tl.where(alone, 1, abreast)
         if part < tl.where(alone, 1, count):
             m = tl.full((BM,), float("-inf"), tl.float32)
             total = tl.zeros((BM,), tl.float32)
@@ -126,20 +128,20 @@ def attention_kernel(
             for s in range(first_span + part, first_span + count, step):
                 m1, total1, acc1 = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
                                          NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
-                if ABREAST > 1:
+                if SIDE:
                     where = line * spans + s
                     tl.store(parts + where[:, None] * BD + d[None, :], acc1, mask=inside)
                     tl.store(stats + where * 2, m1, mask=ok)
                     tl.store(stats + where * 2 + 1, total1, mask=ok)
                 m, total, acc = _fold(m, total, acc, m1, total1, acc1)
-            if ABREAST > 1:
+            if SIDE:
                 if alone:
                     _finish(total, acc, out + here, inside)
                 else:
                     tl.debug_barrier()
                     counter = arrived + row * NUM_KV + head
                     done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                    if done == tl.minimum(count, ABREAST) - 1:
+                    if done == tl.minimum(count, abreast) - 1:
                         tl.store(counter, 0)
                         _gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
             else:
@@ -190,9 +192,9 @@ class Attention:
             stages, height = 2, min(height, 32)
         attention_kernel[(num_rows, heads.num_kv, abreast)](
             q, rows.slots, rows.positions, rows.page_table, cache, out,
-            self._parts, self._stats, self._arrived, num_rows, max_pages, cache.stride(0), spans,
+            self._parts, self._stats, self._arrived, num_rows, max_pages, cache.stride(0), spans, abreast,
             heads.scale * LOG2_E,
             NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, power_of_two(group)),
-            PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES, ABREAST=abreast,
+            PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES, SIDE=abreast > 1,
             **launch_options(pdl, num_warps=warps, num_stages=stages, enable_fp_fusion=False),
         )  # fmt: skip

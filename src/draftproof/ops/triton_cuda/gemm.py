@@ -71,7 +71,7 @@ def _finish(total, out_at, inside, bias_at, col_ok, HAS_BIAS: tl.constexpr):
     tl.store(out_at, total.to(out_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "plane"])  # one binary for every number of rows
 def linear_kernel(
     x, w, bias, out, parts, arrived, M, N, K, span, plane,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
