@@ -1,7 +1,8 @@
 """Linear layers by fused multiply-add: for fp32, and for bf16 on machines without AMX.
 
 Weights [N, K] are packed once as panels [N / 64, K, 64]: a thread streams its panels from memory in
-order, and 64 outputs grow side by side, each along one chain over K.
+order, and 64 outputs grow side by side. Each is a sum of chains over `DEPTH_BLOCK` of K: one long chain
+would lose half a digit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from draftproof.ops.cpu.simd import splat, vadd, vload, vstore
 from draftproof.ops.cpu.typed import tload, tstore
 
 _ZERO = np.float32(0.0)
+DEPTH_BLOCK = 128
 ROW_CHUNK = 128  # rows of a unit of work: prefill on many threads splits rows as well as columns
 
 
@@ -69,16 +71,25 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
             w = weight + panel * depth * COLUMNS * size
             for row in range(first, last, block):
                 count = min(block, last - row)
+                total = scratch + count * COLUMNS * 4
                 for i in range(0, count * COLUMNS, 16):
-                    vstore(scratch + 4 * i, splat(_ZERO))
-                a, a_stride = x + row * depth * size, depth * size
-                if bf16:
-                    panel_bf16(count, a, a_stride, w, 2 * COLUMNS, scratch, 4 * COLUMNS, depth)
-                else:
-                    panel_f32(count, a, a_stride, w, 4 * COLUMNS, scratch, 4 * COLUMNS, depth)
+                    vstore(total + 4 * i, splat(_ZERO))
+                for k in range(0, depth, DEPTH_BLOCK):
+                    length = min(DEPTH_BLOCK, depth - k)
+                    for i in range(0, count * COLUMNS, 16):
+                        vstore(scratch + 4 * i, splat(_ZERO))
+                    a, a_stride = x + (row * depth + k) * size, depth * size
+                    b = w + k * COLUMNS * size
+                    if bf16:
+                        panel_bf16(count, a, a_stride, b, 2 * COLUMNS, scratch, 4 * COLUMNS, length)
+                    else:
+                        panel_f32(count, a, a_stride, b, 4 * COLUMNS, scratch, 4 * COLUMNS, length)
+                    for i in range(0, count * COLUMNS, 16):
+                        at = total + 4 * i
+                        vstore(at, vadd(vload(at), vload(scratch + 4 * i)))
                 for i in range(count):
                     finish(
-                        scratch + i * 4 * COLUMNS,
+                        total + i * 4 * COLUMNS,
                         out,
                         bias,
                         row + i,
