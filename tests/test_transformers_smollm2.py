@@ -2,8 +2,8 @@
 
 Both sides have the same weights, those that our GGUF loader unpacked. The text of transformers is proven by
 induction: one forward over prompt and our 128 tokens, whose argmax at every position must be our next
-token. No near-tie is excused there. In the top-20 lists two values nearer than 1e-4 may change places: against
-fp64 transformers itself is off by up to 7e-5 in this model.
+token. No near-tie is excused there. In the top-20 lists two values nearer than 1e-4 may change places:
+against fp64 transformers itself is off by up to 7e-5 in this model.
 """
 
 from __future__ import annotations

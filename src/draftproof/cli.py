@@ -278,12 +278,16 @@ def _chat(options: argparse.Namespace, console: Console) -> int:
 
 
 def _info(options: argparse.Namespace, console: Console) -> int:
+    import torch
+
     from draftproof.models.load import load_config
+    from draftproof.models.runner import kv_bytes_per_token
     from draftproof.models.tensors import expected_tensors
     from draftproof.text.tokenizer import load_tokenizer
 
     config, source = load_config(options.model)
     parameters = sum(_product(shape) for shape in expected_tensors(config).values())
+    kv = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16)
     table = Table(show_header=False, box=None)
     rows: list[tuple[str, object]] = [
         ("architecture", config.architecture),
@@ -295,7 +299,10 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         ("vocabulary", f"{config.vocab_size:,}"),
         ("positions", f"{config.max_position:,}"),
         ("rope", f"theta {config.rope_theta:g}, scaling {config.rope_scaling.kind}"),
-        ("KV per token", f"{2 * config.num_layers * config.num_kv_heads * config.head_dim * 2:,} bytes (bf16)"),
+        (
+            "KV per token",
+            f"{2 * config.num_layers * config.num_kv_heads * config.head_dim * 2:,} bytes (bf16)",
+        ),
         ("source", source),
     ]
     try:

@@ -76,9 +76,7 @@ class LLM:
         prompts = [{"prompt_token_ids": self.chat_token_ids(m, **template)} for m in several]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[TokenEvent]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Token by token, as they are committed. Leaving the loop early aborts the request."""
         job = self._job(prompt, sampling_params or SamplingParams())
         job.events = deque()
