@@ -299,10 +299,7 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         ("vocabulary", f"{config.vocab_size:,}"),
         ("positions", f"{config.max_position:,}"),
         ("rope", f"theta {config.rope_theta:g}, scaling {config.rope_scaling.kind}"),
-        (
-            "KV per token",
-            f"{2 * config.num_layers * config.num_kv_heads * config.head_dim * 2:,} bytes (bf16)",
-        ),
+        ("KV per token", f"{kv:,} bytes in bf16"),
         ("source", source),
     ]
     try:
