@@ -146,6 +146,10 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
     @property
+    def penalises(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None or self.logprob_token_ids is not None
 

@@ -179,7 +179,7 @@ class Engine:
         return True
 
     def step(self) -> list[StepOutput]:
-        with torch.inference_mode():
+        with torch.inference_mode(), self.ops.stepping():
             outputs = self.loop.step()
         for output in outputs:
             if output.finish_reason is not None:

@@ -20,17 +20,13 @@ from draftproof.types import SlotOptions, Windows
 def process(logits: Tensor, windows: Windows) -> tuple[Tensor, dict[int, str]]:
     """logits [L, V] -> (base [L, V], errors by row). `logits` itself where no option touches it."""
     errors: dict[int, str] = {}
-    slots = windows.slots[windows.owner]
-    columns = windows.columns
-    penalised = (
-        (columns.repetition[slots] != 1) | (columns.frequency[slots] != 0) | (columns.presence[slots] != 0)
-    ).nonzero()[:, 0]
-    plain = all(_untouched(options) for options in windows.options)
-    if plain and not len(penalised):
+    penalised = [options.request.params.penalises for options in windows.options]
+    if not any(penalised) and all(_untouched(options) for options in windows.options):
         return logits, errors
     base = logits.clone()
-    if len(penalised):
-        base[penalised] = _penalise(base[penalised], windows, penalised)
+    if any(penalised):
+        rows = torch.tensor(penalised, device=logits.device)[windows.owner].nonzero()[:, 0]
+        base[rows] = _penalise(base[rows], windows, rows)
     owners, depths = windows.owner.tolist(), windows.depth.tolist()
     for row, (owner, depth) in enumerate(zip(owners, depths, strict=True)):
         options = windows.options[owner]

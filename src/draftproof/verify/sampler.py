@@ -47,11 +47,11 @@ class Sampler:
         return Sampled(verdict, scores.processed, errors)
 
     def _score(self, base: Tensor, windows: Windows) -> Scores:
+        if all(options.request.params.greedy for options in windows.options):
+            return Scores(base, base, self.ops.argmax(base))
         columns, slots = windows.columns, windows.slots[windows.owner]
         temperature = columns.temperature[slots]
         hot = (temperature > 0).nonzero()[:, 0]
-        if not len(hot):
-            return Scores(base, base, self.ops.argmax(base))
         slots = slots[hot]
         scaled = base[hot] / temperature[hot][:, None]
         limits = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]

@@ -7,7 +7,8 @@ every row count. Compiled by numba at first use, then read from its disk cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,16 @@ class CpuOps(Ops):
         self._memory = WeightMemory()
         self._workspace = torch.zeros(WORKSPACE // 4, dtype=torch.float32)
         self._recorder: Recorder | None = None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Torch on one thread: its OpenMP workers spin after every region, on the cores of our team."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     # --- calls ------------------------------------------------------------------------------------
 
