@@ -72,11 +72,11 @@ class Llama:
         x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
         for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):
-            qkv = ops.linear(x, layer.qkv)
-            q = ops.rope_store(qkv, rows, layer.heads, self.rope, cache, layer.q_norm, layer.k_norm, eps)
+            norms = layer.q_norm, layer.k_norm
+            q = ops.linear_rope_store(x, layer.qkv, rows, layer.heads, self.rope, cache, *norms, eps)
             x = ops.linear(ops.attention(q, rows, layer.heads, cache), layer.out)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+            x = ops.linear(ops.linear_silu_mul(x, layer.gate_up), layer.down)
             x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
         return x
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -109,12 +110,38 @@ class Ops(ABC):
     def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
         """Row at position p attends to the keys 0..p of its slot: [R, num_q * dim]."""
 
+    # Two steps of a block in one: a backend may do them in fewer kernels, with the same bits.
+
+    def linear_rope_store(
+        self,
+        x: Tensor,  # [R, K]
+        packed: Any,  # weight [(num_q + 2 num_kv) * dim, K]
+        rows: Rows,
+        heads: Heads,
+        rope: Tensor,
+        cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """`rope_store` of `linear`."""
+        qkv = self.linear(x, packed)
+        return self.rope_store(qkv, rows, heads, rope, cache, q_norm, k_norm, eps)
+
+    def linear_silu_mul(self, x: Tensor, packed: Any) -> Tensor:
+        """`silu_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""
+        return self.silu_mul(self.linear(x, packed))
+
     def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
         """`forward` in a form that is quick to repeat; calls have at most `max_rows` rows.
 
         The tensor that a captured function returns is valid until its next call.
         """
         return forward
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Entered around a step: a backend with threads of its own may quiet torch's here."""
+        return nullcontext()
 
     # --- sampling ---------------------------------------------------------------------------------
     # Noise of (seed, position, stream, id): Philox-4x32-10 with key = (seed low 32, seed high 32) and
