@@ -286,7 +286,7 @@ def test_engine_config_that_means_nothing(message, options):
         ("beyond the 512 positions", {"max_model_len": 513}),
         ("must be at least max_num_seqs", {"max_num_batched_tokens": 7}),
         ("unknown backend", {"backend": "tpu"}),
-        ("not supported yet", {"device": "cuda"}),
+        ("cannot be used here", {"device": "cuda:63"}),
         ("unknown device", {"device": "abacus"}),
     ],
 )

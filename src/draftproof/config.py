@@ -108,10 +108,11 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     revision: str | None = None
     max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     page_size: int = 16
     kv_cache_tokens: int | None = None
+    memory_utilization: float = 0.9  # of a device whose free memory is known, for weights and KV
     max_logprobs: int = 20  # -1: no limit
     seed: int = 0  # of dummy weights; requests have their own
     speculative: SpeculativeConfig | None = None
@@ -135,10 +136,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens"):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "kv_cache_tokens"):
+            if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        share = self.memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"memory_utilization must lie in 0..1, got {share!r}")
         if self.page_size not in (8, 16, 32, 64):
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
         for name, allowed in (

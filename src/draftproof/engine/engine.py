@@ -13,12 +13,12 @@ from draftproof.engine.budget import DraftBudget
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
 from draftproof.engine.scheduler import Scheduler, Sequence
+from draftproof.engine.sizes import resolve_sizes
 from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError, RequestError, nearest
-from draftproof.models.config import ModelConfig
 from draftproof.models.llama import Llama
 from draftproof.models.load import Checkpoint
-from draftproof.models.runner import Runner, kv_bytes_per_token
+from draftproof.models.runner import Runner
 from draftproof.ops import resolve, resolve_device
 from draftproof.propose import PROPOSERS, Proposer, ProposerEnv
 from draftproof.registry import lookup
@@ -26,9 +26,6 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request, StepOutput
 from draftproof.verify import STRATEGIES, Strategy
 from draftproof.verify.sampler import Sampler
-
-DEFAULT_MAX_LEN = 8192  # where the model allows more, longer contexts are asked for by max_model_len
-DEFAULT_KV_BYTES = 2 << 30
 
 
 class Engine:
@@ -45,48 +42,39 @@ class Engine:
         self.dtype = checkpoint.dtype
         device = resolve_device(config.device)
         self.ops = resolve(config.backend, device)
-        max_len = _max_len(config, model_config)
-        k = config.speculative.num_speculative_tokens if config.speculative else 1
-        num_pages = 1 + _num_pages(config, model_config, checkpoint.dtype, max_len)
-        max_pages = -(-max_len // config.page_size)
-        max_rows = config.max_num_batched_tokens
-        if max_rows < config.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({max_rows}) must be at least max_num_seqs "
-                f"({config.max_num_seqs}): each running request needs a row a step"
-            )
-        model = Llama(model_config, checkpoint.tensors, self.ops, max_len)
+        sizes = resolve_sizes(config, checkpoint, self.ops)
+        model = Llama(model_config, checkpoint.tensors, self.ops, sizes.max_len)
         self.runner = Runner(
             model,
             self.ops,
             checkpoint.dtype,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            max_rows=max_rows,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            max_rows=sizes.max_rows,
         )
         vocab = model_config.vocab_size
-        slots = Slots(config.max_num_seqs, max_len, k, max_pages, vocab, device)
-        scheduler = Scheduler(slots, Pages(num_pages), config.page_size, max_rows)
+        slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, device)
+        scheduler = Scheduler(slots, Pages(sizes.num_pages), sizes.page_size, sizes.max_rows)
         env = ProposerEnv(
             ops=self.ops,
-            k=k,
+            k=sizes.k,
             vocab_size=vocab,
             hidden_size=model_config.hidden_size,
-            num_slots=config.max_num_seqs,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            max_len=max_len,
-            max_rows=max_rows,
+            num_slots=sizes.num_seqs,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            max_len=sizes.max_len,
+            max_rows=sizes.max_rows,
         )
         proposer = self._speculation(config.speculative, env)
         sampler = Sampler(self.ops, config.speculative)
         self.loop = Loop(scheduler, slots, self.runner, sampler, proposer, config.debug)
         self.limits = Limits(
             vocab_size=vocab,
-            max_model_len=max_len,
+            max_model_len=sizes.max_len,
             max_logprobs=config.max_logprobs,
-            kv_tokens=(num_pages - 1) * config.page_size,
-            speculative_tokens=k if proposer else 0,
+            kv_tokens=sizes.kv_tokens,
+            speculative_tokens=sizes.k if proposer else 0,
             takes_prediction=bool(proposer and proposer.takes_prediction),
         )
         self._sequences: dict[str, Sequence] = {}
@@ -185,22 +173,3 @@ class Engine:
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
         return outputs
-
-
-def _max_len(config: EngineConfig, model: ModelConfig) -> int:
-    asked = config.max_model_len
-    if asked is None:
-        return min(model.max_position, DEFAULT_MAX_LEN)
-    if asked > model.max_position:
-        raise ConfigError(f"max_model_len={asked} is beyond the {model.max_position} positions of this model")
-    return asked
-
-
-def _num_pages(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_len: int) -> int:
-    """Pages for `kv_cache_tokens`, or as many as every slot can fill within DEFAULT_KV_BYTES."""
-    tokens = config.kv_cache_tokens
-    if tokens is None:
-        each = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
-        room = max(DEFAULT_KV_BYTES // each, max_len)
-        tokens = min(room, config.max_num_seqs * max_len)
-    return -(-tokens // config.page_size)

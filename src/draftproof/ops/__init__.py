@@ -62,6 +62,8 @@ class Ops(ABC):
     """What a backend provides. Shapes are the contract; `R` rows, `V` vocabulary."""
 
     name: ClassVar[str]
+    default_seqs: ClassVar[int] = 32  # requests that run side by side, unless told otherwise
+    default_rows: ClassVar[int] = 512  # rows of a step, unless told otherwise
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -139,6 +141,10 @@ class Ops(ABC):
         """
         return forward
 
+    def free_memory(self) -> int | None:
+        """Bytes that can still be allocated on the device; None where nobody can say."""
+        return None
+
     def stepping(self) -> AbstractContextManager[None]:
         """Entered around a step: a backend with threads of its own may quiet torch's here."""
         return nullcontext()
@@ -183,21 +189,32 @@ class Ops(ABC):
 
 
 def resolve_device(name: str) -> torch.device:
+    """The device by name; "auto" takes a GPU that the kernels can run on, else the CPU."""
     if name == "auto":
-        return torch.device("cpu")
+        return torch.device("cuda" if _gpu_is_able() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}: use 'auto' or 'cpu'") from error
-    if device.type != "cpu":
-        raise ConfigError(f"device {name!r} is not supported yet: use 'auto' or 'cpu'")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device {name!r} cannot be used here: use 'auto' or 'cpu' ({error})") from error
     return device
 
 
 def resolve(backend: str, device: torch.device) -> Ops:
     """The backend by name; "auto" takes the quickest that this device can run."""
     if backend == "auto":
-        native = device.type == "cpu" and find_spec("numba") is not None
-        backend = "cpu" if native else "torch"
+        if device.type == "cpu" and find_spec("numba") is not None:
+            backend = "cpu"
+        elif device.type == "cuda" and _gpu_is_able():
+            backend = "triton"
+        else:
+            backend = "torch"
     ops: Ops = lookup(BACKENDS, backend, "backend")(device)
     return ops
+
+
+def _gpu_is_able() -> bool:
+    """Is there a GPU of compute capability 8.0 or newer, and Triton for it?"""
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)

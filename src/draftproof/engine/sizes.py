@@ -1,0 +1,87 @@
+"""Sizes that depend on model, machine and configuration, worked out once before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftproof.config import EngineConfig
+from draftproof.errors import ConfigError
+from draftproof.models.config import ModelConfig
+from draftproof.models.load import Checkpoint
+from draftproof.models.runner import kv_bytes_per_token
+from draftproof.ops import Ops
+
+DEFAULT_MAX_LEN = 8192  # where the model allows more, longer contexts are asked for by max_model_len
+DEFAULT_KV_BYTES = 2 << 30  # where the free memory is not known
+LOGITS_COPIES = 4  # of a step's logits that may live at once: raw, processed, and two temporaries
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    max_len: int  # tokens of a request
+    num_seqs: int  # slots
+    max_rows: int  # rows of a step
+    page_size: int
+    num_pages: int  # page 0, which is never given out, included
+    k: int  # drafts a slot has room for
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.max_len // self.page_size)
+
+    @property
+    def kv_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+
+def resolve_sizes(config: EngineConfig, checkpoint: Checkpoint, ops: Ops) -> Sizes:
+    num_seqs = config.max_num_seqs or ops.default_seqs
+    max_rows = config.max_num_batched_tokens or max(ops.default_rows, num_seqs)
+    if max_rows < num_seqs:
+        if config.max_num_seqs is not None:
+            raise ConfigError(
+                f"max_num_batched_tokens ({max_rows}) must be at least max_num_seqs "
+                f"({num_seqs}): each running request needs a row a step"
+            )
+        num_seqs = max_rows
+    max_len = _max_len(config, checkpoint.config)
+    k = config.speculative.num_speculative_tokens if config.speculative else 1
+    tokens = config.kv_cache_tokens
+    if tokens is None:
+        each = _kv_bytes(checkpoint)
+        workspace = LOGITS_COPIES * num_seqs * (k + 1) * checkpoint.config.vocab_size * 4
+        room = _kv_room(config, checkpoint, ops, workspace, each * max_len) // each
+        tokens = min(room, num_seqs * max_len)
+    return Sizes(max_len, num_seqs, max_rows, config.page_size, 1 - (-tokens // config.page_size), k)
+
+
+def _max_len(config: EngineConfig, model: ModelConfig) -> int:
+    asked = config.max_model_len
+    if asked is None:
+        return min(model.max_position, DEFAULT_MAX_LEN)
+    if asked > model.max_position:
+        raise ConfigError(f"max_model_len={asked} is beyond the {model.max_position} positions of this model")
+    return asked
+
+
+def _kv_bytes(checkpoint: Checkpoint) -> int:
+    model = checkpoint.config
+    return kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, checkpoint.dtype)
+
+
+def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: int, least: int) -> int:
+    """Bytes for KV; ConfigError if one request of full length would not fit beside the weights."""
+    free = ops.free_memory()
+    if free is None:
+        return max(DEFAULT_KV_BYTES, least)
+    weights = sum(t.numel() * t.element_size() for t in checkpoint.tensors.values())
+    room = int(free * config.memory_utilization) - weights - workspace
+    if room < least:
+        gib = 1 << 30
+        raise ConfigError(
+            f"the model does not fit: {free / gib:.1f} GiB are free on {ops.device}, of which "
+            f"memory_utilization={config.memory_utilization} may be used; weights need {weights / gib:.1f}, "
+            f"logits {workspace / gib:.1f}, KV of one request of full length {least / gib:.1f} GiB: lower "
+            "max_model_len or max_num_seqs, or use a smaller model"
+        )
+    return room

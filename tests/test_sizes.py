@@ -1,0 +1,56 @@
+"""Sizes worked out from model, machine and configuration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from draftproof.config import EngineConfig
+from draftproof.engine.sizes import resolve_sizes
+from draftproof.errors import ConfigError
+from draftproof.models.runner import kv_bytes_per_token
+from draftproof.ops.torch_any import TorchOps
+
+
+class Card(TorchOps):
+    """A device that knows its free memory."""
+
+    default_seqs = 64
+    default_rows = 128
+
+    def __init__(self, free: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.free = free
+
+    def free_memory(self) -> int:
+        return self.free
+
+
+def sizes(free: int, **options: object):
+    config = EngineConfig(model="x", max_model_len=256, **options)
+    return resolve_sizes(config, tiny.checkpoint(), Card(free))
+
+
+def test_the_pool_fills_what_is_free_and_no_more() -> None:
+    made = tiny.checkpoint()
+    each = kv_bytes_per_token(2, 2, 8, torch.float32)
+    weights = sum(t.numel() * 4 for t in made.tensors.values())
+    logits = 4 * 64 * 2 * tiny.VOCAB * 4
+    found = sizes(int((weights + logits + each * 1600) / 0.9) + 100)
+    assert 1600 <= found.kv_tokens < 1600 + 2 * found.page_size
+    assert (found.num_seqs, found.max_rows, found.max_pages) == (64, 128, 16)
+    plenty = sizes(1 << 40)
+    assert plenty.kv_tokens == 64 * 256  # no more than all slots can use
+
+
+def test_what_does_not_fit_is_said_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"does not fit: 0.0 GiB are free.*max_model_len"):
+        sizes(1000)
+
+
+def test_rows_and_slots_follow_each_other() -> None:
+    assert sizes(1 << 40, max_num_seqs=500).max_rows == 500
+    assert sizes(1 << 40, max_num_batched_tokens=16).num_seqs == 16
+    with pytest.raises(ConfigError, match="at least max_num_seqs"):
+        sizes(1 << 40, max_num_batched_tokens=16, max_num_seqs=17)
