@@ -194,6 +194,9 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if _gpu_is_able() else "cpu")
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}: use 'auto' or 'cpu'") from error
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"device {name!r} cannot be used here: use 'auto' or 'cpu' ({error})") from error
