@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 
-from draftproof.ops.cpu import CpuOps
-from draftproof.ops.cpu.memory import WeightMemory
-
 
 def best(function: Callable[[], object], repeat: int) -> float:
     """Seconds of the quickest of `repeat` calls."""
@@ -32,6 +29,9 @@ def read_bandwidth(size: int, repeat: int = 8) -> float:
 
     The data lie in large pages, as packed weights do: with small ones the floor would be too easy.
     """
+    from draftproof.ops.cpu import CpuOps
+    from draftproof.ops.cpu.memory import WeightMemory
+
     data = WeightMemory().hold(torch.ones(size // 4096 // 4, 4096))
     ops = CpuOps(torch.device("cpu"))
     readers = (lambda: torch.max(data), lambda: ops.argmax(data))
@@ -44,7 +44,10 @@ def hardware() -> dict[str, Any]:
     if info.exists():
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {"cpu": cpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    found = {"cpu": cpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def commit() -> str:
