@@ -261,7 +261,31 @@ def attention_rows_stand_alone() -> None:
                 for at, row in zip(batch, out, strict=True):
                     assert at not in single or bits(row) == single[at], (name, at, len(batch))
         finally:
-            attention_kernels.SPAN = 512
+            attention_kernels.SPAN = 128
+
+
+@check
+def two_ops_in_one() -> None:
+    """The kernels that do two ops give the bits of the two ops."""
+    for heads in (Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), Heads(3, 1, 64, 0.1, 0)):
+        width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+        paged = Paged(heads, [40, 7, 19], dtype=torch.bfloat16)
+        rows = paged.rows([(0, p) for p in range(20, 39)] + [(1, 6), (2, 3)])
+        rows.slots[-1] = -1  # padding: nothing is stored
+        rope = randn(64, heads.dim, seed=5)
+        for bias in (None, randn(width, seed=4, dtype=torch.bfloat16)):
+            x, weight = (randn(n, 136, seed=n, dtype=torch.bfloat16) for n in (21, width))
+            packed = ops.pack_linear(weight, bias)
+            caches = [paged.cache.clone(), paged.cache.clone()]
+            rest = (None, None, 1e-6)
+            got = ops.linear_rope_store(x, packed, rows, heads, rope, caches[0], *rest)
+            want = ops.rope_store(ops.linear(x, packed), rows, heads, rope, caches[1], *rest)
+            assert bits(got) == bits(want) and bits(caches[0]) == bits(caches[1])
+            got, want = ops.linear_silu_mul(x, packed), ops.silu_mul(ops.linear(x, packed))
+            assert bits(got) == bits(want)
+    packed, x = gemm.PackedLinear(randn(40, 256, seed=1), None, 2), randn(5, 256, seed=2)
+    want = ref.linear(x, ref.pack_linear(packed.weight))
+    assert_close(ops.linear(x, packed), want, torch.float32)
 
 
 @check
@@ -344,7 +368,7 @@ def order() -> None:
 @check
 def top() -> None:
     """Both stages, with small chunks: the interpreter sorts slowly. Beyond QUICK: by keys."""
-    select.CHUNK = 32
+    select.CHUNK, select.GROUP = 32, 8
     for vocab, k in ((61, 5), (61, 61), (3, 1), (200, 100)):
         logits = rows_of(5, vocab)
         select.QUICK = 8

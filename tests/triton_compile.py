@@ -90,6 +90,9 @@ def forward(ops: TritonOps, dtype: torch.dtype, rows: int, heads: Heads, hidden:
     qkv = torch.empty((rows, width), dtype=dtype)
     ops.rope_store(qkv, these, heads, rope, cache, None, None, 1e-6)
     ops.rope_store(qkv, these, heads, rope, cache, norm, norm, 1e-6)
+    packed = gemm_kernels.PackedLinear(torch.empty((width, hidden), dtype=dtype), None, 1)
+    ops.linear_rope_store(x, packed, these, heads, rope, cache, None, None, 1e-6)
+    ops.linear_silu_mul(x, packed)
     ops.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
 
 

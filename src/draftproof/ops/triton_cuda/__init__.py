@@ -20,8 +20,8 @@ try:
     import triton  # noqa: F401
 
     from draftproof.ops.triton_cuda import attention as attention_kernels
-    from draftproof.ops.triton_cuda import elementwise, gemm, graph, rope, runtime, sampling, select, truncate
-    from draftproof.ops.triton_cuda.cublas import LEAST, Cublas
+    from draftproof.ops.triton_cuda import elementwise, gemm, graph, pair, rope, runtime, sampling, select, truncate
+    from draftproof.ops.triton_cuda.cublas import Cublas
 
     MISSING = ""
 except ModuleNotFoundError as error:
@@ -41,6 +41,8 @@ class TritonOps(Ops):
     """
 
     name: ClassVar[str] = "triton"
+    default_seqs: ClassVar[int] = 256
+    default_rows: ClassVar[int] = 2048
 
     def __init__(
         self, device: torch.device, debug: bool | None = None, pdl: bool = False, cublas: bool = True
@@ -55,6 +57,9 @@ class TritonOps(Ops):
         self.gemm = gemm.Gemm(device)
         self.cublas = Cublas(self.gemm, cublas and self.cuda)
         self._attention = attention_kernels.Attention(device)
+
+    def free_memory(self) -> int | None:
+        return torch.cuda.mem_get_info(self.device)[0] if self.cuda else None
 
     def _done(self, op: str) -> None:
         if self.debug and self.cuda and not torch.cuda.is_current_stream_capturing():
@@ -74,7 +79,7 @@ class TritonOps(Ops):
     def linear(self, x: Tensor, packed: gemm.PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         x, dtype = gemm.check(x, packed, out_dtype)
         out = self._new((len(x), packed.weight.shape[0]), dtype)
-        done = self.cublas.leading_rows(x, packed, out) if len(x) >= LEAST else 0
+        done = self.cublas.leading_rows(x, packed, out)
         if done < len(x):
             self.gemm(x[done:], packed, out[done:], self.pdl)
         self._done("linear")
@@ -153,6 +158,45 @@ class TritonOps(Ops):
         if len(qkv):
             rope_store_of(qkv, rows, heads, rope, cache, q_norm, k_norm, eps, out, self.pdl)
         self._done("rope_store")
+        return out
+
+    def _two_steps(self, x: Tensor, packed: gemm.PackedLinear) -> bool:
+        """Whether cuBLAS and a second kernel are quicker than one kernel of ours."""
+        return len(x) > gemm.FEW and self.cublas.whole(x, packed)
+
+    def linear_rope_store(
+        self,
+        x: Tensor,
+        packed: gemm.PackedLinear,
+        rows: Rows,
+        heads: Heads,
+        rope: Tensor,
+        cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        fits = pair.takes_heads(packed, len(x), heads) and q_norm is None and k_norm is None
+        if not fits or self._two_steps(x, packed):
+            return super().linear_rope_store(x, packed, rows, heads, rope, cache, q_norm, k_norm, eps)
+        x, _ = gemm.check(x, packed, None)
+        rope = runtime.matrix("rope", rope, heads.dim, FP32)
+        self._check_rows(rows, len(x), heads, cache, x.dtype)
+        if len(packed.weight) != (heads.num_q + 2 * heads.num_kv) * heads.dim:
+            raise ConfigError(f"a weight of {len(packed.weight)} columns for {heads}")
+        out = self._new((len(x), heads.num_q * heads.dim), x.dtype)
+        pair.linear_rope_store(x, packed, rows, heads, rope, cache, out, self.pdl)
+        self._done("linear_rope_store")
+        return out
+
+    def linear_silu_mul(self, x: Tensor, packed: gemm.PackedLinear) -> Tensor:
+        columns = len(packed.weight)
+        if not pair.takes(packed, len(x)) or columns % 2 or self._two_steps(x, packed):
+            return super().linear_silu_mul(x, packed)
+        x, _ = gemm.check(x, packed, None)
+        out = self._new((len(x), columns // 2), x.dtype)
+        pair.linear_silu_mul(x, packed, out, self.pdl)
+        self._done("linear_silu_mul")
         return out
 
     def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:

@@ -23,14 +23,14 @@ from draftproof.ops import Heads, Rows
 from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
 
 KEYS = 64  # keys of one block: part of the numerics
-SPAN = 512  # tokens of one span: part of the numerics
-PROGRAMS = 264  # as many programs as two for each SM of an H200: below that, spans run side by side
+SPAN = 128  # tokens of one span: part of the numerics
+PROGRAMS = 800  # about six for each SM of an H200: below that, spans run side by side
 LOG2_E = 1.4426950408889634
 ONES = 16  # columns of the matrix of ones: the narrowest the tensor core takes
 
-# Largest number of rows -> (tile height in rows times heads, warps, stages); speed alone. Two of the stages
-# go into looking up pages: 5 is what it takes to hold the keys of two blocks.
-TILES = ((4, (16, 4, 5)), (512, (32, 4, 5)), (1 << 30, (64, 4, 5)))
+# Largest number of rows -> (tile height in rows times heads, warps, stages); speed alone. Two blocks of keys
+# are in flight with three stages, because a span holds two.
+TILES = ((8, (16, 4, 3)), (512, (16, 2, 3)), (1 << 30, (64, 4, 3)))
 
 
 @triton.jit
@@ -43,37 +43,50 @@ def _fold(m, total, acc, m_new, total_new, acc_new):
 
 
 @triton.jit
+def _block(
+    q, pos, pages, cache_k, cache_v, first, last, at, scale, m, sums, acc,
+    NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """The keys at..at + KEYS go into maximum [BM], sum [BM, ONES], weighted values [BM, BD] of their span."""
+    d = tl.arange(0, BD)
+    key = at + tl.arange(0, KEYS)
+    exists = (key >= first) & (key <= last)  # other places may hold anything, NaN too
+    page = tl.load(pages + key // PAGE, mask=exists, other=0).to(tl.int64)
+    place = (page * PAGE + key % PAGE) * (NUM_KV * D)
+    k = tl.load(cache_k + place[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
+    scores = tl.dot(q, k, input_precision="ieee") * scale  # [BM, KEYS]
+    seen = key[None, :] <= pos[:, None]
+    if WINDOW:
+        seen = seen & (key[None, :] > pos[:, None] - WINDOW)
+    scores = tl.where(seen, scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, axis=1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(scores - base[:, None]).to(q.dtype)
+    decay = tl.exp2(m - base)[:, None]
+    v = tl.load(cache_v + place[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(q.dtype)
+    sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
+    acc = tl.dot(p, v, acc * decay, input_precision="ieee")
+    return top, sums, acc
+
+
+@triton.jit
 def _span(
     q, pos, pages, cache_k, cache_v, first, last, start, scale,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one span: maximum [BM], sum [BM], weighted values [BM, BD]. Keys first..last exist."""
-    d = tl.arange(0, BD)
+    """The keys of one span: maximum [BM], sum [BM], weighted values [BM, BD]. Keys first..last exist.
+
+    A block without a key that exists changes nothing, so there are always SPAN // KEYS of them.
+    """
     m = tl.full((BM,), float("-inf"), tl.float32)
     sums = tl.zeros((BM, ONES), tl.float32)
     acc = tl.zeros((BM, BD), tl.float32)
-    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(q.dtype)
-    begin_at = tl.maximum(start, first // KEYS * KEYS)
-    for at in range(begin_at, tl.minimum(last + 1, start + SPAN), KEYS):
-        key = at + tl.arange(0, KEYS)
-        exists = (key >= first) & (key <= last)  # other places may hold anything, NaN too
-        page = tl.load(pages + key // PAGE, mask=exists, other=0).to(tl.int64)
-        place = (page * PAGE + key % PAGE) * (NUM_KV * D)
-        k = tl.load(cache_k + place[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale  # [BM, KEYS]
-        seen = key[None, :] <= pos[:, None]
-        if WINDOW:
-            seen = seen & (key[None, :] > pos[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        top = tl.maximum(m, tl.max(scores, axis=1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp2(scores - base[:, None]).to(q.dtype)
-        decay = tl.exp2(m - base)[:, None]
-        v = tl.load(cache_v + place[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
-        sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
-        acc = tl.dot(p, v, acc * decay, input_precision="ieee")
-        m = top
+    for block in tl.static_range(0, SPAN, KEYS):
+        m, sums, acc = _block(q, pos, pages, cache_k, cache_v, first, last, start + block, scale, m, sums,
+                              acc, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
 
 
@@ -119,33 +132,45 @@ def attention_kernel(
         cache_v = cache_k + plane
         first_span = first // SPAN
         count = last // SPAN - first_span + 1
-        alone = count == 1 if SIDE else count > 0
-        step = tl.where(alone, 1, abreast)
-        if part < tl.where(alone, 1, count):
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            total = tl.zeros((BM,), tl.float32)
-            acc = tl.zeros((BM, BD), tl.float32)
-            for s in range(first_span + part, first_span + count, step):
-                m1, total1, acc1 = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
-                                         NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
-                if SIDE:
-                    where = line * spans + s
-                    tl.store(parts + where[:, None] * BD + d[None, :], acc1, mask=inside)
-                    tl.store(stats + where * 2, m1, mask=ok)
-                    tl.store(stats + where * 2 + 1, total1, mask=ok)
-                m, total, acc = _fold(m, total, acc, m1, total1, acc1)
-            if SIDE:
-                if alone:
-                    _finish(total, acc, out + here, inside)
-                else:
+        if SIDE:
+            step = tl.where(count == 1, 1, abreast)
+            if part < count:
+                for s in range(first_span + part, first_span + count, step):
+                    m, total, acc = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
+                                          NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
+                    if count == 1:
+                        _finish(total, acc, out + here, inside)
+                    else:
+                        where = line * spans + s
+                        tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
+                        tl.store(stats + where * 2, m, mask=ok)
+                        tl.store(stats + where * 2 + 1, total, mask=ok)
+                if count > 1:
                     tl.debug_barrier()
                     counter = arrived + row * NUM_KV + head
                     done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                     if done == tl.minimum(count, abreast) - 1:
                         tl.store(counter, 0)
                         _gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
-            else:
-                _finish(total, acc, out + here, inside)
+        else:
+            m = tl.full((BM,), float("-inf"), tl.float32)
+            total = tl.zeros((BM,), tl.float32)
+            acc = tl.zeros((BM, BD), tl.float32)
+            for s in range(first_span, first_span + count):
+                m1, total1, acc1 = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
+                                         NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
+                m, total, acc = _fold(m, total, acc, m1, total1, acc1)
+            _finish(total, acc, out + here, inside)
+
+
+@triton.jit
+def _part(parts, stats, at, d, ok, inside, BD: tl.constexpr):
+    """A stored span; an empty one where there is none."""
+    m = tl.load(stats + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
+    here = parts + at[:, None] * BD + d[None, :]
+    acc = tl.load(here, mask=inside & ok[:, None], other=0.0, cache_modifier=".cg")
+    return m, total, acc
 
 
 @triton.jit
@@ -155,12 +180,16 @@ def _gather(parts, stats, base, first_span, count, ok, inside, out_at, BM: tl.co
     m = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, BD), tl.float32)
-    for s in range(first_span, first_span + count):
-        m1 = tl.load(stats + (base + s) * 2, mask=ok, other=0.0, cache_modifier=".cg")
-        total1 = tl.load(stats + (base + s) * 2 + 1, mask=ok, other=1.0, cache_modifier=".cg")
-        at = parts + (base + s)[:, None] * BD + d[None, :]
-        acc1 = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    end = first_span + count
+    for s in range(first_span, end, 4):  # four at a time: their loads overlap
+        m1, total1, acc1 = _part(parts, stats, base + s, d, ok, inside, BD)
+        m2, total2, acc2 = _part(parts, stats, base + s + 1, d, ok & (s + 1 < end), inside, BD)
+        m3, total3, acc3 = _part(parts, stats, base + s + 2, d, ok & (s + 2 < end), inside, BD)
+        m4, total4, acc4 = _part(parts, stats, base + s + 3, d, ok & (s + 3 < end), inside, BD)
         m, total, acc = _fold(m, total, acc, m1, total1, acc1)
+        m, total, acc = _fold(m, total, acc, m2, total2, acc2)
+        m, total, acc = _fold(m, total, acc, m3, total3, acc3)
+        m, total, acc = _fold(m, total, acc, m4, total4, acc4)
     _finish(total, acc, out_at, inside)
 
 

@@ -62,6 +62,12 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
+def gated(gate, up):
+    """silu(gate) * up, in fp32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """gate_up [R, 2 INNER] -> silu(gate) * up [R, INNER]."""
     begin(PDL)
@@ -70,8 +76,7 @@ def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL:
     line = gate_up + row * 2 * INNER + at
     gate = tl.load(line, mask=at < INNER, other=0.0).to(tl.float32)
     up = tl.load(line + INNER, mask=at < INNER, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * INNER + at, y.to(out.dtype.element_ty), mask=at < INNER)
+    tl.store(out + row * INNER + at, gated(gate, up).to(out.dtype.element_ty), mask=at < INNER)
 
 
 def _warps(block: int) -> int:

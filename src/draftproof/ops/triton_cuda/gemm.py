@@ -18,9 +18,17 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.triton_cuda import tiles
-from draftproof.ops.triton_cuda.runtime import FLOATS, begin, launch_options, matrix, vector
+from draftproof.ops.triton_cuda.runtime import (
+    FLOATS,
+    begin_with_weight,
+    launch_options,
+    matrix,
+    power_of_two,
+    vector,
+)
 
 GROUP = 8  # row tiles that share a pass over the weight's columns: they find it in L2
+LINES = 32  # of a weight's row, 128 bytes each, are asked for before the last kernel has ended
 FEW = 64  # up to this many rows the spans of K run side by side
 
 
@@ -64,6 +72,31 @@ def _span(
 
 
 @triton.jit
+def _two_spans(
+    x_at, w_at, row_ok, col_ok, rk, span, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Both of two spans at once: two short chains of additions in place of a long one."""
+    low = tl.zeros((BM, BN), tl.float32)
+    high = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, span, BK):
+        inside = k + rk < span
+        if EVEN_K:
+            a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
+            b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
+            c = tl.load(x_at + span + k, mask=row_ok[:, None], other=0.0)
+            d = tl.load(w_at + span + k, mask=col_ok[None, :], other=0.0)
+        else:
+            a = tl.load(x_at + k, mask=row_ok[:, None] & inside[None, :], other=0.0)
+            b = tl.load(w_at + k, mask=col_ok[None, :] & inside[:, None], other=0.0)
+            c = tl.load(x_at + span + k, mask=row_ok[:, None] & inside[None, :], other=0.0)
+            d = tl.load(w_at + span + k, mask=col_ok[None, :] & inside[:, None], other=0.0)
+        low = tl.dot(a, b, low, input_precision="ieee")
+        high = tl.dot(c, d, high, input_precision="ieee")
+    return low + high
+
+
+@triton.jit
 def _finish(total, out_at, inside, bias_at, col_ok, HAS_BIAS: tl.constexpr):
     """Bias in fp32, one rounding, store."""
     if HAS_BIAS:
@@ -75,11 +108,10 @@ def _finish(total, out_at, inside, bias_at, col_ok, HAS_BIAS: tl.constexpr):
 def linear_kernel(
     x, w, bias, out, parts, arrived, M, N, K, span, plane,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, ABREAST: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLIT: tl.constexpr, ABREAST: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K], bias [N] -> out [M, N]; parts [SPLIT, M, N] and arrived [tiles] if ABREAST."""
-    begin(PDL)
     pid = tl.program_id(0)
     grid_m, grid_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     group = pid // (GROUP * grid_n)
@@ -88,6 +120,7 @@ def linear_kernel(
     within = pid - group * GROUP * grid_n
     rm = (first_m + within % size) * BM + tl.arange(0, BM)
     rn = (within // size) * BN + tl.arange(0, BN)
+    begin_with_weight(w, rn, N, K, LINES, PDL)
     rk = tl.arange(0, BK)
     row_ok, col_ok = rm < M, rn < N
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
@@ -107,11 +140,19 @@ def linear_kernel(
             for s in range(1, SPLIT):
                 total += tl.load(parts + s * plane + where, mask=inside, other=0.0, cache_modifier=".cg")
             _finish(total, out + where, inside, bias_at, col_ok, HAS_BIAS)
+    elif TWO:
+        total = _two_spans(x_at, w_at, row_ok, col_ok, rk, span, K, BM, BN, BK, EVEN_K)
+        _finish(total, out + where, inside, bias_at, col_ok, HAS_BIAS)
     else:
         total = _span(x_at, w_at, row_ok, col_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
         for s in range(1, SPLIT):
             total += _span(x_at, w_at, row_ok, col_ok, rk, s * span, (s + 1) * span, K, BM, BN, BK, EVEN_K)
         _finish(total, out + where, inside, bias_at, col_ok, HAS_BIAS)
+
+
+def lines(rows: int, depth: int, size: int) -> int:
+    """How many lines of each of its weight's rows a program asks for early: with few rows they come late."""
+    return min(LINES, power_of_two(depth * size // 128)) if rows <= FEW else 0
 
 
 class Gemm:
@@ -142,13 +183,14 @@ class Gemm:
         tile = tile or tiles.tile_for(rows, columns, depth, packed.weight.dtype == torch.float32)
         span = depth // packed.split
         programs = triton.cdiv(rows, tile.bm) * triton.cdiv(columns, tile.bn)
-        abreast = packed.split > 1 and rows <= FEW and programs <= self._arrived.numel()
+        abreast = packed.split > 2 and rows <= FEW and programs <= self._arrived.numel()
         parts = self.scratch(packed.split * rows * columns) if abreast else out
         linear_kernel[(programs, packed.split if abreast else 1)](
             x, packed.weight, packed.weight if packed.bias is None else packed.bias, out,
             parts, self._arrived, rows, columns, depth, span, rows * columns,
             BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, SPLIT=packed.split, ABREAST=abreast,
-            HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0,
+            TWO=packed.split == 2,
+            HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0, LINES=lines(rows, depth, x.element_size()),
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
         )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Norm of q and k, rotation, and the write of k and v into their page: one kernel.
 
+Compiled without contraction of multiply and add, so that `pair` rotates with the same bits.
+
 A row whose slot is negative is padding (see `graph`): its q is computed, nothing is stored.
 """
 
@@ -82,5 +84,5 @@ def rope_store(
         rope if q_norm is None else q_norm, rope if k_norm is None else k_norm, eps, cache.stride(0),
         NUM_Q=heads.num_q, NUM_KV=heads.num_kv, D=heads.dim, HALF=power_of_two(heads.dim // 2), HEADS=HEADS,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        **launch_options(pdl, num_warps=4),
+        **launch_options(pdl, num_warps=4, enable_fp_fusion=False),
     )  # fmt: skip

@@ -34,6 +34,27 @@ def begin(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def prefetch(at):
+    """Asks for the L2 lines at these addresses; a hint, so it may stand before the wait of `begin`."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def begin_with_weight(w, rn, N, K, LINES: tl.constexpr, PDL: tl.constexpr):
+    """`begin`, with the weight's rows rn [BN] on their way while the last kernel still runs."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES:
+            WIDE: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
+            line = tl.minimum(tl.arange(0, LINES) * WIDE, K - 1)
+            prefetch(w + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K + line[None, :])
+        tl.extra.cuda.gdc_wait()
+
+
 def launch_options(pdl: bool, **options: Any) -> dict[str, Any]:
     """Keyword arguments of a launch; `launch_pdl` is named only where it is used."""
     return {**options, "PDL": True, "launch_pdl": True} if pdl else {**options, "PDL": False}

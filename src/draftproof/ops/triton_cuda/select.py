@@ -1,6 +1,7 @@
 """The first k of each row in the order (value down, id up).
 
-Up to QUICK: each chunk sorts out its own k best keys, then one program a row sorts out the best of those.
+Up to QUICK: a row is cut into groups; the first k lie in the k groups whose best keys come first. So one
+pass finds the best key of each group, and one program a row sorts those, then the members of k groups.
 Beyond: the library's top-k on the keys, which are all different, so that its order is ours.
 """
 
@@ -15,28 +16,35 @@ from draftproof.ops.triton_cuda.order import LOWEST, id_of, key_of
 from draftproof.ops.triton_cuda.runtime import power_of_two
 
 QUICK = 64  # largest k of the two-stage path
-CHUNK = 2048
-MOST = 16384  # keys that the second stage holds
+GROUP = 64  # ids of one group
+CHUNK = 4096  # ids of one program of the first stage
+MOST = 4096  # groups that the second stage holds
 
 
 @triton.jit
-def chunk_top_kernel(logits, keys, V, chunks, K: tl.constexpr, CHUNK: tl.constexpr):
-    """keys [R, chunks, K]: the K best keys of each chunk, best first."""
+def group_best_kernel(logits, keys, V, groups, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+    """keys [R, groups]: the best key of each group."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    best = tl.topk(tl.where(ids < V, key_of(x, ids), LOWEST), K)
-    tl.store(keys + (row * chunks + chunk) * K + tl.arange(0, K), best)
+    best = tl.max(tl.where(ids < V, key_of(x, ids), LOWEST), axis=1)
+    tl.store(keys + row * groups + group, best, mask=group < groups)
 
 
 @triton.jit
-def join_top_kernel(logits, keys, values, ids, V, size, k, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Best k of keys [R, size]: values, ids [R, k]."""
+def top_kernel(
+    logits, keys, values, ids, V, groups, k, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """Best k of the groups whose best keys are keys [R, groups]: values, ids [R, k]."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    best = tl.topk(tl.load(keys + row * size + at, mask=at < size, other=LOWEST), K)
+    best = tl.topk(tl.load(keys + row * groups + at, mask=at < groups, other=LOWEST), K)
+    members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
+    x = tl.load(logits + row * V + members, mask=members < V, other=float("-inf"))
+    key = tl.where(members < V, key_of(x, members), LOWEST)
+    token = id_of(tl.topk(tl.reshape(key, (K * GROUP,)), K))
     place = tl.arange(0, K)
-    token = id_of(best)
     ok = place < k
     value = tl.load(logits + row * V + token, mask=ok & (token < V), other=float("-inf"))
     tl.store(values + row * k + place, value, mask=ok)
@@ -55,18 +63,20 @@ def key_kernel(logits, keys, V, BLOCK: tl.constexpr):
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     device = logits.device
-    width, chunks = max(8, power_of_two(k)), triton.cdiv(vocab, CHUNK)
-    if k > QUICK or chunks * width > MOST:
+    width, groups = max(8, power_of_two(k)), triton.cdiv(vocab, GROUP)
+    if k > QUICK or groups > MOST:
         keys = torch.empty((rows, vocab), dtype=torch.int64, device=device)
         key_kernel[(rows, triton.cdiv(vocab, 1024))](logits, keys, vocab, BLOCK=1024, num_warps=4)
         ids = 0x7FFFFFFF - (keys.topk(k, dim=1).values & 0x7FFFFFFF)
         return logits.gather(1, ids), ids
-    keys = torch.empty((rows, chunks * width), dtype=torch.int64, device=device)
-    chunk_top_kernel[(rows, chunks)](logits, keys, vocab, chunks, K=width, CHUNK=CHUNK, num_warps=8)
+    keys = torch.empty((rows, groups), dtype=torch.int64, device=device)
+    group_best_kernel[(rows, triton.cdiv(vocab, CHUNK))](
+        logits, keys, vocab, groups, CHUNK=CHUNK, GROUP=GROUP, num_warps=8
+    )
     values = torch.empty((rows, k), dtype=torch.float32, device=device)
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
-    join_top_kernel[(rows,)](
-        logits, keys, values, ids, vocab, chunks * width, k,
-        K=width, BLOCK=power_of_two(chunks * width), num_warps=8,
+    top_kernel[(rows,)](
+        logits, keys, values, ids, vocab, groups, k,
+        K=width, BLOCK=max(width, power_of_two(groups)), GROUP=GROUP, num_warps=4,
     )  # fmt: skip
     return values, ids

@@ -26,6 +26,22 @@ SPLITS: dict[tuple[int, int], int] = {}
 # (N, K, largest M of the bucket) -> tile, for shapes that were measured; wins over the classes below.
 MEASURED: dict[tuple[int, int, int], Tile] = {}
 
+# The same for `pair`: bn columns and as many partners.
+PAIRS: dict[tuple[int, int, int], Tile] = {
+    (960, 576, 16): Tile(16, 16, 64, 2, 8),
+    (960, 576, 64): Tile(64, 16, 64, 4, 6),
+    (960, 576, 128): Tile(64, 16, 64, 4, 6),
+    (960, 576, 256): Tile(64, 16, 64, 4, 6),
+    (3072, 576, 16): Tile(16, 32, 64, 4, 6),
+    (3072, 576, 64): Tile(64, 16, 64, 4, 6),
+    (3072, 576, 128): Tile(64, 16, 64, 4, 6),
+    (3072, 576, 256): Tile(64, 32, 64, 4, 4),
+    (6144, 4096, 16): Tile(16, 32, 256, 4, 4),
+    (6144, 4096, 64): Tile(64, 32, 128, 4, 6),
+    (28672, 4096, 16): Tile(16, 32, 256, 4, 3),
+    (28672, 4096, 64): Tile(64, 32, 64, 4, 3),
+}
+
 BUCKETS = (16, 32, 64, 128, 256, 512, 1 << 30)  # largest M of each bucket
 
 # Largest M -> [(largest N, tile)], bf16. Few rows: many narrow tiles, so that all SMs pull weights.
@@ -93,3 +109,12 @@ def tile_for(rows: int, columns: int, depth: int, wide: bool) -> Tile:
         if rows <= limit:
             return next(tile for most, tile in choices if columns <= most)
     raise AssertionError("the last limit holds everything")
+
+
+def pair_tile_for(rows: int, columns: int, depth: int) -> Tile:
+    """The tile of `pair` for a weight [columns, depth]: bn columns and as many partners; bf16."""
+    found = PAIRS.get((columns, depth, bucket(rows)))
+    if found is None:
+        tile = tile_for(rows, columns, depth, False)
+        found = tile._replace(bn=max(16, tile.bn // 2))
+    return found

@@ -1,0 +1,167 @@
+"""A matrix product of two columns at a time and what follows it: rotation and KV write, or the gated activation.
+
+A program sums a tile of columns and the tile of their partners (the other half of a head, or up beside
+gate), rounds both as `linear` would, and does what the op after it would have done: the bits of two ops in
+one kernel. bf16; per-head norms need a whole head and are not done here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftproof.ops import Heads, Rows
+from draftproof.ops.triton_cuda import tiles
+from draftproof.ops.triton_cuda.elementwise import gated
+from draftproof.ops.triton_cuda.gemm import PackedLinear, lines
+from draftproof.ops.triton_cuda.runtime import launch_options, prefetch
+
+MOST = 512  # rows; beyond, the two ops one after the other
+
+
+@triton.jit
+def _spans(
+    x_at, w_at, apart, row_ok, col_ok, rk, first, last, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Sums over k in [first, last) of both tiles; the second lies `apart` elements further in the weight."""
+    low = tl.zeros((BM, BN), tl.float32)
+    high = tl.zeros((BM, BN), tl.float32)
+    for k in range(first, last, BK):
+        if EVEN_K:
+            a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
+            b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
+            c = tl.load(w_at + k + apart, mask=col_ok[None, :], other=0.0)
+        else:
+            inside = k + rk < K
+            a = tl.load(x_at + k, mask=row_ok[:, None] & inside[None, :], other=0.0)
+            b = tl.load(w_at + k, mask=col_ok[None, :] & inside[:, None], other=0.0)
+            c = tl.load(w_at + k + apart, mask=col_ok[None, :] & inside[:, None], other=0.0)
+        low = tl.dot(a, b, low, input_precision="ieee")
+        high = tl.dot(a, c, high, input_precision="ieee")
+    return low, high
+
+
+@triton.jit(do_not_specialize=["M"])
+def pair_kernel(
+    x, w, bias, out, positions, slots, kv_index, rope, cache, M, N, K, span, apart, plane,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, ROPE: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [M, K], w [2 N, K]. ROPE: q to out [M, NUM_Q * D], k and v to the cache; else out [M, N]."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    grid_m = tl.cdiv(M, BM)
+    pid = tl.program_id(0)
+    rm = (pid % grid_m) * BM + tl.arange(0, BM)
+    tile = pid // grid_m
+    if ROPE:
+        MIDDLE: tl.constexpr = D // 2
+        head = tile // (MIDDLE // BN)
+        j = (tile % (MIDDLE // BN)) * BN + tl.arange(0, BN)
+        rn = head * D + j
+        col_ok = j < MIDDLE
+    else:
+        rn = tile * BN + tl.arange(0, BN)
+        col_ok = rn < N
+    weight_at = w + rn.to(tl.int64) * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES:
+            line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
+            ask = tl.where(col_ok, rn, 0).to(tl.int64)[:, None] * K + line[None, :]
+            prefetch(w + ask)
+            prefetch(w + ask + apart.to(tl.int64) * K)
+        tl.extra.cuda.gdc_wait()
+    rk = tl.arange(0, BK)
+    row_ok = rm < M
+    x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
+    w_at = weight_at[None, :] + rk[:, None]
+    skip = apart.to(tl.int64) * K
+    low, high = _spans(x_at, w_at, skip, row_ok, col_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
+    for s in range(1, SPLIT):
+        low1, high1 = _spans(
+            x_at, w_at, skip, row_ok, col_ok, rk, s * span, (s + 1) * span, K, BM, BN, BK, EVEN_K
+        )
+        low += low1
+        high += high1
+    if HAS_BIAS:
+        low += tl.load(bias + rn, mask=col_ok, other=0.0)[None, :]
+        high += tl.load(bias + rn + apart, mask=col_ok, other=0.0)[None, :]
+    inside = row_ok[:, None] & col_ok[None, :]
+    low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+    if ROPE:
+        is_v = head >= NUM_Q + NUM_KV
+        angle = rope + tl.load(positions + rm, mask=row_ok, other=0)[:, None] * D + j[None, :]
+        cos = tl.load(angle, mask=inside, other=0.0)
+        sin = tl.load(angle + MIDDLE, mask=inside, other=0.0)
+        first = tl.where(is_v, low, low * cos - high * sin).to(dtype)
+        second = tl.where(is_v, high, high * cos + low * sin).to(dtype)
+        if head < NUM_Q:
+            at = out + rm.to(tl.int64)[:, None] * (NUM_Q * D) + rn[None, :]
+            tl.store(at, first, mask=inside)
+            tl.store(at + MIDDLE, second, mask=inside)
+        else:
+            place = tl.load(kv_index + rm, mask=row_ok, other=0)[:, None] * (NUM_KV * D)
+            kv_head = tl.where(is_v, head - NUM_KV, head) - NUM_Q
+            at = cache + tl.where(is_v, plane, 0) + place + kv_head * D + j[None, :]
+            stored = inside & (tl.load(slots + rm, mask=row_ok, other=-1) >= 0)[:, None]
+            tl.store(at, first, mask=stored)
+            tl.store(at + MIDDLE, second, mask=stored)
+    else:
+        tl.store(
+            out + rm.to(tl.int64)[:, None] * N + rn[None, :], gated(low, high).to(dtype), mask=inside
+        )
+
+
+def _tile(rows: int, packed: PackedLinear) -> tiles.Tile:
+    return tiles.pair_tile_for(rows, *packed.weight.shape)
+
+
+def linear_silu_mul(
+    x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool, tile: tiles.Tile | None = None
+) -> None:
+    tile = tile or _tile(len(x), packed)
+    inner = out.shape[1]
+    _launch(x, packed, out, tile, triton.cdiv(inner, tile.bn), inner, inner, pdl)
+
+
+def linear_rope_store(
+    x: Tensor, packed: PackedLinear, rows: Rows, heads: Heads, rope: Tensor, cache: Tensor, out: Tensor,
+    pdl: bool, tile: tiles.Tile | None = None,
+) -> None:  # fmt: skip
+    middle = heads.dim // 2
+    tile = tile or _tile(len(x), packed)
+    tile = tile._replace(bn=min(tile.bn, middle))
+    total = heads.num_q + 2 * heads.num_kv
+    _launch(x, packed, out, tile, total * (middle // tile.bn), total * middle, middle, pdl, rows, heads, rope, cache)
+
+
+def _launch(
+    x: Tensor, packed: PackedLinear, out: Tensor, tile: tiles.Tile, columns: int, half: int, apart: int,
+    pdl: bool, rows: Rows | None = None, heads: Heads | None = None, rope: Tensor | None = None,
+    cache: Tensor | None = None,
+) -> None:  # fmt: skip
+    count, depth = x.shape
+    span = depth // packed.split
+    ints = (rows.positions, rows.slots, rows.kv_index) if rows else (out, out, out)
+    pair_kernel[(columns * triton.cdiv(count, tile.bm),)](
+        x, packed.weight, packed.weight if packed.bias is None else packed.bias, out, *ints,
+        out if rope is None else rope, out if cache is None else cache,
+        count, half, depth, span, apart, 0 if cache is None else cache.stride(0),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=packed.split, HAS_BIAS=packed.bias is not None,
+        EVEN_K=span % tile.bk == 0, ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0,
+        NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0, LINES=lines(count, depth, 2),
+        **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
+    )  # fmt: skip
+
+
+def takes(packed: PackedLinear, rows: int) -> bool:
+    """Whether this kernel does it."""
+    return packed.weight.dtype == torch.bfloat16 and 0 < rows <= MOST
+
+
+def takes_heads(packed: PackedLinear, rows: int, heads: Heads) -> bool:
+    return takes(packed, rows) and heads.dim % 32 == 0
