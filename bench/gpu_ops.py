@@ -1,10 +1,11 @@
 """Checks and times the triton backend on a GPU. Needs torch, triton, numpy, safetensors and this repository.
 
     PYTHONPATH=src python bench/gpu_ops.py            checks, timings, a SmolLM2-shaped forward pass: JSON on the last line
-    PYTHONPATH=src python bench/gpu_ops.py --sweep    GEMM tiles for every shape and bucket instead: lines for tiles.MEASURED
     --only checks|gemm|attention|small|sampling|forward    some of it; --seconds 280 is when it stops starting new parts
 
 Times are per call, from CUDA graphs of many calls over rotating inputs that together exceed the L2 cache.
+Most of the first run is compilation; running the checks side by side first (--only linear_is_right & …) fills
+Triton's cache. Tiles: bench/gpu_sweep.py.
 """  # noqa: E501
 
 # ruff: noqa: B008, B023 - every lambda here is called before its loop goes on
@@ -32,8 +33,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.llama import Llama
 from draftproof.models.load import load_checkpoint
 from draftproof.models.runner import Runner
-from draftproof.ops.triton_cuda import TritonOps, attention, tiles
-from draftproof.ops.triton_cuda.tiles import Tile
+from draftproof.ops.triton_cuda import TritonOps
 
 BEGUN = time.perf_counter()
 BF16 = torch.bfloat16
@@ -80,7 +80,7 @@ def gemm_times(ops: TritonOps) -> dict[str, Any]:
             x = randn(rows, depth, dtype=BF16)
             out = torch.empty((rows, columns), dtype=BF16, device=GPU)
             turns = max(len(held), 10 if columns * depth > 1 << 24 else 40)
-            ours = micros([lambda p=packed[i % len(held)]: ops.gemm(x, p, out) for i in range(turns)])
+            ours = micros([lambda p=packed[i % len(held)]: ops.linear(x, p) for i in range(turns)])
             theirs = micros([lambda w=held[i % len(held)]: torch.mm(x, w.t(), out=out) for i in range(turns)])
             rate = round(columns * depth * 2 / ours / 1000)
             found[f"{columns}x{depth} M={rows}"] = [ours, theirs, rate]
@@ -88,60 +88,17 @@ def gemm_times(ops: TritonOps) -> dict[str, Any]:
     return found
 
 
-def sweep(seconds: float) -> None:
-    """Best of many tiles for each shape and bucket, as lines for tiles.MEASURED."""
-    ops = TritonOps(GPU)
-    for columns, depth in SMALL + LARGE:
-        held = weights(columns, depth)
-        packed = [ops.pack_linear(w) for w in held]
-        for rows, bucket in ((8, 16), (32, 32), (64, 64), (128, 128), (256, 256), (512, 512)):
-            if time.perf_counter() - BEGUN > seconds:
-                return
-            x = randn(rows, depth, dtype=BF16)
-            out = torch.empty((rows, columns), dtype=BF16, device=GPU)
-            height = max(16, min(rows, 64))
-            choices = {tiles.tile_for(rows, columns, depth, False)}
-            for bm in {height, 128} if rows >= 128 else {height}:
-                for bn in (16, 32, 64) if rows <= 64 else (32, 64, 128, 256):
-                    for bk in (64, 128, 256) if rows <= 32 else (64, 128):
-                        for stages in (3, 5, 8) if rows <= 64 else (3, 4):
-                            for warps in (2, 4) if rows <= 32 else (4, 8):
-                                if (bm + bn) * bk * stages * 2 <= 200 << 10 and bk <= depth:
-                                    choices.add(Tile(bm, bn, bk, warps, stages))
-            times = {}
-            for tile in sorted(choices):
-                try:
-                    calls = [
-                        lambda p=packed[i % len(held)], t=tile: ops.gemm(x, p, out, tile=t) for i in range(12)
-                    ]
-                    times[tile] = micros(calls, 3)
-                except Exception as error:  # a tile that does not fit
-                    print(f"# {tile}: {type(error).__name__}", flush=True)
-            best = min(times, key=times.__getitem__)
-            table = times[tiles.tile_for(rows, columns, depth, False)]
-            print(
-                f"    ({columns}, {depth}, {bucket}): {best},  # {times[best]} µs, table {table}", flush=True
-            )
-
-
 def attention_times(ops: TritonOps) -> dict[str, Any]:
-    """µs of one layer; decode rows, verify rows and a prefill chunk, with other stage counts beside."""
+    """µs of one layer; decode rows, verify rows and a prefill chunk."""
     found = {}
-    kept = attention.TILES
     for name, heads in (("smollm2", SMALL_HEADS), ("llama8b", LARGE_HEADS)):
         for context, slots, rows in ((400, 1, 1), (400, 8, 6), (400, 64, 1), (400, 64, 6), (400, 256, 1),
                                      (4000, 1, 1), (4000, 1, 6), (4000, 64, 1), (2048, 1, 2048)):  # fmt: skip
             paged = Paged(heads, [context] * slots, BF16)
             where = [(s, context - rows + i) for s in range(slots) for i in range(rows)]
             q, at = randn(len(where), heads.num_q * heads.dim, dtype=BF16), paged.rows(where)
-            for stages in (3, 5, 7):
-                attention.TILES = tuple((limit, (bm, warps, stages)) for limit, (bm, warps, _) in kept)
-                try:
-                    calls = [lambda: ops.attention(q, at, heads, paged.cache)] * 10
-                    found[f"{name} {slots}x{rows} at {context}, {stages} stages"] = micros(calls)
-                except Exception as error:
-                    found[f"{name} {slots}x{rows} at {context}, {stages} stages"] = type(error).__name__
-    attention.TILES = kept
+            calls = [lambda: ops.attention(q, at, heads, paged.cache)] * 10
+            found[f"{name} {slots}x{rows} at {context}"] = micros(calls)
     for label, value in found.items():
         print(f"attention {label}: {value} µs", flush=True)
     return found
@@ -253,13 +210,9 @@ def micros_of(call: Callable[[], Any], count: int = 40) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=280)
     options = parser.parse_args()
-    if options.sweep:
-        sweep(options.seconds)
-        return
     report: dict[str, Any] = {"bench": "gpu_ops", "commit": commit(), "device": torch.cuda.get_device_name()}
     report |= {"torch": torch.__version__, "seconds to import": round(time.perf_counter() - BEGUN, 1)}
     ops = TritonOps(GPU)

@@ -20,7 +20,17 @@ try:
     import triton  # noqa: F401
 
     from draftproof.ops.triton_cuda import attention as attention_kernels
-    from draftproof.ops.triton_cuda import elementwise, gemm, graph, pair, rope, runtime, sampling, select, truncate
+    from draftproof.ops.triton_cuda import (
+        elementwise,
+        gemm,
+        graph,
+        pair,
+        rope,
+        runtime,
+        sampling,
+        select,
+        truncate,
+    )
     from draftproof.ops.triton_cuda.cublas import Cublas
 
     MISSING = ""

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import Heads, Rows
-from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
+from draftproof.ops.triton_cuda.runtime import launch_options, power_of_two, prefetch
 
 KEYS = 64  # keys of one block: part of the numerics
 SPAN = 128  # tokens of one span: part of the numerics
@@ -105,11 +105,21 @@ def attention_kernel(
     SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q, out [R, heads * D]; if SIDE (by side): parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
-    begin(PDL)
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
     row = R - 1 - tl.program_id(0)  # late rows see the most keys: they start first
     head, part = tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if SIDE:  # this program's first keys and values come while the last kernel runs; see `prefetch`
+            ahead = part * SPAN + tl.arange(0, SPAN)
+            page = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages + ahead // PAGE
+            page = tl.load(page, mask=ahead <= tl.load(positions + row), other=0).to(tl.int64)
+            place = (page * PAGE + ahead % PAGE) * (NUM_KV * D) + head * D
+            for further in tl.static_range(0, D, 64):
+                prefetch(cache + place + further)
+                prefetch(cache + plane + place + further)
+        tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + row)
     before = tl.load(slots + tl.maximum(row - 1, 0))
     starts = (slot >= 0) & ((row % HEIGHT == 0) | (row == 0) | (before != slot))

@@ -108,8 +108,8 @@ def _finish(total, out_at, inside, bias_at, col_ok, HAS_BIAS: tl.constexpr):
 def linear_kernel(
     x, w, bias, out, parts, arrived, M, N, K, span, plane,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, ABREAST: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, ABREAST: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K], bias [N] -> out [M, N]; parts [SPLIT, M, N] and arrived [tiles] if ABREAST."""
     pid = tl.program_id(0)
@@ -189,8 +189,8 @@ class Gemm:
             x, packed.weight, packed.weight if packed.bias is None else packed.bias, out,
             parts, self._arrived, rows, columns, depth, span, rows * columns,
             BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, SPLIT=packed.split, ABREAST=abreast,
-            TWO=packed.split == 2,
-            HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0, LINES=lines(rows, depth, x.element_size()),
+            TWO=packed.split == 2, HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0,
+            LINES=lines(rows, depth, x.element_size()),
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
         )  # fmt: skip
 

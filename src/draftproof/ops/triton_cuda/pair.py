@@ -1,4 +1,4 @@
-"""A matrix product of two columns at a time and what follows it: rotation and KV write, or the gated activation.
+"""A matrix product of two tiles at a time and what follows it: rotation and KV write, or the activation.
 
 A program sums a tile of columns and the tile of their partners (the other half of a head, or up beside
 gate), rounds both as `linear` would, and does what the op after it would have done: the bits of two ops in
@@ -111,9 +111,7 @@ def pair_kernel(
             tl.store(at, first, mask=stored)
             tl.store(at + MIDDLE, second, mask=stored)
     else:
-        tl.store(
-            out + rm.to(tl.int64)[:, None] * N + rn[None, :], gated(low, high).to(dtype), mask=inside
-        )
+        tl.store(out + rm.to(tl.int64)[:, None] * N + rn[None, :], gated(low, high).to(dtype), mask=inside)
 
 
 def _tile(rows: int, packed: PackedLinear) -> tiles.Tile:
@@ -136,7 +134,8 @@ def linear_rope_store(
     tile = tile or _tile(len(x), packed)
     tile = tile._replace(bn=min(tile.bn, middle))
     total = heads.num_q + 2 * heads.num_kv
-    _launch(x, packed, out, tile, total * (middle // tile.bn), total * middle, middle, pdl, rows, heads, rope, cache)
+    columns, rest = total * (middle // tile.bn), (rows, heads, rope, cache)
+    _launch(x, packed, out, tile, columns, total * middle, middle, pdl, *rest)
 
 
 def _launch(
