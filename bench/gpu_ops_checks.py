@@ -324,6 +324,25 @@ def attention_rows_stand_alone(ops: TritonOps) -> None:
                         )
 
 
+def two_ops_in_one(ops: TritonOps) -> None:
+    """The kernels that do two ops give the bits of the two ops, for every number of rows."""
+    for heads, hidden, inner in ((SMALL_HEADS, 576, 1536), (LARGE_HEADS, 4096, 14336)):
+        width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+        qkv = ops.pack_linear(randn(width, hidden, seed=1, dtype=torch.bfloat16) / hidden**0.5)
+        gate_up = ops.pack_linear(randn(2 * inner, hidden, seed=2, dtype=torch.bfloat16) / hidden**0.5)
+        paged, table = Paged(heads, [520], torch.bfloat16), rope(heads, 600)
+        x = randn(512, hidden, seed=3, dtype=torch.bfloat16)
+        for count in (n for n in COUNTS if n <= 512):
+            rows = paged.rows([(0, p) for p in range(count)])
+            caches = [torch.zeros_like(paged.cache), torch.zeros_like(paged.cache)]
+            rest = (None, None, 1e-6)
+            got = ops.linear_rope_store(x[:count], qkv, rows, heads, table, caches[0], *rest)
+            want = ops.rope_store(ops.linear(x[:count], qkv), rows, heads, table, caches[1], *rest)
+            assert torch.equal(got, want) and torch.equal(*caches), f"linear_rope_store, {count} rows"
+            got, want = ops.linear_silu_mul(x[:count], gate_up), ops.silu_mul(ops.linear(x[:count], gate_up))
+            assert torch.equal(got, want), f"linear_silu_mul, {count} rows"
+
+
 CHECKS: list[Callable[[TritonOps], None]] = [
     linear_is_right,
     elementwise_is_right,
@@ -335,4 +354,5 @@ CHECKS: list[Callable[[TritonOps], None]] = [
     linear_rows_stand_alone,
     other_rows_stand_alone,
     attention_rows_stand_alone,
+    two_ops_in_one,
 ]
