@@ -164,7 +164,7 @@ def test_perfect_drafts_save_steps(k, temperature):
     ask = Ask(0, "ignore_eos", temperature, length=20)
     where = Where()
     answer = solo(ask, where).token_ids
-    spec = {"method": "proposers:Perfect", "num_speculative_tokens": k}
+    spec = {"method": "proposers:Perfect", "num_speculative_tokens": k, "adaptive": False}
     record = Company([ask], where, spec).serve({"0": answer})["0"]
     # the first token comes without drafts, then k + 1 a step; the last token needs no draft
     assert len(record.steps) == 1 + -(-(len(answer) - 1) // (k + 1))

@@ -19,7 +19,7 @@ from draftproof.verify import process
 from draftproof.verify.target_match import TargetMatch
 from exact import MANY_ENDS, OPTIONS, Ask, Company, Where
 
-PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5}
+PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5, "adaptive": False}
 FLAKY = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
 
 

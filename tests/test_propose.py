@@ -217,32 +217,36 @@ def taken(budget, accepts, steps):
 
 def test_the_budget_backs_off_and_pauses_longer_each_time():
     lengths = taken(DraftBudget(8, True), lambda n: 0, 400)
-    assert lengths[:4] == [8, 4, 2, 1] and lengths[4:7] == [0, 0, 1]
-    assert max(lengths[4:]) == 1
+    assert lengths[:5] == [2, 1, 0, 0, 1]
+    assert max(lengths[2:]) == 1
     probes = [i for i, n in enumerate(lengths) if n == 1]
     gaps = [b - a - 1 for a, b in zip(probes, probes[1:], strict=False)]
     assert gaps[:5] == [2, 4, 8, 16, MAX_PAUSE] and set(gaps[5:]) == {MAX_PAUSE}
 
 
-def test_the_budget_recovers_at_once_when_drafts_stand():
+def test_the_budget_doubles_while_drafts_stand():
     budget = DraftBudget(8, True)
+    assert taken(budget, lambda n: n, 4) == [2, 4, 8, 8]
     taken(budget, lambda n: 0, 50)
     lengths = taken(budget, lambda n: n, 60)
-    assert lengths[-1] == 8 and lengths[lengths.index(1) + 1] == 8
+    begin = lengths.index(1)
+    assert lengths[begin:] == [1, 2, 4] + [8] * (60 - begin - 3)
     assert taken(budget, lambda n: 0, 7) == [8, 4, 2, 1, 0, 0, 1]  # the pause is short again
 
 
 def test_the_budget_follows_what_stood():
     budget = DraftBudget(8, True)
     budget.record(8, 3)
-    assert budget.take() == 5
+    assert budget.take() == 4
+    budget.record(2, 2)  # cut short by the rows of a step: all stood
+    assert budget.take() == 8
 
 
 def test_windows_without_drafts_say_nothing_and_a_fixed_budget_stays():
     budget = DraftBudget(8, True)
     for _ in range(20):
         budget.record(0, 0)
-    assert budget.take() == 8
+    assert budget.take() == 2
     assert set(taken(DraftBudget(5, False), lambda n: 0, 50)) == {5}
     assert set(taken(DraftBudget(0, True), lambda n: 0, 5)) == {0}
 

@@ -1,21 +1,22 @@
 """How many drafts a request may have: fewer while they keep falling, more when they stand again.
 
 Rows cost time, so a request whose drafts fall must soon stop paying for them, and one that meets a
-repeating passage must get its full length back at once. Output never depends on this.
+repeating passage must get its full length back within two or three windows. Output never depends on this.
 """
 
 from __future__ import annotations
 
+FIRST = 2  # drafts of a request that has no history: a full window in every slot would be dear
 MAX_PAUSE = 32
 
 
 class DraftBudget:
-    """Halve after a window in which every draft fell; at zero pause, then probe; restore on success."""
+    """Begin small; double while whole windows stand; halve when all fall; at zero pause, then probe."""
 
     def __init__(self, limit: int, adaptive: bool) -> None:
         self.limit = limit
         self.adaptive = adaptive
-        self._level = limit
+        self._level = min(limit, FIRST) if adaptive else limit
         self._pause = 0  # steps to sit out
         self._next_pause = 2
 
@@ -32,8 +33,9 @@ class DraftBudget:
             return
         if accepted:
             self._next_pause = 2
-            # two more than stood last time; all of it after a window in which every draft stood
-            self._level = self.limit if accepted == drafted else min(self.limit, accepted + 2)
+            # a cut window (rows or tokens ran out) says nothing against the level it was cut from
+            grown = 2 * max(drafted, self._level) if accepted == drafted else accepted + 1
+            self._level = min(self.limit, grown)
             return
         self._level //= 2
         if self._level == 0:
