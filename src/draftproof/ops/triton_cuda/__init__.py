@@ -39,6 +39,7 @@ except ModuleNotFoundError as error:
         raise
     MISSING = str(error)
 
+EARLY = 256  # rows; with more of them a kernel that waits takes room from the one it waits for
 INTS = (torch.int64,)
 FP32 = (torch.float32,)
 
@@ -46,7 +47,8 @@ FP32 = (torch.float32,)
 class TritonOps(Ops):
     """See the contract. `debug` waits after every op, so that a launch that fails is named by its op.
 
-    `pdl` launches kernels of the forward pass early (programmatic dependent launch, Hopper and newer).
+    `pdl` launches kernels of the forward pass early where rows are few (programmatic dependent launch,
+    Hopper and newer).
     `cublas=False` leaves every row count to the Triton kernels.
     """
 
@@ -55,7 +57,7 @@ class TritonOps(Ops):
     default_rows: ClassVar[int] = 2048
 
     def __init__(
-        self, device: torch.device, debug: bool | None = None, pdl: bool = False, cublas: bool = True
+        self, device: torch.device, debug: bool | None = None, pdl: bool = True, cublas: bool = True
     ) -> None:
         if MISSING:
             raise ConfigError(f"cannot load the triton backend: {MISSING}")
@@ -70,6 +72,10 @@ class TritonOps(Ops):
 
     def free_memory(self) -> int | None:
         return torch.cuda.mem_get_info(self.device)[0] if self.cuda else None
+
+    def _early(self, x: Tensor) -> bool:
+        """Whether kernels on these rows are launched early."""
+        return self.pdl and len(x) <= EARLY
 
     def _done(self, op: str) -> None:
         if self.debug and self.cuda and not torch.cuda.is_current_stream_capturing():
@@ -91,7 +97,7 @@ class TritonOps(Ops):
         out = self._new((len(x), packed.weight.shape[0]), dtype)
         done = self.cublas.leading_rows(x, packed, out)
         if done < len(x):
-            self.gemm(x[done:], packed, out[done:], self.pdl)
+            self.gemm(x[done:], packed, out[done:], self._early(x))
         self._done("linear")
         return out
 
@@ -99,7 +105,7 @@ class TritonOps(Ops):
         tokens, table = runtime.vector("tokens", tokens, None, INTS), runtime.matrix("table", table)
         out = self._new((len(tokens), table.shape[1]), table.dtype)
         if len(tokens):
-            elementwise.embed(tokens, table, out, self.pdl)
+            elementwise.embed(tokens, table, out, self._early(tokens))
         self._done("embed")
         return out
 
@@ -108,7 +114,7 @@ class TritonOps(Ops):
         weight = runtime.vector("weight", weight, x.shape[1], (x.dtype,))
         out = torch.empty_like(x)
         if len(x):
-            elementwise.rms_norm(x, weight, out, eps, self.pdl)
+            elementwise.rms_norm(x, weight, out, eps, self._early(x))
         self._done("rms_norm")
         return out
 
@@ -120,7 +126,7 @@ class TritonOps(Ops):
             raise ConfigError(f"x has {len(x)} rows, residual {len(residual)}")
         out, total = torch.empty_like(x), torch.empty_like(x)
         if len(x):
-            elementwise.add_rms_norm(x, residual, weight, out, total, eps, self.pdl)
+            elementwise.add_rms_norm(x, residual, weight, out, total, eps, self._early(x))
         self._done("add_rms_norm")
         return out, total
 
@@ -130,7 +136,7 @@ class TritonOps(Ops):
             raise ConfigError(f"gate_up must have an even number of columns, not {gate_up.shape[1]}")
         out = self._new((len(gate_up), gate_up.shape[1] // 2), gate_up.dtype)
         if len(out):
-            elementwise.silu_mul(gate_up, out, self.pdl)
+            elementwise.silu_mul(gate_up, out, self._early(out))
         self._done("silu_mul")
         return out
 
@@ -166,7 +172,7 @@ class TritonOps(Ops):
         self._check_rows(rows, len(qkv), heads, cache, qkv.dtype)
         out = self._new((len(qkv), heads.num_q * heads.dim), qkv.dtype)
         if len(qkv):
-            rope_store_of(qkv, rows, heads, rope, cache, q_norm, k_norm, eps, out, self.pdl)
+            rope_store_of(qkv, rows, heads, rope, cache, q_norm, k_norm, eps, out, self._early(qkv))
         self._done("rope_store")
         return out
 
@@ -195,7 +201,7 @@ class TritonOps(Ops):
         if len(packed.weight) != (heads.num_q + 2 * heads.num_kv) * heads.dim:
             raise ConfigError(f"a weight of {len(packed.weight)} columns for {heads}")
         out = self._new((len(x), heads.num_q * heads.dim), x.dtype)
-        pair.linear_rope_store(x, packed, rows, heads, rope, cache, out, self.pdl)
+        pair.linear_rope_store(x, packed, rows, heads, rope, cache, out, self._early(x))
         self._done("linear_rope_store")
         return out
 
@@ -205,7 +211,7 @@ class TritonOps(Ops):
             return super().linear_silu_mul(x, packed)
         x, _ = gemm.check(x, packed, None)
         out = self._new((len(x), columns // 2), x.dtype)
-        pair.linear_silu_mul(x, packed, out, self.pdl)
+        pair.linear_silu_mul(x, packed, out, self._early(x))
         self._done("linear_silu_mul")
         return out
 
@@ -214,7 +220,7 @@ class TritonOps(Ops):
         self._check_rows(rows, len(q), heads, cache, q.dtype)
         out = torch.empty_like(q)
         if len(q):
-            self._attention(q, rows, heads, cache, out, self.pdl)
+            self._attention(q, rows, heads, cache, out, self._early(q))
         self._done("attention")
         return out
 

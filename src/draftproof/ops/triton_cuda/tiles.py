@@ -21,10 +21,30 @@ class Tile(NamedTuple):
 
 
 # (N, K) -> number of equal spans of K whose sums are added in ascending order. Absent: 1.
-SPLITS: dict[tuple[int, int], int] = {}
+SPLITS: dict[tuple[int, int], int] = {(576, 1536): 2}
 
 # (N, K, largest M of the bucket) -> tile, for shapes that were measured; wins over the classes below.
-MEASURED: dict[tuple[int, int, int], Tile] = {}
+MEASURED: dict[tuple[int, int, int], Tile] = {
+    (576, 576, 16): Tile(16, 16, 64, 2, 6),
+    (576, 576, 32): Tile(32, 16, 64, 2, 6),
+    (576, 576, 64): Tile(64, 16, 64, 4, 6),
+    (576, 576, 128): Tile(64, 16, 64, 4, 6),
+    (576, 576, 256): Tile(64, 32, 64, 4, 5),
+    (576, 1536, 16): Tile(16, 16, 256, 2, 3),
+    (576, 1536, 32): Tile(32, 16, 256, 2, 3),
+    (576, 1536, 64): Tile(64, 16, 128, 4, 4),
+    (576, 1536, 128): Tile(64, 16, 128, 4, 4),
+    (4096, 4096, 16): Tile(16, 32, 256, 2, 6),
+    (4096, 4096, 32): Tile(32, 32, 256, 2, 6),
+    (4096, 4096, 64): Tile(64, 32, 256, 4, 4),
+    (4096, 14336, 16): Tile(16, 32, 256, 2, 6),
+    (4096, 14336, 32): Tile(32, 32, 256, 2, 6),
+    (4096, 14336, 64): Tile(64, 32, 256, 4, 4),
+    (4096, 14336, 256): Tile(128, 64, 64, 8, 5),
+    (49152, 576, 16): Tile(16, 32, 64, 2, 3),
+    (49152, 576, 32): Tile(32, 32, 64, 2, 3),
+    (49152, 576, 64): Tile(64, 128, 64, 4, 3),
+}
 
 # The same for `pair`: bn columns and as many partners.
 PAIRS: dict[tuple[int, int, int], Tile] = {
