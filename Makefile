@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test lint bench test-gpu
 
 setup: $(STAMP)
 
@@ -27,3 +27,7 @@ test: setup lint
 
 bench: setup
 	$(BIN)/python bench/cpu.py
+
+# On a machine with a GPU, with its own python: needs torch, triton, pytest and what pyproject.toml lists.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py

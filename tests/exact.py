@@ -26,7 +26,7 @@ BAD_WORDS = [(40,), *((a, (a * 3 + s) % V) for a in range(3, V) for s in range(0
 def lean_on_context(tokens: Sequence[int], row: torch.Tensor) -> torch.Tensor:
     """A processor whose answer changes with every one of the last three tokens."""
     key = tokens[-1] + 3 * tokens[-2 % len(tokens)] + 5 * tokens[-3 % len(tokens)] + len(tokens)
-    return row + 3.0 * ((torch.arange(len(row)) * 7 + key) % 11 == 0)
+    return row + 3.0 * ((torch.arange(len(row), device=row.device) * 7 + key) % 11 == 0)
 
 
 # the tokens of a tiny model seldom tell that a penalty was forgotten; its processed logprobs always do
@@ -122,6 +122,7 @@ class Where:
     dtype: str = "float32"
     backend: str = "auto"
     threads: int = 1
+    device: str = "cpu"
 
     def engine(self, speculative: Mapping[str, Any] | None = None, **options: Any) -> Engine:
         spec = dict(speculative) if speculative else None
@@ -129,7 +130,7 @@ class Where:
             spec.setdefault("weights", f"{self.arch}/{self.dtype}")
         sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, **options}
         with using(self.threads):
-            return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, **sizes)
+            return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 
 
 def run_solo(ask: Ask, where: Where) -> tiny.Record:

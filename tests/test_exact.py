@@ -48,12 +48,12 @@ def named(case: dict[str, Any]) -> str:
     return "-".join(str(level) for level in case.values())
 
 
-def check(case: dict[str, Any], backend: str = "auto", threads: int = 1) -> None:
+def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device: str = "cpu") -> None:
     first = Ask(0, case["option"], case["temperature"], case["strategy"], LENGTH[case["chunk"]])
     others = NEIGHBOURS[case["k"] % 3 :] + NEIGHBOURS[: case["k"] % 3]  # a pair is not always the same two
     company = Company(
         [first, *others[: case["batch"] - 1]],
-        Where(case["arch"], case["dtype"], backend, threads),
+        Where(case["arch"], case["dtype"], backend, threads, device),
         {
             "method": case["method"],
             "num_speculative_tokens": case["k"],

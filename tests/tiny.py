@@ -69,6 +69,7 @@ def engine(
         speculative = SpeculativeConfig.parse(speculative)
     defaults = {
         "max_model_len": 256,
+        "device": "cpu",  # where a GPU is, too: tests/test_gpu.py asks for it by name
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "debug": True,
