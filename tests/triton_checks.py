@@ -387,14 +387,23 @@ def logsumexp() -> None:
 
 @check
 def truncation() -> None:
-    truncate.BLOCK = 128  # two blocks a row
+    truncate.BLOCK, truncate.GROUP, truncate.SOME = 128, 8, 6  # two blocks a row
     choices = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (9, 0.8, 0.02), (1, 1.0, 0.0)]
-    choices += [(200, 0.5, 0.0), (0, 0.999, 0.0), (3, 0.99, 0.0), (0, 1e-9, 0.0)]
+    choices += [
+        (200, 0.5, 0.0),
+        (0, 0.999, 0.0),
+        (3, 0.99, 0.0),
+        (0, 1e-9, 0.0),
+        (70, 0.9, 0.0),
+        (149, 1.0, 0),
+    ]
     for vocab in (3, 150):
-        scaled = rows_of(10, vocab)
+        scaled = rows_of(12, vocab)
         picked = list(choices)
         for turn in range(3):
-            truncate.HELD = 2048 if turn == 1 else 16  # bisected, or digit by digit where ties fill the bin
+            truncate.HELD = (
+                2048 if turn == 1 else 16
+            )  # by bisection, or by bins and digits where ties are many
             picked = picked[turn:] + picked[:turn]
             k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
             got, want = ops.truncate(scaled, k, p, m), ref.truncate(scaled, k, p, m)

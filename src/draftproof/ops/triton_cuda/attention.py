@@ -91,6 +91,21 @@ def _span(
 
 
 @triton.jit
+def _ask(
+    slots, positions, page_table, cache, row, head, part, max_pages, plane,
+    NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Before the last kernel has ended: asks for the keys and values of span `part`; see `prefetch`."""
+    key = part * SPAN + tl.arange(0, SPAN)
+    page = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages + key // PAGE
+    page = tl.load(page, mask=key <= tl.load(positions + row), other=0).to(tl.int64)
+    place = (page * PAGE + key % PAGE) * (NUM_KV * D) + head * D
+    for further in tl.static_range(0, D, 64):
+        prefetch(cache + place + further)
+        prefetch(cache + plane + place + further)
+
+
+@triton.jit
 def _finish(total, acc, out_at, ok):
     """Normalise, make -0 +0 (an added zero block would), round, store."""
     tl.store(out_at, (acc / total[:, None] + 0.0).to(out_at.dtype.element_ty), mask=ok)
@@ -111,14 +126,10 @@ def attention_kernel(
     head, part = tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if SIDE:  # this program's first keys and values come while the last kernel runs; see `prefetch`
-            ahead = part * SPAN + tl.arange(0, SPAN)
-            page = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages + ahead // PAGE
-            page = tl.load(page, mask=ahead <= tl.load(positions + row), other=0).to(tl.int64)
-            place = (page * PAGE + ahead % PAGE) * (NUM_KV * D) + head * D
-            for further in tl.static_range(0, D, 64):
-                prefetch(cache + place + further)
-                prefetch(cache + plane + place + further)
+        if SIDE:
+            _ask(
+                slots, positions, page_table, cache, row, head, part, max_pages, plane, NUM_KV, D, PAGE, SPAN
+            )
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + row)
     before = tl.load(slots + tl.maximum(row - 1, 0))

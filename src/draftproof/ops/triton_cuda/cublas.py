@@ -16,7 +16,7 @@ from draftproof.ops.triton_cuda.gemm import Gemm, PackedLinear
 PIECES = (8192, 4096, 2048, 1024, 512)  # rows; large first
 # A call of exactly so many rows (a bucket of `graph`) of a large weight may go as a whole; not in pieces,
 # because each piece reads the weight.
-WHOLE = (64, 96, 128, 192, 256, 384, 512)
+WHOLE = (96, 128, 192, 256, 384, 512)
 LARGE = 1 << 23  # elements of a weight
 TRIES = 2  # random inputs a check compares
 
