@@ -4,8 +4,7 @@
     --only checks|gemm|attention|small|sampling|forward    some of it; --seconds 280 is when it stops starting new parts
 
 Times are per call, from CUDA graphs of many calls over rotating inputs that together exceed the L2 cache.
-Most of the first run is compilation; running the checks side by side first (--only linear_is_right & …) fills
-Triton's cache. Tiles: bench/gpu_sweep.py.
+Most of a first run is compilation: --abreast runs the checks side by side. Tiles: bench/gpu_sweep.py.
 """  # noqa: E501
 
 # ruff: noqa: B008, B023 - every lambda here is called before its loop goes on
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -212,23 +212,39 @@ def micros_of(call: Callable[[], Any], count: int = 40) -> float:
     return round(start.elapsed_time(end) * 1000 / count, 1)
 
 
+def checks_abreast(seconds: float) -> dict[str, str]:
+    """Every check in a process of its own, all at once: most of a first run is compilation."""
+    names = [f"check {c.__name__}" for c in checks.CHECKS]
+    command = [sys.executable, __file__, "--seconds", str(seconds), "--only"]
+    running = {n: subprocess.Popen([*command, n], stdout=subprocess.PIPE, text=True) for n in names}
+    found = {}
+    for name, process in running.items():
+        lines = process.communicate()[0].splitlines() or [""]
+        found[name] = json.loads(lines[-1])[name] if lines[-1].startswith("{") else "\n".join(lines)[-1500:]
+        print(f"== {name}: {found[name]}", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
+    parser.add_argument("--abreast", action="store_true", help="the checks side by side, in processes")
     parser.add_argument("--seconds", type=float, default=280)
     options = parser.parse_args()
     report: dict[str, Any] = {"bench": "gpu_ops", "commit": commit(), "device": torch.cuda.get_device_name()}
     report |= {"torch": torch.__version__, "seconds to import": round(time.perf_counter() - BEGUN, 1)}
-    ops = TritonOps(GPU)
+    ops, alone = TritonOps(GPU), TritonOps(GPU, pdl=False)  # a single op is timed without its neighbour
+    if options.abreast:
+        report |= checks_abreast(options.seconds)
     parts: dict[str, Callable[[], Any]] = {f"check {c.__name__}": lambda c=c: c(ops) for c in checks.CHECKS}
     parts["forward"] = lambda: forward_times(False)
     parts["forward, early launch"] = lambda: forward_times(True)
-    parts["gemm µs, cuBLAS µs, GB/s"] = lambda: gemm_times(ops)
-    parts["attention"] = lambda: attention_times(ops)
-    parts["small"] = lambda: small_times(ops)
-    parts["sampling"] = lambda: sampling_times(ops)
+    parts["gemm µs, cuBLAS µs, GB/s"] = lambda: gemm_times(alone)
+    parts["attention"] = lambda: attention_times(alone)
+    parts["small"] = lambda: small_times(alone)
+    parts["sampling"] = lambda: sampling_times(alone)
     for name, part in parts.items():
-        if options.only and options.only not in name:
+        if name in report or (options.only and options.only not in name):
             continue
         if time.perf_counter() - BEGUN > options.seconds:
             report[name] = "no time left"
@@ -244,7 +260,8 @@ def main() -> None:
             f"== {name}: {time.perf_counter() - begun:.1f} s {'' if report[name] != 'ok' else 'ok'}",
             flush=True,
         )
-    proven = {f"{n}x{k} M={m} {d} {o}": v for (n, k, m, d, o), v in ops.cublas.proven.items()}
+    found = ops.cublas.proven | alone.cublas.proven
+    proven = {f"{n}x{k} M={m} {d} {o}": v for (n, k, m, d, o), v in found.items()}
     report["cublas gives our bits"] = proven
     report["seconds"] = round(time.perf_counter() - BEGUN, 1)
     print(json.dumps(report))
