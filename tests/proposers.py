@@ -116,6 +116,10 @@ class SelfModel(Proposer):
 
     def propose(self, batch: ProposeBatch) -> Draft:
         assert batch.hidden is not None and len(batch.hidden) == sum(batch.hidden_count)
+        with batch.columns.tokens.device:
+            return self._propose(batch)
+
+    def _propose(self, batch: ProposeBatch) -> Draft:
         c, k = batch.columns, self.env.k
         b = len(batch.slots)
         draft = Draft(

@@ -8,7 +8,9 @@ one of them runs at a time, and what one returns is valid until the next call of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import triton
@@ -108,6 +110,22 @@ class Captured:
                 self.forward(rows)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
             out = self.forward(rows)
         self.graphs[size] = (graph, out)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection during a capture: what it frees on the device would spoil the graph."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
