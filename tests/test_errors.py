@@ -100,6 +100,7 @@ WRONG_REQUESTS = [
     ("speculative", "did you mean 'greedy'", {"speculative": {"verify_strategy": "greedly"}}),
     ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": "proposers:Junk"}}),
     ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": 5}}),
+    ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": ["greedy"]}}),
     ("prediction", "method 'given'", {"prediction": [5, 6]}),
 ]
 
@@ -253,6 +254,10 @@ WRONG_CONFIGS = [
     ("twice", {"method": "ngram", "max_ngram_size": 4, "prompt_lookup_max": 3}),
     ("needs accept_policy='synthetic'", {"method": "ngram", "synthetic_acceptance_length": 2}),
     ("needs either", {"method": "ngram", "accept_policy": "synthetic"}),
+    ("belongs to verify_strategy 'topp'", {"method": "ngram", "max_candidate_len": 5}),
+    ("max_candidate_len", {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": 0}),
+    ("max_candidate_len", {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": "5"}),
+    ("verify_window", {"method": "ngram", "verify_strategy": "topp", "verify_window": -1}),
     ("cannot load", {"method": "no_such_module:Thing"}),
     ("cannot load", {"method": "proposers:Thing"}),
 ]

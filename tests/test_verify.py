@@ -307,6 +307,16 @@ def test_mixed_strategies_in_the_engine() -> None:
         assert mixed[str(i)].same() == alone[str(i)].same(), name
 
 
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_without_speculation_a_request_gets_the_models_own_output(name: str) -> None:
+    """Also from an engine whose strategy is lossy, or ignores the temperature."""
+    hot = {"temperature": 1.3, "max_tokens": 20, "logprobs": 3}
+    spec = {"method": "ngram", "verify_strategy": name, "num_speculative_tokens": 3}
+    off = request(1, SamplingParams(**hot, speculative=False))
+    got = run(engine(speculative=spec), [off])["1"]
+    assert got.same() == run(engine(), [request(1, SamplingParams(**hot))])["1"].same()
+
+
 def test_control_the_strategies_do_differ() -> None:
     """The batch above would not show a mix-up if all strategies decided alike."""
     logits, drafts = noise(400, scale=2.0), [[i % V] * 3 for i in range(100)]

@@ -134,7 +134,7 @@ class LLM:
             outputs=[builder.output for builder in job.builders],
             finished=job.finished,
             metrics=total,
-            strategy=f"{params.speculation.verify_strategy or self.engine.strategy_name}: {strategy.label}",
+            strategy=f"{self.engine.strategy_name_of(params)}: {strategy.label}",
             lossless=strategy.lossless_for(params.greedy),
         )
 

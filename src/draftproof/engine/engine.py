@@ -24,7 +24,7 @@ from draftproof.propose import PROPOSERS, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request, StepOutput
-from draftproof.verify import STRATEGIES, Strategy
+from draftproof.verify import PLAIN_STRATEGY, STRATEGIES, Strategy
 from draftproof.verify.sampler import Sampler
 
 
@@ -80,10 +80,10 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
-        """The proposer; sets `self.strategies` and `self.strategy`. Options nobody knows are errors."""
+        """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""
         self._strategies: dict[str, Strategy] = {}
         self._strategy_options: dict[str, Any] = {}
-        self.strategy_name = config.verify_strategy if config else "target_match"
+        self.strategy_name = config.verify_strategy if config else PLAIN_STRATEGY
         if config is None:
             self._strategy(self.strategy_name)
             return None
@@ -92,10 +92,10 @@ class Engine:
         for key in config.options:
             if key not in kind.defaults and key not in judge.defaults:
                 own = SpeculativeConfig.__dataclass_fields__.keys() - {"options"}
-                known = [*own, *kind.defaults, *judge.defaults]
+                hint = _owner(key) or nearest(key, [*own, *kind.defaults, *judge.defaults])
                 raise ConfigError(
                     f"speculative_config has no key {key!r} for method {config.method!r} and "
-                    f"verify_strategy {config.verify_strategy!r}: {nearest(key, known)}"
+                    f"verify_strategy {config.verify_strategy!r}: {hint}"
                 )
         self._strategy_options = {k: v for k, v in config.options.items() if k in judge.defaults}
         if not self._strategy(self.strategy_name).lossless:
@@ -118,14 +118,22 @@ class Engine:
     def strategy(self) -> Strategy:
         return self._strategies[self.strategy_name]
 
-    def strategy_of(self, params: SamplingParams) -> Strategy:
+    def strategy_name_of(self, params: SamplingParams) -> str:
         """The strategy that a request with these params gets; RequestError if it names none."""
-        name = params.speculation.verify_strategy or self.strategy_name
-        if name != self.strategy_name and name not in STRATEGIES:  # a request never names code to import
+        wish = params.speculation
+        if wish.verify_strategy is None:
+            # without speculation the model's own output is due, also from an engine that is lossy with it
+            return self.strategy_name if wish.enabled else PLAIN_STRATEGY
+        name = wish.verify_strategy
+        known = isinstance(name, str) and (name == self.strategy_name or name in STRATEGIES)
+        if not known:  # a request never names code to import
             raise RequestError(
                 f"unknown verify_strategy {name!r}: {nearest(str(name), STRATEGIES)}", "speculative"
             )
-        return self._strategy(name)
+        return name
+
+    def strategy_of(self, params: SamplingParams) -> Strategy:
+        return self._strategy(self.strategy_name_of(params))
 
     def describe(self) -> str:
         """One line for people: what runs, where, who guesses and who judges."""
@@ -173,3 +181,11 @@ class Engine:
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
         return outputs
+
+
+def _owner(key: str) -> str | None:
+    """A hint for an option of another strategy than the one named."""
+    for name in STRATEGIES:
+        if key in lookup(STRATEGIES, name, "verify_strategy").defaults:
+            return f"it belongs to verify_strategy {name!r}"
+    return None

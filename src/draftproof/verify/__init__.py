@@ -24,6 +24,7 @@ STRATEGIES = {
     "rejection": "draftproof.verify.rejection:Rejection",
     "topp": "draftproof.verify.topp:TopP",
 }
+PLAIN_STRATEGY = "target_match"  # with no drafts it is plain sampling
 
 
 @dataclass(frozen=True, slots=True)

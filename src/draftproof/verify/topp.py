@@ -8,11 +8,14 @@ is the second best and the next `verify_window` drafts are each the best of thei
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftproof.ops import STREAM_SAMPLE
+from draftproof.errors import ConfigError
+from draftproof.ops import STREAM_SAMPLE, Ops
 from draftproof.types import Windows
 from draftproof.verify import Scores, Strategy
 
@@ -22,6 +25,13 @@ class TopP(Strategy):
     seed_exact = False
     label = "LOSSY: accepts any draft in the nucleus"
     defaults = {"max_candidate_len": 5, "verify_window": 2}
+
+    def __init__(self, ops: Ops, options: Mapping[str, Any]) -> None:
+        super().__init__(ops, options)
+        for name, least in (("max_candidate_len", 1), ("verify_window", 0)):
+            value = self.options[name]
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
     def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
         k = windows.draft.shape[1]
