@@ -53,6 +53,7 @@ WRONG_PARAMS = [
     ("bad_words", {"bad_words": "word"}),
     ("logprobs_mode", {"logprobs_mode": "cooked"}),
     ("logits_processors", {"logits_processors": ["no function"]}),
+    ("prediction", {"prediction": 5}),
     ("speculative", {"speculative": 3}),
     ("speculative", {"speculative": {"enabled": "no"}}),
 ]
@@ -64,6 +65,14 @@ def test_options_that_mean_nothing(param, options):
         SamplingParams(**options)
     assert caught.value.param == param
     assert param in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["stop", "stop_token_ids", "bad_words", "logits_processors", "logit_bias", "seed", "max_tokens"]
+)
+def test_none_means_not_given(name):
+    """As in vLLM, whose own defaults are None."""
+    assert not getattr(SamplingParams(**{name: None}), name)
 
 
 def test_a_misspelt_key_names_the_nearest():

@@ -142,6 +142,48 @@ def test_chat(llm: LLM) -> None:
     assert "4" in both[0].outputs[0].text
 
 
+def test_chat_template_options_of_vllm_are_used(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "Hi"}]
+    template = "{{ messages[0].content }} there{{ mark }}"
+    ids = llm.chat_token_ids(talk, chat_template=template, chat_template_kwargs={"mark": "!"})
+    assert llm.get_tokenizer().decode(ids) == "Hi there!"
+    out = llm.chat(talk, greedy(max_tokens=1), chat_template=template)[0]
+    assert llm.tokenizer.decode(out.prompt_token_ids) == "Hi there" and out.outputs[0].finished()
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        llm.chat(talk, greedy(), chat_template="{% if")
+
+
+@pytest.mark.parametrize("messages", ["hello", [], [["hello"]], [{"role": "user"}, "hello"]])
+def test_messages_that_are_none(llm: LLM, messages: object) -> None:
+    with pytest.raises(RequestError, match="messages must be a list"):
+        llm.chat(messages, greedy())
+
+
+@pytest.mark.parametrize("prompt", [5, None, [None], b"abc", {"prompt_token_ids": 5}, {"prompt": None}])
+def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
+    with pytest.raises(RequestError, match="a text or a list of token ids"):
+        llm.generate(prompt, greedy())
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}]])
+def test_sampling_params_that_are_none(llm: LLM, params: object) -> None:
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        llm.generate(["a"], params)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model cannot say needs no ban and ends nothing; it is no reason to refuse everyone."""
+    vocab = llm.engine.model_config.vocab_size
+    monkeypatch.setattr(llm.tokenizer, "eos_token_ids", (*llm.tokenizer.eos_token_ids, vocab + 3))
+    want = llm.generate("Hi", greedy())[0].outputs[0].token_ids
+    encode = llm.tokenizer.encode
+    beyond = {"odd": [vocab], " odd": [5, vocab]}
+    monkeypatch.setattr(
+        llm.tokenizer, "encode", lambda text, **more: beyond.get(text) or encode(text, **more)
+    )
+    assert llm.generate("Hi", greedy(bad_words=["odd"]))[0].outputs[0].token_ids == want
+
+
 def test_one_bad_request_loses_nothing(llm: LLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         llm.generate(["fine", {"prompt_token_ids": []}], greedy())

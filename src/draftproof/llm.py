@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -71,8 +71,12 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several. `template` goes to the chat template."""
-        several: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        """Answers to one conversation or several. `template` goes to the chat template.
+
+        `chat_template` in it is another template to use, `chat_template_kwargs` more names for it.
+        """
+        one = not messages or isinstance(messages, str) or isinstance(messages[0], Mapping)
+        several: Any = [messages] if one else messages
         prompts = [{"prompt_token_ids": self.chat_token_ids(m, **template)} for m in several]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -90,9 +94,16 @@ class LLM:
         finally:
             self._drop(job)
 
-    def chat_token_ids(self, messages: Messages, **template: Any) -> list[int]:
+    def get_tokenizer(self) -> Tokenizer:
+        return self._need_tokenizer("get_tokenizer()")
+
+    def chat_token_ids(
+        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None, **template: Any
+    ) -> list[int]:
         tokenizer = self._need_tokenizer("chat")
-        text = tokenizer.apply_chat_template(messages, **template)
+        if isinstance(messages, str) or not messages or not all(isinstance(m, Mapping) for m in messages):
+            raise RequestError("messages must be a list of {'role': …, 'content': …}", "messages")
+        text = tokenizer.apply_chat_template(messages, **{**template, **(chat_template_kwargs or {})})
         return tokenizer.encode(text, add_special_tokens=False)
 
     # --- serving ----------------------------------------------------------------------------------
@@ -199,14 +210,14 @@ class LLM:
             return prompt, self._need_tokenizer("a text prompt").encode(prompt)
         if isinstance(prompt, Mapping):
             if set(prompt) == {"prompt_token_ids"}:
-                return None, list(prompt["prompt_token_ids"])
+                return None, _ids(prompt["prompt_token_ids"])
             if set(prompt) == {"prompt"}:
                 return self.read_prompt(prompt["prompt"])
             raise RequestError(
                 f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}",
                 "prompt",
             )
-        return None, list(prompt)
+        return None, _ids(prompt)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -217,10 +228,12 @@ class LLM:
         return self.tokenizer
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        ids = set(self.engine.model_config.eos_token_ids)
+        config = self.engine.model_config
+        ids = set(config.eos_token_ids)
         if self.tokenizer is not None:
             ids |= set(self.tokenizer.eos_token_ids)
-        return tuple(sorted(ids))
+        # a tokenizer may know more tokens than the model can say
+        return tuple(sorted(i for i in ids if i < config.vocab_size))
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is spelt at the start of a text and after a space."""
@@ -229,7 +242,8 @@ class LLM:
             tokenizer = self._need_tokenizer("bad_words")
             for form in (word, " " + word.lstrip()):
                 ids = tokenizer.encode(form, add_special_tokens=False)
-                if ids and ids not in words:
+                sayable = ids and max(ids) < self.engine.model_config.vocab_size
+                if sayable and ids not in words:
                     words.append(ids)
         return words
 
@@ -279,10 +293,18 @@ def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
+        return [prompts]  # refused where single prompts are read
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]
     return items
+
+
+def _ids(value: Any) -> list[int]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray)):
+        raise RequestError(f"a prompt is a text or a list of token ids, not {value!r}", "prompt")
+    return list(value)
 
 
 def _params_for(
@@ -290,6 +312,8 @@ def _params_for(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"sampling_params must be SamplingParams, one or a list, not {params!r}")
     if len(params) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params: give one, or one each")
     return list(params)

@@ -108,6 +108,9 @@ class SamplingParams:
 
     def _freeze(self) -> None:
         put = object.__setattr__
+        for name, nothing in _NOTHING.items():
+            if getattr(self, name) is None:  # vLLM's own way to say "not given"
+                put(self, name, nothing)
         for name in _SEQUENCES:
             value = getattr(self, name)
             text = isinstance(value, str) and name != "stop"
@@ -124,6 +127,10 @@ class SamplingParams:
                 put(self, name, tuple(dict.fromkeys(getattr(self, name))))
                 if not getattr(self, name):
                     raise RequestError(f"{name} is empty; leave it out instead", name)
+        if self.prediction is not None and not isinstance(self.prediction, Iterable):
+            raise RequestError(
+                f"prediction must be a text or a list of ids, got {self.prediction!r}", "prediction"
+            )
         if any(not callable(f) for f in self.logits_processors):
             raise RequestError("logits_processors must be functions", "logits_processors")
         try:
@@ -179,6 +186,13 @@ _SEQUENCES = (
     "allowed_token_ids",
     "logprob_token_ids",
 )
+_NOTHING: dict[str, Any] = {
+    "stop": (),
+    "stop_token_ids": (),
+    "bad_words": (),
+    "logits_processors": (),
+    "logit_bias": {},
+}
 _INTEGERS = (
     ("n", 1),
     ("top_k", -1),

@@ -220,6 +220,9 @@ class CompletionOutput:
     error: str | None = None
     metrics: SpecStats = field(default_factory=SpecStats)
 
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
 
 @dataclass(slots=True)
 class RequestOutput:

@@ -88,15 +88,25 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt for a conversation, to be encoded with `add_special_tokens=False`."""
-        if self.chat_template is None:
+        """The prompt for a conversation, to be encoded with `add_special_tokens=False`.
+
+        `chat_template` is used in place of the model's own.
+        """
+        template = self.chat_template
+        if chat_template is not None:
+            try:
+                template = ChatTemplate(chat_template, self.special_tokens, "the request")
+            except LoadError as error:
+                raise RequestError(str(error), "chat_template") from error
+        if template is None:
             raise RequestError(
                 f"{self.where}: this model has no chat template; send a plain prompt instead",
                 "messages",
             )
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
 
 def load_tokenizer(source: Path | str) -> Tokenizer:
