@@ -112,6 +112,7 @@ def check_counts(result):
     assert len(accepted) == stats.num_accepted_tokens == sum(stats.accepted_per_position)
     assert [d.position for d in output.drafts if d.accepted] == accepted
     assert all(output.token_ids[d.position] == d.token_id for d in output.drafts if d.accepted)
+    assert len(output.drafts) == stats.num_draft_tokens
     assert stats.num_steps == n - stats.num_accepted_tokens + _ended_on_a_draft(output)
     assert output.text_offsets == sorted(output.text_offsets)
     assert not output.text_offsets or output.text_offsets[-1] <= len(output.text)

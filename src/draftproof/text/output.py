@@ -7,6 +7,7 @@ logprobs, text, provenance and statistics.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from draftproof.text.detokenize import Detokenizer
 from draftproof.text.stop import StopStrings
@@ -100,11 +101,15 @@ class OutputBuilder:
         return self._detokenizer.push([token])[0]
 
     def _count(self, step: StepOutput, kept: int) -> None:
-        if kept:
-            self.output.metrics.record(step.num_draft, min(step.num_accepted, kept), kept)
+        if not kept:
+            return
+        self.output.metrics.record(step.num_draft, min(step.num_accepted, kept), kept)
         if step.drafts is not None and self.output.drafts is not None:
-            before = len(self.output.token_ids)
-            self.output.drafts.extend(d for d in step.drafts if d.position < before + kept or not d.accepted)
+            end = len(self.output.token_ids) + kept
+            # behind a stop string no draft stood, as behind an end token
+            self.output.drafts.extend(
+                replace(d, accepted=d.accepted and d.position < end) for d in step.drafts
+            )
 
     def _add(self, step: StepOutput, kept: int, lines: list[dict[int, Logprob]], origins: list[str]) -> None:
         out = self.output
