@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 import pytest
 
+from draftproof import LLM, TokenEvent, __version__
 from draftproof.cli import main
+from draftproof.text.tokenizer import Tokenizer
 
 COPY = "one two three four five six seven one two three four five six seven one two"
 
@@ -41,7 +46,42 @@ def test_info(smollm2_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert "134,515,008" in out and "chat template" in out
 
 
+def test_an_interrupted_comparison_claims_nothing(
+    smollm2_path: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = LLM.stream
+
+    def interrupted(*arguments: Any) -> Iterator[TokenEvent]:
+        yield from islice(whole(*arguments), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    assert main(["generate", "--raw", "--compare", "-p", COPY, "-n", "9", "--device", "cpu"]) == 130
+    assert "identical" not in capsys.readouterr().out
+
+
+def test_a_model_without_chat_template_names_the_way_out(
+    smollm2_path: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Tokenizer.__init__
+
+    def bare(self: Tokenizer, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **{**options, "chat_template": None})
+
+    monkeypatch.setattr(Tokenizer, "__init__", bare)
+    assert main(["generate", "-p", "x", "-n", "2"]) == 2
+    assert "--raw" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0 and __version__ in capsys.readouterr().out
+
+
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "no-such-model-at-all"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1  # also where it is longer than a terminal is wide
     assert main(["generate", "-p", "x", "--speculative-config", "{"]) == 2
     assert "not JSON" in capsys.readouterr().err
     assert main(["info", "/nowhere/model"]) == 2

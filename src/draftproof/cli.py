@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftproof import __version__
 from draftproof.errors import DraftproofError, RequestError
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options, console)
         return status
     except DraftproofError as error:
-        Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="red"))
+        errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        errors.print(Text(f"error: {error}", style="red"))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -46,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="draftproof", description="LLM inference in which speculation changes nothing but the speed."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="answer one prompt")
     _model_options(generate)
@@ -77,7 +80,8 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         help=f"a built-in name, a folder, a .gguf file or a hub id (default: {DEFAULT_MODEL})",
     )
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--backend", default="auto", help="reference, torch, cpu or auto")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … or auto")
+    parser.add_argument("--backend", default="auto", help="reference, torch, cpu, triton or auto")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument(
         "--speculative-config",
@@ -107,10 +111,11 @@ def _load(options: argparse.Namespace, console: Console) -> LLM:
             config = json.loads(options.speculative_config)
         except json.JSONDecodeError as error:
             raise RequestError(f"--speculative-config is not JSON: {error}") from error
-    with console.status(f"loading {options.model}"):
+    with console.status(Text(f"loading {options.model}")):
         llm = LLM(
             options.model,
             dtype=options.dtype,
+            device=options.device,
             backend=options.backend,
             max_model_len=options.max_model_len,
             speculative_config=config,
@@ -213,6 +218,8 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
     llm = _load(options, console)
     if options.raw:
         ids = llm.read_prompt(prompt)[1]
+    elif llm.tokenizer is not None and llm.tokenizer.chat_template is None:
+        raise RequestError(f"{options.model} has no chat template: --raw continues the prompt as text")
     else:
         ids = llm.chat_token_ids([{"role": "user", "content": prompt}])
     if options.compare:
@@ -233,6 +240,8 @@ def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Con
     drafted, figures = _answer(llm, ids, _params(options, logprobs=5, seed=seed), console)
     console.print(Text(figures, style="dim"))
     console.print(_legend())
+    if plain.finish_reason is None or drafted.finish_reason is None:
+        return 130  # cut short by Ctrl-C: there is nothing to compare
     console.rule(align="left")
     same_tokens = plain.token_ids == drafted.token_ids
     same_logprobs = plain.logprobs == drafted.logprobs
