@@ -287,6 +287,8 @@ def test_speculative_config_that_means_nothing(message, spec):
         ("dtype must be one of", {"dtype": "int3"}),
         ("speculative_config must be a mapping", {"speculative_config": 3}),
         ("max_logprobs", {"max_logprobs": -2}),
+        ("seed must be", {"seed": "7"}),
+        ("seed must be", {"seed": -1}),
     ],
 )
 def test_engine_config_that_means_nothing(message, options):

@@ -128,6 +128,17 @@ def test_a_request_without_seed_gets_one_and_reports_it(llm: LLM) -> None:
     assert llm.generate("Hi", SamplingParams(max_tokens=8))[0].outputs[0].seed != first.seed
 
 
+def test_the_seed_of_the_engine_makes_requests_without_one_repeatable(smollm2_path: object) -> None:
+    def seeds(seed: int | None) -> list[int]:
+        llm = LLM("smollm2-135m", max_num_seqs=2, max_model_len=64, seed=seed)
+        answers = llm.generate(["a", "b"], SamplingParams(max_tokens=1, n=2), use_tqdm=False)
+        return [o.seed for answer in answers for o in answer.outputs]
+
+    first = seeds(7)
+    assert first == seeds(7) != seeds(8)
+    assert seeds(None) != seeds(None) and len(set(first)) == 4
+
+
 def test_bad_words_are_not_written(llm: LLM) -> None:
     free = llm.generate("The capital of France is", greedy())[0].outputs[0].text
     assert "Paris" in free

@@ -114,7 +114,7 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     memory_utilization: float = 0.9  # of a device whose free memory is known, for weights and KV
     max_logprobs: int = 20  # -1: no limit
-    seed: int = 0  # of dummy weights; requests have their own
+    seed: int | None = None  # of dummy weights, and of the seeds that requests without one are given
     speculative: SpeculativeConfig | None = None
     debug: bool = False  # assert the invariants at every step
 
@@ -140,6 +140,9 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        seed = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ConfigError(f"seed must be an integer from 0 up, got {seed!r}")
         share = self.memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization must lie in 0..1, got {share!r}")

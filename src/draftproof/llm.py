@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
@@ -41,12 +41,15 @@ class LLM:
             dtype=self.config.dtype,
             load_format=self.config.load_format,
             revision=self.config.revision,
-            seed=self.config.seed,
+            seed=self.config.seed or 0,
         )
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
         self.engine = Engine(self.config, checkpoint)
         self.stats = SpecStats()  # of everything this LLM has generated
         self._ids = count()
+        # with a seed, the n-th request is given the same one in every run
+        seed = self.config.seed
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._owners: dict[str, tuple[_Job, int]] = {}
 
     # --- faces ------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         """Everything is checked here, before anything enters the engine."""
         text, ids = self.read_prompt(prompt)
-        seed = secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed
+        seed = self._seeds.randrange(MAX_SEED - params.n) if params.seed is None else params.seed
         name = str(next(self._ids))
         requests = [
             Request(
