@@ -9,9 +9,12 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
+from draftproof.sampling_params import SamplingParams
 from draftproof.text.decoding import byte_level_alphabet
 from draftproof.text.detokenize import Detokenizer
+from draftproof.text.output import OutputBuilder
 from draftproof.text.tokenizer import Tokenizer
+from draftproof.types import Request, StepOutput
 
 EOS = 256
 
@@ -132,6 +135,16 @@ def test_leading_space() -> None:
     assert stream.offsets == [0, 0, 3]
     assert Detokenizer(tokenizer).push([space, the]) == ["", " the"]
     assert Detokenizer(tokenizer, continues=True).push([the]) == [" the"]
+
+
+def test_an_answer_reads_on_from_its_prompt() -> None:
+    """As vLLM's does: of "▁the" after a prompt the space is text, not the mark of a beginning."""
+    tokenizer = fallback()
+    the = tokenizer.backend.token_to_id("▁the")
+    request = Request(id="0", prompt_token_ids=[the], params=SamplingParams(), seed=0)
+    builder = OutputBuilder(0, request, tokenizer)
+    step = StepOutput("0", [the], None, None, 0, 0, [], None, "length")
+    assert builder.feed(step)[0].text == builder.output.text == " the"
 
 
 def test_the_cost_of_a_token_does_not_grow() -> None:

@@ -34,7 +34,9 @@ class OutputBuilder:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         if params.include_draft_logprobs:
             self.output.drafts = []
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
+        self._detokenizer = None
+        if tokenizer is not None:  # prompt + text must read on: an answer keeps its leading space
+            self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, continues=True)
         self._stops = StopStrings(
             params.stop,
             include_in_output=params.include_stop_str_in_output,
