@@ -96,6 +96,13 @@ def test_stream_is_the_answer_token_by_token(llm: LLM) -> None:
     assert [e.finish_reason for e in events[:-1]] == [None] * 19 and events[-1].finish_reason == "length"
 
 
+def test_a_stream_is_refused_at_once(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.stream({"prompt_token_ids": []})
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        llm.stream("a", {"temperature": 0})  # type: ignore[arg-type]
+
+
 def test_two_streams_at_once_and_one_left_early(llm: LLM) -> None:
     alone = [e.token_id for e in llm.stream("Once upon a time", greedy(max_tokens=15))]
     first = llm.stream("Once upon a time", greedy(max_tokens=15))

@@ -85,7 +85,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Token by token, as they are committed. Leaving the loop early aborts the request."""
-        job = self._job(prompt, sampling_params or SamplingParams())
+        return self._events(self._job(prompt, _params_for([prompt], sampling_params)[0]))
+
+    def _events(self, job: _Job) -> Iterator[TokenEvent]:
+        """Apart from `stream`, so that a wrong request is refused there and not at the first token."""
         job.events = deque()
         self._add([job])
         try:
