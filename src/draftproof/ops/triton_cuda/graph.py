@@ -121,7 +121,6 @@ class Captured:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """No garbage collection during a capture: what it frees on the device would spoil the graph."""
-    gc.collect()
     was = gc.isenabled()
     gc.disable()
     try:
