@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from draftproof import LLM, ConfigError, RequestError, SamplingParams
+from draftproof import LLM, ConfigError, LoadError, RequestError, SamplingParams
 
 COPY = "one two three four five six seven eight one two three four five six seven eight one two three"
 
@@ -200,6 +203,16 @@ def test_a_tokenizer_with_more_tokens_than_the_model(llm: LLM, monkeypatch: pyte
         llm.tokenizer, "encode", lambda text, **more: beyond.get(text) or encode(text, **more)
     )
     assert llm.generate("Hi", greedy(bad_words=["odd"]))[0].outputs[0].token_ids == want
+
+
+def test_the_tokenizer_may_be_named_like_a_model(smollm2_path: object, tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 16}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    bare = LLM(str(tmp_path), load_format="dummy", tokenizer="smollm2-135m", max_num_seqs=2)
+    assert bare.get_tokenizer().decode(bare.tokenizer.encode("Hello")) == "Hello"
+    with pytest.raises(LoadError, match="smollm2-135m"):
+        LLM(str(tmp_path), load_format="dummy", tokenizer="smollm2")
 
 
 def test_one_bad_request_loses_nothing(llm: LLM) -> None:

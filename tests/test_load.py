@@ -521,6 +521,8 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(found.tensors, model.state_dict())
     assert asked[0][:2] == ("owner/name", "v1")
     assert "*.safetensors" in asked[0][2]
+    assert load_config("owner/name")[1] == tmp_path  # what a model is can be told without its weights
+    assert "*.safetensors" not in asked[1][2] and "*.json" in asked[1][2]
     with pytest.raises(LoadError, match=r"no/network: .*ConnectionError: no route.*local copy"):
         load_checkpoint("no/network")
     write_gguf(tmp_path / "m.gguf", "llama", SMALL)

@@ -15,6 +15,7 @@ from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import LoadError, RequestError
 from draftproof.metrics import SpecStats
+from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import MAX_SEED, SamplingParams
 from draftproof.text.output import OutputBuilder, logprob_maps
@@ -285,7 +286,7 @@ class _Job:
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
     if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer)
+        return load_tokenizer(find_model(config.tokenizer, weights=False))
     if source is None:
         return None
     try:

