@@ -195,6 +195,25 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
     check_empty(engine)
 
 
+@pytest.mark.parametrize("name", ["start", "propose"])
+def test_a_proposer_that_raises_costs_drafts_and_no_tokens(name, monkeypatch, caplog):
+    asks = [tiny.request(i, SamplingParams(max_tokens=6 + 9 * i, logprobs=2)) for i in range(3)]
+    want = tiny.run(tiny.engine(), asks)
+    target = tiny.engine(speculative={"method": "ngram", "adaptive": False}, debug=False)
+    real, calls = getattr(target.loop.proposer, name), []
+
+    def breaks(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("the drafter broke")
+        return real(*arguments)
+
+    monkeypatch.setattr(target.loop.proposer, name, breaks)
+    got = tiny.run(target, asks, arrivals=[0, 1, 4])
+    assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
+    assert "switched off" in caplog.text and len(calls) == 3
+
+
 def test_wrong_requests_in_the_middle_of_others():
     where = Where()
     asks = [replace(n, k=None) for n in NEIGHBOURS[:3]]

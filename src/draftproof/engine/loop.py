@@ -7,6 +7,7 @@ Plain decoding is a window without drafts. docs/design.md tells the step as a st
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -61,17 +62,17 @@ class Loop:
         entries = self.scheduler.plan()
         if not entries:
             return []
-        if self.proposer:
-            for sequence in self.scheduler.running:
-                if id(sequence) not in known:
-                    self.proposer.start(sequence.slot, sequence.request)
+        self._start([s for s in self.scheduler.running if id(s) not in known])
         forward = self._forward(entries)
         outputs = self.settler.prompt_logprobs(entries, forward.first, forward.hidden)
         sampling = [i for i, entry in enumerate(entries) if entry.samples]
         self._advance(entries)
         if sampling:
             outputs = self._decide(entries, sampling, forward, outputs)
-        self._propose(entries, forward)
+        try:
+            self._propose(entries, forward)
+        except Exception as error:  # a plug-in's code may raise anything
+            self._give_up(error)
         if self.debug:
             check_step(self.scheduler, self.slots)
         return outputs
@@ -81,6 +82,21 @@ class Loop:
         if self.proposer and sequence.slot >= 0:
             self.proposer.stop(sequence.slot)
         self.scheduler.remove(sequence)
+
+    def _start(self, sequences: list[Sequence]) -> None:
+        try:
+            for sequence in sequences:
+                if self.proposer:
+                    self.proposer.start(sequence.slot, sequence.request)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """A proposer that fails costs its drafts alone: what was committed goes out, and decoding goes on."""
+        if self.debug:
+            raise error
+        logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
+        self.proposer = None
 
     # --- the stages -------------------------------------------------------------------------------
 
