@@ -69,7 +69,8 @@ class SlotOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProposeBatch:
-    """What a proposer sees after a commit. B requests, those still prefilling with budget 0."""
+    """What a proposer sees after a commit. B requests; one that lacks KV of more than its newest token,
+    because its prompt is still being computed, has budget 0."""
 
     columns: SlotColumns
     slots: list[int]  # [B]
