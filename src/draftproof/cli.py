@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -295,7 +296,7 @@ def _info(options: argparse.Namespace, console: Console) -> int:
     from draftproof.text.tokenizer import load_tokenizer
 
     config, source = load_config(options.model)
-    parameters = sum(_product(shape) for shape in expected_tensors(config).values())
+    parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
     kv = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16)
     table = Table(show_header=False, box=None)
     rows: list[tuple[str, object]] = [
@@ -321,13 +322,6 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         table.add_row(name, str(value))
     console.print(table)
     return 0
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 if __name__ == "__main__":

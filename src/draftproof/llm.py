@@ -120,21 +120,22 @@ class LLM:
         text, ids = self.read_prompt(prompt)
         seed = self._seeds.randrange(MAX_SEED - params.n) if params.seed is None else params.seed
         name = str(next(self._ids))
+        bad_words, prediction, eos = self._bad_words(params), self._prediction(params), self._eos_token_ids()
         requests = [
             Request(
                 id=name if params.n == 1 else f"{name}-{i}",
                 prompt_token_ids=ids,
                 params=params,
                 seed=(seed + i) % (MAX_SEED + 1),
-                bad_word_ids=self._bad_words(params),
-                prediction_ids=self._prediction(params),
-                eos_token_ids=self._eos_token_ids(),
+                bad_word_ids=bad_words,
+                prediction_ids=prediction,
+                eos_token_ids=eos,
             )
             for i in range(params.n)
         ]
         self.engine.check(requests[0])
-        if (params.stop or params.bad_words) and self.tokenizer is None:
-            self._need_tokenizer("stop" if params.stop else "bad_words")
+        if params.stop:
+            self._need_tokenizer("stop")
         return _Job(name, text, ids, requests, self.tokenizer)
 
     def _result(self, job: _Job) -> RequestOutput:
@@ -162,14 +163,13 @@ class LLM:
             TextColumn("generating"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
             console=Console(stderr=True),
             disable=not progress,
         )
         try:
             with bar:
-                task = bar.add_task("", total=len(jobs), rate="")
+                task = bar.add_task("", total=len(jobs))
                 while not all(job.finished for job in jobs):
                     self._step()
                     bar.update(task, completed=sum(job.finished for job in jobs))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftproof.engine.commit import Committed, commit
+from draftproof.engine.commit import commit
 from draftproof.engine.invariants import check_step
 from draftproof.engine.scheduler import Entry, Scheduler, Sequence
 from draftproof.engine.settle import Settler
@@ -139,7 +139,7 @@ class Loop:
         sampled = self.sampler(logits, windows, strategies)
         committed = commit(windows, sampled.verdict, _error_limit(windows, sampled))
         results = self.settler.settle(chosen, windows, logits, sampled, committed)
-        self._follow(chosen, results, committed)
+        self._follow(chosen, results)
         prompt = {output.request_id: output for output in outputs}
         return [
             *(self.settler.join(prompt.pop(result.request_id, None), result) for result in results),
@@ -170,7 +170,7 @@ class Loop:
         )
         return windows, torch.tensor(last, device=device)[owner] + depth
 
-    def _follow(self, chosen: list[Entry], results: Iterable[StepOutput], committed: Committed) -> None:
+    def _follow(self, chosen: list[Entry], results: Iterable[StepOutput]) -> None:
         """Bring the host's copies up to date and let the ended requests go."""
         for entry, result in zip(chosen, results, strict=True):
             sequence = entry.sequence
@@ -192,10 +192,10 @@ class Loop:
         index: list[int] = []
         if self.proposer.needs_hidden:
             for i, entry in live:
-                stored = entry.sequence.computed - int(forward.rows.positions[forward.first[i]])
-                counts.append(min(stored, entry.num_rows))
-                starts.append(int(forward.rows.positions[forward.first[i]]))
-                index.extend(range(forward.first[i], forward.first[i] + counts[-1]))
+                first = forward.first[i]
+                starts.append(int(forward.rows.positions[first]))
+                counts.append(min(entry.sequence.computed - starts[-1], entry.num_rows))
+                index.extend(range(first, first + counts[-1]))
         elif not any(budget):
             return
         batch = ProposeBatch(

@@ -138,13 +138,11 @@ class OutputBuilder:
             if self._stops.match is not None:  # the flushed text completed a stop string
                 out.finish_reason, out.stop_reason = "stop", self._stops.match.stop
         out.text += "".join(shown)
-        if self._detokenizer is not None:
-            begins = self._detokenizer.offsets[: len(out.token_ids)]
-            # a stop string that was cut off leaves tokens that begin behind the end of the text
-            limit = len(out.text) if self.finished else None
-            out.text_offsets = begins if limit is None else [min(b, limit) for b in begins]
-        else:
-            out.text_offsets = [0] * len(out.token_ids)
+        known, count = len(out.text_offsets), len(out.token_ids)
+        begins = self._detokenizer.offsets[known:count] if self._detokenizer else [0] * (count - known)
+        out.text_offsets.extend(begins)
+        if self.finished:  # a stop string that was cut off leaves tokens that begin behind the text's end
+            out.text_offsets = [min(begin, len(out.text)) for begin in out.text_offsets]
 
     def _rest(self) -> str:
         return self._stops.finish(self._detokenizer.finish() if self._detokenizer else "")
