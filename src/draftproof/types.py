@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,12 +34,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """The only mutable state: one line a running request. S slots; see docs/design.md for invariants."""
+    """The only mutable state: one line a running request. S slots; see docs/design.md for invariants.
+
+    The tensors never move: captured graphs hold their addresses.
+    """
 
     tokens: Tensor  # [S, max_len] int64: prompt, then committed output; append-only
     length: Tensor  # [S] int64: committed tokens, prompt included
     prompt_len: Tensor  # [S] int64
     computed: Tensor  # [S] int64: tokens whose KV is stored
+    ended: Tensor  # [S] int64: an `End`; an ended request has no rows, even if a step still names it
     draft: Tensor  # [S, K] int64
     num_draft: Tensor  # [S] int64
     draft_logprob: Tensor  # [S, K] fp32, the drafter's own; NaN where it gave none
@@ -52,25 +57,62 @@ class SlotColumns:
     presence: Tensor  # [S] fp32
     frequency: Tensor  # [S] fp32
     seed: Tensor  # [S] int64
-    stop_ids: Tensor  # [S, M] int64: end-of-text and stop tokens unless ignored; padded with -1
     min_length: Tensor  # [S] int64: below this length no end token may be sampled
     max_length: Tensor  # [S] int64: at this length the request ends
+    adjust: Tensor  # [S] int64: which of `Adjust` the request uses
+    wants: Tensor  # [S] int64: logprobs of its tokens: a `Wants`
+    ends: Tensor  # [S, V] bool: end-of-text and stop tokens, unless ignored
+    bias: Tensor  # [S, V] fp32, valid with Adjust.BIAS
+    banned: Tensor  # [S, V] bool: outside allowed_token_ids, valid with Adjust.BAN
+
+
+class End(IntEnum):
+    """How a request ended, as the device says it. From FORBIDDEN on: nothing could be sampled."""
+
+    NOT_YET = 0
+    STOP = 1  # an end or stop token was committed
+    LENGTH = 2
+    FORBIDDEN = 3  # its options leave no token
+    NOT_FINITE = 4  # NaN or infinity in the logits
+    FAILED = 5  # the user's code raised
+
+
+class Adjust(IntFlag):
+    """What changes a request's logits before they are sampled from."""
+
+    PENALTY = 1
+    BIAS = 2
+    BAN = 4
+    HOLD = 8  # min_tokens
+
+
+class Wants(IntEnum):
+    """Logprobs of committed tokens."""
+
+    NONE = 0
+    RAW = 1
+    PROCESSED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class SlotOptions:
-    """The ragged options of one request, as tensors on the device."""
+class Plan:
+    """What the host asks of a step, as columns on the device. B entries, as many as there are slots."""
 
-    request: Request
-    bias_ids: Tensor | None  # [n] int64
-    bias_values: Tensor | None  # [n] fp32
-    banned: Tensor | None  # [vocab] bool: outside allowed_token_ids
+    slots: Tensor  # [B] int64; -1: no entry
+    chunk: Tensor  # [B] int64: prompt rows to compute; 0: it decodes
+    drafts: Tensor  # [B] int64: of its drafts, how many are verified at most
+    budget: Tensor  # [B] int64: how many it may be given afterwards
+
+    @classmethod
+    def of(cls, table: Tensor) -> Plan:
+        """From one tensor [4, B]."""
+        return cls(*table)
 
 
 @dataclass(frozen=True, slots=True)
 class ProposeBatch:
-    """What a proposer sees after a commit. B requests; one that lacks KV of more than its newest token,
-    because its prompt is still being computed, has budget 0."""
+    """What a proposer on the host sees after a commit. B requests; one that lacks KV of more than its
+    newest token, because its prompt is still being computed, has budget 0."""
 
     columns: SlotColumns
     slots: list[int]  # [B]
@@ -103,40 +145,49 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The logits rows of one step: window b owns rows first[b] .. first[b] + num_draft[b].
+    """The logits rows of one step. B windows, as many as the plan has entries, and L rows.
 
-    Row j of a window follows its first j drafts; a plain decode is a window with no drafts.
+    Row j of a window follows its first j drafts; a plain decode is a window with no drafts. Rows behind
+    the last window are padding.
     """
 
     columns: SlotColumns
-    slots: Tensor  # [B] int64
+    slots: Tensor  # [B] int64; -1: no window: no entry, an ended one, or one that is still in its prompt
     first: Tensor  # [B] int64, the window's first logits row
     num_draft: Tensor  # [B] int64: drafts really verified in this step
-    draft: Tensor  # [B, K] int64, valid up to num_draft
-    draft_probs: Tensor | None  # [B, K, V]
-    owner: Tensor  # [L] int64: the window each row belongs to
+    slot: Tensor  # [L] int64; -1: padding
     depth: Tensor  # [L] int64: drafts before the row
-    options: list[SlotOptions]  # [B]
-
-    @property
-    def length(self) -> Tensor:
-        """[B] committed length before this step."""
-        return self.columns.length[self.slots]
-
-    @property
-    def position(self) -> Tensor:
-        """[L] index in the output of the token that each row decides: the key of its noise."""
-        out = self.columns.length[self.slots] - self.columns.prompt_len[self.slots]
-        return out[self.owner] + self.depth
+    position: Tensor  # [L] int64: index in the output of the token the row decides: the key of its noise
+    draft: Tensor  # [L] int64: the draft that takes the row's place if it stands; -1: none
+    draft_probs: Tensor | None = None  # [S, K, V] by slot, of proposers that report them
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a strategy decided for B windows of up to K drafts."""
+class Choice:
+    """What a strategy says of L rows. How many drafts stand follows from it in one place, `Ops.commit`."""
 
-    tokens: Tensor  # [B, K + 1] int64, valid up to num_out
-    num_accepted: Tensor  # [B] int64
-    num_out: Tensor  # [B] int64: num_accepted + 1
+    token: Tensor  # [L] int64: the row's token if no draft stands there
+    accept: Tensor | None = None  # [L] bool: would its draft stand? None: if it is `token`
+    recovered: Tensor | None = None  # [L] int64: in place of a draft that falls; None: `token`
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step did, as the commit writes it. K drafts at most."""
+
+    table: Tensor  # [B, TOKENS + K + 1] int64, see the columns below
+    pick_rows: Tensor  # [L] int64: logits rows of the committed tokens whose logprobs are wanted; then -1
+    pick_tokens: Tensor  # [L] int64: those tokens
+
+
+# columns of Outcome.table; zero where the entry had no window
+NUM_OUT = 0  # committed tokens
+NUM_DRAFT = 1  # drafts verified
+NUM_ACCEPTED = 2  # of the committed tokens, how many were drafts; they come first
+ENDED = 3  # an `End`
+FIRST_ROW = 4  # its first logits row
+PICK = 5  # where its tokens begin in `pick_rows`, if its logprobs are wanted
+TOKENS = 6  # K + 1 columns, valid up to NUM_OUT
 
 
 # --- out of the engine ------------------------------------------------------------------------------------

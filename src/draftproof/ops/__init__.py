@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.registry import lookup
+from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
 BACKENDS = {
     "reference": "draftproof.ops.reference:ReferenceOps",
@@ -45,6 +46,24 @@ class Rows:
     slots: Tensor  # [rows] int64, which line of `page_table` holds the request's pages
     kv_index: Tensor  # [rows] int64, page * page_size + offset: where this row's K and V are stored
     page_table: Tensor  # [slots, max_pages] int32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where `Ops.layout` writes the rows of a step; all of it is written, padding included."""
+
+    rows: Rows  # [R]
+    windows: Windows  # [B] windows, [L] logits rows
+    at: Tensor  # [L] int64: the forward row of each logits row; 0 where it is padding
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs at N rows; those of padding may hold anything."""
+
+    values: Tensor  # [N, 1 + top] fp32: of the token itself, then of the best
+    ids: Tensor  # [N, top] int64: the best, in the order (value down, id up)
+    ranks: Tensor  # [N] int64: of the token itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +205,73 @@ class Ops(ABC):
         the mass before it, renormalised over what top_k kept, is below top_p (1 = all); min_p keeps
         a token whose probability is at least min_p times the best one's (0 = all).
         """
+
+    # --- the step's bookkeeping -------------------------------------------------------------------
+    # None of these waits for the device, and shapes say nothing about the data: a step of them can be
+    # captured. An entry or row with slot -1 is padding: it changes nothing, and nothing is read for it.
+
+    @abstractmethod
+    def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
+        """The rows of a step from the slots, ragged, in the order of the plan's entries.
+
+        An entry that has ended has no rows. One with `chunk` computes so many committed tokens from
+        `computed` on, one without computes its newest token; then come its drafts, min(plan.drafts,
+        num_draft), which an entry with `chunk` has none of. It has a window if its rows reach the newest
+        committed token: logits rows of that one and of every draft. Padding rows have slot -1, token,
+        position and kv_index 0, draft -1. Rows beyond R or L are not written: the planner saw to that.
+        """
+
+    @abstractmethod
+    def penalise(self, logits: Tensor, windows: Windows) -> Tensor:
+        """A copy of logits [L, V] with penalties, then bias, of each row's slot; Adjust says which.
+
+        With the drafts before the row counted as committed. Repetition looks at prompt and output: a
+        token seen has its logit divided by the penalty if positive, multiplied if not. Then frequency
+        times the count in the output, then presence, are taken off.
+        """
+
+    @abstractmethod
+    def forbid(self, base: Tensor, windows: Windows) -> None:
+        """-inf in base [L, V] where Adjust.BAN bans, and at end tokens below min_length (Adjust.HOLD)."""
+
+    @abstractmethod
+    def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
+        """What plain sampling takes at each row of [L, V], and why it cannot: ([L] int64, [L] int64).
+
+        argmax where the temperature is 0, else gumbel_argmax of logits / temperature (of the logits as
+        they are if `scaled`) with the slot's seed and the row's position, STREAM_SAMPLE. The second is
+        End.FORBIDDEN where all logits are -inf, End.NOT_FINITE where one is NaN or +inf, else 0. Padding: 0, 0.
+        """
+
+    @abstractmethod
+    def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
+        """Judge every window, append what stands to its slot, and say what was done. All of `out` is written.
+
+        Drafts stand up to the first that is not accepted; then comes one token more. What is committed
+        ends at the first end token, at max_length, and before the first row with bad [L] > 0, which ends
+        the request with that code unless it ended before. `computed` is length - 1 afterwards, num_draft 0.
+        An entry with no window has its `computed` moved by its chunk.
+        """
+
+    @abstractmethod
+    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+        """Of tokens [N] at logits rows [N] (-1: padding) and of the `top` best there: logit - logsumexp."""
+
+    @abstractmethod
+    def ngram(
+        self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts from what followed the last n committed tokens before: tokens [B, K], count [B].
+
+        The longest n in smallest..largest that occurs earlier (followed by at least one token), of its
+        occurrences the latest. `budget` tokens from there; past the end it goes on with what it has just
+        said. None: count 0, as for budget 0 and for requests that have ended. Beyond count: any token.
+        """
+
+    @abstractmethod
+    def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+        """Guesses for slots [B] into their lines: num_draft is the least of count, budget, what max_length
+        leaves after one token more, and the tokens before the first outside the vocabulary."""
 
 
 def resolve_device(name: str) -> torch.device:

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Ops, Rows
+from draftproof.ops import Heads, Rows
+from draftproof.ops.bookkeeping import Bookkeeping
 
 _MASK = 0xFFFFFFFF
 
@@ -38,7 +39,7 @@ def gumbel(seed: int, position: int, stream: int, token: int) -> float:
     return -math.log(-math.log1p(-uniform(seed, position, stream, token)))
 
 
-class ReferenceOps(Ops):
+class ReferenceOps(Bookkeeping):
     """Loops over rows; nothing is fused, nothing is shared between rows."""
 
     name: ClassVar[str] = "reference"

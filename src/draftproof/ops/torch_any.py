@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Ops, Rows
+from draftproof.ops import Heads, Rows
+from draftproof.ops.bookkeeping import Bookkeeping
 
 BLOCK = 8  # rows in one matrix product
 KEYS = 64  # keys in one attention block
@@ -22,7 +23,7 @@ KEYS = 64  # keys in one attention block
 Packed = tuple[Tensor, Tensor | None]
 
 
-class TorchOps(Ops):
+class TorchOps(Bookkeeping):
     """Vectorised within a row or a fixed block of rows, never across."""
 
     name: ClassVar[str] = "torch"

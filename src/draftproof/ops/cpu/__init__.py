@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Heads, Ops, Rows
+from draftproof.ops import Heads, Rows
+from draftproof.ops.bookkeeping import Bookkeeping
 
 try:
     from llvmlite import binding
@@ -50,7 +51,7 @@ class PackedLinear:
     extra: tuple[int, ...] = ()  # further arguments of the kernels
 
 
-class CpuOps(Ops):
+class CpuOps(Bookkeeping):
     """See the contract. `threads` defaults to torch's number; `amx=False` takes the other kernel."""
 
     name = "cpu"

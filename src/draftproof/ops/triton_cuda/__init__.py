@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Heads, Ops, Rows
+from draftproof.ops import Heads, Rows
+from draftproof.ops.bookkeeping import Bookkeeping
 
 try:
     import triton  # noqa: F401
@@ -44,7 +45,7 @@ INTS = (torch.int64,)
 FP32 = (torch.float32,)
 
 
-class TritonOps(Ops):
+class TritonOps(Bookkeeping):
     """See the contract. `debug` waits after every op, so that a launch that fails is named by its op.
 
     `pdl` launches kernels of the forward pass early where rows are few (programmatic dependent launch,
