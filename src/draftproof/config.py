@@ -116,6 +116,7 @@ class EngineConfig:
     max_logprobs: int = 20  # -1: no limit
     seed: int | None = None  # of dummy weights, and of the seeds that requests without one are given
     speculative: SpeculativeConfig | None = None
+    overlap: bool | None = None  # plan a step before the last is read; None: where the device has a queue
     debug: bool = False  # assert the invariants at every step
 
     @classmethod

@@ -61,6 +61,7 @@ class SlotColumns:
     max_length: Tensor  # [S] int64: at this length the request ends
     adjust: Tensor  # [S] int64: which of `Adjust` the request uses
     wants: Tensor  # [S] int64: logprobs of its tokens: a `Wants`
+    strategy: Tensor  # [S] int64: which of the engine's strategies judges it
     ends: Tensor  # [S, V] bool: end-of-text and stop tokens, unless ignored
     bias: Tensor  # [S, V] fp32, valid with Adjust.BIAS
     banned: Tensor  # [S, V] bool: outside allowed_token_ids, valid with Adjust.BAN
@@ -107,6 +108,29 @@ class Plan:
     def of(cls, table: Tensor) -> Plan:
         """From one tensor [4, B]."""
         return cls(*table)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the requests of a step use between them: what the step has to compute, and nothing more.
+
+    Captured steps are kept by it. A request's bits do not depend on what its neighbours make necessary.
+    """
+
+    strategies: tuple[int, ...]  # by number, ascending
+    adjusts: bool = False  # some have penalties, bias, bans, min_tokens
+    scales: bool = False  # processed logits are needed as such: truncation, or somebody looks at them
+    raw_top: int = -1  # columns of raw logprobs beside the token's own; -1: none wanted
+    processed_top: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """What a graph_safe proposer sees after a commit, with no host between: columns of B entries."""
+
+    columns: SlotColumns
+    slots: Tensor  # [B] int64; -1: no entry
+    budget: Tensor  # [B] int64: drafts wanted at most
 
 
 @dataclass(frozen=True, slots=True)

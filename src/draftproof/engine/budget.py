@@ -6,39 +6,54 @@ repeating passage must get its full length back within two or three windows. Out
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
 FIRST = 2  # drafts of a request that has no history: a full window in every slot would be dear
+FIRST_PAUSE = 2
 MAX_PAUSE = 32
 
 
-class DraftBudget:
-    """Begin small; double while whole windows stand; halve when all fall; at zero pause, then probe."""
+class DraftBudgets:
+    """Begin small; double while whole windows stand; halve when all fall; at zero pause, then probe.
 
-    def __init__(self, limit: int, adaptive: bool) -> None:
-        self.limit = limit
+    One line a slot, and whole columns at a time: a step asks for all its requests at once.
+    """
+
+    def __init__(self, num_slots: int, adaptive: bool) -> None:
         self.adaptive = adaptive
-        self._level = min(limit, FIRST) if adaptive else limit
-        self._pause = 0  # steps to sit out
-        self._next_pause = 2
+        self._limit, self._level, self._pause, self._next_pause = np.zeros((4, num_slots), np.int64)
 
-    def take(self) -> int:
-        """Drafts allowed in the coming step."""
-        if self._pause:
-            self._pause -= 1
-            return 0
-        return self._level
+    def start(self, slot: int, limit: int) -> None:
+        """A request that may have `limit` drafts sits down."""
+        self._limit[slot] = limit
+        self._level[slot] = min(limit, FIRST) if self.adaptive else limit
+        self._pause[slot], self._next_pause[slot] = 0, FIRST_PAUSE
 
-    def record(self, drafted: int, accepted: int) -> None:
-        """What became of a window. Windows without drafts say nothing."""
-        if not self.adaptive or drafted == 0:
+    def take(self, slots: Ints) -> Ints:
+        """Drafts allowed to each in the coming step."""
+        pause = self._pause[slots]
+        self._pause[slots] = np.maximum(pause - 1, 0)
+        return np.where(pause > 0, 0, self._level[slots])
+
+    def record(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
+        """What became of a window each. Windows without drafts say nothing."""
+        if not self.adaptive:
             return
-        if accepted:
-            self._next_pause = 2
-            # a cut window (rows or tokens ran out) says nothing against the level it was cut from
-            grown = 2 * max(drafted, self._level) if accepted == drafted else accepted + 1
-            self._level = min(self.limit, grown)
+        told = drafted > 0
+        if not told.any():
             return
-        self._level //= 2
-        if self._level == 0:
-            self._level = 1  # the probe after the pause
-            self._pause = self._next_pause
-            self._next_pause = min(MAX_PAUSE, 2 * self._next_pause)
+        slots, drafted, accepted = slots[told], drafted[told], accepted[told]
+        level, next_pause = self._level[slots], self._next_pause[slots]
+        # a cut window (rows or tokens ran out) says nothing against the level it was cut from
+        grown = np.where(accepted == drafted, 2 * np.maximum(drafted, level), accepted + 1)
+        stood = accepted > 0
+        lower = level // 2
+        out = ~stood & (lower == 0)
+        level = np.where(stood, np.minimum(self._limit[slots], grown), np.maximum(lower, 1))  # 1: the probe
+        self._level[slots] = level
+        self._pause[slots] = np.where(out, next_pause, self._pause[slots])
+        longer = np.where(out, np.minimum(MAX_PAUSE, 2 * next_pause), next_pause)
+        self._next_pause[slots] = np.where(stood, FIRST_PAUSE, longer)

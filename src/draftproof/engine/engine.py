@@ -9,12 +9,15 @@ import torch
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.admission import Limits, check_request
-from draftproof.engine.budget import DraftBudget
+from draftproof.engine.budget import DraftBudgets
+from draftproof.engine.extras import needs_settling, wants_of
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
 from draftproof.engine.scheduler import Scheduler, Sequence
+from draftproof.engine.settle import StepResults
 from draftproof.engine.sizes import resolve_sizes
 from draftproof.engine.slots import Slots
+from draftproof.engine.step import DeviceStep
 from draftproof.errors import ConfigError, RequestError, nearest
 from draftproof.models.llama import Llama
 from draftproof.models.load import Checkpoint
@@ -23,7 +26,7 @@ from draftproof.ops import resolve, resolve_device
 from draftproof.propose import PROPOSERS, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request, StepOutput
+from draftproof.types import Request
 from draftproof.verify import PLAIN_STRATEGY, STRATEGIES, Strategy
 from draftproof.verify.sampler import Sampler
 
@@ -53,8 +56,9 @@ class Engine:
             max_rows=sizes.max_rows,
         )
         vocab = model_config.vocab_size
-        slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, device)
-        scheduler = Scheduler(slots, Pages(sizes.num_pages), sizes.page_size, sizes.max_rows)
+        slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
+        budgets = DraftBudgets(sizes.num_seqs, config.speculative.adaptive if config.speculative else False)
+        scheduler = Scheduler(slots, Pages(sizes.num_pages), sizes.page_size, sizes.max_rows, budgets)
         env = ProposerEnv(
             ops=self.ops,
             k=sizes.k,
@@ -67,8 +71,11 @@ class Engine:
             max_rows=sizes.max_rows,
         )
         proposer = self._speculation(config.speculative, env)
-        sampler = Sampler(self.ops, config.speculative)
-        self.loop = Loop(scheduler, slots, self.runner, sampler, proposer, config.debug)
+        sampler = Sampler(self.ops, self._judges, config.speculative)
+        step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
+        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
+        on_device = proposer is None or proposer.graph_safe
+        self.loop = Loop(scheduler, slots, step, proposer, ahead and on_device, config.debug)
         self.limits = Limits(
             vocab_size=vocab,
             max_model_len=sizes.max_len,
@@ -82,6 +89,7 @@ class Engine:
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""
         self._strategies: dict[str, Strategy] = {}
+        self._judges: list[Strategy] = []  # the same, by number
         self._strategy_options: dict[str, Any] = {}
         self.strategy_name = config.verify_strategy if config else PLAIN_STRATEGY
         if config is None:
@@ -110,6 +118,7 @@ class Engine:
         if name not in self._strategies:
             options = self._strategy_options if name == self.strategy_name else {}
             self._strategies[name] = lookup(STRATEGIES, name, "verify_strategy")(self.ops, options)
+            self._judges.append(self._strategies[name])
         return self._strategies[name]
 
     # --- serving ----------------------------------------------------------------------------------
@@ -157,14 +166,22 @@ class Engine:
 
     def add(self, request: Request) -> None:
         max_length = self.check(request)
-        wish, spec = request.params.speculation, self.config.speculative
+        params, vocab = request.params, self.limits.vocab_size
+        wish = params.speculation
         limit = 0
         if self.loop.proposer and wish.enabled:
             limit = wish.num_speculative_tokens or self.limits.speculative_tokens
-        budget = DraftBudget(limit, spec.adaptive if spec else False)
-        sequence = Sequence(request, self.strategy_of(request.params), budget, max_length)
+        sequence = Sequence(
+            request,
+            max_length,
+            draft_limit=limit,
+            strategy=self._judges.index(self.strategy_of(params)),
+            wants=wants_of(params, vocab),
+            processed_by_host=bool(params.logits_processors or request.bad_word_ids),
+            settled_by_host=needs_settling(params, vocab),
+        )
         self._sequences[request.id] = sequence
-        self.loop.scheduler.waiting.append(sequence)
+        self.loop.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not (or no longer) here."""
@@ -174,13 +191,12 @@ class Engine:
         self.loop.end(sequence)
         return True
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> StepResults:
         with torch.inference_mode(), self.ops.stepping():
-            outputs = self.loop.step()
-        for output in outputs:
-            if output.finish_reason is not None:
-                del self._sequences[output.request_id]
-        return outputs
+            results = self.loop.step()
+        for i in results.endings:
+            del self._sequences[results.requests[i].id]
+        return results
 
 
 def _owner(key: str) -> str | None:

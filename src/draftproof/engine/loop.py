@@ -1,38 +1,55 @@
 """The loop: one step of every running request, plain or speculative, on one path.
 
-    plan, layout, forward, sample, judge, commit, logprobs, propose, settle
+    plan, [ layout, forward, sample, judge, commit, logprobs, propose ], settle
 
-Plain decoding is a window without drafts. docs/design.md tells the step as a story.
+Plain decoding is a window without drafts. What is in brackets is the device's part, `DeviceStep`. With
+overlap the next step is planned and queued before the last one is read, so the device never waits for the
+host; a step that needs the host in it is waited for. docs/design.md tells the step as a story.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from draftproof.engine.commit import commit
+from draftproof.engine import extras
+from draftproof.engine.budget import Ints
 from draftproof.engine.invariants import check_step
-from draftproof.engine.scheduler import Entry, Scheduler, Sequence
-from draftproof.engine.settle import Settler
+from draftproof.engine.scheduler import Planned, Scheduler, Sequence
+from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults, ending_of
 from draftproof.engine.slots import Slots
-from draftproof.models.runner import Runner
-from draftproof.ops import Rows
+from draftproof.engine.step import DeviceStep, Ran
+from draftproof.engine.traits import traits_of
 from draftproof.propose import Proposer
-from draftproof.types import Draft, ProposeBatch, StepOutput, Windows
-from draftproof.verify.sampler import Sampled, Sampler
+from draftproof.types import (
+    ENDED,
+    FIRST_ROW,
+    NUM_ACCEPTED,
+    NUM_DRAFT,
+    NUM_OUT,
+    LogprobRow,
+    ProposeBatch,
+    Traits,
+    Wants,
+)
+
+NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """A step's rows and where each entry's begin."""
+class Flight:
+    """A step that was queued and not read yet; it carries who took part in it."""
 
-    rows: Rows
-    first: list[int]  # [entries]
-    hidden: Tensor  # [rows, hidden]
+    planned: Planned
+    computed: Ints  # [B] tokens with KV before it; of one that decodes, as far as the host knew
+    ran: Ran
+    read: Callable[[], list[Tensor]]
+    waits: bool  # the host is needed before anything else is planned
 
 
 class Loop:
@@ -42,53 +59,220 @@ class Loop:
         self,
         scheduler: Scheduler,
         slots: Slots,
-        runner: Runner,
-        sampler: Sampler,
+        device: DeviceStep,
         proposer: Proposer | None,
+        overlap: bool,
         debug: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.slots = slots
-        self.runner = runner
-        self.sampler = sampler
+        self.device = device
         self.proposer = proposer
-        self.settler = Settler(runner, proposer.sources if proposer else ())
+        self.sources = proposer.sources if proposer else ()
+        self.overlap = overlap
         self.debug = debug
-        self._draft_probs: Tensor | None = None  # [S, K, V], for proposers that report them
+        self._flights: deque[Flight] = deque()
+        self._traits: tuple[int, Traits] | None = None
 
-    def step(self) -> list[StepOutput]:
-        """One step; what it did for each request that got somewhere."""
-        known = set(map(id, self.scheduler.running))
-        entries = self.scheduler.plan()
-        if not entries:
-            return []
-        self._start([s for s in self.scheduler.running if id(s) not in known])
-        forward = self._forward(entries)
-        outputs = self.settler.prompt_logprobs(entries, forward.first, forward.hidden)
-        sampling = [i for i, entry in enumerate(entries) if entry.samples]
-        self._advance(entries)
-        if sampling:
-            outputs = self._decide(entries, sampling, forward, outputs)
-        try:
-            self._propose(entries, forward)
-        except Exception as error:  # a plug-in's code may raise anything
-            self._give_up(error)
-        if self.debug:
-            check_step(self.scheduler, self.slots)
-        return outputs
+    def step(self) -> StepResults:
+        """One step's results: of the one before, while the next is under way, if steps overlap."""
+        if self._flights and self._host_is_needed():
+            return self._settle(self._flights.popleft())
+        flight = self._launch()
+        if flight is not None:
+            self._flights.append(flight)
+            if self.overlap and not flight.waits and len(self._flights) == 1:
+                return NOTHING
+        return self._settle(self._flights.popleft()) if self._flights else NOTHING
 
     def end(self, sequence: Sequence) -> None:
-        """Remove a request, finished or not."""
-        if self.proposer and sequence.slot >= 0:
+        """Remove a request, finished or not; what is still under way of it is nobody's."""
+        if self._host_drafts and sequence.slot >= 0:
+            assert self.proposer is not None
             self.proposer.stop(sequence.slot)
         self.scheduler.remove(sequence)
 
-    def _start(self, sequences: list[Sequence]) -> None:
+    @property
+    def _host_drafts(self) -> bool:
+        return self.proposer is not None and not self.proposer.graph_safe
+
+    # --- planning and queueing ----------------------------------------------------------------------
+
+    def _host_is_needed(self) -> bool:
+        """By a request that runs, or may run in the next step."""
+        scheduler = self.scheduler
+        if not scheduler.num_hosted:
+            return False
+        return any(s.hosted or self._in_prompt(s) for s in (*scheduler.running, *scheduler.waiting))
+
+    def _in_prompt(self, sequence: Sequence) -> bool:
+        """Is the host wanted for its prompt's logprobs?"""
+        if sequence.request.params.prompt_logprobs is None:
+            return False
+        return sequence.slot < 0 or bool(self.scheduler.host.prompt_left[sequence.slot])
+
+    def _launch(self) -> Flight | None:
+        scheduler, host = self.scheduler, self.scheduler.host
+        waits = self._host_drafts or not self.overlap or self._host_is_needed()
+        if waits and self.overlap and self.proposer is not None:
+            self._count_drafts()
+        planned = scheduler.plan()
+        if planned is None:
+            return None
+        lines = planned.slots
+        before = host.length[lines] - host.prompt_left[lines] - planned.chunk
+        computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
+        self.slots.seat(scheduler.seats(planned.newcomers))
+        self._start(planned.newcomers)
+        budget = np.zeros_like(planned.slots)
+        if self.device.proposer is not None:
+            budget = scheduler.budget(planned)
+        middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
+        keep = bool(self.proposer and self.proposer.needs_hidden)
+        ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
+        read = self.device.ops.fetch(self._results(ran))
+        host.num_draft[planned.slots] = budget
+        return Flight(planned, computed, ran, read, waits)
+
+    def _results(self, ran: Ran) -> list[Tensor]:
+        decided, columns = ran.decided, self.slots.columns
+        out = [decided.outcome.table, columns.num_draft]
+        for found in (decided.raw, decided.processed):
+            if found is not None:
+                out += [found.values, found.ids, found.ranks]
+        return out
+
+    def _count_drafts(self) -> None:
+        """Nothing is under way: the device can say how many drafts there are, not only how many there may be."""
+        counts = self.device.ops.fetch([self.slots.columns.num_draft])()[0].numpy()
+        lines = np.array([s.slot for s in self.scheduler.running], np.int64)
+        self.scheduler.host.num_draft[lines] = counts[lines]
+
+    def _traits_now(self) -> Traits:
+        """Of all that run: they change seldom."""
+        version = self.scheduler.version
+        if self._traits is None or self._traits[0] != version:
+            strategies = self.device.sampler.strategies
+            vocab = self.slots.vocab
+            self._traits = version, traits_of(self.scheduler.running, strategies, vocab)
+        return self._traits[1]
+
+    # --- settling -----------------------------------------------------------------------------------
+
+    def _settle(self, flight: Flight) -> StepResults:
+        planned = flight.planned
+        table_tensor, drafts, *found = flight.read()
+        table = table_tensor.numpy()[: len(planned.slots)]
+        columns = self._columns(flight.ran, found)
+        extras_of = self._extras(flight, table) if flight.waits else {}
+        source = self._source(flight) if len(self.sources) > 1 else None
+        here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_DRAFT], table[:, NUM_ACCEPTED])
+        endings = self._endings(flight, table, here)
+        told = here & planned.samples
+        told[list(extras_of)] |= here[list(extras_of)]
+        if not told.all():
+            at = told.nonzero()[0]
+            place = {b: i for i, b in enumerate(at.tolist())}
+            extras_of = {place[b]: x for b, x in extras_of.items() if b in place}
+            endings = {place[b]: x for b, x in endings.items()}
+            requests = [planned.sequences[b].request for b in at.tolist()]
+            table, source = table[at], None if source is None else source[at]
+        else:
+            requests = [s.request for s in planned.sequences]
+        if flight.waits and self.device.proposer is not None:
+            lines = planned.slots[here]
+            self.scheduler.host.num_draft[lines] = drafts.numpy()[lines]
+        results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
+        if self._host_drafts:
+            self._propose(flight)
+        if self.debug and not self._flights:
+            check_step(self.scheduler, self.slots)
+        return results
+
+    def _columns(self, ran: Ran, found: list[Tensor]) -> dict[Wants, LogprobColumns]:
+        columns, arrays = {}, [tensor.numpy() for tensor in found]
+        for kind, table in ((Wants.RAW, ran.decided.raw), (Wants.PROCESSED, ran.decided.processed)):
+            if table is not None:
+                columns[kind] = LogprobColumns(*arrays[:3])
+                arrays = arrays[3:]
+        return columns
+
+    def _source(self, flight: Flight) -> np.ndarray:
+        """Who proposed the drafts that were verified. Their proposer is on the host and has not gone on."""
+        return self.slots.columns.draft_source.cpu().numpy()[flight.planned.slots]
+
+    def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
+        """Let the ended requests go."""
+        sampled, endings = flight.ran.decided.sampled, {}
+        errors = sampled.errors if sampled else {}
+        for b in (here & (table[:, ENDED] > 0)).nonzero()[0].tolist():
+            sequence = flight.planned.sequences[b]
+            ending = ending_of(sequence.request, table[b], errors)
+            assert ending is not None
+            endings[b] = ending
+            self.end(sequence)
+        return endings
+
+    def _extras(self, flight: Flight, table: Ints) -> dict[int, Extra]:
+        """What the columns do not hold, for those who asked."""
+        planned, found = flight.planned, {}
+        for b, sequence in enumerate(planned.sequences):
+            params = sequence.request.params
+            prompts = params.prompt_logprobs is not None and planned.chunk[b] > 0
+            if not prompts and not sequence.settled_by_host:
+                continue
+            extra = found[b] = Extra()
+            if prompts:
+                extra.prompt_logprobs = self._prompt_logprobs(flight, b) or None
+            if planned.samples[b] and sequence.settled_by_host:
+                self._ask(flight, b, table[b], extra)
+            if extra == Extra():
+                del found[b]
+        return found
+
+    def _prompt_logprobs(self, flight: Flight, b: int) -> list[LogprobRow]:
+        planned, hidden = flight.planned, flight.ran.hidden
+        assert hidden is not None
+        rows = np.maximum(planned.chunk, 1) + planned.drafts
+        first = int(rows[:b].sum())
+        mine = hidden[first : first + int(planned.chunk[b])]
+        request = planned.sequences[b].request
+        return extras.prompt_logprobs(self.device.runner, request, int(flight.computed[b]), mine)
+
+    def _ask(self, flight: Flight, b: int, line: Ints, extra: Extra) -> None:
+        sequence, decided = flight.planned.sequences[b], flight.ran.decided
+        request, ops = sequence.request, self.device.ops
+        assert decided.logits is not None and decided.sampled is not None
+        logits = decided.logits if request.params.logprobs_mode == "raw" else decided.sampled.processed
+        if extras.by_host(request.params, self.slots.vocab):
+            extra.logprobs = extras.token_logprobs(ops, request, line, logits)
+        if request.params.include_draft_logprobs:
+            count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
+            slot, columns = sequence.slot, self.slots.columns
+            drafts = decided.windows.draft[first : first + count].tolist()
+            own = [float("nan")] * count
+            sources = [self.sources[0]] * count if self.sources else []
+            if self._host_drafts:
+                own = columns.draft_logprob[slot, :count].tolist()
+                sources = [self.sources[n] for n in columns.draft_source[slot, :count].tolist()]
+            start = int(self.scheduler.host.length[slot]) - len(request.prompt_token_ids)
+            extra.drafts = extras.draft_records(ops, line, start, drafts, own, sources, logits)
+
+    # --- a proposer on the host ---------------------------------------------------------------------
+
+    def _start(self, newcomers: list[Sequence]) -> None:
+        if not self._host_drafts or self.proposer is None:
+            return
         try:
-            for sequence in sequences:
-                if self.proposer:
-                    self.proposer.start(sequence.slot, sequence.request)
+            for sequence in newcomers:
+                self.proposer.start(sequence.slot, sequence.request)
         except Exception as error:
+            self._give_up(error)
+
+    def _propose(self, flight: Flight) -> None:
+        try:
+            self._ask_proposer(flight)
+        except Exception as error:  # a plug-in's code may raise anything
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -98,145 +282,41 @@ class Loop:
         logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
         self.proposer = None
 
-    # --- the stages -------------------------------------------------------------------------------
-
-    def _forward(self, entries: list[Entry]) -> Forward:
-        """Rows computed .. computed + num_rows of each entry: committed tokens, then drafts."""
-        columns, device = self.slots.columns, self.slots.device
-        counts = torch.tensor([entry.num_rows for entry in entries], device=device)
-        slots = torch.tensor([entry.sequence.slot for entry in entries], device=device)
-        first = counts.cumsum(0) - counts
-        slots = slots.repeat_interleave(counts)
-        offset = torch.arange(len(slots), device=device) - first.repeat_interleave(counts)
-        positions = columns.computed[slots] + offset
-        ahead = positions - columns.length[slots]
-        tokens = torch.where(
-            ahead < 0,
-            columns.tokens[slots, positions.clamp(max=columns.tokens.shape[1] - 1)],
-            columns.draft[slots, ahead.clamp(0)],
-        )
-        rows = self.runner.rows(tokens, positions, slots, columns.page_table)
-        return Forward(rows, first.tolist(), self.runner.forward(rows))
-
-    def _advance(self, entries: list[Entry]) -> None:
-        """KV of the committed tokens is stored now; that of drafts counts once they are committed."""
-        for entry in entries:
-            sequence = entry.sequence
-            sequence.computed += entry.num_rows - entry.num_draft
-            self.slots.columns.computed[sequence.slot] = sequence.computed
-
-    def _decide(
-        self,
-        entries: list[Entry],
-        sampling: list[int],
-        forward: Forward,
-        outputs: list[StepOutput],
-    ) -> list[StepOutput]:
-        chosen = [entries[i] for i in sampling]
-        windows, at = self._windows(chosen, [forward.first[i] for i in sampling])
-        logits = self.runner.logits(forward.hidden[at])
-        strategies = [entry.sequence.strategy for entry in chosen]
-        sampled = self.sampler(logits, windows, strategies)
-        committed = commit(windows, sampled.verdict, _error_limit(windows, sampled))
-        results = self.settler.settle(chosen, windows, logits, sampled, committed)
-        self._follow(chosen, results)
-        prompt = {output.request_id: output for output in outputs}
-        return [
-            *(self.settler.join(prompt.pop(result.request_id, None), result) for result in results),
-            *prompt.values(),
-        ]
-
-    def _windows(self, chosen: list[Entry], first: list[int]) -> tuple[Windows, Tensor]:
-        """The windows of the sampling entries, and the forward row of each logits row."""
-        device, columns = self.slots.device, self.slots.columns
-        num_draft = torch.tensor([entry.num_draft for entry in chosen], device=device)
-        slots = torch.tensor([entry.sequence.slot for entry in chosen], device=device)
-        counts = num_draft + 1
-        begin = counts.cumsum(0) - counts
-        owner = torch.arange(len(chosen), device=device).repeat_interleave(counts)
-        depth = torch.arange(len(owner), device=device) - begin[owner]
-        last = [f + entry.num_rows - entry.num_draft - 1 for f, entry in zip(first, chosen, strict=True)]
-        probs = self._draft_probs
-        windows = Windows(
-            columns=columns,
-            slots=slots,
-            first=begin,
-            num_draft=num_draft,
-            draft=columns.draft[slots],
-            draft_probs=None if probs is None else probs[slots],
-            owner=owner,
-            depth=depth,
-            options=[self.slots.options_of(entry.sequence.slot) for entry in chosen],
-        )
-        return windows, torch.tensor(last, device=device)[owner] + depth
-
-    def _follow(self, chosen: list[Entry], results: Iterable[StepOutput]) -> None:
-        """Bring the host's copies up to date and let the ended requests go."""
-        for entry, result in zip(chosen, results, strict=True):
-            sequence = entry.sequence
-            sequence.budget.record(result.num_draft, result.num_accepted)
-            sequence.length += len(result.token_ids)
-            sequence.computed = sequence.length - 1
-            sequence.num_draft = 0
-            if result.finish_reason is not None:
-                self.end(sequence)
-
-    def _propose(self, entries: list[Entry], forward: Forward) -> None:
-        live = [(i, entry) for i, entry in enumerate(entries) if entry.sequence.slot >= 0]
-        if self.proposer is None or not live:
+    def _ask_proposer(self, flight: Flight) -> None:
+        proposer, scheduler, host = self.proposer, self.scheduler, self.scheduler.host
+        assert proposer is not None
+        planned = flight.planned.only([i for i, s in enumerate(flight.planned.sequences) if s.slot >= 0])
+        budget = scheduler.budget(planned)
+        if not len(planned.slots) or not (budget.any() or proposer.needs_hidden):
             return
-        sequences = [entry.sequence for _, entry in live]
-        budget = [sequence.next_budget() for sequence in sequences]
-        counts: list[int] = []
-        starts: list[int] = []
-        index: list[int] = []
-        if self.proposer.needs_hidden:
-            for i, entry in live:
-                first = forward.first[i]
-                starts.append(int(forward.rows.positions[first]))
-                counts.append(min(entry.sequence.computed - starts[-1], entry.num_rows))
-                index.extend(range(first, first + counts[-1]))
-        elif not any(budget):
-            return
+        hidden, starts, counts = None, [], []
+        if proposer.needs_hidden:
+            hidden, starts, counts = self._hidden_rows(flight)
         batch = ProposeBatch(
             columns=self.slots.columns,
-            slots=[sequence.slot for sequence in sequences],
-            budget=budget,
-            lengths=[sequence.length for sequence in sequences],
-            hidden=forward.hidden[index] if self.proposer.needs_hidden else None,
+            slots=planned.slots.tolist(),
+            budget=budget.tolist(),
+            lengths=host.length[planned.slots].tolist(),
+            hidden=hidden,
             hidden_start=starts,
             hidden_count=counts,
         )
-        self._take_draft(sequences, budget, self.proposer.propose(batch))
+        self.device.put(planned, budget, proposer.propose(batch))
+        self._count_drafts()
 
-    def _take_draft(self, sequences: list[Sequence], budget: list[int], draft: Draft) -> None:
-        """Put guesses into the slots. A guess outside the vocabulary ends its draft: it cannot stand."""
-        columns, vocab, device = self.slots.columns, self.slots.vocab, self.slots.device
-        slots = torch.tensor([sequence.slot for sequence in sequences], device=device)
-        tokens, count = draft.tokens.to(device), draft.count.to(device)  # a host proposer's are not there
-        legal = ((tokens >= 0) & (tokens < vocab)).long().cumprod(1).sum(1)
-        count = torch.minimum(torch.minimum(count, legal), torch.tensor(budget, device=device))
-        tokens = tokens.clamp(0, vocab - 1)  # what is cut off may still be looked up
-        columns.draft[slots] = tokens
-        columns.num_draft[slots] = count
-        columns.draft_logprob[slots] = torch.nan if draft.logprobs is None else draft.logprobs
-        columns.draft_source[slots] = 0 if draft.sources is None else draft.sources
-        if draft.probs is not None:
-            if self._draft_probs is None:
-                shape = (len(columns.length), *draft.probs.shape[1:])
-                self._draft_probs = torch.zeros(shape, device=device)
-            self._draft_probs[slots] = draft.probs
-        elif self._draft_probs is not None:  # certain this time: the law of an earlier draft must not stay
-            certain = torch.zeros_like(self._draft_probs[slots])
-            self._draft_probs[slots] = certain.scatter_(2, tokens[..., None], 1.0)
-        for sequence, number in zip(sequences, count.tolist(), strict=True):
-            sequence.num_draft = number
-
-
-def _error_limit(windows: Windows, sampled: Sampled) -> Tensor:
-    """[B] how many tokens come before the first row that failed."""
-    limit = torch.full_like(windows.num_draft, windows.draft.shape[1] + 1)
-    for row in sampled.errors:
-        owner, depth = windows.owner[row], windows.depth[row]
-        limit[owner] = torch.minimum(limit[owner], depth)
-    return limit
+    def _hidden_rows(self, flight: Flight) -> tuple[Tensor, list[int], list[int]]:
+        """Rows of live entries whose input token is committed, and their positions."""
+        planned, hidden = flight.planned, flight.ran.hidden
+        assert hidden is not None
+        index: list[int] = []
+        starts, counts = [], []
+        rows = np.maximum(planned.chunk, 1) + planned.drafts
+        for b, sequence in enumerate(planned.sequences):
+            if sequence.slot < 0:
+                continue
+            first, start = int(rows[:b].sum()), int(flight.computed[b])
+            stored = int(self.scheduler.host.length[sequence.slot]) - 1 - start
+            starts.append(start)
+            counts.append(min(int(rows[b]), stored))
+            index.extend(range(first, first + counts[-1]))
+        return hidden[index], starts, counts

@@ -1,197 +1,143 @@
-"""Settling a step: from tensors to what each request is told: tokens, logprobs, drafts, endings."""
+"""Settling a step: from the device's columns to what each request is told: tokens, logprobs, endings.
+
+All requests at once, as columns. Only those that ended, or that asked for something rare, are looked at
+one by one; whoever wants one object a request makes it from the columns when it is read.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from draftproof.engine.commit import Committed
-from draftproof.engine.scheduler import Entry
-from draftproof.models.runner import Runner
-from draftproof.types import DraftRecord, FinishReason, LogprobRow, Request, StepOutput, Windows
-from draftproof.verify.logprobs import Wanted, logprob_rows
-from draftproof.verify.sampler import Sampled
+from draftproof.engine.budget import Ints
+from draftproof.types import (
+    ENDED,
+    FIRST_ROW,
+    NUM_ACCEPTED,
+    NUM_DRAFT,
+    NUM_OUT,
+    PICK,
+    TOKENS,
+    DraftRecord,
+    End,
+    FinishReason,
+    LogprobRow,
+    Request,
+    StepOutput,
+    Wants,
+)
+from draftproof.verify.logprobs import rows_of
 
-PROMPT_ROWS = 64  # logits rows held at once for prompt logprobs
+REASONS = {
+    End.FORBIDDEN: "no token is left to sample: the request's options forbid every one",
+    End.NOT_FINITE: "the logits are not finite (NaN or infinity)",
+}
+Reals = NDArray[np.float32]
 
 
-class Settler:
-    """Computes the logprobs that were asked for, of committed tokens alone, and builds the outputs."""
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """Logprobs of the picked tokens of a step."""
 
-    def __init__(self, runner: Runner, sources: tuple[str, ...]) -> None:
-        self.runner = runner
-        self.ops = runner.ops
-        self.sources = sources
+    values: Reals  # [N, 1 + top]: the token's own, then the best
+    ids: Ints  # [N, top]
+    ranks: Ints  # [N]
 
-    def settle(
-        self,
-        chosen: list[Entry],
-        windows: Windows,
-        logits: Tensor,
-        sampled: Sampled,
-        committed: Committed,
-    ) -> list[StepOutput]:
-        num_out = committed.num_out.tolist()
-        tokens = [line[:n] for line, n in zip(sampled.verdict.tokens.tolist(), num_out, strict=True)]
-        accepted = torch.minimum(sampled.verdict.num_accepted, committed.num_out).tolist()
-        first, stopped, full = (
-            windows.first.tolist(),
-            committed.stopped.tolist(),
-            committed.full.tolist(),
+
+@dataclass(slots=True)
+class Extra:
+    """What one entry asked for that the columns do not hold."""
+
+    logprobs: list[LogprobRow] | None = None
+    prompt_logprobs: list[LogprobRow] | None = None
+    drafts: list[DraftRecord] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    reason: FinishReason
+    stop: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepResults(Sequence[StepOutput]):
+    """What a step did for n requests, as columns; as a sequence, one StepOutput a request."""
+
+    requests: list[Request]  # [n]
+    table: Ints  # [n, …], see types.Outcome
+    columns: dict[Wants, LogprobColumns]
+    sources: tuple[str, ...] = ()  # who may have proposed a draft
+    source: NDArray[np.int8] | None = None  # [n, K]; None: all are the first
+    endings: dict[int, Ending] = field(default_factory=dict)
+    extras: dict[int, Extra] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # slices are lists
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._output(index % len(self))
+
+    def tokens(self, i: int) -> list[int]:
+        line = self.table[i]
+        return line[TOKENS : TOKENS + int(line[NUM_OUT])].tolist()  # type: ignore[no-any-return]
+
+    def _output(self, i: int) -> StepOutput:
+        request, line = self.requests[i], self.table[i]
+        extra, ending = self.extras.get(i), self.endings.get(i)
+        accepted = int(line[NUM_ACCEPTED])
+        return StepOutput(
+            request_id=request.id,
+            token_ids=self.tokens(i),
+            logprobs=self._logprobs(i, extra),
+            prompt_logprobs=extra.prompt_logprobs if extra else None,
+            num_draft=int(line[NUM_DRAFT]),
+            num_accepted=accepted,
+            sources=self.sources_of(i, accepted),
+            drafts=extra.drafts if extra else None,
+            finish_reason=ending.reason if ending else None,
+            stop_reason=ending.stop if ending else None,
+            error=ending.error if ending else None,
         )
-        logprobs = self._logprobs(chosen, first, tokens, logits, sampled.processed)
-        drafts = self._drafts(chosen, windows, first, accepted, logits, sampled.processed)
-        outputs = []
-        for b, entry in enumerate(chosen):
-            request = entry.sequence.request
-            finish, reason = _ending(request, tokens[b], stopped[b], full[b])
-            error = sampled.errors.get(first[b] + num_out[b]) if finish is None else None
-            if error is not None and num_out[b] > sampled.verdict.num_accepted[b]:
-                error = None  # the failed row lies beyond what was committed
-            outputs.append(
-                StepOutput(
-                    request_id=request.id,
-                    token_ids=tokens[b],
-                    logprobs=logprobs[b],
-                    prompt_logprobs=None,
-                    num_draft=entry.num_draft,
-                    num_accepted=accepted[b],
-                    sources=self._sources(windows, b, accepted[b]),
-                    drafts=drafts[b],
-                    finish_reason="error" if error else finish,
-                    stop_reason=reason,
-                    error=error,
-                )
-            )
-        return outputs
 
-    def _logprobs(
-        self,
-        chosen: list[Entry],
-        first: list[int],
-        tokens: list[list[int]],
-        logits: Tensor,
-        processed: Tensor,
-    ) -> list[list[LogprobRow] | None]:
-        out: list[list[LogprobRow] | None] = [None] * len(chosen)
-        for mode, source in (("raw", logits), ("processed", processed)):
-            mine = [
-                b
-                for b, entry in enumerate(chosen)
-                if entry.sequence.request.params.wants_logprobs
-                and entry.sequence.request.params.logprobs_mode == mode
-            ]
-            wanted = [
-                Wanted(
-                    rows=list(range(first[b], first[b] + len(tokens[b]))),
-                    tokens=tokens[b],
-                    top=_top(chosen[b].sequence.request.params.logprobs, logits.shape[1]),
-                    ids=tuple(chosen[b].sequence.request.params.logprob_token_ids or ()),
-                )
-                for b in mine
-            ]
-            for b, lines in zip(mine, logprob_rows(self.ops, source, wanted), strict=True):
-                out[b] = lines
-        return out
+    def sources_of(self, i: int, count: int) -> list[str]:
+        if self.source is None:
+            return [self.sources[0]] * count if count else []
+        return [self.sources[number] for number in self.source[i, :count].tolist()]
 
-    def _sources(self, windows: Windows, b: int, count: int) -> list[str]:
-        if not count:
+    def _logprobs(self, i: int, extra: Extra | None) -> list[LogprobRow] | None:
+        params = self.requests[i].params
+        if extra is not None and extra.logprobs is not None:
+            return extra.logprobs
+        if not params.wants_logprobs:
+            return None
+        tokens = self.tokens(i)
+        if not tokens:
             return []
-        line = windows.columns.draft_source[windows.slots[b], :count]
-        return [self.sources[i] for i in line.tolist()]
-
-    def _drafts(
-        self,
-        chosen: list[Entry],
-        windows: Windows,
-        first: list[int],
-        accepted: list[int],
-        logits: Tensor,
-        processed: Tensor,
-    ) -> list[list[DraftRecord] | None]:
-        """Every draft of the requests that asked, fallen ones included, with both sides' logprobs."""
-        out: list[list[DraftRecord] | None] = []
-        for b, entry in enumerate(chosen):
-            request = entry.sequence.request
-            if not request.params.include_draft_logprobs:
-                out.append(None)
-                continue
-            n = entry.num_draft
-            ids = windows.draft[b, :n].tolist()
-            rows = list(range(first[b], first[b] + n))
-            source = logits if request.params.logprobs_mode == "raw" else processed
-            target = logprob_rows(self.ops, source, [Wanted(rows, ids, 0, ())])[0]
-            own = windows.columns.draft_logprob[windows.slots[b], :n].tolist()
-            start = entry.sequence.length - len(request.prompt_token_ids)
-            out.append(
-                [
-                    DraftRecord(
-                        token_id=ids[i],
-                        position=start + i,
-                        source=name,
-                        accepted=i < accepted[b],
-                        draft_logprob=None if own[i] != own[i] else own[i],
-                        target_logprob=target[i].logprobs[0],
-                    )
-                    for i, name in enumerate(self._sources(windows, b, n))
-                ]
-            )
-        return out
-
-    # --- prompt logprobs --------------------------------------------------------------------------
-
-    def prompt_logprobs(self, entries: list[Entry], first: list[int], hidden: Tensor) -> list[StepOutput]:
-        """Row at position i decides prompt token i + 1; the last prompt row decides the first output."""
-        outputs = []
-        for entry, begin in zip(entries, first, strict=True):
-            sequence = entry.sequence
-            params, prompt = sequence.request.params, sequence.request.prompt_token_ids
-            count = min(entry.num_rows, len(prompt) - 1 - sequence.computed)
-            if params.prompt_logprobs is None or count <= 0:
-                continue
-            lines: list[LogprobRow] = []
-            for start in range(0, count, PROMPT_ROWS):
-                size = min(PROMPT_ROWS, count - start)
-                logits = self.runner.logits(hidden[begin + start : begin + start + size])
-                at = sequence.computed + start + 1
-                ids = [int(token) for token in prompt[at : at + size]]
-                top = _top(params.prompt_logprobs, logits.shape[1])
-                wanted = Wanted(list(range(size)), ids, top, ())
-                lines.extend(logprob_rows(self.ops, logits, [wanted])[0])
-            outputs.append(
-                StepOutput(
-                    request_id=sequence.request.id,
-                    token_ids=[],
-                    logprobs=None,
-                    prompt_logprobs=lines,
-                    num_draft=0,
-                    num_accepted=0,
-                    sources=[],
-                    drafts=None,
-                )
-            )
-        return outputs
-
-    @staticmethod
-    def join(prompt: StepOutput | None, result: StepOutput) -> StepOutput:
-        """One output a request and step: the prompt's last logprobs travel with the first token."""
-        if prompt is None:
-            return result
-        return dataclasses.replace(result, prompt_logprobs=prompt.prompt_logprobs)
+        found = self.columns[Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED]
+        at = slice(int(self.table[i, PICK]), int(self.table[i, PICK]) + len(tokens))
+        lines = found.values[at].tolist(), found.ids[at].tolist(), found.ranks[at].tolist()
+        return rows_of(*lines, tokens, params.logprobs or 0)
 
 
-def _top(asked: int | None, vocab: int) -> int:
-    return vocab if asked == -1 else min(asked or 0, vocab)
-
-
-def _ending(
-    request: Request, tokens: list[int], stopped: bool, full: bool
-) -> tuple[FinishReason | None, int | None]:
-    """End-of-text has no stop_reason; a stop token is its own."""
-    if stopped:
-        end = tokens[-1]
-        is_eos = end in request.eos_token_ids and not request.params.ignore_eos
-        return "stop", None if is_eos and end not in request.params.stop_token_ids else end
-    return ("length" if full else None), None
+def ending_of(request: Request, line: Ints, errors: dict[int, str]) -> Ending | None:
+    """How a request's line of the table says it ended. End-of-text has no stop; a stop token is its own."""
+    ended = End(int(line[ENDED]))
+    if ended is End.NOT_YET:
+        return None
+    if ended is End.LENGTH:
+        return Ending("length")
+    if ended is End.STOP:
+        params = request.params
+        last = int(line[TOKENS + int(line[NUM_OUT]) - 1])
+        is_eos = last in request.eos_token_ids and not params.ignore_eos
+        return Ending("stop", None if is_eos and last not in params.stop_token_ids else last)
+    row = int(line[FIRST_ROW]) + int(line[NUM_OUT])
+    return Ending("error", error=REASONS.get(ended) or errors[row])

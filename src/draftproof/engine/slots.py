@@ -1,53 +1,65 @@
 """Slots: the tensors of `SlotColumns`, and who sits in which line.
 
-What does not fit a column (bias tables, stop ids, processors) is kept per slot in `SlotOptions`,
-made once when the request sits down and never changed.
+Newcomers are seated together, with one copy to the device for all their numbers, and never with one that
+waits for it. What does not fit a column (processors, bad words) is read from the request by the host.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftproof.types import Request, SlotColumns, SlotOptions
+from draftproof.ops import Ops
+from draftproof.types import Adjust, Request, SlotColumns, Wants
+
+INTS = (
+    "length prompt_len computed ended num_draft top_k seed min_length max_length adjust wants strategy"
+).split()
+REALS = "temperature top_p min_p repetition presence frequency".split()
+ALIGN = 16  # lines; a column then begins at an address that any kernel likes
+
+
+class Seat(NamedTuple):
+    """A request and the line it is to have."""
+
+    slot: int
+    request: Request
+    pages: Sequence[int]
+    max_length: int
+    strategy: int = 0
+    wants: Wants = Wants.NONE
 
 
 class Slots:
     """Lines of the columns, taken and freed. A freed line keeps its old values until it is reused."""
 
-    def __init__(
-        self, num_slots: int, max_len: int, k: int, max_pages: int, vocab: int, device: torch.device
-    ) -> None:
+    def __init__(self, num_slots: int, max_len: int, k: int, max_pages: int, vocab: int, ops: Ops) -> None:
+        device = ops.device
+        padded = -(-num_slots // ALIGN) * ALIGN
+        self._ints = torch.zeros((len(INTS), padded), dtype=torch.int64, device=device)
+        self._reals = torch.zeros((len(REALS), padded), dtype=torch.float32, device=device)
+
         def column(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros((num_slots, *shape), dtype=dtype, device=device)
 
-        real = torch.float32
         self.columns = SlotColumns(
             tokens=column(max_len),
-            length=column(),
-            prompt_len=column(),
-            computed=column(),
             draft=column(k),
-            num_draft=column(),
-            draft_logprob=column(k, dtype=real),
+            draft_logprob=column(k, dtype=torch.float32),
             draft_source=column(k, dtype=torch.int8),
             page_table=column(max_pages, dtype=torch.int32),
-            temperature=column(dtype=real),
-            top_k=column(),
-            top_p=column(dtype=real),
-            min_p=column(dtype=real),
-            repetition=column(dtype=real),
-            presence=column(dtype=real),
-            frequency=column(dtype=real),
-            seed=column(),
-            stop_ids=column(8),
-            min_length=column(),
-            max_length=column(),
+            ends=column(vocab, dtype=torch.bool),
+            bias=column(vocab, dtype=torch.float32),
+            banned=column(vocab, dtype=torch.bool),
+            **{name: line[:num_slots] for name, line in zip(INTS, self._ints, strict=True)},
+            **{name: line[:num_slots] for name, line in zip(REALS, self._reals, strict=True)},
         )
-        self.options: list[SlotOptions | None] = [None] * num_slots
+        self.requests: list[Request | None] = [None] * num_slots
+        self.ops = ops
         self.device = device
         self.vocab = vocab
         self._free = list(range(num_slots - 1, -1, -1))
@@ -56,71 +68,111 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def options_of(self, slot: int) -> SlotOptions:
-        options = self.options[slot]
-        assert options is not None, f"slot {slot} is empty"
-        return options
-
-    def sit(self, request: Request, pages: list[int], max_length: int) -> int:
-        """Give `request` a line and fill it; returns the slot."""
-        slot, c, params = self._free.pop(), self.columns, request.params
-        prompt = len(request.prompt_token_ids)
-        c.tokens[slot, :prompt] = torch.tensor(request.prompt_token_ids, device=self.device)
-        c.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device=self.device)
-        for column, value in (
-            (c.length, prompt),
-            (c.prompt_len, prompt),
-            (c.computed, 0),
-            (c.num_draft, 0),
-            (c.temperature, 0.0 if params.greedy else params.temperature),
-            (c.top_k, params.top_k),
-            (c.top_p, params.top_p),
-            (c.min_p, params.min_p),
-            (c.repetition, params.repetition_penalty),
-            (c.presence, params.presence_penalty),
-            (c.frequency, params.frequency_penalty),
-            (c.seed, request.seed),
-            (c.min_length, prompt + params.min_tokens),
-            (c.max_length, max_length),
-        ):
-            column[slot] = value
-        self._put_stop_ids(slot, request)
-        self.options[slot] = self._options(request)
+    def take(self, request: Request) -> int:
+        """A line for `request`; `seat` fills it."""
+        slot = self._free.pop()
+        self.requests[slot] = request
         return slot
 
     def stand(self, slot: int) -> None:
         """Free the line."""
-        if self.options[slot] is None:
+        if self.requests[slot] is None:
             raise AssertionError(f"slot {slot} is freed twice")
-        self.options[slot] = None
+        self.requests[slot] = None
         self._free.append(slot)
 
-    def _put_stop_ids(self, slot: int, request: Request) -> None:
-        params = request.params
-        ids = sorted({*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids})
-        missing = len(ids) - self.columns.stop_ids.shape[1]
-        if missing > 0:
-            wider = torch.nn.functional.pad(self.columns.stop_ids, (0, missing), value=-1)
-            self.columns = replace(self.columns, stop_ids=wider)
-        self.columns.stop_ids[slot] = -1
-        self.columns.stop_ids[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    def seat(self, seats: Sequence[Seat]) -> None:
+        """Fill the lines of newcomers."""
+        if not seats:
+            return
+        c, send = self.columns, self.ops.send
+        lines = send(torch.tensor([seat.slot for seat in seats]))
+        ints = torch.tensor([_ints(seat) for seat in seats], dtype=torch.int64)
+        reals = torch.tensor([_reals(seat.request) for seat in seats], dtype=torch.float32)
+        self._ints[:, lines] = send(ints.T.contiguous())
+        self._reals[:, lines] = send(reals.T.contiguous())
+        pages = torch.zeros((len(seats), c.page_table.shape[1]), dtype=torch.int32)
+        for line, seat in zip(pages, seats, strict=True):
+            line[: len(seat.pages)] = torch.tensor(seat.pages, dtype=torch.int32)
+            prompt = torch.tensor(seat.request.prompt_token_ids, dtype=torch.int64)
+            send(prompt, c.tokens[seat.slot, : len(prompt)])
+        c.page_table[lines] = send(pages)
+        self._seat_ends(seats, lines)
+        for seat in seats:
+            self._seat_planes(seat)
 
-    def _options(self, request: Request) -> SlotOptions:
-        params = request.params
-        banned = None
+    def _seat_ends(self, seats: Sequence[Seat], lines: Tensor) -> None:
+        self.columns.ends[lines] = False
+        marks = [seat.slot * self.vocab + token for seat in seats for token in end_ids(seat.request)]
+        if marks:
+            self.columns.ends.view(-1)[self.ops.send(torch.tensor(marks))] = True
+
+    def _seat_planes(self, seat: Seat) -> None:
+        params, send = seat.request.params, self.ops.send
+        if params.logit_bias:
+            line = self.columns.bias[seat.slot].zero_()
+            ids = send(torch.tensor(list(params.logit_bias)))
+            line[ids] = send(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32))
         if params.allowed_token_ids is not None:
-            banned = torch.ones(self.vocab, dtype=torch.bool, device=self.device)
-            banned[torch.tensor(params.allowed_token_ids, device=self.device)] = False
-        bias = params.logit_bias
-        return SlotOptions(
-            request=request,
-            bias_ids=torch.tensor(list(bias), device=self.device) if bias else None,
-            bias_values=torch.tensor(list(bias.values()), device=self.device) if bias else None,
-            banned=banned,
-        )
+            line = self.columns.banned[seat.slot].fill_(True)
+            line[send(torch.tensor(list(params.allowed_token_ids)))] = False
 
     def poison(self) -> None:
         """For tests: fill everything that must not be read with impossible values."""
-        self.columns.draft_logprob.fill_(math.nan)
+        for column in (self.columns.draft_logprob, self.columns.bias):
+            column.fill_(math.nan)
         for column in (self.columns.tokens, self.columns.draft):
             column.fill_(-(2**40))
+
+
+def end_ids(request: Request) -> set[int]:
+    """The tokens that end it."""
+    params = request.params
+    return {*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids}
+
+
+def adjustments(request: Request) -> Adjust:
+    params = request.params
+    found = Adjust(0)
+    if params.penalises:
+        found |= Adjust.PENALTY
+    if params.logit_bias:
+        found |= Adjust.BIAS
+    if params.allowed_token_ids is not None:
+        found |= Adjust.BAN
+    if params.min_tokens:
+        found |= Adjust.HOLD
+    return found
+
+
+def _ints(seat: Seat) -> tuple[int, ...]:
+    """In the order of INTS."""
+    request, params = seat.request, seat.request.params
+    prompt = len(request.prompt_token_ids)
+    return (
+        prompt,
+        prompt,
+        0,
+        0,
+        0,
+        params.top_k,
+        request.seed,
+        prompt + params.min_tokens,
+        seat.max_length,
+        int(adjustments(request)),
+        int(seat.wants),
+        seat.strategy,
+    )
+
+
+def _reals(request: Request) -> tuple[float, ...]:
+    """In the order of REALS."""
+    params = request.params
+    return (
+        0.0 if params.greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )

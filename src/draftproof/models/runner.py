@@ -29,6 +29,7 @@ class Runner:
         config = model.config
         self.model = model
         self.ops = ops
+        self.dtype = dtype
         self.page_size = page_size
         shape = (2, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self.caches = [torch.zeros(shape, dtype=dtype, device=ops.device) for _ in range(config.num_layers)]

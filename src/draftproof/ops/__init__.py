@@ -10,11 +10,11 @@ Activations have the model's dtype (fp32 or bf16); sums are accumulated in fp32;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.registry import lookup
 from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
+
+T = TypeVar("T")
 
 BACKENDS = {
     "reference": "draftproof.ops.reference:ReferenceOps",
@@ -83,6 +85,7 @@ class Ops(ABC):
     name: ClassVar[str]
     default_seqs: ClassVar[int] = 32  # requests that run side by side, unless told otherwise
     default_rows: ClassVar[int] = 512  # rows of a step, unless told otherwise
+    asynchronous: ClassVar[bool] = False  # work is queued: the host can run ahead of the device
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -159,6 +162,27 @@ class Ops(ABC):
         The tensor that a captured function returns is valid until its next call.
         """
         return forward
+
+    def bucket(self, rows: int) -> int:
+        """The number of rows that a step of `rows` is padded to: few sizes are captured, or any goes."""
+        return rows
+
+    def graph(self, function: Callable[[], T]) -> Callable[[], T]:
+        """`function` in a form that is quick to repeat: it reads and writes tensors that never move.
+
+        It may be run here, so the caller sees to it that this does no harm. What a graph returns is valid
+        until another one runs.
+        """
+        return function
+
+    def send(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        """A tensor of the host's on the device, in `target` if given, without waiting for the queue."""
+        return source.to(self.device) if target is None else target.copy_(source)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Copies on the host of what these hold at this point of the queue; the call waits for them."""
+        copies = [tensor.to("cpu", copy=True) for tensor in tensors]
+        return lambda: copies
 
     def free_memory(self) -> int | None:
         """Bytes that can still be allocated on the device; None where nobody can say."""
@@ -240,7 +264,8 @@ class Ops(ABC):
 
         argmax where the temperature is 0, else gumbel_argmax of logits / temperature (of the logits as
         they are if `scaled`) with the slot's seed and the row's position, STREAM_SAMPLE. The second is
-        End.FORBIDDEN where all logits are -inf, End.NOT_FINITE where one is NaN or +inf, else 0. Padding: 0, 0.
+        End.FORBIDDEN where all logits are -inf, End.NOT_FINITE where one is NaN or +inf, else 0. The token
+        is 0 where it cannot, and both are at padding.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from draftproof.errors import ConfigError
 from draftproof.ops import Ops
-from draftproof.types import Draft, ProposeBatch, Request
+from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
 PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
@@ -61,6 +61,19 @@ class Proposer(ABC):
     def stop(self, slot: int) -> None:
         """The request in `slot` has ended."""
         return None
+
+
+class DeviceProposer(Proposer):
+    """A proposer whose code is tensor code that waits for no device: it runs inside a captured step."""
+
+    graph_safe = True
+
+    @abstractmethod
+    def draft(self, batch: DeviceBatch) -> Draft:
+        """Guesses for every entry of the batch; what is beyond its budget is cut off."""
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        raise TypeError(f"{type(self).__name__} drafts on the device")
 
 
 def ngram_sizes(options: Mapping[str, Any]) -> tuple[int, int]:

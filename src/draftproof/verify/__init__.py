@@ -1,7 +1,7 @@
 """Judging drafts: the strategy contract and the table of strategies.
 
 A strategy is tensor code over the rows of a step. It says which drafts it would accept and which token
-it would put at each row; how many drafts stand follows from that in one place, `judge`.
+it would put at each row; how many drafts stand follows from that in one place, `Ops.commit`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.config import SpeculativeConfig
 from draftproof.ops import STREAM_SYNTHETIC, Ops
-from draftproof.types import Verdict, Windows
+from draftproof.types import Choice, Windows
 
 STRATEGIES = {
     "target_match": "draftproof.verify.target_match:TargetMatch",
@@ -29,7 +29,7 @@ PLAIN_STRATEGY = "target_match"  # with no drafts it is plain sampling
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The processed logits of a step's L rows; see `verify.process`."""
+    """The logits of a step's L rows, as they are sampled from."""
 
     base: Tensor  # [L, V] after penalties, bias and masks
     processed: Tensor  # [L, V] after temperature and truncation as well; greedy rows: base
@@ -37,12 +37,13 @@ class Scores:
 
 
 class Strategy(ABC):
-    """One acceptance rule. Class attributes are its label."""
+    """One acceptance rule. Class attributes are its label. Its code waits for no device."""
 
     lossless: ClassVar[bool]  # the output's law is the model's
     seed_exact: ClassVar[bool]  # same seed, same tokens as with no drafts, at any temperature
     label: ClassVar[str]
     needs_draft_probs: ClassVar[bool] = False
+    needs_processed: ClassVar[bool] = False  # looks at Scores.processed
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
 
     def __init__(self, ops: Ops, options: Mapping[str, Any]) -> None:
@@ -54,64 +55,46 @@ class Strategy(ABC):
         return self.lossless
 
     @abstractmethod
-    def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        """Would each draft stand, were those before it to stand? rows [B, K + 1] -> [B, K] bool."""
-
-    @abstractmethod
-    def tokens(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        """The token at each row when no draft is in its place: [B, K + 1] int64."""
-
-    def recover(self, windows: Windows, scores: Scores, row: Tensor, depth: Tensor) -> Tensor | None:
-        """The token in place of the draft that fell at row [B], or None: the one of `tokens`."""
-        return None
+    def decide(self, windows: Windows, scores: Scores) -> Choice:
+        """Would each row's draft stand, were those before it to stand; and the token if none does."""
 
 
 def judge(
-    strategy: Strategy,
-    windows: Windows,
-    scores: Scores,
-    policy: SpeculativeConfig | None,
-) -> Verdict:
-    """How many drafts stand, and the token after them. One to num_draft + 1 tokens a window."""
-    k = windows.draft.shape[1]
-    depth = torch.arange(k + 1, device=windows.draft.device)
-    rows = windows.first[:, None] + torch.minimum(depth, windows.num_draft[:, None])  # [B, K + 1]
-    real = depth[:k] < windows.num_draft[:, None]
+    strategy: Strategy, windows: Windows, scores: Scores, policy: SpeculativeConfig | None
+) -> Choice:
+    """The strategy's choice, with acceptance as the policy has it."""
+    choice = strategy.decide(windows, scores)
     name = policy.accept_policy if policy else "normal"
     if name == "normal":
-        stands = strategy.accepts(windows, scores, rows)
-    elif name == "synthetic":
+        return choice
+    if name == "synthetic":
         assert policy and policy.synthetic_acceptance_rates
         stands = _synthetic(strategy.ops, windows, policy.synthetic_acceptance_rates)
     else:
-        stands = torch.full_like(real, name == "accept_all")
-    num_accepted = leading_true(stands & real)
-    tokens = strategy.tokens(windows, scores, rows)
-    fell = num_accepted < windows.num_draft
-    if name == "normal" and bool(fell.any()):
-        row = rows.gather(1, num_accepted[:, None])[:, 0]
-        recovered = strategy.recover(windows, scores, row, num_accepted)
-        if recovered is not None:
-            at = num_accepted[:, None]
-            kept = tokens.gather(1, at)[:, 0]
-            tokens = tokens.scatter(1, at, torch.where(fell, recovered, kept)[:, None])
-    drafts = torch.nn.functional.pad(windows.draft, (0, 1))
-    tokens = torch.where(depth < num_accepted[:, None], drafts, tokens)
-    return Verdict(tokens, num_accepted, num_accepted + 1)
+        stands = torch.full_like(windows.draft, name == "accept_all", dtype=torch.bool)
+    return Choice(choice.token, stands)
 
 
-def leading_true(mask: Tensor) -> Tensor:
-    """[B, K] bool -> [B]: how many are true before the first false."""
-    return mask.long().cumprod(1).sum(1)
+def one_for_each(choices: Mapping[int, Choice], windows: Windows) -> Choice:
+    """Every row the choice of its own request's strategy."""
+    if len(choices) == 1:
+        return next(iter(choices.values()))
+    mine = windows.columns.strategy[windows.slot.clamp(min=0)]
+    token = torch.zeros_like(windows.draft)
+    accept, recovered = torch.zeros_like(token, dtype=torch.bool), token
+    for index, choice in choices.items():
+        here = mine == index
+        stands = windows.draft == choice.token if choice.accept is None else choice.accept
+        other = choice.token if choice.recovered is None else choice.recovered
+        accept = torch.where(here, stands, accept)
+        token = torch.where(here, choice.token, token)
+        recovered = torch.where(here, other, recovered)
+    return Choice(token, accept, recovered)
 
 
 def _synthetic(ops: Ops, windows: Windows, rates: tuple[float, ...]) -> Tensor:
     """Acceptance by the given rates, from its own noise: repeatable, and blind to what was drafted."""
-    b, k = windows.draft.shape
-    columns = windows.columns
-    start = windows.length - columns.prompt_len[windows.slots]
-    depth = torch.arange(k, device=start.device)
-    position = (start[:, None] + depth).reshape(-1)
-    seeds = columns.seed[windows.slots].repeat_interleave(k)
-    draws = ops.uniform(seeds, position, STREAM_SYNTHETIC).view(b, k)
-    return draws < torch.tensor(rates, dtype=torch.float64, device=start.device)
+    seeds = windows.columns.seed[windows.slot.clamp(min=0)]
+    draws = ops.uniform(seeds, windows.position, STREAM_SYNTHETIC)
+    rate = torch.tensor([*rates, 0.0], dtype=torch.float64).to(draws.device)
+    return draws < rate[windows.depth.clamp(max=len(rates))]

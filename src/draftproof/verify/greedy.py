@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from draftproof.types import Windows
+from draftproof.types import Choice, Windows
 from draftproof.verify import Scores, Strategy
 
 
@@ -16,8 +14,5 @@ class Greedy(Strategy):
     def lossless_for(self, temperature_zero: bool) -> bool:
         return temperature_zero
 
-    def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        return windows.draft == self.tokens(windows, scores, rows)[:, :-1]
-
-    def tokens(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        return self.ops.argmax(scores.base)[rows]
+    def decide(self, windows: Windows, scores: Scores) -> Choice:
+        return Choice(self.ops.argmax(scores.base))

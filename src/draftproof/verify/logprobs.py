@@ -25,41 +25,30 @@ class Wanted:
     ids: tuple[int, ...]  # other tokens asked for by id
 
 
-def logprob_rows(ops: Ops, logits: Tensor, wanted: list[Wanted]) -> list[list[LogprobRow]]:
-    """For each `wanted`, one LogprobRow per row: the token itself, then the best, or the ids named."""
-    rows = [row for w in wanted for row in w.rows]
-    if not rows:
-        return [[] for _ in wanted]
-    picked = logits[torch.tensor(rows, device=logits.device)]  # [n, V]
-    tokens = torch.tensor([t for w in wanted for t in w.tokens], device=logits.device)
-    norm = ops.logsumexp(picked)  # [n]
-    own = (picked.gather(1, tokens[:, None])[:, 0] - norm).tolist()
-    ranks = ops.rank(picked, tokens).tolist()
-    top = max(w.top for w in wanted)
-    values, ids = ops.top(picked, top) if top else (picked[:, :0], tokens[:, None][:, :0])
-    best, best_ids = (values - norm[:, None]).tolist(), ids.tolist()
-    out, at = [], 0
-    for w in wanted:
-        lines = []
-        for i, token in enumerate(w.tokens, start=at):
-            line = LogprobRow([token], [own[i]], [ranks[i]])
-            line.token_ids.extend(best_ids[i][: w.top])
-            line.logprobs.extend(best[i][: w.top])
-            line.ranks.extend(range(1, w.top + 1))
-            lines.append(line)
-        if w.ids:
-            _add_named(ops, picked[at : at + len(lines)], norm[at : at + len(lines)], w.ids, lines)
-        out.append(lines)
-        at += len(lines)
-    return out
-
-
-def _add_named(ops: Ops, picked: Tensor, norm: Tensor, ids: tuple[int, ...], lines: list[LogprobRow]) -> None:
-    for token in ids:
-        named = torch.full((len(picked),), token, device=picked.device)
-        values = (picked[:, token] - norm).tolist()
-        ranks = ops.rank(picked, named).tolist()
+def logprob_rows(ops: Ops, logits: Tensor, wanted: Wanted) -> list[LogprobRow]:
+    """One LogprobRow per row: the token itself, then the best, then the ids named. Waits for the device."""
+    if not wanted.rows:
+        return []
+    rows = torch.tensor(wanted.rows, device=logits.device)
+    tokens = torch.tensor(wanted.tokens, device=logits.device)
+    found = ops.logprobs(logits, rows, tokens, wanted.top)
+    lines = rows_of(found.values.tolist(), found.ids.tolist(), found.ranks.tolist(), wanted.tokens, wanted.top)
+    for token in wanted.ids:
+        named = ops.logprobs(logits, rows, torch.full_like(tokens, token), 0)
+        values, ranks = named.values[:, 0].tolist(), named.ranks.tolist()
         for line, value, rank in zip(lines, values, ranks, strict=True):
             line.token_ids.append(token)
             line.logprobs.append(value)
             line.ranks.append(rank)
+    return lines
+
+
+def rows_of(
+    values: list[list[float]], ids: list[list[int]], ranks: list[int], tokens: list[int], top: int
+) -> list[LogprobRow]:
+    """From columns of at least `top` best: values [n, 1 + _], ids [n, _], ranks [n] of tokens [n]."""
+    below = list(range(1, top + 1))
+    return [
+        LogprobRow([token, *best[:top]], value[: top + 1], [rank, *below])
+        for token, value, best, rank in zip(tokens, values, ids, ranks, strict=True)
+    ]

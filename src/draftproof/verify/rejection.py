@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import STREAM_ACCEPT, STREAM_RESIDUAL
-from draftproof.types import Windows
+from draftproof.types import Choice, Windows
 from draftproof.verify import Scores, Strategy
 
 
@@ -19,47 +19,33 @@ class Rejection(Strategy):
     lossless = True
     seed_exact = False
     needs_draft_probs = True
+    needs_processed = True
     label = "lossless in distribution"
 
-    def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        b, k = windows.draft.shape
-        at = rows[:, :-1].reshape(-1)
-        vocab = scores.processed.shape[1]
-        drafts = windows.draft.clamp(0, vocab - 1)  # beyond num_draft anything may stand
-        target = self._target_probs(windows, scores, at).gather(1, drafts.view(-1, 1))
-        draw = self.ops.uniform(
-            windows.columns.seed[windows.slots].repeat_interleave(k),
-            windows.position[at],
-            STREAM_ACCEPT,
-        ).view(b, k)
-        certain = torch.ones_like(draw)
-        if windows.draft_probs is not None:
-            certain = windows.draft_probs.gather(2, drafts[..., None])[..., 0].double()
-        return draw * certain < target.view(b, k).double()
-
-    def tokens(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        return scores.sampled[rows]
-
-    def recover(self, windows: Windows, scores: Scores, row: Tensor, depth: Tensor) -> Tensor:
-        target = self._target_probs(windows, scores, row)  # [B, V]
-        last = depth.clamp(max=windows.draft.shape[1] - 1)
-        if windows.draft_probs is not None:
-            guessed = windows.draft_probs[torch.arange(len(last), device=last.device), last]
-        else:
-            draft = windows.draft.gather(1, last[:, None])
-            guessed = torch.zeros_like(target).scatter_(1, draft.clamp(0, target.shape[1] - 1), 1.0)
+    def decide(self, windows: Windows, scores: Scores) -> Choice:
+        slot = windows.slot.clamp(min=0)
+        seeds = windows.columns.seed[slot]
+        drafts = windows.draft.clamp(min=0)[:, None]
+        target = self._target_probs(windows, scores)  # [L, V]
+        guessed = self._draft_probs(windows, drafts, target)
+        draw = self.ops.uniform(seeds, windows.position, STREAM_ACCEPT)
+        likely, certain = (law.gather(1, drafts)[:, 0].double() for law in (target, guessed))
         residual = (target - guessed).clamp(min=0)
         # no mass is left where both laws agree to the last bit; then any draw of the target's is right
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
-        seeds = windows.columns.seed[windows.slots]
-        return self.ops.gumbel_argmax(residual.log(), seeds, windows.position[row], STREAM_RESIDUAL)
+        recovered = self.ops.gumbel_argmax(residual.log(), seeds, windows.position, STREAM_RESIDUAL)
+        return Choice(scores.sampled, draw * certain < likely, recovered)
 
-    def _target_probs(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        """[n] -> [n, V]; certain of its argmax where the temperature is 0."""
-        processed = scores.processed[rows]
-        probs = torch.exp(processed - self.ops.logsumexp(processed)[:, None])
-        greedy = windows.columns.temperature[windows.slots][windows.owner[rows]] == 0
-        if bool(greedy.any()):
-            best = torch.zeros_like(probs).scatter_(1, scores.sampled[rows][:, None], 1.0)
-            probs = torch.where(greedy[:, None], best, probs)
-        return probs
+    def _target_probs(self, windows: Windows, scores: Scores) -> Tensor:
+        """[L, V]; certain of its argmax where the temperature is 0."""
+        probs = torch.exp(scores.processed - self.ops.logsumexp(scores.processed)[:, None])
+        greedy = windows.columns.temperature[windows.slot.clamp(min=0)] == 0
+        best = torch.zeros_like(probs).scatter_(1, scores.sampled[:, None], 1.0)
+        return torch.where(greedy[:, None], best, probs)
+
+    def _draft_probs(self, windows: Windows, drafts: Tensor, target: Tensor) -> Tensor:
+        """[L, V]: the law that each row's draft was drawn from; drafts [L, 1]."""
+        if windows.draft_probs is None:
+            return torch.zeros_like(target).scatter_(1, drafts, 1.0)
+        k = windows.draft_probs.shape[1]
+        return windows.draft_probs[windows.slot.clamp(min=0), windows.depth.clamp(max=k - 1)]

@@ -1,131 +1,74 @@
-"""The sampler, the only one: logits rows and windows in, verdict out. Plain decoding has no drafts.
+"""The sampler, the only one: logits rows and windows in, a choice for every row out.
 
-Requests in one step may use different strategies; each judges its own windows over the same scores.
+Requests in one step may use different strategies; each judges over the same scores, and a row gets the
+answer of its own request's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftproof.config import SpeculativeConfig
-from draftproof.ops import STREAM_SAMPLE, Ops
-from draftproof.types import Verdict, Windows
-from draftproof.verify import Scores, Strategy, judge
+from draftproof.ops import Ops
+from draftproof.types import Choice, End, Request, Traits, Windows
+from draftproof.verify import Scores, Strategy, judge, one_for_each
 from draftproof.verify.process import process
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step's decisions, before the ends of requests are looked at."""
+    """A step's choices, before it is known which of them count."""
 
-    verdict: Verdict
+    choice: Choice
+    bad: Tensor  # [L] int64: an `End` where nothing could be sampled, else 0
     processed: Tensor  # [L, V]
-    errors: dict[int, str]  # by logits row; counts only where the row's token would be committed
+    errors: dict[int, str]  # by logits row, of the user's code; counts only where the row does
 
 
 class Sampler:
-    """Scores every row once, then lets each strategy judge its windows."""
+    """Scores every row once, then lets the strategies judge."""
 
-    def __init__(self, ops: Ops, policy: SpeculativeConfig | None) -> None:
+    def __init__(
+        self, ops: Ops, strategies: Sequence[Strategy], policy: SpeculativeConfig | None = None
+    ) -> None:
         self.ops = ops
+        self.strategies = strategies  # by the number in the slots' column
         self.policy = policy
 
-    def __call__(self, logits: Tensor, windows: Windows, strategies: Sequence[Strategy]) -> Sampled:
-        """logits [L, V] fp32 (never changed); strategies [B]."""
-        base, errors = process(logits, windows)
-        errors = {**_hopeless(base), **errors}
-        scores = self._score(base, windows)
-        kinds = list(dict.fromkeys(strategies))
-        if len(kinds) == 1:
-            verdict = judge(kinds[0], windows, scores, self.policy)
-        else:
-            verdict = self._judge_mixed(windows, scores, strategies, kinds)
-        return Sampled(verdict, scores.processed, errors)
+    def __call__(
+        self, logits: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
+    ) -> Sampled:
+        """logits [L, V] fp32 (never changed)."""
+        base, errors = process(self.ops, logits, windows, traits.adjusts, hosted)
+        processed = self._cut(base, windows) if traits.scales else base
+        sampled, bad = self.ops.choose(processed, windows, scaled=traits.scales)
+        if traits.scales:
+            bad = _hopeless(base)  # what truncation makes of NaN says nothing
+        if errors:
+            bad[torch.tensor(list(errors), device=bad.device)] = int(End.FAILED)
+        scores = Scores(base, processed, sampled)
+        judges = {i: self.strategies[i] for i in traits.strategies}
+        choices = {i: judge(strategy, windows, scores, self.policy) for i, strategy in judges.items()}
+        return Sampled(one_for_each(choices, windows), bad, processed, errors)
 
-    def _score(self, base: Tensor, windows: Windows) -> Scores:
-        if all(options.request.params.greedy for options in windows.options):
-            return Scores(base, base, self.ops.argmax(base))
-        columns, slots = windows.columns, windows.slots[windows.owner]
-        temperature = columns.temperature[slots]
-        hot = (temperature > 0).nonzero()[:, 0]
-        slots = slots[hot]
-        scaled = base[hot] / temperature[hot][:, None]
-        limits = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]
-        cut = ((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)).nonzero()[:, 0]
-        if len(cut):
-            scaled[cut] = self.ops.truncate(scaled[cut], *(limit[cut] for limit in limits))
-        tokens = self.ops.gumbel_argmax(scaled, columns.seed[slots], windows.position[hot], STREAM_SAMPLE)
-        if len(hot) == len(base):
-            return Scores(base, scaled, tokens)
-        processed = base.clone()
-        processed[hot] = scaled
-        sampled = torch.empty(len(base), dtype=torch.int64, device=base.device)
-        cold = (temperature == 0).nonzero()[:, 0]
-        sampled[hot], sampled[cold] = tokens, self.ops.argmax(base[cold])
-        return Scores(base, processed, sampled)
-
-    def _judge_mixed(
-        self,
-        windows: Windows,
-        scores: Scores,
-        strategies: Sequence[Strategy],
-        kinds: list[Strategy],
-    ) -> Verdict:
-        b, k = windows.draft.shape
-        tokens = windows.draft.new_zeros((b, k + 1))
-        num_accepted = windows.draft.new_zeros(b)
-        for kind in kinds:
-            mine = [i for i, strategy in enumerate(strategies) if strategy is kind]
-            part = judge(kind, _select(windows, mine), _rows_of(scores, windows, mine), self.policy)
-            tokens[mine], num_accepted[mine] = part.tokens, part.num_accepted
-        return Verdict(tokens, num_accepted, num_accepted + 1)
+    def _cut(self, base: Tensor, windows: Windows) -> Tensor:
+        """Divided by the temperature, then cut to top-k, top-p and min-p; greedy rows stay as they are."""
+        columns, slot = windows.columns, windows.slot.clamp(min=0)
+        heat = columns.temperature[slot]
+        hot = heat > 0
+        scaled = base / torch.where(hot, heat, 1.0)[:, None]
+        top_k = torch.where(hot, columns.top_k[slot], 0)
+        top_p = torch.where(hot, columns.top_p[slot], 1.0)
+        return self.ops.truncate(scaled, top_k, top_p, torch.where(hot, columns.min_p[slot], 0.0))
 
 
-def _hopeless(base: Tensor) -> dict[int, str]:
-    """Rows from which nothing can be sampled."""
+def _hopeless(base: Tensor) -> Tensor:
+    """[L, V] -> [L]: the `End` of rows from which nothing can be sampled, else 0."""
     peak = base.amax(-1)
-    if bool(torch.isfinite(peak).all()):
-        return {}
-    reasons = {}
-    for row in (~torch.isfinite(peak)).nonzero()[:, 0].tolist():
-        forbidden = bool(peak[row] == -torch.inf)
-        reasons[row] = (
-            "no token is left to sample: the request's options forbid every one"
-            if forbidden
-            else "the logits are not finite (NaN or infinity)"
-        )
-    return reasons
-
-
-def _row_index(windows: Windows, mine: list[int]) -> Tensor:
-    chosen = torch.zeros(len(windows.slots), dtype=torch.bool, device=windows.slots.device)
-    chosen[mine] = True
-    return chosen[windows.owner].nonzero()[:, 0]
-
-
-def _rows_of(scores: Scores, windows: Windows, mine: list[int]) -> Scores:
-    rows = _row_index(windows, mine)
-    return Scores(scores.base[rows], scores.processed[rows], scores.sampled[rows])
-
-
-def _select(windows: Windows, mine: list[int]) -> Windows:
-    """The windows `mine`, with their rows renumbered from 0."""
-    rows = _row_index(windows, mine)
-    counts = windows.num_draft[mine] + 1
-    order = torch.zeros(len(windows.slots), dtype=torch.int64, device=rows.device)
-    order[mine] = torch.arange(len(mine), device=rows.device)
-    return Windows(
-        columns=windows.columns,
-        slots=windows.slots[mine],
-        first=counts.cumsum(0) - counts,
-        num_draft=windows.num_draft[mine],
-        draft=windows.draft[mine],
-        draft_probs=None if windows.draft_probs is None else windows.draft_probs[mine],
-        owner=order[windows.owner[rows]],
-        depth=windows.depth[rows],
-        options=[windows.options[i] for i in mine],
-    )
+    bad = torch.where(torch.isfinite(peak), 0, int(End.NOT_FINITE))
+    return torch.where(peak == -math.inf, int(End.FORBIDDEN), bad)

@@ -6,9 +6,7 @@ the plain one, token for token, whatever was drafted.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from draftproof.types import Windows
+from draftproof.types import Choice, Windows
 from draftproof.verify import Scores, Strategy
 
 
@@ -17,8 +15,5 @@ class TargetMatch(Strategy):
     seed_exact = True
     label = "lossless and seed-exact"
 
-    def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        return windows.draft == scores.sampled[rows[:, :-1]]
-
-    def tokens(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        return scores.sampled[rows]
+    def decide(self, windows: Windows, scores: Scores) -> Choice:
+        return Choice(scores.sampled)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops import STREAM_SAMPLE, Ops
-from draftproof.types import Windows
+from draftproof.types import Choice, Windows
 from draftproof.verify import Scores, Strategy
 
 
 class TopP(Strategy):
     lossless = False
     seed_exact = False
+    needs_processed = True
     label = "LOSSY: accepts any draft in the nucleus"
     defaults = {"max_candidate_len": 5, "verify_window": 2}
 
@@ -33,53 +34,41 @@ class TopP(Strategy):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
-    def accepts(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        k = windows.draft.shape[1]
-        at = rows[:, :-1].reshape(-1)
-        nucleus = self._nucleus(windows, scores, at)  # [B * K, V]
-        drafts = windows.draft.clamp(0, nucleus.shape[1] - 1)  # beyond num_draft anything may stand
-        inside = torch.isfinite(nucleus.gather(1, drafts.view(-1, 1))).view(-1, k)
+    def decide(self, windows: Windows, scores: Scores) -> Choice:
+        slot = windows.slot.clamp(min=0)
+        nucleus = self._nucleus(windows, scores)  # [L, V]
+        drafts, real = windows.draft.clamp(min=0), windows.draft >= 0
+        inside = torch.isfinite(nucleus.gather(1, drafts[:, None]))[:, 0]
         # of the row before truncation: in a nucleus of one the second best would be the lowest -inf
-        values, ids = self.ops.top(scores.base[at], min(2, nucleus.shape[1]))
-        real = torch.arange(k, device=at.device) < windows.num_draft[:, None]
-        best = (drafts == ids[:, 0].view(-1, k)) & real
-        second = (drafts == ids[:, -1].view(-1, k)) & torch.isfinite(values[:, -1]).view(-1, k)
+        values, ids = self.ops.top(scores.base, min(2, nucleus.shape[1]))
+        best = (drafts == ids[:, 0]) & real
+        second = (drafts == ids[:, -1]) & torch.isfinite(values[:, -1])
         window = self.options["verify_window"]
-        follow = torch.ones_like(best)
-        for step in range(1, window + 1):  # drafts beyond the window's end do not exist
-            follow &= torch.nn.functional.pad(best[:, step:], (0, min(step, k)))[:, :k]
-        return inside | (second & follow) if window else inside
+        if window:
+            inside = inside | (second & _followed(best, window))
+        drawn = self.ops.gumbel_argmax(nucleus, windows.columns.seed[slot], windows.position, STREAM_SAMPLE)
+        greedy = windows.columns.temperature[slot] == 0
+        return Choice(torch.where(greedy, scores.sampled, drawn), inside)
 
-    def tokens(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        every = torch.arange(len(windows.owner), device=rows.device)
-        nucleus = self._nucleus(windows, scores, every)
-        seeds = windows.columns.seed[windows.slots][windows.owner]
-        drawn = self.ops.gumbel_argmax(nucleus, seeds, windows.position, STREAM_SAMPLE)
-        greedy = windows.columns.temperature[windows.slots][windows.owner] == 0
-        return torch.where(greedy, scores.sampled, drawn)[rows]
-
-    def _nucleus(self, windows: Windows, scores: Scores, rows: Tensor) -> Tensor:
-        """[n] -> [n, V] processed logits, -inf outside the nucleus.
+    def _nucleus(self, windows: Windows, scores: Scores) -> Tensor:
+        """[L, V] processed logits, -inf outside the nucleus.
 
         Sampling by argmax over what is kept renormalises by itself.
         """
-        slots = windows.slots[windows.owner[rows]]
-        columns = windows.columns
+        columns, slot = windows.columns, windows.slot.clamp(min=0)
+        few = torch.full_like(slot, self.options["max_candidate_len"])
+        none, all_of_it = torch.zeros_like(columns.min_p[slot]), torch.ones_like(columns.top_p[slot])
+        kept = self.ops.truncate(scores.processed, few, all_of_it, none)
         # sampled rows are cut to top_p already; greedy ones are not cut at all
-        greedy = columns.temperature[slots] == 0
-        return self.ops.truncate(
-            scores.processed[rows],
-            torch.full_like(columns.top_k[slots], self.options["max_candidate_len"]),
-            torch.ones_like(columns.top_p[slots]),
-            torch.zeros_like(columns.min_p[slots]),
-        ).masked_fill(self._outside(scores, rows, columns.top_p[slots], greedy), -math.inf)
+        greedy = columns.temperature[slot] == 0
+        top_p = torch.where(greedy, columns.top_p[slot], 1.0)
+        within = self.ops.truncate(scores.processed, torch.zeros_like(slot), top_p, none)
+        return kept.masked_fill(torch.isinf(within), -math.inf)
 
-    def _outside(self, scores: Scores, rows: Tensor, top_p: Tensor, greedy: Tensor) -> Tensor:
-        """[n, V] bool: beyond top_p of the whole row, for the rows not cut to it yet."""
-        outside = torch.zeros_like(scores.processed[rows], dtype=torch.bool)
-        if bool((greedy & (top_p < 1)).any()):
-            at = (greedy & (top_p < 1)).nonzero()[:, 0]
-            none = torch.zeros_like(top_p[at])
-            kept = self.ops.truncate(scores.processed[rows[at]], none.long(), top_p[at], none)
-            outside[at] = torch.isinf(kept)
-        return outside
+
+def _followed(best: Tensor, window: int) -> Tensor:
+    """[L]: are the drafts of the next `window` rows the best of theirs? A window's last row has none."""
+    follow = torch.ones_like(best)
+    for step in range(1, window + 1):
+        follow = follow & torch.nn.functional.pad(best[step:], (0, min(step, len(best))))
+    return follow

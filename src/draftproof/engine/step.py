@@ -1,0 +1,230 @@
+"""The device's part of a step: from a plan to what was committed, over tensors that never move.
+
+    layout, forward, sample, judge, commit, logprobs, propose
+
+Nothing here waits for the device unless a request's options need the host in the middle. A step of
+decoding requests is one graph, by its rows and its traits; a step with prompts in it is laid out, run
+through the forward graph of its rows, and judged by the graph of its logits rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.engine.budget import Ints
+from draftproof.engine.scheduler import Planned
+from draftproof.engine.slots import Slots
+from draftproof.models.runner import Runner
+from draftproof.ops import Layout, Rows, TokenLogprobs
+from draftproof.propose import DeviceProposer, Proposer
+from draftproof.types import (
+    TOKENS,
+    Choice,
+    DeviceBatch,
+    Draft,
+    Outcome,
+    Plan,
+    Request,
+    Traits,
+    Wants,
+    Windows,
+)
+from draftproof.verify.sampler import Sampled, Sampler
+
+T = TypeVar("T")
+NO_ONE: Mapping[int, Request] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a step leaves on the device; valid until the next one."""
+
+    outcome: Outcome
+    windows: Windows
+    logits: Tensor | None  # [L, V]; None: no entry sampled
+    sampled: Sampled | None
+    raw: TokenLogprobs | None  # of the picked rows of requests that want them so
+    processed: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that was queued."""
+
+    decided: Decided
+    hidden: Tensor | None  # [R, hidden], where it was asked for or there were prompts
+
+
+class DeviceStep:
+    """Owns the buffers and the captured graphs."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        slots: Slots,
+        sampler: Sampler,
+        proposer: Proposer | None,
+        max_rows: int,
+    ) -> None:
+        self.ops = runner.ops
+        self.runner = runner
+        self.slots = slots
+        self.sampler = sampler
+        self.proposer = proposer if isinstance(proposer, DeviceProposer) else None
+        columns, device = slots.columns, slots.device
+        num_slots, k = columns.draft.shape
+        self.max_rows = self.ops.bucket(max_rows)
+        self.max_logits = self.ops.bucket(min(max_rows, num_slots * (k + 1)))
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._plan = ints(4, num_slots)
+        self._plan[0] = -1
+        self.plan = Plan.of(self._plan)
+        self._rows = ints(4, self.max_rows)
+        self._entries = ints(3, num_slots)
+        self._logits = ints(5, self.max_logits)
+        self._picks = ints(2, self.max_logits)
+        self._table = ints(num_slots, TOKENS + k + 1)
+        self._picked = torch.zeros(
+            (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
+        )
+        self.draft_probs: Tensor | None = None  # [S, K, V]
+        if proposer is not None and proposer.reports_probs:
+            self.draft_probs = torch.zeros((num_slots, k, slots.vocab), device=device)
+        self._graphs: dict[Hashable, Callable[[], Any]] = {}
+
+    # --- running ------------------------------------------------------------------------------------
+
+    def run(
+        self, planned: Planned, budget: Ints, traits: Traits, hosted: Mapping[int, Request], keep: bool
+    ) -> Ran:
+        """Queue a step. `hosted`: requests, by slot, that need the host in the middle; `keep`: hidden rows too."""
+        rows, logits = self.ops.bucket(planned.num_rows), self.ops.bucket(max(1, planned.num_logits))
+        if not hosted and not keep and not planned.chunk.any():
+            step = self._graph(("decode", rows, traits), lambda: self._whole(rows, traits))
+            self._load(planned, budget)
+            return Ran(step(), None)
+        layout, picked = self._layout(rows, logits), self._picked[:logits]
+        forward = self._graph(("forward", rows), lambda: self.runner.forward(layout.rows))
+        judge = partial(self._tail, picked, layout.windows, traits, hosted)
+        if not planned.num_logits:
+            judge = partial(self._advance, layout.windows)
+        elif not hosted:
+            judge = self._graph(("judge", logits, traits), judge)
+        self._load(planned, budget)
+        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
+        hidden = forward()
+        torch.index_select(hidden, 0, layout.at, out=picked)
+        return Ran(judge(), hidden)
+
+    def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
+        """Take the guesses of a proposer on the host."""
+        send, columns = self.ops.send, self.slots.columns
+        slots = send(torch.from_numpy(planned.slots))
+        self.ops.put_draft(columns, slots, send(torch.from_numpy(budget)), draft)
+        if self.draft_probs is not None:
+            certain = torch.zeros_like(self.draft_probs[slots])
+            certain.scatter_(2, columns.draft[slots][..., None], 1.0)
+            self.draft_probs[slots] = certain if draft.probs is None else draft.probs
+
+    def prepare(self, traits: Sequence[Traits], wide: int, tick: Callable[[int, int], None]) -> None:
+        """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number."""
+        sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
+        decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
+        work = [("forward", n, None) for n in sizes]
+        work += [(kind, n, t) for t in traits for n in decoding for kind in ("decode", "judge")]
+        for done, (kind, size, trait) in enumerate(work):
+            tick(done, len(work))
+            layout = self._layout(size, min(size, self.max_logits))
+            if trait is None:
+                self._graph((kind, size), partial(self.runner.forward, layout.rows))
+            elif kind == "decode":
+                self._graph((kind, size, trait), partial(self._whole, size, trait))
+            else:
+                tail = partial(self._tail, self._picked[:size], layout.windows, trait, NO_ONE)
+                self._graph((kind, size, trait), tail)
+        tick(len(work), len(work))
+
+    def _graph(self, key: Hashable, function: Callable[[], T]) -> Callable[[], T]:
+        """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""
+        if not self.ops.asynchronous:
+            return function
+        if key not in self._graphs:
+            self._load(None)
+            layout = self._layout(self.max_rows, self.max_logits)
+            self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
+            self._graphs[key] = self.ops.graph(function)
+        return self._graphs[key]
+
+    # --- the stages ---------------------------------------------------------------------------------
+
+    def _load(self, planned: Planned | None, budget: Ints | None = None) -> None:
+        """The plan into its buffer; none: an empty one, with which a step does nothing."""
+        table = np.zeros(tuple(self._plan.shape), np.int64)
+        table[0] = -1
+        if planned is not None:
+            table[:, : len(planned.slots)] = planned.slots, planned.chunk, planned.drafts, budget
+        self.ops.send(torch.from_numpy(table), self._plan)
+
+    def _layout(self, rows: int, logits: int) -> Layout:
+        """The buffers of a step of this size."""
+        columns = self.slots.columns
+        *row_columns, at = (line[:logits] for line in self._logits)
+        return Layout(
+            Rows(*(line[:rows] for line in self._rows), page_table=columns.page_table),
+            Windows(columns, *self._entries, *row_columns, draft_probs=self.draft_probs),
+            at,
+        )
+
+    def _whole(self, size: int, traits: Traits) -> Decided:
+        layout = self._layout(size, size)
+        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
+        hidden = self.runner.forward(layout.rows)  # of entries that decode every row has logits
+        return self._tail(hidden, layout.windows, traits, NO_ONE)
+
+    def _advance(self, windows: Windows) -> Decided:
+        """No entry has reached the end of its prompt."""
+        none = torch.zeros_like(windows.slot)
+        outcome = self._outcome(len(none))
+        self.ops.commit(self.plan, windows, Choice(none), none, outcome)
+        return Decided(outcome, windows, None, None, None, None)
+
+    def _tail(
+        self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
+    ) -> Decided:
+        """hidden [L, hidden] of the windows' rows."""
+        ops, columns = self.ops, self.slots.columns
+        logits = self.runner.logits(hidden)
+        sampled = self.sampler(logits, windows, traits, hosted)
+        outcome = self._outcome(len(logits))
+        ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
+        raw = self._logprobs(logits, Wants.RAW, windows, outcome, traits)
+        processed = self._logprobs(sampled.processed, Wants.PROCESSED, windows, outcome, traits)
+        if self.proposer is not None:
+            batch = DeviceBatch(columns, self.plan.slots, self.plan.budget)
+            ops.put_draft(columns, batch.slots, batch.budget, self.proposer.draft(batch))
+        return Decided(outcome, windows, logits, sampled, raw, processed)
+
+    def _outcome(self, size: int) -> Outcome:
+        return Outcome(self._table, *(line[:size] for line in self._picks))
+
+    def _logprobs(
+        self, logits: Tensor, kind: Wants, windows: Windows, outcome: Outcome, traits: Traits
+    ) -> TokenLogprobs | None:
+        tops = {Wants.RAW: traits.raw_top, Wants.PROCESSED: traits.processed_top}
+        if tops[kind] < 0:
+            return None
+        rows = outcome.pick_rows
+        if min(tops.values()) >= 0:  # both kinds are wanted: of the others' rows nothing is computed
+            slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
+            rows = torch.where(windows.columns.wants[slot] == kind, rows, -1)
+        return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind])
