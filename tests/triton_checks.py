@@ -135,8 +135,9 @@ def tiles_cover_everything() -> None:
                 tile = tiles.tile_for(rows, columns, 576, wide)
                 size = 4 if wide else 2
                 assert (tile.bm + tile.bn) * tile.bk * tile.stages * size <= 224 << 10, (rows, columns, tile)
-    assert graph.buckets(1) == [1] and graph.buckets(7)[-1] == 8
-    assert graph.buckets(3000) == [*graph.STEPS, 1024, 1536, 2048, 3072]
+    sizes = [graph.bucket_of(rows) for rows in range(1, 3001)]
+    assert all(size >= rows for rows, size in enumerate(sizes, start=1))
+    assert sorted(set(sizes)) == [*graph.STEPS, 1024, 1536, 2048, 3072]
 
 
 @check

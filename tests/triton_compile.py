@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from draftproof.ops import Heads, Rows
-from draftproof.ops.triton_cuda import TritonOps, graph, runtime
+from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
 
 CPU = torch.device("cpu")
@@ -125,7 +125,6 @@ def main() -> None:
                 ops.top(torch.empty((3, vocab)), k)
             with contextlib.suppress(RuntimeError, IndexError):  # what follows its kernel needs real keys
                 ops.top(logits, 65)
-            graph.load_rows_kernel[(1,)](*[ints] * 8, 3, 16, BLOCK=256, num_warps=4)
         shapes = [(960, 576), (576, 1536), (3072, 576), (49152, 576), (6144, 4096), (28672, 4096)]
         for rows in (1, 8, 32, 64, 128, 256, 512, 1000):
             for columns, depth in shapes:

@@ -105,6 +105,9 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
     backend: str = "auto"
+    # "fast": whatever is quickest, so a row's bits may hang on its neighbours, and drafts on the result. A
+    # backend that has nothing quicker does the same as "exact".
+    numerics: Literal["exact", "fast"] = "exact"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     revision: str | None = None
     max_model_len: int | None = None
@@ -116,6 +119,7 @@ class EngineConfig:
     max_logprobs: int = 20  # -1: no limit
     seed: int | None = None  # of dummy weights, and of the seeds that requests without one are given
     speculative: SpeculativeConfig | None = None
+    warm_up: bool = True  # capture the usual steps at start, where steps are captured at all
     overlap: bool | None = None  # plan a step before the last is read; None: where the device has a queue
     debug: bool = False  # assert the invariants at every step
 
@@ -151,6 +155,7 @@ class EngineConfig:
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
+            ("numerics", ("exact", "fast")),
             ("load_format", ("auto", "safetensors", "gguf", "dummy")),
         ):
             if getattr(self, name) not in allowed:

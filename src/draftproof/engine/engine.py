@@ -17,7 +17,8 @@ from draftproof.engine.scheduler import Scheduler, Sequence
 from draftproof.engine.settle import StepResults
 from draftproof.engine.sizes import resolve_sizes
 from draftproof.engine.slots import Slots
-from draftproof.engine.step import DeviceStep
+from draftproof.engine.step import DeviceStep, Progress
+from draftproof.engine.traits import rounded
 from draftproof.errors import ConfigError, RequestError, nearest
 from draftproof.models.llama import Llama
 from draftproof.models.load import Checkpoint
@@ -26,7 +27,7 @@ from draftproof.ops import resolve, resolve_device
 from draftproof.propose import PROPOSERS, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request
+from draftproof.types import Request, Traits
 from draftproof.verify import PLAIN_STRATEGY, STRATEGIES, Strategy
 from draftproof.verify.sampler import Sampler
 
@@ -34,9 +35,13 @@ from draftproof.verify.sampler import Sampler
 class Engine:
     """Serves token ids. `add` and `abort` at any time between steps; `step` does the work."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress = lambda *_: None
+    ) -> None:
         with torch.inference_mode():
             self._build(config, checkpoint)
+            if config.warm_up:
+                self._warm_up(progress)
 
     def _build(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         model_config = checkpoint.config
@@ -44,7 +49,7 @@ class Engine:
         self.model_config = model_config
         self.dtype = checkpoint.dtype
         device = resolve_device(config.device)
-        self.ops = resolve(config.backend, device)
+        self.ops = resolve(config.backend, device, config.numerics)
         sizes = resolve_sizes(config, checkpoint, self.ops)
         model = Llama(model_config, checkpoint.tensors, self.ops, sizes.max_len)
         self.runner = Runner(
@@ -85,6 +90,14 @@ class Engine:
             takes_prediction=bool(proposer and proposer.takes_prediction),
         )
         self._sequences: dict[str, Sequence] = {}
+
+    def _warm_up(self, progress: Progress) -> None:
+        """Capture the steps that most requests need; others are captured when they are first met."""
+        step, limits = self.loop.device, self.limits
+        usual = self._judges.index(self.strategy)
+        wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
+        traits = Traits((usual,)), Traits((usual,), raw_top=rounded(5, limits.vocab_size))
+        step.prepare(traits, min(wide, step.max_rows), progress)
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""

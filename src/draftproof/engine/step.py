@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftproof.engine.budget import Ints
 from draftproof.engine.scheduler import Planned
-from draftproof.engine.slots import Slots
+from draftproof.engine.slots import ALIGN, Slots
 from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Rows, TokenLogprobs
 from draftproof.propose import DeviceProposer, Proposer
@@ -39,6 +39,7 @@ from draftproof.types import (
 from draftproof.verify.sampler import Sampled, Sampler
 
 T = TypeVar("T")
+Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
 NO_ONE: Mapping[int, Request] = {}
 
 
@@ -83,17 +84,19 @@ class DeviceStep:
         self.max_rows = self.ops.bucket(max_rows)
         self.max_logits = self.ops.bucket(min(max_rows, num_slots * (k + 1)))
 
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
+        def lines(number: int, size: int) -> Tensor:
+            """[number, size] int64; each begins at an address that any kernel likes."""
+            padded = -(-size // ALIGN) * ALIGN
+            return torch.zeros((number, padded), dtype=torch.int64, device=device)[:, :size]
 
-        self._plan = ints(4, num_slots)
+        self._plan = lines(4, num_slots)
         self._plan[0] = -1
         self.plan = Plan.of(self._plan)
-        self._rows = ints(4, self.max_rows)
-        self._entries = ints(3, num_slots)
-        self._logits = ints(5, self.max_logits)
-        self._picks = ints(2, self.max_logits)
-        self._table = ints(num_slots, TOKENS + k + 1)
+        self._rows = lines(4, self.max_rows)
+        self._entries = lines(3, num_slots)
+        self._logits = lines(5, self.max_logits)
+        self._picks = lines(2, self.max_logits)
+        self._table = torch.zeros((num_slots, TOKENS + k + 1), dtype=torch.int64, device=device)
         self._picked = torch.zeros(
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
@@ -136,14 +139,16 @@ class DeviceStep:
             certain.scatter_(2, columns.draft[slots][..., None], 1.0)
             self.draft_probs[slots] = certain if draft.probs is None else draft.probs
 
-    def prepare(self, traits: Sequence[Traits], wide: int, tick: Callable[[int, int], None]) -> None:
+    def prepare(self, traits: Sequence[Traits], wide: int, tick: Progress) -> None:
         """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number."""
+        if not self.ops.asynchronous:
+            return
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work = [("forward", n, None) for n in sizes]
         work += [(kind, n, t) for t in traits for n in decoding for kind in ("decode", "judge")]
         for done, (kind, size, trait) in enumerate(work):
-            tick(done, len(work))
+            tick("capturing", done, len(work))
             layout = self._layout(size, min(size, self.max_logits))
             if trait is None:
                 self._graph((kind, size), partial(self.runner.forward, layout.rows))
@@ -152,7 +157,7 @@ class DeviceStep:
             else:
                 tail = partial(self._tail, self._picked[:size], layout.windows, trait, NO_ONE)
                 self._graph((kind, size, trait), tail)
-        tick(len(work), len(work))
+        tick("capturing", len(work), len(work))
 
     def _graph(self, key: Hashable, function: Callable[[], T]) -> Callable[[], T]:
         """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""
