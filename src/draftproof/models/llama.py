@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,22 +9,7 @@ from torch import Tensor
 
 from draftproof.models.config import ModelConfig
 from draftproof.models.rope import rope_table
-from draftproof.ops import Heads, Ops, Rows
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One block's weights, packed for the backend."""
-
-    attention_norm: Tensor  # [hidden]
-    qkv: Any
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
-    out: Any
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Any
-    down: Any
-    heads: Heads
+from draftproof.ops import Heads, Layer, Ops, Rows
 
 
 class Llama:
@@ -67,18 +51,9 @@ class Llama:
 
     def forward(self, rows: Rows, caches: list[Tensor]) -> Tensor:
         """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row."""
-        ops, eps = self.ops, self.config.norm_eps
-        residual = ops.embed(rows.tokens, self.embedding)
-        x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
-        following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
-        for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):
-            norms = layer.q_norm, layer.k_norm
-            q = ops.linear_rope_store(x, layer.qkv, rows, layer.heads, self.rope, cache, *norms, eps)
-            x = ops.linear(ops.attention(q, rows, layer.heads, cache), layer.out)
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = ops.linear(ops.linear_silu_mul(x, layer.gate_up), layer.down)
-            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
-        return x
+        residual = self.ops.embed(rows.tokens, self.embedding)
+        eps = self.config.norm_eps
+        return self.ops.blocks(residual, self.layers, self.norm, rows, self.rope, caches, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""

@@ -79,6 +79,21 @@ class Heads:
     window: int  # keys older than position - window + 1 are not seen; 0 = all are
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder block's weights, packed by the backend."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Any
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
+    out: Any
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Any
+    down: Any
+    heads: Heads
+
+
 class Ops(ABC):
     """What a backend provides. Shapes are the contract; `R` rows, `V` vocabulary."""
 
@@ -155,6 +170,28 @@ class Ops(ABC):
     def linear_silu_mul(self, x: Tensor, packed: Any) -> Tensor:
         """`silu_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""
         return self.silu_mul(self.linear(x, packed))
+
+    def blocks(
+        self,
+        residual: Tensor,  # [R, hidden]: the embedded rows; may be overwritten
+        layers: list[Layer],
+        norm: Tensor,  # [hidden]: after the last layer
+        rows: Rows,
+        rope: Tensor,
+        caches: list[Tensor],  # one a layer
+        eps: float,
+    ) -> Tensor:
+        """All layers and the norm after them: hidden rows [R, hidden]; stores K and V of every row."""
+        x = self.rms_norm(residual, layers[0].attention_norm, eps)
+        following = [layer.attention_norm for layer in layers[1:]] + [norm]
+        for layer, cache, next_norm in zip(layers, caches, following, strict=True):
+            norms = layer.q_norm, layer.k_norm
+            q = self.linear_rope_store(x, layer.qkv, rows, layer.heads, rope, cache, *norms, eps)
+            x = self.linear(self.attention(q, rows, layer.heads, cache), layer.out)
+            x, residual = self.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = self.linear(self.linear_silu_mul(x, layer.gate_up), layer.down)
+            x, residual = self.add_rms_norm(x, residual, next_norm, eps)
+        return x
 
     def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
         """`forward` in a form that is quick to repeat; calls have at most `max_rows` rows.

@@ -1,7 +1,7 @@
 """Embedding, RMS norms and the gated activation: one program a row (or a piece of one), one fixed tree.
 
-The block size depends on the width alone, so the tree of a norm's sum is the same for every row of every
-call.
+The tree of a norm's sum is written out (`tree`), so that no layout of a kernel can change it; compiled
+without contraction of multiply and add, for the same reason.
 """
 
 from __future__ import annotations
@@ -25,10 +25,30 @@ def embed_kernel(tokens, table, out, VOCAB, D: tl.constexpr, BLOCK: tl.constexpr
     tl.store(out + row * D + at, x, mask=at < D)
 
 
+@triton.constexpr_function
+def levels(width):
+    return width.bit_length() - 1
+
+
+@triton.jit
+def tree(x):
+    """x [M, N] -> sums of rows [M], neighbours first; N a power of two. Two terms have one sum."""
+    M: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(levels(x.shape[1])):
+        x = tl.sum(tl.reshape(x, (M, x.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(x, (M,))
+
+
+@triton.jit
+def row_scale(total, eps, D: tl.constexpr):
+    """1 / rms of a row of D values from the sum of their squares."""
+    return tl.rsqrt(total / D + eps)
+
+
 @triton.jit
 def normed(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr):
     """x [BLOCK] fp32, zero beyond D -> x / rms(x), rounded to dtype, times weight; fp32 of that."""
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+    scale = row_scale(tl.sum(tree((x * x)[None, :]), axis=0), eps, D)
     return (x * scale).to(dtype).to(tl.float32) * weight
 
 
@@ -93,7 +113,7 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor, pdl: bool) -> None:
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, pdl: bool) -> None:
     width = x.shape[1]
     block = power_of_two(width)
-    options = launch_options(pdl, num_warps=_warps(block))
+    options = launch_options(pdl, num_warps=_warps(block), enable_fp_fusion=False)
     rms_norm_kernel[(len(x),)](x, weight, out, eps, D=width, BLOCK=block, **options)
 
 
@@ -102,7 +122,7 @@ def add_rms_norm(
 ) -> None:
     width = x.shape[1]
     block = power_of_two(width)
-    options = launch_options(pdl, num_warps=_warps(block))
+    options = launch_options(pdl, num_warps=_warps(block), enable_fp_fusion=False)
     add_rms_norm_kernel[(len(x),)](x, residual, weight, out, total, eps, D=width, BLOCK=block, **options)
 
 
