@@ -1,33 +1,36 @@
-"""The promise and the speed on a GPU, in one run; the last line of stdout is JSON.
+"""The promise and the speed on a GPU; the last line of stdout is JSON.
 
-    python bench/gpu.py [--model smollm2-135m] [--tokens 256] [--batches 1,8,64,256] [--seconds 400]
+    python bench/gpu.py [--model smollm2-135m] [--parts bits,speed,logprobs,ngram,fast,profile,transformers]
+                        [--tokens 256] [--batches 1,8,64,256] [--seconds 500]
 
-First bits: every request with n-gram and with junk drafts, in company and in chunks, against itself plain,
-and some of those against themselves alone; tokens, and sampled and top-5 logprobs. Then tokens a second of
-`LLM.generate`, prefill and detokenising included: plain, with logprobs, with n-gram drafts, on chat prompts
-and on a copy task. Parts that no time is left for are left out and named.
+bits: every request with n-gram and with junk drafts, with and without overlap, in company, in chunks and
+arriving midway, against itself plain; some against themselves alone; and its tokens scored again as a prompt.
+speed, logprobs, ngram: tokens a second of `LLM.generate`, prefill and detokenising included, sides in turn.
+fast: numerics="fast" against "exact". profile: where a step's time goes. transformers: its speed and logits.
+Parts that no time is left for are left out and named. Prompts: bench/prompts.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
+import torch
 from measure import finish
+from prompts import chat_prompts, copy_prompts
 
 from draftproof import LLM, SamplingParams
 from draftproof.propose import Proposer
 from draftproof.types import Draft, ProposeBatch, RequestOutput
 
-TEXT = (
-    "river mountain valley bridge city summer winter children harbour lantern garden window letter "
-    "station silver copper gentle quiet sudden narrow because although between beneath against toward"
-)
-WORDS = TEXT.split()
+K = 8
+ROUNDS = 3
 
 
 class Junk(Proposer):
@@ -41,44 +44,53 @@ class Junk(Proposer):
         return Draft.of([[draw.randrange(vocab) for _ in range(b)] for b in batch.budget], self.env.k)
 
 
-def chat_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
-    """50 to 1000 tokens each, all different."""
-    draw, prompts = random.Random(1), []
-    for i in range(count):
-        length = 50 + (i * 37) % 950
-        words = " ".join(draw.choice(WORDS) for _ in range(length))
-        text = f"<|im_start|>user\nNumber {i}. Write about this: {words}"
-        ids = tokenizer.encode(text) if tokenizer else [draw.randrange(3, vocab) for _ in range(length)]
-        prompts.append(
-            ids[:length] + (tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n") if tokenizer else [])
-        )
-    return prompts
+class Bench:
+    """The options, the clock, and engines that are built when they are needed."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.until = time.monotonic() + options.seconds
+        self._llm: tuple[Any, LLM] | None = None
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.until
+
+    def llm(self, method: str = "ngram", **changes: Any) -> LLM:
+        """One engine at a time: it takes most of the memory."""
+        key = method, tuple(sorted(changes.items()))
+        if self._llm is None or self._llm[0] != key:
+            self._llm = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            begin, options = time.monotonic(), self.options
+            settings = {
+                "dtype": "bfloat16",
+                "device": "cuda",
+                "load_format": options.load_format,
+                "max_model_len": options.max_len,
+                "max_num_seqs": max(options.batches),
+                "speculative_config": {"method": method, "num_speculative_tokens": K},
+            }
+            self._llm = key, LLM(options.model, **{**settings, **changes})
+            print(f"{self._llm[1].engine.describe()}: {time.monotonic() - begin:.1f} s to start", flush=True)
+        return self._llm[1]
+
+    def prompts(self, task: str, count: int) -> list[list[int]]:
+        llm = self.llm() if self._llm is None else self._llm[1]
+        make = {"chat": chat_prompts, "copy": copy_prompts}[task]
+        return make(count, llm.engine.limits.vocab_size, llm.tokenizer)
 
 
-def copy_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
-    """A passage three times over: greedy text goes on with it."""
-    draw, prompts = random.Random(2), []
-    for _ in range(count):
-        words = " ".join(draw.choice(WORDS) for _ in range(60)) + ". "
-        passage = tokenizer.encode(words) if tokenizer else [draw.randrange(3, vocab) for _ in range(70)]
-        prompts.append(passage * 3 + passage[:5])
-    return prompts
+def params_of(count: int, tokens: int, **changes: Any) -> list[SamplingParams]:
+    shared = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **changes}
+    return [SamplingParams(seed=i, **shared) for i in range(count)]
 
 
-def build(options: argparse.Namespace, method: str) -> LLM:
-    return LLM(
-        options.model,
-        dtype="bfloat16",
-        device="cuda",
-        load_format=options.load_format,
-        max_model_len=2048,
-        max_num_seqs=max(options.batches),
-        max_num_batched_tokens=options.rows,
-        speculative_config={"method": method, "num_speculative_tokens": 8},
-    )
+# --- bits -------------------------------------------------------------------------------------------------
 
 
-def same(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> int:
+def differing(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> int:
     """How many tokens differ, in id or in any bit of a logprob."""
     wrong = 0
     for a, b in zip(left, right, strict=True):
@@ -89,91 +101,238 @@ def same(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> int:
     return wrong
 
 
-def asked(count: int, temperature: float, tokens: int, speculative: Any) -> list[SamplingParams]:
-    shared = {"temperature": temperature, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5}
-    return [SamplingParams(seed=i, speculative=speculative, **shared) for i in range(count)]
+def rescored(llm: LLM, done: Sequence[RequestOutput]) -> tuple[int, int]:
+    """(tokens, differing): a generated token's logprob against its own as a prompt token."""
+    prompts = [o.prompt_token_ids + o.outputs[0].token_ids for o in done]
+    scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=5), use_tqdm=False)
+    count = wrong = 0
+    for before, after in zip(done, scored, strict=True):
+        tokens, lines = before.outputs[0].token_ids, before.outputs[0].logprobs or []
+        again = (after.prompt_logprobs or [])[len(before.prompt_token_ids) :]
+        count += len(tokens)
+        wrong += sum(line[t] != other[t] for t, line, other in zip(tokens, lines, again, strict=True))
+    return count, wrong
 
 
-def bits(llms: dict[str, LLM], options: argparse.Namespace, until: float) -> dict[str, Any]:
-    checked, wrong, cases = 0, 0, []
-    some, tokens = next(iter(llms.values())), min(options.tokens, 128)
-    vocab = some.engine.limits.vocab_size
-    for batch, temperature in product(options.batches, (0.0, 1.0)):
-        if time.monotonic() > until:
-            cases.append(f"batch {batch} T {temperature}: no time left")
-            continue
-        prompts = chat_prompts(batch, vocab, some.tokenizer)
-        prompts[: batch // 2] = copy_prompts(batch // 2, vocab, some.tokenizer)
-        params = asked(batch, temperature, tokens, False)
-        plain = some.generate(prompts, params, use_tqdm=False)
-        few = range(0, batch, max(1, batch // 2))
-        alone = [some.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in few]
-        wrong += same([plain[i] for i in few], alone)
-        for (name, llm), k in product(llms.items(), (1, 3, 8)):
-            wishes = asked(batch, temperature, tokens, {"num_speculative_tokens": k})
-            differ = same(plain, llm.generate(prompts, wishes, use_tqdm=False))
-            wrong += differ
-            checked += batch * tokens
-            cases.append(f"batch {batch} T {temperature} {name} k {k}: {differ} of {batch * tokens}")
-            print(cases[-1], flush=True)
-    return {"tokens checked": checked, "tokens that differ": wrong, "cases": cases}
+def bits(bench: Bench) -> dict[str, Any]:
+    options, cases = bench.options, []
+    total = {"tokens checked": 0, "tokens that differ": 0}
+    tokens = min(options.tokens, options.bit_tokens)
+    batches = options.batches
+    plain: dict[Any, list[RequestOutput]] = {}
 
+    def note(name: str, count: int, wrong: int) -> None:
+        total["tokens checked"] += count
+        total["tokens that differ"] += wrong
+        cases.append(f"{name}: {wrong} of {count} differ")
+        print(cases[-1], flush=True)
 
-def speed(llm: LLM, options: argparse.Namespace, until: float) -> dict[str, Any]:
-    vocab, out = llm.engine.limits.vocab_size, {}
-    settings = {
-        "plain": {"speculative": False},
-        "logprobs=5": {"speculative": False, "logprobs": 5},
-        "ngram k=5": {"speculative": {"num_speculative_tokens": 5}},
-    }
-    for task, make in (("chat", chat_prompts), ("copy", copy_prompts)):
-        for batch in options.batches:
-            prompts = make(batch, vocab, llm.tokenizer)
-            for name, changes in settings.items():
-                if time.monotonic() > until or (task == "copy" and name == "logprobs=5"):
+    few = max(batches) * 3 // 4 if max(batches) > 4 else max(batches)  # of the largest batch some arrive midway
+    for method, midway in (("ngram", False), (f"{__name__}:Junk", False), ("ngram", True)):
+        changes = {"max_num_seqs": few, "max_num_batched_tokens": 512} if midway else {}
+        llm = bench.llm(method, **changes)
+        for batch, heat in product(batches[-1:] if midway else batches, (0.0, 1.0)):
+            prompts = bench.prompts("chat", batch)
+            prompts[: batch // 2] = bench.prompts("copy", batch // 2)
+            asked = {"temperature": heat, "logprobs": 5}
+            if (batch, heat) not in plain:
+                off = params_of(batch, tokens, speculative=False, **asked)
+                plain[batch, heat] = llm.generate(prompts, off, use_tqdm=False)
+                some = range(0, batch, max(1, batch // 2))
+                alone = [llm.generate([prompts[i]], off[i], use_tqdm=False)[0] for i in some]
+                note(f"batch {batch} T {heat} alone", len(alone) * tokens,
+                     differing([plain[batch, heat][i] for i in some], alone))  # fmt: skip
+                note(f"batch {batch} T {heat} scored again", *rescored(llm, plain[batch, heat]))
+            ks = (3,) if midway else (1, 2, 5, 8) if method == "ngram" else (1, 4, 8)
+            for k, overlap in product(ks, (True, False) if method == "ngram" else (False,)):
+                if bench.late:
+                    cases.append(f"batch {batch} T {heat} {method} k {k}: no time left")
                     continue
-                params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True, **changes)
-                llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-                begin = time.perf_counter()
-                done = llm.generate(prompts, params, use_tqdm=False)
-                seconds = time.perf_counter() - begin
-                total = sum(len(o.outputs[0].token_ids) for o in done)
-                steps = sum(o.metrics.num_steps for o in done) / batch
-                out[f"{task} batch {batch} {name}"] = {
-                    "tok/s": round(total / seconds, 1),
-                    "acceptance length": round(total / (steps * batch), 3),
-                    "ms a step": round(1000 * seconds / steps, 3),
-                }
-                print(f"{task} batch {batch} {name}", out[f"{task} batch {batch} {name}"], flush=True)
+                llm.engine.loop.overlap = overlap
+                wishes = params_of(batch, tokens, speculative={"num_speculative_tokens": k}, **asked)
+                wrong = differing(plain[batch, heat], llm.generate(prompts, wishes, use_tqdm=False))
+                what = f"{method} k {k} overlap {overlap}" + (" midway, chunks of 512" if midway else "")
+                note(f"batch {batch} T {heat} {what}", batch * tokens, wrong)
+    return {**total, "cases": cases}
+
+
+def control(bench: Bench) -> dict[str, Any]:
+    """Negative control: with cuBLAS at every row count the same comparison must find differences."""
+    llm = bench.llm()
+    llm.engine.ops.cublas.use_always()
+    prompts = bench.prompts("chat", 8)
+    asked = {"temperature": 1.0, "logprobs": 5}
+    many = llm.generate(prompts, params_of(8, 64, speculative=False, **asked), use_tqdm=False)
+    alone = [llm.generate([p], q, use_tqdm=False)[0]
+             for p, q in zip(prompts, params_of(8, 64, speculative=False, **asked), strict=True)]  # fmt: skip
+    bench._llm = None
+    return {"tokens": 512, "differ": differing(many, alone)}
+
+
+# --- speed ------------------------------------------------------------------------------------------------
+
+
+def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, float]:
+    begin = time.perf_counter()
+    done = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    total = sum(len(o.outputs[0].token_ids) for o in done)
+    steps = sum(o.metrics.num_steps for o in done)
+    return {"tok/s": total / seconds, "acceptance length": total / steps}
+
+
+def abreast(
+    bench: Bench, sides: dict[str, Callable[[], dict[str, float]]], rounds: int = ROUNDS
+) -> dict[str, dict[str, float]]:
+    """Medians of rounds in which every side has its turn; the first round warms up and does not count."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            one = side()
+            if turn:
+                found[name].append(one)
+        if bench.late and turn:
+            break
+    return {
+        name: {key: round(statistics.median(one[key] for one in many), 3) for key in many[0]}
+        for name, many in found.items()
+    }
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"speculative": False},
+    "ngram": {"speculative": {"num_speculative_tokens": 5}},
+}
+
+
+def compare(
+    bench: Bench, task: str, batch: int, sides: dict[str, dict[str, Any]], **engine: Any
+) -> dict[str, Any]:
+    llm, prompts = bench.llm(**engine), bench.prompts(task, batch)
+    rounds = ROUNDS if batch < 64 else ROUNDS + 2
+    calls = {
+        name: lambda c=changes: timed(llm, prompts, params_of(batch, bench.options.tokens, **c))
+        for name, changes in sides.items()
+    }
+    found = abreast(bench, calls, rounds)
+    print(f"{task} batch {batch}", found, flush=True)
+    return found
+
+
+def speed(bench: Bench) -> dict[str, Any]:
+    """Plain and with n-gram drafts, on chat prompts and on the copy task."""
+    out = {}
+    for task, batch in product(("chat", "copy"), bench.options.batches):
+        if not bench.late:
+            out[f"{task} {batch}"] = compare(bench, task, batch, SETTINGS)
     return out
 
 
+def logprobs(bench: Bench) -> dict[str, Any]:
+    """What logprobs cost, plain and speculative."""
+    out = {}
+    for batch, (name, changes) in product(bench.options.batches, SETTINGS.items()):
+        if not bench.late:
+            sides = {str(n): {**changes, "logprobs": n} for n in (None, 0, 5, 20)}
+            out[f"{name} {batch}"] = compare(bench, "chat", batch, sides)
+    return out
+
+
+def fast(bench: Bench) -> dict[str, Any]:
+    """Exact numerics against fast ones: decoding, and the prefill of 2048-token prompts."""
+    out: dict[str, Any] = {}
+    for numerics in ("exact", "fast", "exact", "fast"):
+        llm = bench.llm(numerics=numerics)
+        for batch in bench.options.batches:
+            prompts = bench.prompts("chat", batch)
+            params = params_of(batch, bench.options.tokens, **SETTINGS["plain"])
+            timed(llm, prompts, params)
+            out.setdefault(f"decode {batch}", {}).setdefault(numerics, []).append(
+                round(timed(llm, prompts, params)["tok/s"], 1)
+            )
+        vocab, draw = llm.engine.limits.vocab_size, random.Random(7)
+        long = [[draw.randrange(3, vocab) for _ in range(2048)] for _ in range(16)]
+        one = params_of(16, 1, speculative=False)
+        timed(llm, long, one)
+        rate = timed(llm, long, one)["tok/s"] * 2048
+        out.setdefault("prefill of 2048", {}).setdefault(numerics, []).append(round(rate))
+        print(numerics, {name: line[numerics][-1] for name, line in out.items()}, flush=True)
+        if bench.late:
+            break
+    for line in out.values():
+        if "fast" in line:
+            line["exact over fast"] = round(max(line["exact"]) / max(line["fast"]), 3)
+    return out
+
+
+# --- where the time goes, and others ----------------------------------------------------------------------
+
+
+def profile(bench: Bench) -> dict[str, Any]:
+    """Step time, share of it that the GPU is busy, and the sum of kernel times, of plain decoding."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    llm, out = bench.llm(), {}
+    for batch in bench.options.batches:
+        prompts = bench.prompts("chat", batch)
+        llm.generate(prompts, params_of(batch, 8, speculative=False), use_tqdm=False)
+        jobs = [llm._job(p, q) for p, q in zip(prompts, params_of(batch, 256, speculative=False), strict=True)]
+        llm._add(jobs)
+        for _ in range(40 + sum(map(len, prompts)) // 1024):
+            llm._step()
+        torch.cuda.synchronize()
+        steps, begin = 50, time.perf_counter()
+        for _ in range(steps):
+            llm._step()
+        torch.cuda.synchronize()
+        alone = (time.perf_counter() - begin) / steps
+        begin = time.perf_counter()
+        with watch(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(20):
+                llm._step()
+            torch.cuda.synchronize()
+        kernels = sum(e.device_time_total for e in seen.key_averages() if e.device_type.name == "CUDA") / 20
+        for job in jobs:
+            llm._drop(job)
+        out[str(batch)] = {"step us": round(alone * 1e6, 1), "sum of kernels us": round(kernels, 1),
+                           "ratio": round(kernels / alone / 1e6, 3),
+                           "top": [(e.key[:50], round(e.device_time_total / 20, 1), e.count // 20) for e in sorted(
+                               seen.key_averages(), key=lambda e: -e.device_time_total)[:12]]}  # fmt: skip
+        print("profile", batch, out[str(batch)], flush=True)
+    return out
+
+
+def transformers(bench: Bench) -> dict[str, Any]:
+    """The same weights in transformers on the same GPU: speed of greedy decoding, and logits."""
+    from peer import side_by_side
+
+    llm, kind = bench.llm(), bench.options.load_format
+    return side_by_side(llm, bench.prompts("chat", 8), bench.options.tokens, load_format=kind)
+
+
+PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, profile, transformers)}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--bit-tokens", type=int, default=96)
+    parser.add_argument("--max-len", type=int, default=2304)
     parser.add_argument(
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256]
     )
-    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--seconds", type=float, default=500)
     options = parser.parse_args()
-    begin = time.monotonic()
-    llms = {
-        name: build(options, method) for name, method in (("ngram", "ngram"), ("junk", f"{__name__}:Junk"))
-    }
-    print(llms["ngram"].engine.describe(), f"{time.monotonic() - begin:.1f} s to start", flush=True)
-    found = bits(llms, options, begin + 0.6 * options.seconds)
-    rates = speed(llms["ngram"], options, begin + options.seconds)
-    finish(
-        "gpu",
-        {
-            "model": options.model,
-            "bits": found,
-            "speed": rates,
-        },
-    )
+    bench, found = Bench(options), {"model": options.model}
+    for name in options.parts:
+        begin = time.monotonic()
+        found[name] = "no time left" if bench.late else PARTS[name](bench)
+        print(f"== {name}: {time.monotonic() - begin:.0f} s", flush=True)
+    finish("gpu", found)
 
 
 if __name__ == "__main__":

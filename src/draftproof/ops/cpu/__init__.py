@@ -16,13 +16,13 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops import Heads, Rows
-from draftproof.ops.bookkeeping import Bookkeeping
 
 try:
     from llvmlite import binding
 
     from draftproof.ops.cpu import attention as attention_parts
     from draftproof.ops.cpu import attention_run, elementwise, gemm, gemm_amx, sampling, tiles
+    from draftproof.ops.cpu.bookkeeping import CpuBookkeeping
     from draftproof.ops.cpu.memory import WeightMemory
     from draftproof.ops.cpu.native import Kernel
     from draftproof.ops.cpu.program import Argument, Program, Recorder, as_word
@@ -51,14 +51,20 @@ class PackedLinear:
     extra: tuple[int, ...] = ()  # further arguments of the kernels
 
 
-class CpuOps(Bookkeeping):
+class CpuOps(CpuBookkeeping):
     """See the contract. `threads` defaults to torch's number; `amx=False` takes the other kernel."""
 
     name = "cpu"
     default_rows = 256  # activations of more rows leave the cache: 512 took twice as long as 2 x 256
 
-    def __init__(self, device: torch.device, threads: int | None = None, amx: bool | None = None) -> None:
-        super().__init__(device)
+    def __init__(
+        self,
+        device: torch.device,
+        threads: int | None = None,
+        amx: bool | None = None,
+        numerics: str = "exact",  # nothing here is quicker: "fast" is the same
+    ) -> None:
+        super().__init__(device, numerics)
         if device.type != "cpu":
             raise ConfigError(f"the cpu backend cannot run on {device}")
         self.team = Team(torch.get_num_threads() if threads is None else threads)
