@@ -1,26 +1,43 @@
-"""A sampler without a model: scripted logits in, committed tokens out, many requests at once."""
+"""A step without a model: scripted logits in, committed tokens out, many requests at once.
+
+Everything but the logits is the real thing: seats, layout, traits, sampler, commit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftproof.config import SpeculativeConfig
-from draftproof.engine.commit import Committed, commit
-from draftproof.engine.slots import Slots
-from draftproof.ops import Ops, resolve
+from draftproof.engine.scheduler import Sequence as Running
+from draftproof.engine.slots import Seat, Slots
+from draftproof.engine.traits import traits_of
+from draftproof.ops import Layout, Ops, Rows, resolve
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request, Windows
+from draftproof.types import (
+    ENDED,
+    NUM_ACCEPTED,
+    NUM_OUT,
+    TOKENS,
+    Choice,
+    End,
+    Outcome,
+    Plan,
+    Request,
+    SlotColumns,
+    Windows,
+)
 from draftproof.verify import STRATEGIES, Strategy
 from draftproof.verify.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")
 OPS: Ops = resolve("auto", CPU)
+PAGE = 1 << 20  # one page holds anybody
 
 
 def strategy(name: str, ops: Ops = OPS, **options: Any) -> Strategy:
@@ -28,42 +45,69 @@ def strategy(name: str, ops: Ops = OPS, **options: Any) -> Strategy:
     return made
 
 
-def seated(requests: Sequence[Request], k: int, vocab: int, max_len: int = 64) -> Slots:
-    """Slots with these requests in them, slot i for request i, everything unwritten poisoned."""
-    slots = Slots(len(requests), max_len, k, 1, vocab, CPU)
+def seated(
+    requests: Sequence[Request], k: int, vocab: int, max_len: int = 64, judges: Sequence[int] = ()
+) -> Slots:
+    """Slots with these requests in them, slot i for request i, everything unwritten poisoned.
+
+    Their prompts are computed: each lacks KV of its newest token alone.
+    """
+    slots = Slots(len(requests), max_len, k, 1, vocab, OPS)
     slots.poison()
-    slots._free.sort(reverse=True)
-    for r in requests:
-        limit = len(r.prompt_token_ids) + (r.params.max_tokens or max_len)
-        slots.sit(r, [], min(max_len, limit))
+    seats = []
+    for i, request in enumerate(requests):
+        limit = min(max_len, len(request.prompt_token_ids) + (request.params.max_tokens or max_len))
+        seats.append(Seat(slots.take(request), request, [], limit, judges[i] if judges else 0))
+    assert [seat.slot for seat in seats] == list(range(len(requests)))
+    slots.seat(seats)
+    slots.columns.computed.copy_(slots.columns.length - 1)
     return slots
 
 
-def windows_of(
-    slots: Slots, drafts: Sequence[Sequence[int]] | tuple[Tensor, Tensor], probs: Tensor | None = None
+def put(slots: Slots, drafts: Sequence[Sequence[int]]) -> None:
+    """Drafts of every slot; the slack stays poisoned."""
+    for line, guess in zip(slots.columns.draft, drafts, strict=True):
+        line[: len(guess)] = torch.tensor(guess, dtype=torch.int64)
+    slots.columns.num_draft.copy_(torch.tensor([len(guess) for guess in drafts]))
+
+
+def laid_out(
+    columns: SlotColumns, plan: Plan, rows: int, probs: Tensor | None = None, ops: Ops = OPS
 ) -> Windows:
-    """One window a slot. Drafts as lists, or as (tokens [B, K], count [B]); the slack stays poisoned."""
-    columns = slots.columns
-    if isinstance(drafts, tuple):
-        draft, count = drafts
-    else:
-        draft = columns.draft.clone()
-        for line, guess in zip(draft, drafts, strict=True):
-            line[: len(guess)] = torch.tensor(guess, dtype=torch.int64)
-        count = torch.tensor([len(guess) for guess in drafts])
-    rows = count + 1
-    first = rows.cumsum(0) - rows
-    owner = torch.arange(len(count)).repeat_interleave(rows)
-    options = [slots.options_of(i) for i in range(len(count))]
-    depth = torch.arange(len(owner)) - first[owner]
-    return Windows(columns, torch.arange(len(count)), first, count, draft, probs, owner, depth, options)
+    """The windows of a step of decoding requests, as the backend lays them out."""
+
+    def ints(count: int, size: int) -> list[Tensor]:
+        return list(torch.full((count, size), -(2**40)))
+
+    layout = Layout(
+        Rows(*ints(4, rows), page_table=columns.page_table),
+        Windows(columns, *ints(3, len(plan.slots)), *ints(4, rows), draft_probs=probs),
+        ints(1, rows)[0],
+    )
+    ops.layout(plan, columns, PAGE, layout)
+    return layout.windows
+
+
+def decoding(slots: Tensor, k: int) -> Plan:
+    none = torch.zeros_like(slots)
+    return Plan(slots, none, torch.full_like(slots, k), none)
+
+
+def committed(windows: Windows, plan: Plan, choice: Choice, bad: Tensor, k: int, ops: Ops = OPS) -> Outcome:
+    rows = torch.full((2, len(windows.slot)), -(2**40))
+    outcome = Outcome(torch.full((len(plan.slots), TOKENS + k + 1), -(2**40)), *rows)
+    ops.commit(plan, windows, choice, bad, outcome)
+    return outcome
 
 
 @dataclass
 class Result:
     tokens: list[list[int]]  # what was committed
+    accepted: list[int]  # how many of them were drafts
+    ended: list[End]
+    windows: Windows
     sampled: Sampled
-    committed: Committed
+    outcome: Outcome
     slots: Slots
 
 
@@ -85,7 +129,8 @@ def decide(
     each = [params] * n if isinstance(params, SamplingParams) else list(params)
     if isinstance(strategies, str):
         strategies = strategy(strategies)
-    judges = [strategies] * n if isinstance(strategies, Strategy) else list(strategies)
+    mine = [strategies] * n if isinstance(strategies, Strategy) else list(strategies)
+    judges = list(dict.fromkeys(mine))
     requests = [
         Request(
             id=str(i),
@@ -97,15 +142,43 @@ def decide(
         for i in range(n)
     ]
     k = max([1, *(len(d) for d in drafts)])
-    slots = seated(requests, k, logits.shape[1], max_len)
-    windows = windows_of(slots, drafts, probs)
+    slots = seated(requests, k, logits.shape[1], max_len, [judges.index(judge) for judge in mine])
+    put(slots, drafts)
+    return stepped(slots, logits, judges, policy, probs)
+
+
+def stepped(
+    slots: Slots,
+    logits: Tensor,
+    judges: Sequence[Strategy],
+    policy: dict[str, Any] | None = None,
+    probs: Tensor | None = None,
+    ops: Ops = OPS,
+) -> Result:
+    """All that a step does after the forward pass, for everybody seated."""
+    columns = slots.columns
+    n, k = columns.draft.shape
     config = SpeculativeConfig.parse({"method": "x", "num_speculative_tokens": k, **(policy or {})})
-    sampled = Sampler(OPS, config)(logits, windows, judges)
-    committed = commit(windows, sampled.verdict, torch.full((n,), k + 1))
-    tokens = [
-        line[:c] for line, c in zip(sampled.verdict.tokens.tolist(), committed.num_out.tolist(), strict=True)
-    ]
-    return Result(tokens, sampled, committed, slots)
+    requests = [request for request in slots.requests if request is not None]
+    running = [Running(r, 0, strategy=int(columns.strategy[i])) for i, r in enumerate(requests)]
+    hosted = {i: r for i, r in enumerate(requests) if r.params.logits_processors or r.bad_word_ids}
+    for i in hosted:
+        running[i].processed_by_host = True
+    plan = decoding(torch.arange(n), k)
+    windows = laid_out(columns, plan, len(logits), probs, ops)
+    traits = traits_of(running, judges, slots.vocab)
+    sampled = Sampler(ops, judges, config)(logits, windows, traits, hosted)
+    outcome = committed(windows, plan, sampled.choice, sampled.bad, k, ops)
+    table = outcome.table
+    return Result(
+        tokens=[line[TOKENS : TOKENS + line[NUM_OUT]] for line in table.tolist()],
+        accepted=table[:, NUM_ACCEPTED].tolist(),
+        ended=[End(number) for number in table[:, ENDED].tolist()],
+        windows=windows,
+        sampled=sampled,
+        outcome=outcome,
+        slots=slots,
+    )
 
 
 # --- a Markov chain for a model ---------------------------------------------------------------------------
@@ -123,41 +196,41 @@ def simulate(
     count: int,
     k: int,
     seed: int = 0,
-    wrong: Callable[[Tensor, Tensor], Tensor] | None = None,
+    wrong: Callable[[Choice, Windows], Choice] | None = None,
 ) -> Tensor:
     """`count` requests that each generate params.max_tokens tokens: [count, max_tokens].
 
-    Windows of k drafts, judged by the real sampler with the real noise, committed by the real commit;
-    a window that ends early is followed by another. `wrong` spoils verdicts on purpose.
+    Windows of k drafts, laid out, judged with the real noise and committed by the real ops; a window that
+    ends early is followed by another. `wrong` spoils choices on purpose.
     """
     length, vocab = params.max_tokens or 1, table.shape[1]
     request = Request(id="x", prompt_token_ids=[0], params=params, seed=0)
-    slots = seated([request], k, vocab)
-    columns, options = slots.columns, slots.options_of(0)
-    wide = {f: getattr(columns, f).repeat_interleave(count, 0) for f in columns.__dataclass_fields__}
-    wide["seed"] = seed * 10_000_000 + torch.arange(count)
-    columns = type(columns)(**wide)
-    sampler = Sampler(OPS, None)
+    seat = seated([request], k, vocab, max_len=1 + length).columns
+    columns = replace(
+        seat, **{f.name: getattr(seat, f.name).repeat_interleave(count, 0) for f in fields(seat)}
+    )
+    columns.seed.copy_(seed * 10_000_000 + torch.arange(count))
+    probs = torch.zeros((count, k, vocab))
+    sampler = Sampler(OPS, [judge])
+    traits = traits_of([Running(request, 0)], [judge], vocab)
     while True:
-        live = (columns.length < 1 + length).nonzero()[:, 0]
+        live = (columns.ended == End.NOT_YET).nonzero()[:, 0]
         if not len(live):
+            assert (columns.length == 1 + length).all()
             return columns.tokens[:, 1 : 1 + length].clone()
         at = columns.length[live] - 1  # index in the output
-        room = (length - at - 1).clamp(max=k) if drafter else torch.zeros_like(at)
-        last = columns.tokens[live, columns.length[live] - 1]
-        draft = torch.zeros((len(live), k), dtype=torch.int64)
-        probs = torch.zeros((len(live), k, vocab))
-        previous = [last]
+        last = columns.tokens[live, at]
+        inputs = last[:, None].repeat(1, k + 1)  # of every row of a window
         for j in range(k if drafter else 0):
-            draft[:, j], probs[:, j] = drafter(previous[-1], columns.seed[live], at + j)  # type: ignore[misc]
-            previous.append(draft[:, j])
-        rows = room + 1
-        first = rows.cumsum(0) - rows
-        owner = torch.arange(len(live)).repeat_interleave(rows)
-        depth = torch.arange(len(owner)) - first[owner]
-        context = torch.stack(previous, dim=1)[owner, depth]
-        windows = Windows(columns, live, first, room, draft, probs, owner, depth, [options] * len(live))
-        verdict = sampler(table[context], windows, [judge] * len(live)).verdict
-        if wrong is not None:
-            verdict.tokens[:] = wrong(verdict.tokens, columns.seed[live])
-        commit(windows, verdict, torch.full_like(room, k + 1))
+            token, law = drafter(inputs[:, j], columns.seed[live], at + j)  # type: ignore[misc]
+            columns.draft[live, j], probs[live, j] = token, law
+            inputs[:, j + 1] = token
+        columns.num_draft[live] = (length - at - 1).clamp(max=k) if drafter else torch.zeros_like(at)
+        plan = decoding(live, k)
+        windows = laid_out(columns, plan, int((columns.num_draft[live] + 1).sum()), probs)
+        entry = torch.zeros(count, dtype=torch.int64)
+        entry[live] = torch.arange(len(live))
+        logits = table[inputs[entry[windows.slot], windows.depth]]
+        sampled = sampler(logits, windows, traits, {})
+        choice = sampled.choice if wrong is None else wrong(sampled.choice, windows)
+        committed(windows, plan, choice, sampled.bad, k)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from draftproof.ops import STREAM_SAMPLE, STREAM_SYNTHETIC
 from draftproof.propose import Proposer
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Draft, ProposeBatch
+from draftproof.types import Choice, Draft, ProposeBatch, Windows
 from draftproof.verify import STRATEGIES
 from scripted import OPS, Drafter, simulate, strategy
 from tiny import engine, prompt, request, run
@@ -189,9 +190,18 @@ def test_shared_noise_is_accepted_more_often() -> None:
 # --- negative controls ----------------------------------------------------------------------------------
 
 
-def replace_in_3_percent(token: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def wrong(tokens: Tensor, seeds: Tensor) -> Tensor:
-        return torch.where(((seeds * 7919) % 100 < 100 * BIAS)[:, None], token, tokens)
+def replace_in_3_percent(token: int) -> Callable[[Choice, Windows], Choice]:
+    def wrong(choice: Choice, windows: Windows) -> Choice:
+        seeds = windows.columns.seed[windows.slot]
+        spoilt = (seeds * 7919) % 100 < 100 * BIAS
+        stands = windows.draft == choice.token if choice.accept is None else choice.accept
+        fallen = choice.token if choice.recovered is None else choice.recovered
+        return replace(
+            choice,
+            token=torch.where(spoilt, token, choice.token),
+            accept=torch.where(spoilt, windows.draft == token, stands),
+            recovered=torch.where(spoilt, token, fallen),
+        )
 
     return wrong
 

@@ -2,98 +2,150 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 import proposers
 import tiny
-from draftproof.engine.budget import MAX_PAUSE, DraftBudget
+from draftproof.engine.budget import MAX_PAUSE, DraftBudgets
+from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
 from draftproof.propose import ProposerEnv, ngram_sizes
 from draftproof.propose.given import GivenProposer
-from draftproof.propose.history import History
 from draftproof.propose.ngram import NgramProposer
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import ProposeBatch
+from draftproof.types import DeviceBatch, End, ProposeBatch
 from exact import Ask, Company, Where, solo
+from opcheck import importable
+
+OPS = importable()
+every = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+CPU = torch.device("cpu")
 
 
-def make(kind, k=4, **options):
-    env = ProposerEnv(
-        ops=resolve("torch", torch.device("cpu")),
-        k=k,
-        vocab_size=tiny.VOCAB,
-        hidden_size=32,
-        num_slots=2,
-        num_pages=8,
-        page_size=16,
-        max_len=128,
-        max_rows=64,
-    )
-    return kind(env, options)
+def lines(ops, k, histories, max_len=128):
+    """Columns with these committed tokens, slot i for history i; the rest is impossible."""
+    slots = Slots(len(histories), max_len, k, 1, tiny.VOCAB, ops)
+    slots.poison()
+    for slot, tokens in enumerate(histories):
+        slots.columns.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        slots.columns.length[slot] = len(tokens)
+    return slots.columns
 
 
 class Talk:
-    """A request as a proposer sees it: a prompt, then tokens as they are committed."""
+    """A request as the n-gram op sees it: a prompt, then tokens as they are committed."""
 
-    def __init__(self, proposer, prompt, prediction=()):
-        self.proposer, self.tokens = proposer, list(prompt)
-        request = tiny.request(0, SamplingParams(), prompt_token_ids=prompt, prediction_ids=prediction)
-        proposer.start(1, request)
+    def __init__(self, ops, prompt, smallest=2, largest=5, k=4):
+        self.ops, self.tokens, self.k, self.sizes = ops, list(prompt), k, (smallest, largest)
 
     def guess(self, *new, budget=4):
         self.tokens += new
-        columns = tiny.engine(max_num_seqs=2).loop.slots.columns
-        with torch.inference_mode():
-            columns.tokens[1, : len(self.tokens)] = torch.tensor(self.tokens)
-        batch = ProposeBatch(columns, [1], [budget], [len(self.tokens)], None, [], [])
-        draft = self.proposer.propose(batch)
-        return draft.tokens[0, : int(draft.count[0])].tolist()
+        columns = lines(self.ops, self.k, [[7, 8, 7, 8, 7], self.tokens])
+        drafts, count = self.ops.ngram(columns, torch.tensor([1]), torch.tensor([budget]), *self.sizes)
+        assert drafts.shape == (1, self.k) and count.shape == (1,)
+        return drafts[0, : int(count[0])].tolist()
 
 
 # --- ngram --------------------------------------------------------------------------------------------
 
 
-def test_what_followed_last_time_is_guessed():
-    talk = Talk(make(NgramProposer), [10, 11, 12, 13, 14, 15, 50])
+@every
+def test_what_followed_last_time_is_guessed(ops):
+    talk = Talk(ops, [10, 11, 12, 13, 14, 15, 50])
     assert talk.guess(10, 11) == [12, 13, 14, 15]
     assert talk.guess(12) == [13, 14, 15, 50]
     assert talk.guess(60) == []  # 12 60 never occurred
     assert talk.guess(14, 15, budget=2) == [50, 10]
 
 
-def test_a_match_may_straddle_prompt_and_output():
+@every
+def test_a_match_may_straddle_prompt_and_output(ops):
     """The n-gram 11 12 begins in the prompt and ends in the output."""
-    talk = Talk(make(NgramProposer), [10, 11])
+    talk = Talk(ops, [10, 11])
     assert talk.guess(12, 13, 14) == []
     assert talk.guess(11, 12) == [13, 14, 11, 12]
 
 
-def test_the_longest_match_counts():
+@every
+def test_the_longest_match_counts(ops):
     prompt = [1, 2, 3, 40, 7, 7, 9, 3, 50, 8, 8]
-    long_first = Talk(make(NgramProposer, prompt_lookup_min=1, prompt_lookup_max=3), prompt)
-    assert long_first.guess(1, 2, 3, budget=1) == [40]
-    short_only = Talk(make(NgramProposer, prompt_lookup_min=1, prompt_lookup_max=1), prompt)
-    assert short_only.guess(1, 2, 3, budget=1) == [50]  # the latest 3
+    assert Talk(ops, prompt, 1, 3).guess(1, 2, 3, budget=1) == [40]
+    assert Talk(ops, prompt, 1, 1).guess(1, 2, 3, budget=1) == [50]  # the latest 3
 
 
+@every
 @pytest.mark.parametrize(("smallest", "found"), [(2, True), (3, False)])
-def test_the_smallest_size_is_honoured(smallest, found):
-    talk = Talk(make(NgramProposer, prompt_lookup_min=smallest, prompt_lookup_max=5), [4, 5, 6, 7, 20])
-    assert bool(talk.guess(5, 6)) is found
+def test_the_smallest_size_is_honoured(ops, smallest, found):
+    assert bool(Talk(ops, [4, 5, 6, 7, 20], smallest, 5).guess(5, 6)) is found
 
 
-def test_the_largest_size_is_honoured():
+@every
+def test_the_largest_size_is_honoured(ops):
     """With sizes up to 2 the latest 5 6 counts, with 3 the place where 4 came before it."""
     prompt = [4, 5, 6, 30, 9, 5, 6, 31, 20]
-    assert Talk(make(NgramProposer, prompt_lookup_max=2), prompt).guess(4, 5, 6, budget=1) == [31]
-    assert Talk(make(NgramProposer, prompt_lookup_max=3), prompt).guess(4, 5, 6, budget=1) == [30]
+    assert Talk(ops, prompt, 2, 2).guess(4, 5, 6, budget=1) == [31]
+    assert Talk(ops, prompt, 2, 3).guess(4, 5, 6, budget=1) == [30]
 
 
-def test_a_short_cycle_is_continued_past_its_end():
-    assert Talk(make(NgramProposer, k=8), [1, 2, 1, 2, 1]).guess(2, budget=7) == [1, 2, 1, 2, 1, 2, 1]
-    assert Talk(make(NgramProposer, k=8), [5, 5, 5]).guess(5, budget=6) == [5] * 6
+@every
+def test_a_short_cycle_is_continued_past_its_end(ops):
+    assert Talk(ops, [1, 2, 1, 2, 1], k=8).guess(2, budget=7) == [1, 2, 1, 2, 1, 2, 1]
+    assert Talk(ops, [5, 5, 5], k=8).guess(5, budget=6) == [5] * 6
+
+
+@every
+def test_histories_too_short_to_match(ops):
+    for tokens in ([5], [5, 5], [5, 6, 5]):
+        assert Talk(ops, tokens, 2, 5).guess() == []
+    assert Talk(ops, [5, 5], 1, 5).guess() == [5] * 4
+    assert Talk(ops, [5, 5, 5], 2, 64).guess() == [5] * 4
+
+
+def from_scratch(tokens, budget, smallest, largest):
+    """The definition: for the longest n, the latest earlier place of the last n tokens."""
+    for n in range(largest, smallest - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[len(tokens) - n :]:
+                said = tokens[end:]
+                return [said[i % len(said)] for i in range(budget)]
+    return []
+
+
+@every
+def test_random_histories_against_the_definition(ops):
+    """Three tokens, so that everything matches somewhere; all of them in one call, some with no budget."""
+    chance = random.Random(4)
+    for smallest, largest in ((1, 1), (1, 3), (2, 5), (3, 4), (4, 8)):
+        told = [[chance.randrange(3) for _ in range(chance.randint(1, 40))] for _ in range(30)]
+        budget = [chance.randint(0, 6) for _ in told]
+        columns = lines(ops, 6, told, max_len=40)  # the longest fills its line
+        order = chance.sample(range(30), 30)
+        at = torch.tensor(order)
+        drafts, count = ops.ngram(columns, at, torch.tensor([budget[i] for i in order]), smallest, largest)
+        for i, line, n in zip(order, drafts.tolist(), count.tolist(), strict=True):
+            assert line[:n] == from_scratch(told[i], budget[i], smallest, largest), told[i]
+
+
+@every
+def test_nobody_and_those_who_ended_are_given_nothing(ops):
+    columns = lines(ops, 4, [[7, 8, 7, 8, 7]] * 3)
+    columns.ended[1] = int(End.STOP)
+    slots, budget = torch.tensor([-1, 0, 1, 2, -1]), torch.tensor([4, 4, 4, 0, 4])
+    drafts, count = ops.ngram(columns, slots, budget, 2, 5)
+    assert count.tolist() == [0, 4, 0, 0, 0] and drafts[1].tolist() == [8, 7, 8, 7]
+
+
+def test_the_proposer_asks_the_op_with_its_sizes():
+    proposer = make(NgramProposer, prompt_lookup_min=3, prompt_lookup_max=4)
+    columns = lines(proposer.env.ops, 4, [[5, 6, 9, 5, 6], [4, 5, 6, 9, 4, 5, 6]])
+    draft = proposer.draft(DeviceBatch(columns, torch.tensor([0, 1]), torch.tensor([2, 2])))
+    assert draft.count.tolist() == [0, 2] and draft.tokens[1, :2].tolist() == [9, 4]
+    assert draft.logprobs is None and draft.probs is None and proposer.graph_safe
 
 
 def test_sizes():
@@ -104,45 +156,6 @@ def test_sizes():
     for low, high in ((0, 3), (4, 3), (True, 3), (1, 65), ("2", 3)):
         with pytest.raises(ConfigError):
             of(low, high)
-
-
-class Counting(dict):
-    """A table that counts what is done to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.puts = self.gets = 0
-
-    def __setitem__(self, key, value):
-        self.puts += 1
-        super().__setitem__(key, value)
-
-    def get(self, *args):
-        self.gets += 1
-        return super().get(*args)
-
-
-def test_history_does_not_rescan():
-    history = History(2, 4)
-    history._next = {n: Counting() for n in history.sizes}
-    tables = list(history._next.values())
-    history.extend(range(100))
-    assert sum(t.puts for t in tables) == 98 + 97 + 96  # each n-gram with a token after it, once
-    for token in range(100, 400):
-        puts, gets = sum(t.puts for t in tables), sum(t.gets for t in tables)
-        history.extend([token])
-        history.find(history.tokens[-4:])
-        assert sum(t.puts for t in tables) - puts == 3  # one for each size
-        assert sum(t.gets for t in tables) - gets == 3
-
-
-def test_pieces_and_a_whole_make_the_same_history():
-    tokens = [(7 * i * i + i) % 5 for i in range(60)]
-    whole, pieces = History(1, 3), History(1, 3)
-    whole.extend(tokens)
-    for at in range(0, 60, 7):
-        pieces.extend(tokens[at : at + 7])
-    assert whole._next == pieces._next
 
 
 def test_a_planted_repetition_is_found_in_a_real_run():
@@ -166,15 +179,46 @@ def test_a_planted_repetition_is_found_in_a_real_run():
 # --- given --------------------------------------------------------------------------------------------
 
 
+def make(kind, k=4, **options):
+    env = ProposerEnv(
+        ops=resolve("torch", CPU),
+        k=k,
+        vocab_size=tiny.VOCAB,
+        hidden_size=32,
+        num_slots=2,
+        num_pages=8,
+        page_size=16,
+        max_len=128,
+        max_rows=64,
+    )
+    return kind(env, options)
+
+
+class Told:
+    """A request as a proposer on the host sees it."""
+
+    def __init__(self, proposer, prompt, prediction=()):
+        self.proposer, self.tokens = proposer, list(prompt)
+        request = tiny.request(0, SamplingParams(), prompt_token_ids=prompt, prediction_ids=prediction)
+        proposer.start(1, request)
+
+    def guess(self, *new, budget=4):
+        self.tokens += new
+        columns = lines(self.proposer.env.ops, 4, [[7], self.tokens])
+        batch = ProposeBatch(columns, [1], [budget], [len(self.tokens)], None, [], [])
+        draft = self.proposer.propose(batch)
+        return draft.tokens[0, : int(draft.count[0])].tolist()
+
+
 def test_a_prediction_is_followed_from_its_start():
-    talk = Talk(make(GivenProposer), [1, 2], prediction=[30, 31, 32, 33, 34, 35])
+    talk = Told(make(GivenProposer), [1, 2], prediction=[30, 31, 32, 33, 34, 35])
     assert talk.guess() == [30, 31, 32, 33]
     assert talk.guess(30, 31) == [32, 33, 34, 35]
     assert talk.guess(32, 33, 34, 35) == []  # it is used up
 
 
 def test_a_prediction_is_found_again_after_a_divergence():
-    talk = Talk(make(GivenProposer), [1], prediction=[30, 31, 32, 33, 34, 35, 36, 37])
+    talk = Told(make(GivenProposer), [1], prediction=[30, 31, 32, 33, 34, 35, 36, 37])
     assert talk.guess(30, 31) == [32, 33, 34, 35]
     assert talk.guess(77) == []  # an edit
     assert talk.guess(78) == []
@@ -184,13 +228,13 @@ def test_a_prediction_is_found_again_after_a_divergence():
 
 def test_after_a_divergence_the_nearest_place_further_on_counts():
     prediction = [40, 41, 50, 60, 40, 41, 51, 61, 40, 41, 52, 62]
-    talk = Talk(make(GivenProposer), [1], prediction)
+    talk = Told(make(GivenProposer), [1], prediction)
     assert talk.guess(40, 41, 50, 99) == []
     assert talk.guess(40, 41, budget=2) == [51, 61]
 
 
 def test_no_prediction_no_drafts():
-    assert Talk(make(GivenProposer), [1, 2, 3]).guess(4, 5) == []
+    assert Told(make(GivenProposer), [1, 2, 3]).guess(4, 5) == []
 
 
 def test_an_edited_prediction_saves_most_steps():
@@ -205,18 +249,36 @@ def test_an_edited_prediction_saves_most_steps():
 
 # --- budget -------------------------------------------------------------------------------------------
 
+SLOT = np.array([1])
 
-def taken(budget, accepts, steps):
+
+def budgets(limit, adaptive):
+    """Of three slots; the middle one is looked at, its neighbours live differently."""
+    made = DraftBudgets(3, adaptive)
+    for slot, most in enumerate((64, limit, 0)):
+        made.start(slot, most)
+    return made
+
+
+def take(made):
+    return int(made.take(SLOT)[0])
+
+
+def record(made, drafted, accepted):
+    made.record(np.arange(3), np.array([7, drafted, 0]), np.array([7, accepted, 0]))
+
+
+def taken(made, accepts, steps):
     """The draft lengths of `steps` windows in which `accepts(n)` of n drafts stand."""
     lengths = []
     for _ in range(steps):
-        lengths.append(budget.take())
-        budget.record(lengths[-1], accepts(lengths[-1]))
+        lengths.append(take(made))
+        record(made, lengths[-1], accepts(lengths[-1]))
     return lengths
 
 
 def test_the_budget_backs_off_and_pauses_longer_each_time():
-    lengths = taken(DraftBudget(8, True), lambda n: 0, 400)
+    lengths = taken(budgets(8, True), lambda n: 0, 400)
     assert lengths[:5] == [2, 1, 0, 0, 1]
     assert max(lengths[2:]) == 1
     probes = [i for i, n in enumerate(lengths) if n == 1]
@@ -225,30 +287,57 @@ def test_the_budget_backs_off_and_pauses_longer_each_time():
 
 
 def test_the_budget_doubles_while_drafts_stand():
-    budget = DraftBudget(8, True)
-    assert taken(budget, lambda n: n, 4) == [2, 4, 8, 8]
-    taken(budget, lambda n: 0, 50)
-    lengths = taken(budget, lambda n: n, 60)
+    made = budgets(8, True)
+    assert taken(made, lambda n: n, 4) == [2, 4, 8, 8]
+    taken(made, lambda n: 0, 50)
+    lengths = taken(made, lambda n: n, 60)
     begin = lengths.index(1)
     assert lengths[begin:] == [1, 2, 4] + [8] * (60 - begin - 3)
-    assert taken(budget, lambda n: 0, 7) == [8, 4, 2, 1, 0, 0, 1]  # the pause is short again
+    assert taken(made, lambda n: 0, 7) == [8, 4, 2, 1, 0, 0, 1]  # the pause is short again
 
 
 def test_the_budget_follows_what_stood():
-    budget = DraftBudget(8, True)
-    budget.record(8, 3)
-    assert budget.take() == 4
-    budget.record(2, 2)  # cut short by the rows of a step: all stood
-    assert budget.take() == 8
+    made = budgets(8, True)
+    record(made, 8, 3)
+    assert take(made) == 4
+    record(made, 2, 2)  # cut short by the rows of a step: all stood
+    assert take(made) == 8
 
 
 def test_windows_without_drafts_say_nothing_and_a_fixed_budget_stays():
-    budget = DraftBudget(8, True)
+    made = budgets(8, True)
     for _ in range(20):
-        budget.record(0, 0)
-    assert budget.take() == 2
-    assert set(taken(DraftBudget(5, False), lambda n: 0, 50)) == {5}
-    assert set(taken(DraftBudget(0, True), lambda n: 0, 5)) == {0}
+        record(made, 0, 0)
+    assert take(made) == 2
+    assert set(taken(budgets(5, False), lambda n: 0, 50)) == {5}
+    assert set(taken(budgets(0, True), lambda n: 0, 5)) == {0}
+
+
+def test_a_slot_begins_anew_with_each_request():
+    made = budgets(8, True)
+    taken(made, lambda n: 0, 60)
+    made.start(1, 6)
+    assert taken(made, lambda n: n, 4) == [2, 4, 6, 6]
+    made.start(1, 1)
+    assert taken(made, lambda n: n, 2) == [1, 1]
+
+
+def test_budgets_are_each_slots_own():
+    """Hundreds of slots in any order and company: each as if it were alone."""
+    chance = random.Random(6)
+    together, alone = DraftBudgets(40, True), [DraftBudgets(1, True) for _ in range(40)]
+    for slot in range(40):
+        together.start(slot, 1 + slot % 9)
+        alone[slot].start(0, 1 + slot % 9)
+    zero = np.array([0])
+    for _ in range(60):
+        slots = np.array(chance.sample(range(40), chance.randint(1, 40)))
+        got = together.take(slots)
+        assert got.tolist() == [int(alone[s].take(zero)[0]) for s in slots]
+        stood = np.array([chance.choice([0, 0, n, chance.randint(0, n)]) for n in got.tolist()])
+        together.record(slots, got, stood)
+        for s, drafted, accepted in zip(slots, got, stood, strict=True):
+            alone[s].record(zero, drafted[None], accepted[None])
 
 
 def test_junk_costs_little():

@@ -12,9 +12,9 @@ from draftproof.config import SpeculativeConfig
 from draftproof.errors import ConfigError
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.sampling_params import SamplingParams
+from draftproof.types import End
 from draftproof.verify import STRATEGIES
-from draftproof.verify.sampler import Sampler
-from scripted import OPS, Result, decide, seated, strategy, windows_of
+from scripted import OPS, Result, decide, seated, stepped, strategy
 from tiny import engine, request, run
 
 V = 16
@@ -36,10 +36,6 @@ def noise(rows: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn((rows, V), generator=torch.Generator().manual_seed(seed))
 
 
-def accepted(result: Result) -> list[int]:
-    return result.sampled.verdict.num_accepted.tolist()
-
-
 # --- the rules ------------------------------------------------------------------------------------------
 
 
@@ -51,13 +47,13 @@ def test_leading_drafts_stand_and_one_token_follows(name: str, right: int) -> No
     draft = best[:right] + [9] * (4 - right)
     result = decide(ranked(*([b] for b in best), gap=40), [draft], COLD, name)
     assert result.tokens == [best[: right + 1]]
-    assert accepted(result) == [right]
+    assert result.accepted == [right]
 
 
 @every
 def test_no_drafts_is_plain_decoding(name: str) -> None:
     result = decide(ranked([3], [4], gap=40), [[], []], COLD, name)
-    assert result.tokens == [[3], [4]] and accepted(result) == [0, 0]
+    assert result.tokens == [[3], [4]] and result.accepted == [0, 0]
 
 
 @every
@@ -102,14 +98,14 @@ def test_rejection_takes_a_certain_draft_as_one_of_probability_1() -> None:
     one_hot = torch.nn.functional.one_hot(drafts, V).float()
     result = decide(logits, drafts.tolist(), HOT, "rejection", probs=one_hot)
     assert result.tokens == decide(logits, drafts.tolist(), HOT, "rejection").tokens
-    assert 0 < sum(accepted(result)) < 300
+    assert 0 < sum(result.accepted) < 300
 
 
 def test_rejection_keeps_every_draft_when_both_laws_agree() -> None:
     logits = noise(400)
     probs = logits.softmax(-1).view(100, 4, V)[:, :3]
     drafts = logits.argmax(-1).view(100, 4)[:, :3]
-    assert accepted(decide(logits, drafts.tolist(), HOT, "rejection", probs=probs)) == [3] * 100
+    assert decide(logits, drafts.tolist(), HOT, "rejection", probs=probs).accepted == [3] * 100
 
 
 def test_rejection_never_keeps_what_the_target_never_says() -> None:
@@ -119,7 +115,7 @@ def test_rejection_never_keeps_what_the_target_never_says() -> None:
     params = SamplingParams(max_tokens=20, top_k=3)
     drafts = logits.view(100, 2, V)[:, 0].argmin(-1, keepdim=True)
     result = decide(logits, drafts.tolist(), params, "rejection", probs=probs)
-    assert accepted(result) == [0] * 100
+    assert result.accepted == [0] * 100
     kept = torch.softmax(result.sampled.processed[::2], -1)
     for i, (token,) in enumerate(result.tokens):
         assert kept[i, token] > probs[i, 0, token]
@@ -135,20 +131,18 @@ def topp(logits: Tensor, draft: list[int], params: SamplingParams = COLD, **opti
 def test_topp_accepts_what_is_in_the_nucleus() -> None:
     flat = ranked([3, 4, 5, 6], [1], gap=0.1)  # four tokens of nearly a quarter each
     inside = {
-        token: accepted(topp(flat, [token], SamplingParams(max_tokens=9, top_p=0.6), verify_window=0))[0]
+        token: topp(flat, [token], SamplingParams(max_tokens=9, top_p=0.6), verify_window=0).accepted[0]
         for token in range(V)
     }
     assert [token for token, stood in inside.items() if stood] == [3, 4, 5]
     greedy = SamplingParams(temperature=0, max_tokens=9, top_p=0.6)
-    assert [t for t in range(V) if accepted(topp(flat, [t], greedy, verify_window=0)) == [1]] == [3, 4, 5]
+    assert [t for t in range(V) if topp(flat, [t], greedy, verify_window=0).accepted == [1]] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("limit", (1, 2, 3, 7, 11, 1000))
 def test_topp_takes_any_max_candidate_len(limit: int) -> None:
     flat = ranked([3, 4, 5, 6], [1], gap=0.1)
-    stood = [
-        t for t in range(V) if accepted(topp(flat, [t], max_candidate_len=limit, verify_window=0)) == [1]
-    ]
+    stood = [t for t in range(V) if topp(flat, [t], max_candidate_len=limit, verify_window=0).accepted == [1]]
     assert stood[:4] == [3, 4, 5, 6][:limit] if limit <= 4 else len(stood) == min(limit, V)
 
 
@@ -156,15 +150,15 @@ def test_topp_verify_window() -> None:
     """The second best stands outside the nucleus if the next `verify_window` drafts are the best."""
     rows = ranked([3, 4], [8, 1], [2, 1], [11, 1], [6])
     narrow = {"max_candidate_len": 1}
-    assert accepted(topp(rows, [4, 8, 2, 11], **narrow)) == [4]
-    assert accepted(topp(rows, [4, 8, 1, 11], **narrow)) == [0]  # the second follower is not the best
-    assert accepted(topp(rows, [4, 8, 5, 11], **narrow, verify_window=1)) == [2]
-    assert accepted(topp(rows, [4, 8, 2, 11], **narrow, verify_window=3)) == [4]
-    assert accepted(topp(rows, [4, 8, 2, 1], **narrow, verify_window=3)) == [0]
-    assert accepted(topp(rows, [4, 8, 2, 11], **narrow, verify_window=0)) == [0]
-    assert accepted(topp(rows, [4, 8, 2, 11], **narrow, verify_window=4)) == [0]  # there is no fourth
-    assert accepted(topp(rows, [5, 8, 2, 11], **narrow)) == [0]  # the third best never
-    assert accepted(topp(rows[:2], [4], **narrow)) == [0]  # the last draft has no followers
+    assert topp(rows, [4, 8, 2, 11], **narrow).accepted == [4]
+    assert topp(rows, [4, 8, 1, 11], **narrow).accepted == [0]  # the second follower is not the best
+    assert topp(rows, [4, 8, 5, 11], **narrow, verify_window=1).accepted == [2]
+    assert topp(rows, [4, 8, 2, 11], **narrow, verify_window=3).accepted == [4]
+    assert topp(rows, [4, 8, 2, 1], **narrow, verify_window=3).accepted == [0]
+    assert topp(rows, [4, 8, 2, 11], **narrow, verify_window=0).accepted == [0]
+    assert topp(rows, [4, 8, 2, 11], **narrow, verify_window=4).accepted == [0]  # there is no fourth
+    assert topp(rows, [5, 8, 2, 11], **narrow).accepted == [0]  # the third best never
+    assert topp(rows[:2], [4], **narrow).accepted == [0]  # the last draft has no followers
 
 
 def test_topp_options_of_the_engine() -> None:
@@ -185,9 +179,9 @@ def test_accept_all(name: str, params: SamplingParams) -> None:
     """Every draft stands, the model decides the token after them, an end token among them ends."""
     logits = ranked(*([i] for i in (3, 8, 2, 11)), gap=40)
     result = decide(logits, [[9, 9, 9]], params, name, policy={"accept_policy": "accept_all"})
-    assert result.tokens == [[9, 9, 9, 11]] and accepted(result) == [3]
+    assert result.tokens == [[9, 9, 9, 11]] and result.accepted == [3]
     result = decide(logits, [[9, 7, 9]], params, name, policy={"accept_policy": "accept_all"}, eos=(7,))
-    assert result.tokens == [[9, 7]] and result.committed.stopped.tolist() == [True]
+    assert result.tokens == [[9, 7]] and result.ended == [End.STOP]
 
 
 @every
@@ -195,7 +189,7 @@ def test_reject_all(name: str) -> None:
     """No draft stands, not even a right one; the token is that of plain decoding, an end token too."""
     logits = ranked([3], [8], gap=40)
     result = decide(logits, [[3]], COLD, name, policy={"accept_policy": "reject_all"}, eos=(3,))
-    assert result.tokens == [[3]] and accepted(result) == [0] and result.committed.stopped.tolist() == [True]
+    assert result.tokens == [[3]] and result.accepted == [0] and result.ended == [End.STOP]
 
 
 def test_reject_all_samples_as_if_nothing_was_drafted() -> None:
@@ -211,7 +205,7 @@ def synthetic(policy: dict[str, Any], count: int = 6000, k: int = 4) -> Tensor:
     logits = torch.zeros((1, V)).expand(count * (k + 1), V)
     policy = {"accept_policy": "synthetic", **policy}
     result = decide(logits, [[9] * k] * count, COLD, policy=policy, seeds=range(count))
-    return result.sampled.verdict.num_accepted
+    return torch.tensor(result.accepted)
 
 
 def test_synthetic_rates_are_reached() -> None:
@@ -327,16 +321,26 @@ def test_control_the_strategies_do_differ() -> None:
 
 @every
 def test_what_lies_beyond_the_last_draft_is_never_read(name: str) -> None:
-    """Slack of the draft columns poisoned with ids below and beyond the vocabulary: the same verdict."""
+    """Slack of the draft columns poisoned with ids below and beyond the vocabulary: the same choice."""
     logits = noise(5)
     answers = []
     for poison in (-(2**40), -1, 0, V, 2**40):
         slots = seated([request(i, HOT, 3) for i in range(2)], 4, V)
-        draft = torch.full((2, 4), poison)
-        draft[0, :2], draft[1, :1] = torch.tensor([3, 4]), 5
-        windows = windows_of(slots, (draft, torch.tensor([2, 1])))
-        verdict = Sampler(OPS, None)(logits, windows, [strategy(name)] * 2).verdict
-        answers.append(
-            [line[:n] for line, n in zip(verdict.tokens.tolist(), verdict.num_out.tolist(), strict=True)]
-        )
+        slots.columns.draft.fill_(poison)
+        slots.columns.draft[0, :2], slots.columns.draft[1, :1] = torch.tensor([3, 4]), 5
+        slots.columns.num_draft.copy_(torch.tensor([2, 1]))
+        result = stepped(slots, logits, [strategy(name)])
+        answers.append((result.tokens, result.accepted, result.outcome.table.tolist()))
     assert all(answer == answers[0] for answer in answers)
+
+
+@every
+def test_rows_of_nobody_change_nothing(name: str) -> None:
+    """Padding behind the last window, whatever its logits: the same tokens, and the same law for them."""
+    logits = noise(7)
+    drafts = [[3, 4], [], [5]]
+    plain = decide(logits[:6], drafts, HOT, name)
+    for value in (0.0, torch.nan, torch.inf, -torch.inf):
+        padded = decide(torch.cat([logits[:6], torch.full((3, V), value)]), drafts, HOT, name)
+        assert padded.tokens == plain.tokens and padded.ended == plain.ended
+        assert padded.outcome.table.tolist() == plain.outcome.table.tolist()

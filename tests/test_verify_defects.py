@@ -7,20 +7,22 @@ those of the n-gram search in test_propose.py; endings in the engine, with text,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy import stats
 
 from draftproof.config import EngineConfig, SpeculativeConfig
-from draftproof.engine.slots import Slots
+from draftproof.engine.slots import Seat, Slots
 from draftproof.errors import ConfigError
 from draftproof.metrics import SpecStats
-from draftproof.propose.history import History
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request
+from draftproof.types import NUM_OUT, End, Request, Wants
 from draftproof.verify import STRATEGIES
-from scripted import CPU, OPS, decide, simulate, strategy
-from test_verify import COLD, HOT, V, accepted, noise, ranked
+from scripted import OPS, decide, simulate, stepped, strategy
+from test_propose import Talk
+from test_verify import COLD, HOT, V, noise, ranked
 from tiny import engine, prompt, request, run
 
 # --- 2.5: verification ------------------------------------------------------------------------------------
@@ -31,15 +33,15 @@ def test_skipped_position_after_bulk_accept() -> None:
     rows = ranked([3, 4], [8], [2], [11], [6], [5], gap=40.0)
     rows[0, 4] = 4.5
     result = decide(rows, [[4, 8, 2, 9, 6]], COLD, strategy("topp", max_candidate_len=1))
-    assert result.tokens == [[4, 8, 2, 11]] and accepted(result) == [3]
+    assert result.tokens == [[4, 8, 2, 11]] and result.accepted == [3]
 
 
 def test_fallback_is_alive_and_not_fooled_by_token_0() -> None:
     """2.5(2): in a nucleus of one, the real second best stands; token 0, far down the row, does not."""
     rows = ranked([3, 4], [8], [2], [6])
     params = SamplingParams(max_tokens=9, top_p=0.5)
-    assert accepted(decide(rows, [[4, 8, 2]], params, "topp")) == [3]
-    assert accepted(decide(rows, [[0, 8, 2]], params, "topp")) == [0]
+    assert decide(rows, [[4, 8, 2]], params, "topp").accepted == [3]
+    assert decide(rows, [[0, 8, 2]], params, "topp").accepted == [0]
 
 
 @pytest.mark.parametrize("top_p", (0.3, 0.9, 0.999, 1.0))
@@ -49,7 +51,7 @@ def test_candidate_set_is_never_empty_on_flat_distributions(top_p: float) -> Non
     best = flat.argmax(-1).view(200, 2)[:, :1]
     params = SamplingParams(max_tokens=9, top_p=top_p)
     result = decide(flat, best.tolist(), params, "topp")
-    assert accepted(result) == [1] * 200
+    assert result.accepted == [1] * 200
     bonus = {line[1] for line in result.tokens}
     assert len(bonus) > 5, "the token after it is drawn, not always the best"
 
@@ -140,7 +142,7 @@ def test_length_is_not_over_counted_on_eos() -> None:
     rows = ranked([3], [7], [2], [11], gap=40)
     result = decide(rows, [[3, 7, 2]], COLD, eos=(7,))
     assert result.tokens == [[3, 7]]
-    assert result.committed.num_out.tolist() == [2] and result.committed.stopped.tolist() == [True]
+    assert result.outcome.table[:, NUM_OUT].tolist() == [2] and result.ended == [End.STOP]
     columns = result.slots.columns
     assert columns.length.tolist() == [3] and columns.tokens[0, :3].tolist() == [1, 3, 7]
     assert int(columns.tokens[0, 3]) < 0, "nothing is written beyond the end"
@@ -156,7 +158,7 @@ def test_last_token_at_the_limit_is_not_overwritten_with_eos(limit: int) -> None
     params = SamplingParams(temperature=0, max_tokens=limit)
     result = decide(rows, [[3, 8, 2]], params, eos=(7,))
     assert result.tokens == [[3, 8, 2, 11][:limit]]
-    assert result.committed.full.tolist() == [True] and result.committed.stopped.tolist() == [False]
+    assert result.ended == [End.LENGTH]
 
 
 @pytest.mark.parametrize("room", (1, 2, 3, 4))
@@ -175,7 +177,7 @@ def test_stop_token_ends_in_its_own_step(place: int) -> None:
     best = [3, 8, 2, 11]
     params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[best[place]])
     result = decide(ranked(*([b] for b in best), gap=40), [best[:3]], params)
-    assert result.tokens == [best[: place + 1]] and result.committed.stopped.tolist() == [True]
+    assert result.tokens == [best[: place + 1]] and result.ended == [End.STOP]
 
 
 def test_a_request_does_not_inherit_what_its_slot_held() -> None:
@@ -192,14 +194,31 @@ def test_a_request_does_not_inherit_what_its_slot_held() -> None:
         max_tokens=7,
         stop_token_ids=[4, 5, 6],
     )
-    used, fresh = Slots(1, 64, 3, 4, V, CPU), Slots(1, 64, 3, 4, V, CPU)
-    used.stand(used.sit(request(0, old, 5, seed=77), [1, 2], 30))
+    used, fresh = Slots(1, 64, 3, 4, V, OPS), Slots(1, 64, 3, 4, V, OPS)
+    earlier = request(0, old, 5, seed=77)
+    used.seat([Seat(used.take(earlier), earlier, [1, 2], 30, strategy=1, wants=Wants.PROCESSED)])
+    for name in ("ended", "num_draft", "computed"):  # as it may leave them
+        getattr(used.columns, name).fill_(3)
+    used.stand(0)
     asked = request(1, SamplingParams(), 3, seed=5)
     for slots in (used, fresh):
-        slots.sit(asked, [3], 9)
+        slots.seat([Seat(slots.take(asked), asked, [3], 9)])
     for name in used.columns.__dataclass_fields__:
-        if name not in ("tokens", "page_table"):  # append-only, read up to their length
+        if name != "tokens":  # append-only, read up to its length
             assert torch.equal(getattr(used.columns, name), getattr(fresh.columns, name)), name
+
+
+def test_bias_and_bans_of_a_predecessor_are_not_read() -> None:
+    """1.2(c): these planes are written for requests that have them and read where Adjust says so."""
+    old = SamplingParams(logit_bias={3: 50.0}, allowed_token_ids=[3], min_tokens=9)
+    slots = Slots(1, 64, 3, 4, V, OPS)
+    for params in (old, SamplingParams(temperature=0, max_tokens=9), replace(COLD, logit_bias={5: -1.0})):
+        asked = request(0, params, prompt_token_ids=[1, 9])
+        slots.seat([Seat(slots.take(asked), asked, [1], 30)])
+        slots.columns.computed.copy_(slots.columns.length - 1)
+        tokens = stepped(slots, ranked([8, 4], gap=1.0), [strategy("target_match")]).tokens
+        assert tokens == [[3]] if params is old else [[8]]
+        slots.stand(0)
 
 
 def test_a_request_cannot_be_made_without_a_seed() -> None:
@@ -209,16 +228,17 @@ def test_a_request_cannot_be_made_without_a_seed() -> None:
 
 
 def test_end_tokens_are_each_requests_own() -> None:
-    """1.2(b): one batch, three sets of end tokens, one of them wider than the column was."""
-    slots = Slots(3, 64, 3, 4, 97, CPU)
-    for i, eos in enumerate(((7,), (), tuple(range(20, 40)))):
-        slots.sit(request(i, SamplingParams(), 3, eos_token_ids=eos), [i + 1], 30)
-    held = [{t for t in line if t >= 0} for line in slots.columns.stop_ids.tolist()]
-    assert held == [{7}, set(), set(range(20, 40))]
+    """1.2(b): one batch, three sets of end tokens."""
+    slots = Slots(3, 64, 3, 4, 97, OPS)
+    wanted = [(7,), (), tuple(range(20, 40))]
+    requests = [request(i, SamplingParams(), 3, eos_token_ids=eos) for i, eos in enumerate(wanted)]
+    slots.seat([Seat(slots.take(r), r, [i + 1], 30) for i, r in enumerate(requests)])
+    held = [tuple(line.nonzero()[:, 0].tolist()) for line in slots.columns.ends]
+    assert held == wanted
     best = {7: ranked([7], gap=40), 3: ranked([3], gap=40)}
     params = [SamplingParams(temperature=0, stop_token_ids=[t] if t else []) for t in (7, 3, 0)]
     result = decide(torch.cat([best[7], best[7], best[7]]), [[], [], []], params)
-    assert result.committed.stopped.tolist() == [True, False, False]
+    assert result.ended == [End.STOP, End.NOT_YET, End.NOT_YET]
 
 
 # --- statistics and configuration ---------------------------------------------------------------------------
@@ -230,7 +250,7 @@ def test_a_placeholder_is_never_counted_as_a_draft(policy: str) -> None:
     rows = ranked([3], [3], [8], [3], [8], [2], [11], gap=40)
     drafts = [[], [3], [3, 8, 2]]
     result = decide(rows, drafts, COLD, policy={"accept_policy": policy})
-    assert accepted(result) == [0, 1, 3]
+    assert result.accepted == [0, 1, 3]
     spec = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
     out = run(engine(speculative=spec), [request(0, SamplingParams(temperature=0, max_tokens=40))])["0"]
     total = SpecStats()
@@ -261,9 +281,8 @@ def test_min_ngram_size_is_honoured(smallest: int, drafted: bool) -> None:
     target.add(request(0, SamplingParams(temperature=0, max_tokens=3), prompt_token_ids=ids[:-1]))
     proposer = target.loop.proposer
     assert (proposer.smallest, proposer.largest) == (smallest, 4)  # type: ignore[union-attr]
-    history = History(smallest, 4)
-    history.extend(ids)
-    assert (history.find(ids) is not None) == drafted
+    talk = Talk(target.ops, ids, smallest, 4)
+    assert bool(talk.guess()) == drafted
 
 
 @pytest.mark.parametrize(
