@@ -11,7 +11,7 @@ from torch import Tensor
 from draftproof.engine.engine import Engine
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.verify.logprobs import Wanted, logprob_rows
+from draftproof.verify.logprobs import Wanted, logprob_rows, rows_of
 from opcheck import bits, importable
 from tiny import VOCAB, Record, engine, prompt, request, run
 
@@ -47,7 +47,7 @@ def test_rows_against_the_definition(ops: Any, top: int) -> None:
     logits[2] = 0.0
     logits[3, 10:] = -torch.inf
     tokens = [0, 3, 60, 4, 30, 31, 2, 1, 9]
-    (lines,) = logprob_rows(ops, logits, [Wanted(list(range(9)), tokens, top, ())])
+    lines = logprob_rows(ops, logits, Wanted(list(range(9)), tokens, top, ()))
     for line, row, token in zip(lines, logits, tokens, strict=True):
         ids, values, ranks = rows_from_scratch(row, token, top)
         assert line.token_ids == ids and line.ranks == ranks
@@ -57,20 +57,25 @@ def test_rows_against_the_definition(ops: Any, top: int) -> None:
 
 @every
 def test_several_requests_in_one_pass_equal_each_alone(ops: Any) -> None:
-    """None, k = 5, k = 20, named ids: bit for bit what each gets by itself."""
+    """One call with the longest list and padding between: bit for bit what each gets by itself."""
     logits = torch.randn((12, 61), generator=torch.Generator().manual_seed(2))
-    wanted = [
-        Wanted([0, 1, 2], [5, 6, 7], 0, ()),
-        Wanted([3, 4], [1, 1], 5, ()),
-        Wanted([], [], 3, ()),
-        Wanted([5], [60], 20, ()),
-        Wanted([11, 10, 9], [1, 2, 3], 0, (4, 60, 2)),
-        Wanted([0], [0], 61, ()),
-    ]
-    together = logprob_rows(ops, logits, wanted)
-    assert together == [logprob_rows(ops, logits, [w])[0] for w in wanted]
-    assert [len(lines) for lines in together] == [3, 2, 0, 1, 3, 1]
-    assert [line.token_ids[1:] for line in together[4]] == [[4, 60, 2]] * 3
+    rows = [0, 1, 2, -1, 3, 4, 5, -1, -1, 11, 10, 9, 0]
+    tokens = [5, 6, 7, 0, 1, 1, 60, 0, 0, 1, 2, 3, 0]
+    found = ops.logprobs(logits, torch.tensor(rows), torch.tensor(tokens), 20)
+    columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
+    for top in (0, 1, 5, 20):
+        lines = rows_of(*columns, tokens, top)
+        for row, token, line in zip(rows, tokens, lines, strict=True):
+            if row >= 0:
+                assert [line] == logprob_rows(ops, logits, Wanted([row], [token], top, ()))
+    named = logprob_rows(ops, logits, Wanted([11, 10, 9], [1, 2, 3], 0, (4, 60, 2)))
+    assert [line.token_ids[1:] for line in named] == [[4, 60, 2]] * 3
+    for line, row in zip(named, (11, 10, 9), strict=True):
+        assert (line.token_ids, line.ranks) == pick(logits[row], line.token_ids)
+
+
+def pick(row: Tensor, ids: list[int]) -> tuple[list[int], list[int]]:
+    return ids, [rows_from_scratch(row, token, 0)[2][0] for token in ids]
 
 
 @every
@@ -80,8 +85,8 @@ def test_slack_around_the_rows_is_never_read(ops: Any) -> None:
     buffer = torch.full((40, 61), torch.nan)
     buffer[[7, 8, 20, 39]] = logits
     before = bits(buffer)
-    clean = logprob_rows(ops, logits, [Wanted([0, 1, 2, 3], [1, 2, 3, 4], 5, (9,))])
-    assert logprob_rows(ops, buffer, [Wanted([7, 8, 20, 39], [1, 2, 3, 4], 5, (9,))]) == clean
+    clean = logprob_rows(ops, logits, Wanted([0, 1, 2, 3], [1, 2, 3, 4], 5, (9,)))
+    assert logprob_rows(ops, buffer, Wanted([7, 8, 20, 39], [1, 2, 3, 4], 5, (9,))) == clean
     assert bits(buffer) == before
 
 
@@ -90,8 +95,7 @@ def test_no_rows_no_work() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"{name} was called")
 
-    assert logprob_rows(Nothing(), torch.zeros(3, 5), []) == []  # type: ignore[arg-type]
-    assert logprob_rows(Nothing(), torch.zeros(3, 5), [Wanted([], [], 5, ())]) == [[]]  # type: ignore[arg-type]
+    assert logprob_rows(Nothing(), torch.zeros(3, 5), Wanted([], [], 5, (3,))) == []  # type: ignore[arg-type]
 
 
 # --- what a request asks for ----------------------------------------------------------------------------
@@ -294,34 +298,51 @@ def test_draft_logprobs_of_a_proposer_that_samples() -> None:
 
 
 class Counting:
-    """Counts the logits rows that logprob ops were given."""
+    """What `Ops.logprobs` was asked for: real rows, and rows of padding."""
 
     def __init__(self, target: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows = {"logsumexp": 0, "rank": 0, "top": 0}
-        for name in self.rows:
-            monkeypatch.setattr(target.ops, name, self._counted(name, getattr(target.ops, name)))
+        self.calls = self.real = 0
+        self.tops: set[int] = set()
+        whole = target.ops.logprobs
 
-    def _counted(self, name: str, op: Any) -> Any:
-        def call(logits: Tensor, *rest: Any) -> Any:
-            self.rows[name] += len(logits)
-            return op(logits, *rest)
+        def counted(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Any:
+            self.calls += 1
+            self.real += int((rows >= 0).sum())
+            self.tops.add(top)
+            return whole(logits, rows, tokens, top)
 
-        return call
+        monkeypatch.setattr(target.ops, "logprobs", counted)
 
 
 @both
+@pytest.mark.parametrize("mode", ("raw", "processed"))
 def test_only_committed_tokens_of_requests_that_asked_cost_anything(
-    spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+    spec: dict[str, Any] | None, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests, one of which asked: as many rows as it has tokens. None asked: no row at all."""
-    quiet = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5)
+    """Three requests, one of which asked: as many rows as it has tokens. None asked: no call at all."""
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    quiet, asked = SamplingParams(**options), SamplingParams(**options, logprobs=5, logprobs_mode=mode)
     target = engine(speculative=spec)
     counting = Counting(target, monkeypatch)
     run(target, [request(i, quiet) for i in range(3)])
-    assert counting.rows == {"logsumexp": 0, "rank": 0, "top": 0}
+    assert counting.calls == 0
     run(target, [request(0, quiet), request(1, asked), request(2, quiet)])
-    assert counting.rows == {"logsumexp": 24, "rank": 24, "top": 24}
+    assert counting.real == 24 and min(counting.tops) >= 5
+
+
+@both
+def test_raw_and_processed_are_each_computed_for_their_own_rows(
+    spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = engine(speculative=spec)
+    counting = Counting(target, monkeypatch)
+    modes: tuple[Any, ...] = ("raw", "processed", "raw")
+    wishes = [
+        request(i, SamplingParams(max_tokens=9 + i, ignore_eos=True, logprobs=2 * i, logprobs_mode=mode))
+        for i, mode in enumerate(modes)
+    ]
+    run(target, wishes)
+    assert counting.real == 9 + 10 + 11
 
 
 @both
