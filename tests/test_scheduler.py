@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,9 +22,14 @@ def plans(engine, requests, arrivals=()):
     seen, whole = [], engine.loop.scheduler.plan
 
     def plan():
-        entries = whole()
-        seen.append({e.sequence.request.id: (e.num_rows, e.num_draft, e.samples) for e in entries})
-        return entries
+        planned = whole()
+        if planned is not None:
+            names = [sequence.request.id for sequence in planned.sequences]
+            rows = np.maximum(planned.chunk, 1) + planned.drafts
+            columns = (rows.tolist(), planned.drafts.tolist(), planned.samples.tolist())
+            seen.append(dict(zip(names, zip(*columns, strict=True), strict=True)))
+            assert planned.num_rows == rows.sum() <= engine.loop.scheduler.max_rows
+        return planned
 
     engine.loop.scheduler.plan = plan
     tiny.run(engine, requests, arrivals)
@@ -97,15 +103,34 @@ def test_an_abort_at_any_step_frees_everything(when):
     assert engine.abort("0") and engine.abort("1")
     assert not engine.abort("0") and not engine.abort("unknown")
     check_empty(engine)
-    assert engine.step() == []
+    assert not engine.step() and engine.loop.scheduler.plan() is None
+
+
+def _column(name, add=1):
+    return lambda e, s: getattr(e.loop.slots.columns, name)[s.slot].add_(add)
+
+
+def _host(name):
+    def spoil(engine, sequence):
+        getattr(engine.loop.scheduler.host, name)[sequence.slot] += 1
+
+    return spoil
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda e, s: e.loop.slots.columns.length[s.slot].add_(1), "lengths differ"),
-        (lambda e, s: setattr(s, "computed", s.length), "computed differs"),
-        (lambda e, s: e.loop.slots.columns.num_draft[s.slot].add_(1), "draft counts differ"),
+        (_column("length"), "lengths differ"),
+        (_host("length"), "lengths differ"),
+        (_column("computed"), "KV of 13 tokens"),
+        (_column("computed", -1), "KV of 11 tokens"),
+        (_host("prompt_left"), "KV of 12 tokens"),
+        (_column("num_draft"), "more drafts than are known of"),
+        (_column("prompt_len"), "prompt lengths differ"),
+        (_column("ended"), "ended on the device alone"),
+        (_host("under_way"), "a step is missing"),
+        (lambda e, s: setattr(s, "max_length", 13), "ran past its end"),
+        (lambda e, s: e.loop.slots.requests.__setitem__(s.slot, None), "its slot is another's"),
         (lambda e, s: s.pages.pop(), "pages short"),
         (lambda e, s: e.loop.slots.columns.tokens[s.slot].fill_(97), "impossible token"),
         (lambda e, s: e.loop.scheduler.pages.give_back(s.pages[:1]), "shares a page|free"),
@@ -143,10 +168,14 @@ def test_drafts_do_not_keep_a_prompt_out():
     busy = tiny.engine(speculative=spec, max_num_batched_tokens=16)
     for i in range(6):
         busy.add(tiny.request(i, params))
-    while any(s.waiting_rows > 1 for s in busy.loop.scheduler.running) or busy.loop.scheduler.waiting:
+    scheduler = busy.loop.scheduler
+
+    def prompt_left(sequence):
+        return scheduler.host.prompt_left[sequence.slot]
+
+    while any(prompt_left(s) for s in scheduler.running) or scheduler.waiting:
         busy.step()
     busy.add(tiny.request(6, params, length=20))
     for _ in range(20 // ((16 - 6) // 2) + 1):  # half of what six rows leave, 5 rows a step
         busy.step()
-    assert busy.loop.scheduler.running[-1].request.id == "6"
-    assert busy.loop.scheduler.running[-1].waiting_rows == 1
+    assert scheduler.running[-1].request.id == "6" and not prompt_left(scheduler.running[-1])

@@ -19,7 +19,7 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         assert slots.requests[slot] is sequence.request, f"{name}: its slot is another's"
         assert int(columns.ended[slot]) == 0, f"{name}: ended on the device alone"
         assert int(columns.length[slot]) == length, f"{name}: lengths differ"
-        computed = prompt - left if length == prompt and left else length - 1
+        computed = prompt - left if left else length - 1
         assert int(columns.computed[slot]) == computed, f"{name}: KV of {int(columns.computed[slot])} tokens"
         assert num_draft <= int(host.num_draft[slot]), f"{name}: more drafts than are known of"
         assert int(columns.prompt_len[slot]) == prompt, f"{name}: prompt lengths differ"
