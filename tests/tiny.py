@@ -72,6 +72,7 @@ def engine(
         "device": "cpu",  # where a GPU is, too: tests/test_gpu.py asks for it by name
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        "warm_up": False,  # on a GPU steps are captured when they are first met
         "debug": True,
     }
     config = EngineConfig(model=name, speculative=speculative, **{**defaults, **options})

@@ -1,47 +1,115 @@
-"""How many drafts a request may have: fewer while they keep falling, more when they stand again.
+"""How many drafts a request may have. Output never depends on this.
 
-Rows cost time, so a request whose drafts fall must soon stop paying for them, and one that meets a
-repeating passage must get its full length back within two or three windows. Output never depends on this.
+Where the cost of rows is known (a table of step times, measured when steps are captured), drafts are given
+to whoever is likeliest to keep them, as many in all as make the most committed tokens a second. Where it is
+not, each request is on its own: fewer while its drafts keep falling, more when they stand again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Reals = NDArray[np.float64]
 
 FIRST = 2  # drafts of a request that has no history: a full window in every slot would be dear
 FIRST_PAUSE = 2
 MAX_PAUSE = 32
+HOPE = 0.7  # that a draft stands, before anything is known, and in a probe
+MEMORY = 0.75  # weight of what was known, after each window
+PROBE = 64  # every so many steps all requests are tried again
+
+
+class RowCosts:
+    """Seconds of a step by its rows."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._sizes = np.array(sorted(seconds), np.int64)
+        # a larger step is never quicker: what the clock says to the contrary is noise
+        self._seconds = np.maximum.accumulate([seconds[size] for size in self._sizes.tolist()])
+
+    def best(self, rows: int, gains: Reals) -> int:
+        """How many drafts to add to `rows` rows, if the n-th adds gains[n - 1] committed tokens; gains fall."""
+        sizes = self._sizes[np.searchsorted(self._sizes, rows) :]
+        if not len(sizes) or not len(gains):
+            return 0
+        counts = np.minimum(sizes - rows, len(gains))
+        total = np.append(0.0, np.cumsum(gains))
+        rates = (rows + total[counts]) / self._seconds[-len(sizes) :]
+        return int(counts[rates.argmax()])
 
 
 class DraftBudgets:
-    """Begin small; double while whole windows stand; halve when all fall; at zero pause, then probe.
-
-    One line a slot, and whole columns at a time: a step asks for all its requests at once.
-    """
+    """One line a slot, and whole columns at a time: a step asks for all its requests at once."""
 
     def __init__(self, num_slots: int, adaptive: bool) -> None:
         self.adaptive = adaptive
+        self.costs: RowCosts | None = None
         self._limit, self._level, self._pause, self._next_pause = np.zeros((4, num_slots), np.int64)
+        self._stood, self._fell = np.zeros((2, num_slots))
+        self._steps = 0
 
     def start(self, slot: int, limit: int) -> None:
         """A request that may have `limit` drafts sits down."""
         self._limit[slot] = limit
         self._level[slot] = min(limit, FIRST) if self.adaptive else limit
         self._pause[slot], self._next_pause[slot] = 0, FIRST_PAUSE
+        self._stood[slot], self._fell[slot] = HOPE, 1 - HOPE
 
     def take(self, slots: Ints) -> Ints:
         """Drafts allowed to each in the coming step."""
+        self._steps += 1
+        if self.costs is not None and self.adaptive:
+            return self._afford(slots, self.costs)
         pause = self._pause[slots]
         self._pause[slots] = np.maximum(pause - 1, 0)
         return np.where(pause > 0, 0, self._level[slots])
 
-    def record(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
-        """What became of a window each. Windows without drafts say nothing."""
-        if not self.adaptive:
-            return
+    def record(self, slots: Ints, granted: Ints, drafted: Ints, accepted: Ints) -> None:
+        """What became of a window each: rows set aside for drafts, drafts there were, drafts that stood."""
+        if self.adaptive:
+            self._remember(slots, granted, accepted)
+            self._climb(slots, drafted, accepted)
+
+    # --- with costs ---------------------------------------------------------------------------------
+
+    def _afford(self, slots: Ints, costs: RowCosts) -> Ints:
+        likely = self._stood[slots] / (self._stood[slots] + self._fell[slots])
+        if self._steps % PROBE == 0:
+            likely = np.maximum(likely, HOPE)
+        limit = self._limit[slots]
+        place = np.arange(1, int(limit.max(initial=0)) + 1)
+        survival = np.where(place <= limit[:, None], likely[:, None] ** place, 0.0)  # [B, K], falls along K
+        gains = np.sort(survival[survival > 0])[::-1]
+        count = costs.best(len(slots), gains)
+        if count == 0:
+            return np.zeros_like(slots)
+        given = survival >= gains[count - 1]
+        over = int(given.sum()) - count  # ties: the last of them go without
+        budget = given.sum(1)
+        for i in np.flatnonzero((survival == gains[count - 1]).any(1))[::-1][:over].tolist():
+            budget[i] -= 1
+        return budget.astype(np.int64)
+
+    def _remember(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
+        """A row that was set aside and had no draft in it did not stand."""
+        told = granted > 0
+        slots, granted, accepted = slots[told], granted[told], accepted[told]
+        self._stood[slots] = MEMORY * self._stood[slots] + accepted
+        self._fell[slots] = MEMORY * self._fell[slots] + (accepted < granted)
+
+    # --- without ------------------------------------------------------------------------------------
+
+    def _climb(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
+        """Double while whole windows stand; halve when all fall; at zero pause, then probe.
+
+        Rows cost time, so a request whose drafts fall must soon stop paying for them, and one that meets
+        a repeating passage must get its full length back within two or three windows. Windows without
+        drafts say nothing.
+        """
         told = drafted > 0
         if not told.any():
             return

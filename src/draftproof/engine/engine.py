@@ -9,7 +9,7 @@ import torch
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.admission import Limits, check_request
-from draftproof.engine.budget import DraftBudgets
+from draftproof.engine.budget import DraftBudgets, RowCosts
 from draftproof.engine.extras import needs_settling, wants_of
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
@@ -97,7 +97,9 @@ class Engine:
         usual = self._judges.index(self.strategy)
         wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
         traits = Traits((usual,)), Traits((usual,), raw_top=rounded(5, limits.vocab_size))
-        step.prepare(traits, min(wide, step.max_rows), progress)
+        seconds = step.prepare(traits, min(wide, step.max_rows), progress)
+        if seconds:
+            self.loop.scheduler.budgets.costs = RowCosts(seconds)
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""
@@ -177,8 +179,10 @@ class Engine:
         self.strategy_of(request.params)
         return check_request(request, self.limits)
 
-    def add(self, request: Request) -> None:
-        max_length = self.check(request)
+    def add(self, request: Request, max_length: int | None = None) -> None:
+        """`max_length`: what `check` gave, where it was called before."""
+        if max_length is None or request.id in self._sequences:
+            max_length = self.check(request)
         params, vocab = request.params, self.limits.vocab_size
         wish = params.speculation
         limit = 0

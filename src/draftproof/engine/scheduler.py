@@ -168,8 +168,10 @@ class Scheduler:
         host, lines = self.host, planned.slots
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
-        decodes = np.where(planned.samples, self.budgets.take(lines), 0)
-        return np.minimum(decodes, room)
+        wanted = np.where(planned.samples & (room > 0), lines, -1)
+        budget = np.zeros_like(lines)
+        budget[wanted >= 0] = self.budgets.take(wanted[wanted >= 0])
+        return np.minimum(budget, room)
 
     def settle(self, planned: Planned, num_out: Ints, drafted: Ints, accepted: Ints) -> np.ndarray:
         """Take in what a step did; [B] which entries are still those that were planned."""
@@ -178,7 +180,7 @@ class Scheduler:
         mine = lines[here]
         host.length[mine] += num_out[here]
         host.under_way[mine] -= planned.samples[here]
-        self.budgets.record(mine, drafted[here], accepted[here])
+        self.budgets.record(mine, planned.drafts[here], drafted[here], accepted[here])
         return here
 
     def _admit(self) -> bool:

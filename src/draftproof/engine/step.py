@@ -139,10 +139,13 @@ class DeviceStep:
             certain.scatter_(2, columns.draft[slots][..., None], 1.0)
             self.draft_probs[slots] = certain if draft.probs is None else draft.probs
 
-    def prepare(self, traits: Sequence[Traits], wide: int, tick: Progress) -> None:
-        """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number."""
+    def prepare(self, traits: Sequence[Traits], wide: int, tick: Progress) -> dict[int, float]:
+        """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number.
+
+        Returns the seconds of a step by its rows; nothing where steps are not captured.
+        """
         if not self.ops.asynchronous:
-            return
+            return {}
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work = [("forward", n, None) for n in sizes]
@@ -158,6 +161,7 @@ class DeviceStep:
                 tail = partial(self._tail, self._picked[:size], layout.windows, trait, NO_ONE)
                 self._graph((kind, size, trait), tail)
         tick("capturing", len(work), len(work))
+        return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
 
     def _graph(self, key: Hashable, function: Callable[[], T]) -> Callable[[], T]:
         """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""

@@ -75,6 +75,17 @@ class Queued(Bookkeeping):
 
         return replay
 
+    def seconds(self, function: Callable[[], object], times: int = 5) -> float:
+        if not self.cuda:
+            return super().seconds(function, times)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            function()
+            mark.record()
+        marks[-1].synchronize()
+        return min(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1000
+
     def send(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         if not self.cuda:
             return super().send(source, target)
