@@ -131,7 +131,9 @@ class Loop:
         keep = bool(self.proposer and self.proposer.needs_hidden)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(self._results(ran))
-        host.num_draft[planned.slots] = budget
+        if self.device.failure is not None and self.proposer is not None:
+            self._give_up(self.device.failure)
+        host.num_draft[planned.slots] = budget if self.device.proposer is not None else 0
         return Flight(planned, computed, ran, read, waits)
 
     def _results(self, ran: Ran) -> list[Tensor]:

@@ -79,6 +79,7 @@ class DeviceStep:
         self.slots = slots
         self.sampler = sampler
         self.proposer = proposer if isinstance(proposer, DeviceProposer) else None
+        self.failure: Exception | None = None  # the proposer's, which is then no longer asked
         columns, device = slots.columns, slots.device
         num_slots, k = columns.draft.shape
         self.max_rows = self.ops.bucket(max_rows)
@@ -211,17 +212,27 @@ class DeviceStep:
         self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
     ) -> Decided:
         """hidden [L, hidden] of the windows' rows."""
-        ops, columns = self.ops, self.slots.columns
+        ops = self.ops
         logits = self.runner.logits(hidden)
         sampled = self.sampler(logits, windows, traits, hosted)
         outcome = self._outcome(len(logits))
         ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
         raw = self._logprobs(logits, Wants.RAW, windows, outcome, traits)
         processed = self._logprobs(sampled.processed, Wants.PROCESSED, windows, outcome, traits)
-        if self.proposer is not None:
-            batch = DeviceBatch(columns, self.plan.slots, self.plan.budget)
-            ops.put_draft(columns, batch.slots, batch.budget, self.proposer.draft(batch))
+        self._draft()
         return Decided(outcome, windows, logits, sampled, raw, processed)
+
+    def _draft(self) -> None:
+        """The next drafts. What was committed does not depend on them, nor on whether the proposer fails."""
+        if self.proposer is None:
+            return
+        columns = self.slots.columns
+        batch = DeviceBatch(columns, self.plan.slots, self.plan.budget)
+        try:
+            self.ops.put_draft(columns, batch.slots, batch.budget, self.proposer.draft(batch))
+        except Exception as error:  # a plug-in's code may raise anything
+            self.proposer, self.failure = None, error
+            columns.num_draft.zero_()
 
     def _outcome(self, size: int) -> Outcome:
         return Outcome(self._table, *(line[:size] for line in self._picks))
