@@ -12,8 +12,7 @@ import tiny
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.errors import ConfigError, RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Draft
-from exact import NEIGHBOURS, Ask, Where, bits, check_empty, count_errors, solo
+from exact import NEIGHBOURS, Ask, Where, bits, check_empty, solo
 
 WRONG_PARAMS = [
     ("temperature", {"temperature": math.nan}),
@@ -194,60 +193,6 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
         assert records[key].token_ids == record.token_ids and records[key].finish == record.finish
         assert bits(records[key].logprobs) == bits(record.logprobs)
     check_empty(engine)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    ("method", "name"), [("proposers:Junk", "start"), ("proposers:Junk", "propose"), ("ngram", "draft")]
-)
-def test_a_proposer_that_raises_costs_drafts_and_no_tokens(method, name, overlap, monkeypatch, caplog):
-    """On the host and on the device, in the middle of prompts, of decoding and of prompt logprobs."""
-    options = [{"logprobs": 2}, {"logprobs": 2}, {"prompt_logprobs": 2}]
-    asks = [tiny.request(i, SamplingParams(max_tokens=6 + 9 * i, **options[i])) for i in range(3)]
-    want = tiny.run(tiny.engine(), asks)
-    spec = {"method": method, "adaptive": False}
-    target = tiny.engine(speculative=spec, debug=False, overlap=overlap)
-    real, calls = getattr(target.loop.proposer, name), []
-
-    def breaks(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise RuntimeError("the drafter broke")
-        return real(*arguments)
-
-    monkeypatch.setattr(target.loop.proposer, name, breaks)
-    got = tiny.run(target, asks, arrivals=[0, 1, 4])
-    assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
-    assert "switched off" in caplog.text and len(calls) == 3
-    assert all(not count_errors(key, record) for key, record in got.items())
-    check_empty(target)
-    again = tiny.run(target, asks, arrivals=[0, 1, 4])  # it stays off, and the engine is none the worse
-    assert {key: r.same() for key, r in again.items()} == {key: r.same() for key, r in want.items()}
-    assert len(calls) == 3 and not any(step.num_draft for r in again.values() for step in r.steps)
-
-
-@pytest.mark.parametrize(("method", "name"), [("proposers:Junk", "propose"), ("ngram", "draft")])
-def test_a_proposer_that_raises_is_heard_in_debug_mode(method, name, monkeypatch):
-    target = tiny.engine(speculative={"method": method})
-
-    def breaks(batch):
-        raise RuntimeError("the drafter broke")
-
-    monkeypatch.setattr(target.loop.proposer, name, breaks)
-    with pytest.raises(RuntimeError, match="the drafter broke"):
-        tiny.run(target, [ask()])
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_drafts_of_the_wrong_shape_are_a_proposers_failure(overlap, monkeypatch, caplog):
-    asks = [tiny.request(i, SamplingParams(max_tokens=12)) for i in range(2)]
-    want = tiny.run(tiny.engine(), asks)
-    target = tiny.engine(speculative={"method": "ngram"}, debug=False, overlap=overlap)
-    nonsense = Draft(torch.zeros((1, 1, 1), dtype=torch.int64), torch.zeros(77, dtype=torch.int64))
-    monkeypatch.setattr(target.loop.proposer, "draft", lambda batch: nonsense)
-    got = tiny.run(target, asks)
-    assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
-    assert "switched off" in caplog.text
 
 
 def test_wrong_requests_in_the_middle_of_others():

@@ -133,6 +133,7 @@ class DeviceStep:
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
         send, columns = self.ops.send, self.slots.columns
+        draft = _checked(draft, columns.draft[: len(planned.slots)])
         slots = send(torch.from_numpy(planned.slots))
         self.ops.put_draft(columns, slots, send(torch.from_numpy(budget)), draft)
         if self.draft_probs is not None:
@@ -229,7 +230,8 @@ class DeviceStep:
         columns = self.slots.columns
         batch = DeviceBatch(columns, self.plan.slots, self.plan.budget)
         try:
-            self.ops.put_draft(columns, batch.slots, batch.budget, self.proposer.draft(batch))
+            draft = _checked(self.proposer.draft(batch), columns.draft)
+            self.ops.put_draft(columns, batch.slots, batch.budget, draft)
         except Exception as error:  # a plug-in's code may raise anything
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()
@@ -248,3 +250,13 @@ class DeviceStep:
             slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
             rows = torch.where(windows.columns.wants[slot] == kind, rows, -1)
         return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind])
+
+
+def _checked(draft: Draft, like: Tensor) -> Draft:
+    """A plug-in's guesses in the shape [B, K] of `like`: backends rely on it."""
+    for part in (draft.tokens, draft.logprobs, draft.sources):
+        if part is not None and part.shape != like.shape:
+            raise ValueError(f"drafts must have the shape {tuple(like.shape)}, not {tuple(part.shape)}")
+    if draft.count.shape != like.shape[:1] or torch.is_floating_point(draft.tokens):
+        raise ValueError("a draft needs a count for each request, and integer tokens")
+    return draft
