@@ -51,15 +51,15 @@ class Ours:
         """Tokens a second from the step in which the last request got its first token."""
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=speculative)
         llm, counted, begin = self.llm, 0, 0.0
-        jobs = [llm._job(ids, params) for ids in prompts]
+        jobs = [llm._job(ids, params, ()) for ids in prompts]
         llm._add(jobs)
         while not all(job.finished for job in jobs):
             llm._step()
-            outputs = [builder.output for job in jobs for builder in job.builders]
-            if begin == 0.0 and all(output.token_ids for output in outputs):
-                begin, counted = time.perf_counter(), sum(len(o.token_ids) for o in outputs)
+            counts = [llm._ledger.num_tokens(job.answers[0]) for job in jobs]
+            if begin == 0.0 and all(counts):
+                begin, counted = time.perf_counter(), sum(counts)
         seconds = time.perf_counter() - begin
-        total = sum(len(output.token_ids) for output in outputs)
+        total = sum(counts)
         for job in jobs:
             llm._drop(job)
         return (total - counted) / seconds

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
+from draftproof.engine.extras import needs_settling
+from draftproof.engine.settle import StepResults
 from draftproof.errors import LoadError, RequestError
 from draftproof.metrics import SpecStats
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import MAX_SEED, SamplingParams
-from draftproof.text.output import OutputBuilder, logprob_maps
+from draftproof.text.ledger import Answer, Ledger
+from draftproof.text.logprobs import LogprobMaps
+from draftproof.text.output import OutputBuilder
+from draftproof.text.prompts import Prompt, prompt_list, token_ids
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
-from draftproof.types import Logprob, Request, RequestOutput, TokenEvent
+from draftproof.types import LogprobRow, Request, RequestOutput, TokenEvent
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -52,6 +59,9 @@ class LLM:
         seed = self.config.seed
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._owners: dict[str, tuple[_Job, int]] = {}
+        loop = self.engine.loop
+        self._ledger = Ledger(self.engine.limits.vocab_size, loop.slots.columns.draft.shape[1], loop.sources)
+        self._company = _Company([], np.zeros(0, np.int64), np.zeros(0, np.int64), [])
 
     # --- faces ------------------------------------------------------------------------------------
 
@@ -62,9 +72,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One RequestOutput a prompt, in order. One params for all, or one each."""
-        many = _as_list(prompts)
+        many = prompt_list(prompts)
         params = _params_for(many, sampling_params)
-        jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
+        eos = self._eos_token_ids()
+        jobs = [self._job(prompt, p, eos) for prompt, p in zip(many, params, strict=True)]
         self._serve(jobs, progress=use_tqdm and len(jobs) > 1)
         return [self._result(job) for job in jobs]
 
@@ -86,11 +97,11 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Token by token, as they are committed. Leaving the loop early aborts the request."""
-        return self._events(self._job(prompt, _params_for([prompt], sampling_params)[0]))
+        params = _params_for([prompt], sampling_params)[0]
+        return self._events(self._job(prompt, params, self._eos_token_ids(), stream=True))
 
     def _events(self, job: _Job) -> Iterator[TokenEvent]:
         """Apart from `stream`, so that a wrong request is refused there and not at the first token."""
-        job.events = deque()
         self._add([job])
         try:
             while job.events or not job.finished:
@@ -115,12 +126,14 @@ class LLM:
 
     # --- serving ----------------------------------------------------------------------------------
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _job(
+        self, prompt: Prompt, params: SamplingParams, eos: tuple[int, ...], stream: bool = False
+    ) -> _Job:
         """Everything is checked here, before anything enters the engine."""
         text, ids = self.read_prompt(prompt)
         seed = self._seeds.randrange(MAX_SEED - params.n) if params.seed is None else params.seed
         name = str(next(self._ids))
-        bad_words, prediction, eos = self._bad_words(params), self._prediction(params), self._eos_token_ids()
+        bad_words, prediction = self._bad_words(params), self._prediction(params)
         requests = [
             Request(
                 id=name if params.n == 1 else f"{name}-{i}",
@@ -133,24 +146,28 @@ class LLM:
             )
             for i in range(params.n)
         ]
-        self.engine.check(requests[0])
+        max_length = self.engine.check(requests[0])
         if params.stop:
             self._need_tokenizer("stop")
-        return _Job(name, text, ids, requests, self.tokenizer)
+        # nobody sees a token before the answer is complete: then it is built when it is
+        in_bulk = not (stream or params.stop or needs_settling(params, self.engine.limits.vocab_size))
+        make = self._ledger.answer if in_bulk else OutputBuilder
+        answers = [make(i, request, self.tokenizer) for i, request in enumerate(requests)]
+        return _Job(name, text, ids, requests, max_length, answers, deque() if stream else None)
 
     def _result(self, job: _Job) -> RequestOutput:
         params = job.requests[0].params
         strategy = self.engine.strategy_of(params)
         total = SpecStats()
-        for builder in job.builders:
-            total.add(builder.output.metrics)
+        for answer in job.answers:
+            total.add(answer.output.metrics)
         asked = params.prompt_logprobs is not None
         return RequestOutput(
             request_id=job.name,
             prompt=job.text,
             prompt_token_ids=job.ids,
-            prompt_logprobs=[None, *job.prompt_logprobs] if asked else None,
-            outputs=[builder.output for builder in job.builders],
+            prompt_logprobs=LogprobMaps([None, *job.prompt_rows], self.tokenizer) if asked else None,
+            outputs=[answer.output for answer in job.answers],
             finished=job.finished,
             metrics=total,
             strategy=f"{self.engine.strategy_name_of(params)}: {strategy.label}",
@@ -167,12 +184,15 @@ class LLM:
             console=Console(stderr=True),
             disable=not progress,
         )
+        left = {job.name for job in jobs}
         try:
             with bar:
                 task = bar.add_task("", total=len(jobs))
-                while not all(job.finished for job in jobs):
-                    self._step()
-                    bar.update(task, completed=sum(job.finished for job in jobs))
+                while left:
+                    ended = self._step()
+                    if ended:
+                        left.difference_update(ended)
+                        bar.update(task, completed=len(jobs) - len(left))
         finally:
             for job in jobs:
                 self._drop(job)
@@ -181,34 +201,86 @@ class LLM:
         try:
             for job in jobs:
                 for index, request in enumerate(job.requests):
-                    self.engine.add(request)
+                    self.engine.add(request, job.max_length)
                     self._owners[request.id] = job, index
         except RequestError:
             for job in jobs:
                 self._drop(job)
             raise
 
-    def _step(self) -> None:
-        """One step of the engine; several streams may be open, and each gets what is its own."""
-        for output in self.engine.step():
+    def _step(self) -> list[str]:
+        """One step of the engine; several streams may be open, and each gets what is its own.
+
+        The names of the jobs that it completed.
+        """
+        results, company = self.engine.step(), self._company
+        if results.requests != company.requests:
+            company = self._company = self._meet(results.requests)
+        if len(company.lines):
+            self._write_down(results, company)
+        for i, extra in results.extras.items():
+            job, index = self._owners[results.requests[i].id]
+            if extra.prompt_logprobs is not None and index == 0:
+                job.prompt_rows.extend(extra.prompt_logprobs)
+        completed = []
+        for i in company.singly:
+            output = results[i]
             job, index = self._owners[output.request_id]
-            builder = job.builders[index]
-            if output.prompt_logprobs is not None and index == 0:
-                job.prompt_logprobs.extend(logprob_maps(output.prompt_logprobs, self.tokenizer))
-            events = builder.feed(output)
+            builder = job.answers[index]
+            assert isinstance(builder, OutputBuilder)
+            events = builder.feed(output, tell=job.events is not None)
             if job.events is not None:
                 job.events.extend(events)
             if builder.finished:
                 self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
-                self.stats.add(builder.output.metrics)
+                completed += self._ended(job, index)
+        for i, ending in results.endings.items():
+            job, index = self._owners[results.requests[i].id]
+            answer = job.answers[index]
+            if isinstance(answer, Answer):
+                self._ledger.close(answer, ending.reason, ending.stop, ending.error)
+                completed += self._ended(job, index)
+        self._ledger.tidy()
+        return completed
+
+    def _meet(self, requests: list[Request]) -> _Company:
+        """Who takes part in a step, for as long as it stays the same."""
+        lines, singly = [], []
+        for i, request in enumerate(requests):
+            job, index = self._owners[request.id]
+            answer = job.answers[index]
+            if isinstance(answer, Answer):
+                lines.append(answer.line if answer.line >= 0 else self._ledger.open(answer))
+            else:
+                singly.append(i)
+        at = np.delete(np.arange(len(requests)), singly)
+        return _Company(requests, np.array(lines, np.int64), at, singly)
+
+    def _write_down(self, results: StepResults, company: _Company) -> None:
+        table, source = results.table, results.source
+        if company.singly:
+            table, source = table[company.at], None if source is None else source[company.at]
+        columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
+        self._ledger.add(company.lines, table, source, columns)
+
+    def _ended(self, job: _Job, index: int) -> list[str]:
+        """Count an answer that is complete; the job's name if it was its last."""
+        self.stats.add(job.answers[index].output.metrics)
+        job.num_ended += 1
+        return [job.name] if job.finished else []
 
     def _drop(self, job: _Job) -> None:
         """Leave nothing behind, whatever happened."""
-        for request, builder in zip(job.requests, job.builders, strict=True):
+        for index, request in enumerate(job.requests):
             self._owners.pop(request.id, None)
-            if self.engine.abort(request.id) and not builder.finished:
-                builder.abort()
-                self.stats.add(builder.output.metrics)
+            answer = job.answers[index]
+            if not self.engine.abort(request.id) or answer.output.finished():
+                continue
+            if isinstance(answer, Answer):
+                self._ledger.close(answer, "abort", None, None)
+            else:
+                answer.abort()
+            self.stats.add(answer.output.metrics)
 
     # --- prompts ----------------------------------------------------------------------------------
 
@@ -217,14 +289,14 @@ class LLM:
             return prompt, self._need_tokenizer("a text prompt").encode(prompt)
         if isinstance(prompt, Mapping):
             if set(prompt) == {"prompt_token_ids"}:
-                return None, _ids(prompt["prompt_token_ids"])
+                return None, token_ids(prompt["prompt_token_ids"])
             if set(prompt) == {"prompt"}:
                 return self.read_prompt(prompt["prompt"])
             raise RequestError(
                 f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}",
                 "prompt",
             )
-        return None, _ids(prompt)
+        return None, token_ids(prompt)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -260,28 +332,33 @@ class LLM:
         return params.prediction or ()
 
 
+@dataclass(slots=True)
 class _Job:
     """One prompt on its way: its requests (n of them) and what has come back."""
 
-    def __init__(
-        self,
-        name: str,
-        text: str | None,
-        ids: list[int],
-        requests: list[Request],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self.name = name
-        self.text = text
-        self.ids = ids
-        self.requests = requests
-        self.builders = [OutputBuilder(i, r, tokenizer) for i, r in enumerate(requests)]
-        self.prompt_logprobs: list[dict[int, Logprob]] = []
-        self.events: deque[TokenEvent] | None = None  # kept for a stream alone
+    name: str
+    text: str | None
+    ids: list[int]
+    requests: list[Request]
+    max_length: int
+    answers: Sequence[Answer | OutputBuilder]
+    events: deque[TokenEvent] | None  # of a stream
+    prompt_rows: list[LogprobRow] = field(default_factory=list)
+    num_ended: int = 0
 
     @property
     def finished(self) -> bool:
-        return all(builder.finished for builder in self.builders)
+        return self.num_ended == len(self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Company:
+    """The requests of a step: those whose answers are built in bulk, and the others."""
+
+    requests: list[Request]
+    lines: NDArray[np.int64]  # in the ledger
+    at: NDArray[np.int64]  # where in `requests`
+    singly: list[int]  # where the others are
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
@@ -295,23 +372,6 @@ def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
         if config.load_format == "dummy":  # random weights need no tokenizer
             return None
         raise
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
-        return [prompts]  # refused where single prompts are read
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    return items
-
-
-def _ids(value: Any) -> list[int]:
-    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray)):
-        raise RequestError(f"a prompt is a text or a list of token ids, not {value!r}", "prompt")
-    return list(value)
 
 
 def _params_for(

@@ -286,7 +286,7 @@ class CompletionOutput:
     seed: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None  # made when they are read
     cumulative_logprob: float | None = None
     provenance: list[str] = field(default_factory=list)  # "plain", "accepted:ngram", "recovered", "bonus"
     text_offsets: list[int] = field(default_factory=list)
@@ -307,7 +307,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: SpecStats

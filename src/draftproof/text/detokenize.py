@@ -32,6 +32,11 @@ class Detokenizer:
         """Characters given out so far."""
         return self._length
 
+    @property
+    def holds(self) -> bool:
+        """Are there bytes that wait for the rest of their character?"""
+        return bool(self._decoder.getstate()[0])
+
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """One piece of text per token; "" for a token that shows nothing yet."""
         return [self._push_one(token_id) for token_id in token_ids]
@@ -43,10 +48,9 @@ class Detokenizer:
     def _push_one(self, token_id: int) -> str:
         data = b"" if token_id in self._skip else self._tokenizer.token_bytes(token_id)
         # The first byte alone tells whether held bytes end in this token's character or before it.
-        held = bool(self._decoder.getstate()[0])
+        held = self.holds
         head = self._decoder.decode(data[:1])
-        waiting = bool(self._decoder.getstate()[0])
-        given_up = held and (len(head) == 2 or (len(head) == 1 and waiting))
+        given_up = held and (len(head) == 2 or (len(head) == 1 and self.holds))
         self.offsets.append(self._length + given_up)
         return self._give(head + self._decoder.decode(data[1:]))
 

@@ -6,15 +6,14 @@ logprobs, text, provenance and statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from draftproof.text.detokenize import Detokenizer
+from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.stop import StopStrings
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import (
     CompletionOutput,
-    Logprob,
     LogprobRow,
     Request,
     StepOutput,
@@ -30,8 +29,10 @@ class OutputBuilder:
         self.request = request
         self.tokenizer = tokenizer
         self.output = CompletionOutput(index=index, seed=request.seed)
+        self._rows: list[LogprobRow] = []
+        self._lines = LogprobMaps(self._rows, tokenizer)
         if params.wants_logprobs:
-            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+            self.output.logprobs, self.output.cumulative_logprob = self._lines, 0.0
         if params.include_draft_logprobs:
             self.output.drafts = []
         self._detokenizer = None
@@ -47,27 +48,35 @@ class OutputBuilder:
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
-    def feed(self, step: StepOutput) -> list[TokenEvent]:
-        """Take a step's tokens; one event for each that counts, and one for an end that has none."""
+    def feed(self, step: StepOutput, tell: bool = True) -> list[TokenEvent]:
+        """Take a step's tokens; one event for each that counts, and one for an end that has none.
+
+        Unless somebody listens (`tell`) there are no events.
+        """
         shown = self._show(step)
         kept = len(shown)
         self._count(step, kept)
-        lines = logprob_maps((step.logprobs or [])[:kept], self.tokenizer)
         origins = provenance(step)[:kept]
-        self._add(step, kept, lines, origins)
+        self._add(step, kept, origins)
         before = len(self.output.text)
         self._end(step, shown)
-        out = self.output
+        return self._events(step, shown, origins, before) if tell else []
+
+    def _events(
+        self, step: StepOutput, shown: list[str], origins: list[str], before: int
+    ) -> list[TokenEvent]:
+        out, kept = self.output, len(shown)
         if self.finished and not shown:
             text, reason = out.text[before:], out.finish_reason
             return [TokenEvent(out.index, None, text, "", None, True, reason, out.stop_reason, out.error)]
+        first = len(out.token_ids) - kept
         return [
             TokenEvent(
                 index=out.index,
                 token_id=step.token_ids[i],
                 text=text,
                 provenance=origins[i],
-                logprobs=lines[i] if step.logprobs is not None else None,
+                logprobs=self._lines[first + i] if step.logprobs is not None else None,
                 step_end=i == kept - 1,
                 finish_reason=out.finish_reason if i == kept - 1 else None,
                 stop_reason=out.stop_reason if i == kept - 1 else None,
@@ -113,13 +122,13 @@ class OutputBuilder:
                 replace(d, accepted=d.accepted and d.position < end) for d in step.drafts
             )
 
-    def _add(self, step: StepOutput, kept: int, lines: list[dict[int, Logprob]], origins: list[str]) -> None:
+    def _add(self, step: StepOutput, kept: int, origins: list[str]) -> None:
         out = self.output
         out.token_ids.extend(step.token_ids[:kept])
         out.provenance.extend(origins)
-        if out.logprobs is not None and out.cumulative_logprob is not None:
-            out.logprobs.extend(lines)
+        if out.cumulative_logprob is not None:
             for row in (step.logprobs or [])[:kept]:
+                self._rows.append(row)
                 out.cumulative_logprob += row.logprobs[0]
 
     def _end(self, step: StepOutput, shown: list[str]) -> None:
@@ -157,15 +166,3 @@ def provenance(step: StepOutput) -> list[str]:
         else:
             origins.append("bonus" if step.num_accepted == step.num_draft else "recovered")
     return origins
-
-
-def logprob_maps(rows: Sequence[LogprobRow], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
-    """Token id -> (logprob, rank, decoded token), the token itself first."""
-    maps = []
-    for row in rows:
-        entries: dict[int, Logprob] = {}
-        for token, value, rank in zip(row.token_ids, row.logprobs, row.ranks, strict=True):
-            if token not in entries:
-                entries[token] = Logprob(value, rank, tokenizer.token_text(token) if tokenizer else "")
-        maps.append(entries)
-    return maps

@@ -1,0 +1,97 @@
+"""Detokenising many tokens at once: what `Detokenizer` gives, at a fraction of its cost.
+
+Most tokens are whole characters by themselves; their texts are joined as they are. Where one is not, the
+tokens are spelt out one by one until no byte is left over.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.text.detokenize import Detokenizer
+from draftproof.text.tokenizer import Tokenizer
+
+Ints = NDArray[np.int64]
+
+UNKNOWN, HALF = -2, -1  # characters of a token that nobody has asked for, or that has no text by itself
+
+
+class Pieces:
+    """The text of every token of a vocabulary, as far as it was needed; answers share it."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, vocab: int) -> None:
+        self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
+        self.text = np.full(vocab, "", object)
+        self.chars = np.full(vocab, UNKNOWN, np.int64)
+
+    def chars_of(self, ids: Ints) -> Ints:
+        """Characters of each; HALF where a token has to be spelt out."""
+        chars = self.chars[ids]
+        if (chars == UNKNOWN).any():
+            for token_id in set(ids[chars == UNKNOWN].tolist()):
+                self._learn(token_id)
+            chars = self.chars[ids]
+        return chars
+
+    def _learn(self, token_id: int) -> None:
+        skip = self.skip_special_tokens and token_id in self.tokenizer.special_ids
+        try:
+            text = "" if skip else self.tokenizer.token_bytes(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            self.chars[token_id] = HALF
+        else:
+            self.text[token_id], self.chars[token_id] = text, len(text)
+
+
+class BulkDetokenizer:
+    """Text and offsets of one output that continues a prompt, as of `Detokenizer`."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._speller: Detokenizer | None = None  # for stretches with halves in them
+        self._parts: list[str] = []
+        self._length = 0
+        self.offsets: list[int] = []
+
+    def push(self, ids: Ints) -> None:
+        chars, texts = self._pieces.chars_of(ids), self._pieces.text[ids].tolist()
+        held = self._speller is not None and self._speller.holds
+        late = self._spell(ids, chars, texts) if held or (chars < 0).any() else None
+        begins = np.cumsum(chars) - chars + self._length
+        self.offsets.extend((begins if late is None else begins + late).tolist())
+        self._length += int(chars.sum())
+        self._parts.append("".join(texts))
+
+    def push_unseen(self) -> None:
+        """A token that is counted and not shown."""
+        self.offsets.append(self._length)
+
+    def finish(self) -> str:
+        """The text, and U+FFFD for bytes that never became a character."""
+        if self._speller is not None:
+            self._parts.append(self._speller.finish())
+        return "".join(self._parts)
+
+    def _spell(self, ids: Ints, chars: Ints, texts: list[str]) -> Ints:
+        """Put in what the tokens with halves in them give; how much later than expected each begins."""
+        if self._speller is None:
+            table = self._pieces
+            self._speller = Detokenizer(table.tokenizer, table.skip_special_tokens, continues=True)
+        speller, late = self._speller, np.zeros_like(chars)
+        halves = (chars < 0).nonzero()[0].tolist()
+        at = 0
+        while at < len(texts):
+            if not speller.holds:
+                next_half = bisect_left(halves, at)
+                if next_half == len(halves):
+                    break
+                at = halves[next_half]
+            before = speller.length
+            texts[at] = speller.push([int(ids[at])])[0]
+            chars[at], late[at] = len(texts[at]), speller.offsets[-1] - before
+            at += 1
+        return late

@@ -1,0 +1,286 @@
+"""Answers that nobody looks at before they are complete, taken down step by step as columns.
+
+A step of 256 requests is a few array operations here, whatever they ask for. Each answer has a line of a
+page; when its line is nearly full, or it ends, the line is made into lists, so memory holds what belongs to
+answers that are still under way and nothing else. Lines are emptied at different times on purpose: then
+no step has to do it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.metrics import SpecStats
+from draftproof.text.bulk import BulkDetokenizer, Pieces
+from draftproof.text.logprobs import LogprobMaps, LogprobTable
+from draftproof.text.tokenizer import Tokenizer
+from draftproof.types import (
+    NUM_ACCEPTED,
+    NUM_DRAFT,
+    NUM_OUT,
+    PICK,
+    TOKENS,
+    CompletionOutput,
+    FinishReason,
+    Request,
+    Wants,
+)
+
+Ints = NDArray[np.int64]
+# values [N, 1 + top], ids [N, top], ranks [N] of the picked tokens of a step
+Found = tuple[NDArray[np.float32], Ints, Ints]
+
+PAGE = 128  # tokens of a line, at least
+PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # where a token came from; from ACCEPTED on: by its source
+STEPS, DRAFTS, DRAFTED, STOOD, WIDEST = range(5)  # columns of the counts
+
+
+class Answer:
+    """One of them: what was taken out of its line so far."""
+
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer | None, pieces: Pieces | None
+    ) -> None:
+        params = request.params
+        self.wants = Wants.NONE
+        if params.wants_logprobs:
+            self.wants = Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
+        self.top = params.logprobs or 0
+        self.line = -1
+        self.tokenizer = tokenizer
+        self.shows_end = params.include_stop_str_in_output
+        self.output = CompletionOutput(index=index, seed=request.seed)
+        self.text = BulkDetokenizer(pieces) if pieces else None
+        self.parts: list[tuple[NDArray[Any], ...]] = []  # tokens and columns of logprobs
+
+    def take(self, tokens: Ints, origins: NDArray[np.object_], unseen: bool) -> None:
+        """More of its tokens. `unseen`: the last one is not shown."""
+        out = self.output
+        out.token_ids.extend(tokens.tolist())
+        out.provenance.extend(origins.tolist())
+        if self.text is None:
+            return
+        self.text.push(tokens[:-1] if unseen else tokens)
+        if unseen:
+            self.text.push_unseen()
+
+    def finish(self, reason: FinishReason, stop: int | str | None, error: str | None) -> CompletionOutput:
+        out = self.output
+        out.finish_reason, out.stop_reason, out.error = reason, stop, error
+        if self.text is not None:
+            out.text, out.text_offsets = self.text.finish(), self.text.offsets
+        else:
+            out.text_offsets = [0] * len(out.token_ids)
+        if self.wants is not Wants.NONE:
+            self._finish_logprobs()
+        return out
+
+    def _finish_logprobs(self) -> None:
+        out = self.output
+        if not self.parts:
+            out.logprobs, out.cumulative_logprob = LogprobMaps([], self.tokenizer), 0.0
+            return
+        whole = zip(*self.parts, strict=True)
+        columns = [part[0] if len(part) == 1 else np.concatenate(part) for part in whole]
+        out.logprobs = LogprobMaps(LogprobTable(*columns), self.tokenizer)
+        # one after the other, as they would have been added step by step
+        own = columns[1][:, 0].astype(np.float64)
+        out.cumulative_logprob = 0.0 + float(np.add.accumulate(own)[-1])
+
+
+class Ledger:
+    """The page and who has which line of it."""
+
+    def __init__(self, vocab: int, max_drafts: int, sources: Sequence[str]) -> None:
+        self._vocab = vocab
+        self._width = max(PAGE, 2 * (max_drafts + 1))
+        self._limit = self._width - max_drafts - 1  # a line as full as this has room for one step more
+        names = ["plain", "bonus", "recovered", *(f"accepted:{source}" for source in sources)]
+        self._names = np.array(names, object)
+        self._pieces: dict[tuple[int, bool], Pieces] = {}
+        self._answers: list[Answer | None] = []
+        self._free: list[int] = []
+        self._fill = np.zeros(0, np.int64)
+        self._full = np.zeros(0, np.int64)  # tokens at which a line is emptied
+        self._wants = np.zeros(0, np.int64)
+        self._counts = np.zeros((0, 5), np.int64)
+        self._stood = np.zeros((0, max_drafts), np.int64)  # by the draft's place in its window
+        self._tokens = np.zeros(0, np.int64)  # [lines * width]
+        self._origins = np.zeros(0, np.int16)
+        self._ranks = np.zeros(0, np.int64)
+        self._values = np.zeros((0, 1), np.float32)
+        self._ids = np.zeros((0, 0), np.int32)
+
+    # --- who ----------------------------------------------------------------------------------------
+
+    def answer(self, index: int, request: Request, tokenizer: Tokenizer | None) -> Answer:
+        pieces = None
+        if tokenizer is not None:
+            key = id(tokenizer), request.params.skip_special_tokens
+            if key not in self._pieces:  # which keeps the tokenizer, so that its id stays its own
+                self._pieces[key] = Pieces(tokenizer, key[1], self._vocab)
+            pieces = self._pieces[key]
+        return Answer(index, request, tokenizer, pieces)
+
+    def open(self, answer: Answer) -> int:
+        """A line for it, until `close`."""
+        if not self._free:
+            self._more_lines()
+        line = answer.line = self._free.pop()
+        self._answers[line] = answer
+        self._fill[line] = self._counts[line] = self._stood[line] = 0
+        self._full[line] = self._limit - line % self._limit
+        self._wants[line] = answer.wants
+        if answer.wants is not Wants.NONE and answer.top >= self._values.shape[1]:
+            self._more_columns(min(answer.top, self._vocab))
+        return line
+
+    def close(
+        self, answer: Answer, reason: FinishReason, stop: int | str | None, error: str | None
+    ) -> CompletionOutput:
+        """It ended: the whole of it; its line is free."""
+        line = answer.line
+        if line >= 0:
+            self._empty(line, unseen=reason == "stop" and not answer.shows_end)
+            answer.output.metrics = self._stats(line, len(answer.output.token_ids))
+            self._answers[line] = None
+            self._free.append(line)
+            answer.line = -1
+        return answer.finish(reason, stop, error)
+
+    def num_tokens(self, answer: Answer) -> int:
+        line = answer.line
+        return len(answer.output.token_ids) + (int(self._fill[line]) if line >= 0 else 0)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._answers) - len(self._free)
+
+    def _more_lines(self) -> None:
+        have = len(self._answers)
+        more = max(8, have)
+        self._free.extend(range(have + more - 1, have - 1, -1))
+        self._answers.extend([None] * more)
+        for name in ("_fill", "_full", "_wants", "_counts", "_stood"):
+            setattr(self, name, _longer(getattr(self, name), have + more))
+        self._full[have:] = self._limit
+        for name in ("_tokens", "_origins", "_ranks", "_values", "_ids"):
+            setattr(self, name, _longer(getattr(self, name), (have + more) * self._width))
+
+    def _more_columns(self, top: int) -> None:
+        rows, have = self._values.shape
+        values, ids = np.zeros((rows, 1 + top), np.float32), np.zeros((rows, top), np.int32)
+        values[:, :have], ids[:, : have - 1] = self._values, self._ids
+        self._values, self._ids = values, ids
+
+    # --- what ---------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        lines: Ints,
+        table: Ints,
+        source: NDArray[np.int8] | None,
+        columns: Mapping[Wants, Found],
+    ) -> None:
+        """A step: [n] lines, the table's lines of their requests (types.Outcome), and who proposed what."""
+        out, drafted = table[:, NUM_OUT], table[:, NUM_DRAFT]
+        # one entry a token: whose it is and which of its step's
+        owner = np.repeat(np.arange(len(lines)), out)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(out) - out, out)
+        fill = self._fill[lines]
+        where = (lines * self._width + fill)[owner] + place
+        self._tokens[where] = table[owner, TOKENS + place]
+        self._fill[lines] = fill + out
+        self._counts[lines, STEPS] += out > 0
+        if drafted.any():
+            self._origins[where] = _origins(owner, place, table, source)
+            self._count_drafts(lines, table)
+        else:
+            self._origins[where] = PLAIN
+        if columns:
+            self._add_logprobs(lines, owner, where, table[owner, PICK] + place, columns)
+
+    def _count_drafts(self, lines: Ints, table: Ints) -> None:
+        told = table[:, NUM_OUT] > 0  # a step that committed nothing is no step
+        lines, drafted, accepted = lines[told], table[told, NUM_DRAFT], table[told, NUM_ACCEPTED]
+        counts = self._counts
+        counts[lines, DRAFTS] += drafted > 0
+        counts[lines, DRAFTED] += drafted
+        counts[lines, STOOD] += accepted
+        counts[lines, WIDEST] = np.maximum(counts[lines, WIDEST], drafted)
+        self._stood[lines] += accepted[:, None] > np.arange(self._stood.shape[1])
+
+    def _add_logprobs(
+        self, lines: Ints, owner: Ints, where: Ints, picks: Ints, columns: Mapping[Wants, Found]
+    ) -> None:
+        wants = self._wants[lines]
+        for kind, (values, ids, ranks) in columns.items():
+            mine = wants == kind
+            if not mine.any():
+                continue
+            at, rows = where, picks
+            if not mine.all():
+                of_kind = mine[owner]
+                at, rows = where[of_kind], picks[of_kind]
+            if not len(rows):
+                continue
+            # mostly they lie one behind the other: then nothing is gathered
+            first, count = int(rows[0]), len(rows)
+            in_a_row = int(rows[-1]) - first == count - 1 and bool((np.diff(rows) == 1).all())
+            pick: Any = slice(first, first + count) if in_a_row else rows
+            top = min(ids.shape[1], self._ids.shape[1])
+            self._values[at, : top + 1] = values[pick, : top + 1]
+            self._ids[at, :top] = ids[pick, :top]
+            self._ranks[at] = ranks[pick]
+
+    def tidy(self) -> None:
+        """Empty the lines that are nearly full; after the ends of a step, whose last tokens may be unseen."""
+        for line in (self._fill >= self._full).nonzero()[0].tolist():
+            self._empty(line, unseen=False)
+            self._full[line] = self._limit
+
+    def _empty(self, line: int, unseen: bool) -> None:
+        answer, count = self._answers[line], int(self._fill[line])
+        assert answer is not None
+        if not count:
+            return
+        at = slice(line * self._width, line * self._width + count)
+        tokens = self._tokens[at]
+        answer.take(tokens, self._names[self._origins[at]], unseen)
+        if answer.wants is not Wants.NONE:
+            top = answer.top
+            columns = self._values[at, : top + 1], self._ids[at, :top], self._ranks[at]
+            answer.parts.append(tuple(column.copy() for column in (tokens, *columns)))
+        self._fill[line] = 0
+
+    def _stats(self, line: int, emitted: int) -> SpecStats:
+        steps, drafts, drafted, stood, widest = self._counts[line].tolist()
+        return SpecStats(
+            num_steps=steps,
+            num_drafts=drafts,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=stood,
+            num_emitted_tokens=emitted,
+            accepted_per_position=self._stood[line, :widest].tolist(),
+        )
+
+
+def _origins(owner: Ints, place: Ints, table: Ints, source: NDArray[np.int8] | None) -> NDArray[Any]:
+    """Accepted drafts come first; the token behind them is named by what became of the rest."""
+    drafted, accepted = table[:, NUM_DRAFT], table[:, NUM_ACCEPTED]
+    last = np.where(drafted == 0, PLAIN, np.where(accepted == drafted, BONUS, RECOVERED))
+    stood = place < accepted[owner]
+    if source is None:
+        return np.where(stood, ACCEPTED, last[owner])
+    who = source[owner, np.minimum(place, source.shape[1] - 1)].astype(np.int64)
+    return np.where(stood, ACCEPTED + who, last[owner])
+
+
+def _longer(column: NDArray[Any], rows: int) -> NDArray[Any]:
+    made = np.zeros((rows, *column.shape[1:]), column.dtype)
+    made[: len(column)] = column
+    return made

@@ -1,0 +1,114 @@
+"""Logprobs of an answer, made into mappings when they are read.
+
+A batch of answers with 20 logprobs a token has more than a million entries, of which most readers look at
+few. They stay columns; whoever indexes or iterates gets the same dicts as if they had been made at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.text.tokenizer import Tokenizer
+from draftproof.types import Logprob, LogprobRow
+
+
+class LogprobTable(Sequence[LogprobRow]):
+    """Columns of n tokens with up to `top` of the best: a LogprobRow each, when it is read."""
+
+    def __init__(self, *columns: NDArray[Any]) -> None:
+        self.columns = columns  # tokens [n], values [n, 1 + top], ids [n, top], ranks [n]
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> LogprobRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogprobTable: ...
+    def __getitem__(self, index: int | slice) -> LogprobRow | LogprobTable:
+        if isinstance(index, slice):
+            return LogprobTable(*(column[index] for column in self.columns))
+        token, value, best, rank = (column[index].tolist() for column in self.columns)
+        return LogprobRow([token, *best], value, [rank, *range(1, len(best) + 1)])
+
+    def __iter__(self) -> Iterator[LogprobRow]:
+        tokens, values, all_ids, ranks = (column.tolist() for column in self.columns)
+        below = list(range(1, self.columns[2].shape[1] + 1))
+        for token, value, ids, rank in zip(tokens, values, all_ids, ranks, strict=True):
+            yield LogprobRow([token, *ids], value, [rank, *below])
+
+
+class LogprobMaps(Sequence[Any]):
+    """A list to read: token id -> Logprob at each position, the token itself first, then the best.
+
+    None where there is nothing to tell: before the first token of a prompt. Pickled or copied deeply it
+    becomes a plain list.
+    """
+
+    __slots__ = ("_rows", "_text")
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __init__(self, rows: Sequence[LogprobRow | None], tokenizer: Tokenizer | None) -> None:
+        self._rows = rows
+        self._text: Callable[[int], str] = tokenizer.token_text if tokenizer else _no_text
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # a slice is of this class again
+        if isinstance(index, slice):
+            part = object.__new__(LogprobMaps)
+            part._rows, part._text = self._rows[index], self._text
+            return part
+        return logprob_map(self._rows[index], self._text)
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        return (logprob_map(row, self._text) for row in self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, LogprobMaps):
+            if len(self) != len(other):
+                return False
+            # the methods are equal if they are of one tokenizer
+            if self._text == other._text and _same(self._rows, other._rows):
+                return True
+        elif not isinstance(other, list):
+            return NotImplemented
+        return list(self) == list(other)
+
+    def __add__(self, other: Any) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Any) -> list[Any]:
+        return [*other, *self]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def logprob_map(row: LogprobRow | None, text: Callable[[int], str]) -> dict[int, Logprob] | None:
+    if row is None:
+        return None
+    entries: dict[int, Logprob] = {}
+    for token, value, rank in zip(row.token_ids, row.logprobs, row.ranks, strict=True):
+        if token not in entries:
+            entries[token] = Logprob(value, rank, text(token))
+    return entries
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Are these equal columns? Others may still tell the same."""
+    if not isinstance(left, LogprobTable) or not isinstance(right, LogprobTable):
+        return False
+    return all(np.array_equal(a, b) for a, b in zip(left.columns, right.columns, strict=True))
+
+
+def _no_text(token_id: int) -> str:
+    return ""
