@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from draftproof.ops import Heads, Rows
 from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
+from draftproof.types import TOKENS, Choice, Draft, Outcome
 
 CPU = torch.device("cpu")
 TYPES = {
@@ -29,6 +30,8 @@ TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.float64: "*fp64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 seen: set[str] = set()
@@ -96,6 +99,27 @@ def forward(ops: TritonOps, dtype: torch.dtype, rows: int, heads: Heads, hidden:
     ops.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
 
 
+def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
+    """Every op of a step, each way it can be called."""
+    from step_cases import PAGE, Guarded, Size, Step
+
+    made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
+    windows = made.windows(0, CPU)
+    rows = len(windows.slot)
+    logits, ints = torch.empty((rows, vocab)), torch.zeros(rows, dtype=torch.int64)
+    ops.layout(made.plan, made.columns, PAGE, made.out(Guarded(CPU), 4 * entries, rows))
+    ops.penalise(logits, windows), ops.forbid(logits, windows)
+    ops.choose(logits, windows), ops.choose(logits, windows, True)
+    out = Outcome(torch.empty((entries, TOKENS + k + 1), dtype=torch.int64), ints, ints)
+    for choice in (Choice(ints), Choice(ints, ints > 0), Choice(ints, ints > 0, ints)):
+        ops.commit(made.plan, windows, choice, ints, out)
+    for top in (0, 5, 20, 64):
+        ops.logprobs(logits, ints, ints, top)
+    tokens, count = ops.ngram(made.columns, made.plan.slots, made.plan.budget, 1, 4)
+    for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
+        ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
+
+
 def main() -> None:
     runtime.check_device = lambda device: None
     runtime._usable = lambda name, x, dtypes: x
@@ -111,6 +135,7 @@ def main() -> None:
             ops = TritonOps(CPU, pdl=pdl)
             forward(ops, torch.bfloat16, 1, small, 576, 8192)
             forward(ops, torch.bfloat16, 64, small, 576, 8192)
+            step(ops, 256, 5, 49152)
             if pdl:
                 break
             forward(ops, torch.bfloat16, 600, large, 4096, 8192)

@@ -102,7 +102,8 @@ class Bookkeeping(Ops):
         bad = torch.where(torch.isfinite(peak), 0, int(End.NOT_FINITE))
         bad = torch.where(peak == -math.inf, int(End.FORBIDDEN), bad)
         real = windows.slot >= 0
-        return torch.where(real, tokens, 0), torch.where(real, bad, 0)
+        bad = torch.where(real, bad, 0)
+        return torch.where(real & (bad == 0), tokens, 0), bad
 
     def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         columns = windows.columns

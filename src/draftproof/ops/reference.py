@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Heads, Rows
-from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.reference_step import ReferenceStep
 
 _MASK = 0xFFFFFFFF
 
@@ -39,7 +39,7 @@ def gumbel(seed: int, position: int, stream: int, token: int) -> float:
     return -math.log(-math.log1p(-uniform(seed, position, stream, token)))
 
 
-class ReferenceOps(Bookkeeping):
+class ReferenceOps(ReferenceStep):
     """Loops over rows; nothing is fused, nothing is shared between rows."""
 
     name: ClassVar[str] = "reference"

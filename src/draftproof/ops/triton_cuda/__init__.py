@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops import Heads, Rows
-from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.triton_cuda.step import StepOps
 
 try:
     import triton  # noqa: F401
@@ -45,7 +45,7 @@ INTS = (torch.int64,)
 FP32 = (torch.float32,)
 
 
-class TritonOps(Bookkeeping):
+class TritonOps(StepOps):
     """See the contract. `debug` waits after every op, so that a launch that fails is named by its op.
 
     `pdl` launches kernels of the forward pass early where rows are few (programmatic dependent launch,

@@ -19,25 +19,17 @@ CHUNK = 4096  # ids of one program; part of logsumexp's numerics
 
 
 @triton.jit
-def argmax_kernel(logits, keys, V, chunks, CHUNK: tl.constexpr):
-    """Best key of each chunk: keys [R, chunks]."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    key = tl.where(ids < V, key_of(x, ids), LOWEST)
-    tl.store(keys + row * chunks + chunk, tl.max(key, axis=0))
+def best_of(x, ids, V):
+    """Best key of x [CHUNK]."""
+    return tl.max(tl.where(ids < V, key_of(x, ids), LOWEST), axis=0)
 
 
 @triton.jit
-def gumbel_kernel(scaled, seeds, positions, keys, V, chunks, STREAM: tl.constexpr, CHUNK: tl.constexpr):
-    """Best key of fp32(scaled + gumbel) in each chunk: keys [R, chunks].
+def best_with_noise(x, ids, chunk, seed, position, V, STREAM: tl.constexpr, CHUNK: tl.constexpr):
+    """Best key of fp32(x + gumbel), x [CHUNK].
 
     Noise in fp32 says which ids may win; only they are given the exact noise, in fp64, one after another.
     """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(scaled + row * V + ids, mask=ids < V, other=float("-inf"))
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
     block = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
     w0, w1, w2, w3 = philox(seed, position, STREAM, block)
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -55,6 +47,26 @@ def gumbel_kernel(scaled, seeds, positions, keys, V, chunks, STREAM: tl.constexp
         best = tl.maximum(best, key_of(value + gumbel_of(bits), one))
         near = tl.where(chosen, float("-inf"), near)
         top = tl.max(near, axis=0)
+    return best
+
+
+@triton.jit
+def argmax_kernel(logits, keys, V, chunks, CHUNK: tl.constexpr):
+    """Best key of each chunk: keys [R, chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
+    tl.store(keys + row * chunks + chunk, best_of(x, ids, V))
+
+
+@triton.jit
+def gumbel_kernel(scaled, seeds, positions, keys, V, chunks, STREAM: tl.constexpr, CHUNK: tl.constexpr):
+    """Best key of fp32(scaled + gumbel) in each chunk: keys [R, chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(scaled + row * V + ids, mask=ids < V, other=float("-inf"))
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    best = best_with_noise(x, ids, chunk, seed, position, V, STREAM, CHUNK)
     tl.store(keys + row * chunks + chunk, best)
 
 
@@ -78,26 +90,56 @@ def uniform_kernel(seeds, positions, out, R, STREAM: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def sum_below_top(x):
+    """Maximum of x [CHUNK], and the sum of exp below it."""
+    top = tl.max(x, axis=0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return top, tl.sum(tl.exp(x - base), axis=0)
+
+
+@triton.jit
 def logsumexp_kernel(logits, tops, sums, V, chunks, CHUNK: tl.constexpr):
     """Maximum and sum of exp below it, of each chunk: tops, sums [R, chunks]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    top = tl.max(x, axis=0)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    top, total = sum_below_top(x)
     tl.store(tops + row * chunks + chunk, top)
-    tl.store(sums + row * chunks + chunk, tl.sum(tl.exp(x - base), axis=0))
+    tl.store(sums + row * chunks + chunk, total)
 
 
 @triton.jit
-def join_logsumexp_kernel(tops, sums, out, chunks, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+def tree_sum(x, LEVELS: tl.constexpr):
+    """Sum of x [2 ** LEVELS], neighbours first: one tree, however many warps a kernel has."""
+    for _ in tl.static_range(LEVELS):
+        left, right = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+        x = left + right
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
+def joined_logsumexp(tops, sums, row, chunks, LEVELS: tl.constexpr):
+    """From tops, sums [R, chunks] of `sum_below_top`. Kernels with it are compiled without fused
+    multiply-add, which would make their bits depend on what stands around it."""
+    at = tl.arange(0, 2**LEVELS)
     top = tl.load(tops + row * chunks + at, mask=at < chunks, other=float("-inf"))
     part = tl.load(sums + row * chunks + at, mask=at < chunks, other=0.0)
     best = tl.max(top, axis=0)
     base = tl.where(best == float("-inf"), 0.0, best)
-    tl.store(out + row, best + tl.log(tl.sum(part * tl.exp(top - base), axis=0)))
+    return best + tl.log(tree_sum(part * tl.exp(top - base), LEVELS))
+
+
+@triton.jit
+def join_logsumexp_kernel(tops, sums, out, chunks, LEVELS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row, joined_logsumexp(tops, sums, row, chunks, LEVELS))
+
+
+@triton.jit
+def comes_before(x, at, value, token, V):
+    """How many of x, whose ids are `at`, come before `token`, whose logit is `value`: int64."""
+    before = (at < V) & ((x > value) | ((x == value) & (at < token)))
+    return tl.sum(before.to(tl.int64), axis=0)
 
 
 @triton.jit
@@ -108,8 +150,12 @@ def rank_kernel(logits, ids, out, V, CHUNK: tl.constexpr):
     token = tl.load(ids + row)
     value = tl.load(logits + row * V + token, mask=(token >= 0) & (token < V), other=float("inf"))
     x = tl.load(logits + row * V + at, mask=at < V, other=float("-inf"))
-    before = (at < V) & ((x > value) | ((x == value) & (at < token)))
-    tl.atomic_add(out + row, tl.sum(before.to(tl.int64), axis=0), sem="relaxed")
+    tl.atomic_add(out + row, comes_before(x, at, value, token, V), sem="relaxed")
+
+
+def levels(count: int) -> int:
+    """Of a tree with so many leaves."""
+    return power_of_two(count).bit_length() - 1
 
 
 def _keys(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, int]:
@@ -152,7 +198,9 @@ def logsumexp(logits: Tensor) -> Tensor:
     tops, sums = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     logsumexp_kernel[(rows, chunks)](logits, tops, sums, vocab, chunks, CHUNK=CHUNK, num_warps=8)
-    join_logsumexp_kernel[(rows,)](tops, sums, out, chunks, BLOCK=power_of_two(chunks), num_warps=1)
+    join_logsumexp_kernel[(rows,)](
+        tops, sums, out, chunks, LEVELS=levels(chunks), num_warps=1, enable_fp_fusion=False
+    )
     return out
 
 

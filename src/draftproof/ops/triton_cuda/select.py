@@ -22,6 +22,17 @@ MOST = 4096  # groups that the second stage holds
 
 
 @triton.jit
+def first_of(line, keys, V, groups, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Ids [K] of the first K of a row, from the best keys [groups] of its groups."""
+    at = tl.arange(0, BLOCK)
+    best = tl.topk(tl.load(keys + at, mask=at < groups, other=LOWEST), K)
+    members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
+    x = tl.load(line + members, mask=members < V, other=float("-inf"))
+    key = tl.where(members < V, key_of(x, members), LOWEST)
+    return id_of(tl.topk(tl.reshape(key, (K * GROUP,)), K))
+
+
+@triton.jit
 def group_best_kernel(logits, keys, V, groups, CHUNK: tl.constexpr, GROUP: tl.constexpr):
     """keys [R, groups]: the best key of each group."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -38,12 +49,7 @@ def top_kernel(
 ):
     """Best k of the groups whose best keys are keys [R, groups]: values, ids [R, k]."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    best = tl.topk(tl.load(keys + row * groups + at, mask=at < groups, other=LOWEST), K)
-    members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
-    x = tl.load(logits + row * V + members, mask=members < V, other=float("-inf"))
-    key = tl.where(members < V, key_of(x, members), LOWEST)
-    token = id_of(tl.topk(tl.reshape(key, (K * GROUP,)), K))
+    token = first_of(logits + row * V, keys + row * groups, V, groups, K, BLOCK, GROUP)
     place = tl.arange(0, K)
     ok = place < k
     value = tl.load(logits + row * V + token, mask=ok & (token < V), other=float("-inf"))

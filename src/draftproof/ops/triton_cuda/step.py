@@ -1,0 +1,135 @@
+"""The step's bookkeeping on the GPU: few launches, nothing that waits, shapes from the host alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import ConfigError
+from draftproof.ops import Layout, TokenLogprobs
+from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.types import TOKENS, Choice, Draft, Outcome, Plan, SlotColumns, Windows
+
+try:
+    from draftproof.ops.triton_cuda import (
+        runtime,
+        step_adjust,
+        step_choose,
+        step_commit,
+        step_draft,
+        step_layout,
+        step_logprobs,
+    )
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] != "triton":
+        raise
+
+EARLY = 256  # rows, as in the forward pass: beyond it a kernel that waits takes room from its predecessor
+INTS = (torch.int64,)
+FP32 = (torch.float32,)
+
+
+class StepOps(Bookkeeping):
+    """What a kernel writes is passed as it is, never copied first; so it has to be contiguous."""
+
+    pdl: bool
+
+    def _done(self, op: str) -> None:
+        """After every op."""
+
+    def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
+        rows, windows = out.rows, out.windows
+        _plain("the plan", (plan.slots, plan.chunk, plan.drafts), len(plan.slots))
+        _plain("the rows", (rows.tokens, rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
+        _plain("the windows", (windows.slots, windows.first, windows.num_draft), len(plan.slots))
+        each = (windows.slot, windows.depth, windows.position, windows.draft, out.at)
+        _plain("the logits rows", each, len(out.at))
+        step_layout.layout(plan, columns, page_size, out, self.pdl)
+        self._done("layout")
+
+    def penalise(self, logits: Tensor, windows: Windows) -> Tensor:
+        logits = self._logits(logits, windows)
+        out = step_adjust.penalise(logits, windows, self._few(logits)) if len(logits) else logits.clone()
+        self._done("penalise")
+        return out
+
+    def forbid(self, base: Tensor, windows: Windows) -> None:
+        if base.dtype != torch.float32 or not base.is_contiguous() or len(base) != len(windows.slot):
+            raise ConfigError(f"base must be [{len(windows.slot)}, V] fp32 in one piece")
+        if len(base):
+            step_adjust.forbid(base, windows, self._few(base))
+        self._done("forbid")
+
+    def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
+        logits = self._logits(logits, windows)
+        if not len(logits):
+            return windows.slot.clone(), windows.slot.clone()
+        found = step_choose.choose(logits, windows, scaled, self._few(logits))
+        self._done("choose")
+        return found
+
+    def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
+        each = [windows.draft, choice.token, bad]
+        each += [x for x in (choice.recovered,) if x is not None]
+        _plain("what was chosen", each, len(windows.draft))
+        _plain("the picks", (out.pick_rows, out.pick_tokens), len(out.pick_rows))
+        if choice.accept is not None and choice.accept.dtype != torch.bool:
+            raise ConfigError(f"accept must be bool, not {choice.accept.dtype}")
+        wide = (len(plan.slots), TOKENS + windows.columns.draft.shape[1] + 1)
+        if out.table.shape != wide or not out.table.is_contiguous():
+            raise ConfigError(f"the outcome's table must be {list(wide)}, not {list(out.table.shape)}")
+        step_commit.commit(plan, windows, choice, bad, out, self.pdl)
+        self._done("commit")
+
+    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+        logits = runtime.matrix("logits", logits, None, FP32)
+        rows = runtime.vector("rows", rows, None, INTS)
+        tokens = runtime.vector("tokens", tokens, len(rows), INTS)
+        if not 0 <= top <= logits.shape[1]:
+            raise ConfigError(f"top {top} of {logits.shape[1]}")
+        if not len(rows) or not step_logprobs.quick(logits.shape[1], top):
+            return super().logprobs(logits, rows, tokens, top)
+        found = step_logprobs.logprobs(logits, rows, tokens, top, self._few(rows))
+        self._done("logprobs")
+        return found
+
+    def ngram(
+        self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
+    ) -> tuple[Tensor, Tensor]:
+        _plain("slots and budget", (slots, budget), len(slots))
+        found = step_draft.ngram(columns, slots, budget, smallest, largest, self.pdl)
+        self._done("ngram")
+        return found
+
+    def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+        _plain("slots and budget", (slots, budget), len(slots))
+        shape = (len(slots), columns.draft.shape[1])
+        if draft.tokens.shape != shape or draft.count.shape != shape[:1]:
+            raise ConfigError(f"a draft of {list(shape)} is wanted, not {list(draft.tokens.shape)}")
+
+        def there(x: Tensor, dtype: torch.dtype) -> Tensor:
+            return x.to(columns.draft.device, dtype).contiguous()  # a host proposer's is not there
+
+        own = None if draft.logprobs is None else there(draft.logprobs, torch.float32)
+        sources = None if draft.sources is None else there(draft.sources, torch.int8)
+        tokens, count = there(draft.tokens, torch.int64), there(draft.count, torch.int64)
+        made = Draft(tokens, count, logprobs=own, sources=sources)
+        step_draft.put_draft(columns, slots, budget, made, self.pdl)
+        self._done("put_draft")
+
+    def _few(self, x: Tensor) -> bool:
+        return self.pdl and len(x) <= EARLY
+
+    def _logits(self, logits: Tensor, windows: Windows) -> Tensor:
+        logits = runtime.matrix("logits", logits, None, FP32)
+        _plain("the logits rows", (windows.slot, windows.depth, windows.position), len(logits))
+        return logits
+
+
+def _plain(name: str, columns: Iterable[Tensor], size: int) -> None:
+    """Columns of int64, each [size] in one piece."""
+    for column in columns:
+        if column.shape != (size,) or column.dtype != torch.int64 or not column.is_contiguous():
+            raise ConfigError(f"{name}: [{size}] int64 is wanted, not {list(column.shape)} {column.dtype}")

@@ -1,0 +1,81 @@
+"""What plain sampling takes at each row: a pass over the logits in chunks, and a join.
+
+The pass reads a chunk once for all three: the best key, with noise where the row's temperature is not 0, and
+whether a value is not finite.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftproof.ops import STREAM_SAMPLE
+from draftproof.ops.triton_cuda.order import LOWEST, id_of
+from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
+from draftproof.ops.triton_cuda.sampling import CHUNK, best_of, best_with_noise
+from draftproof.types import End, Windows
+
+FORBIDDEN, NOT_FINITE = tl.constexpr(int(End.FORBIDDEN)), tl.constexpr(int(End.NOT_FINITE))
+
+
+@triton.jit
+def choose_kernel(
+    logits, slots, positions, temperature, seeds, keys, states, V, chunks,
+    SCALED: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """keys, states [L, chunks]: a chunk's best key; 0 if all its values are -inf, 2 if one is no number."""
+    begin(PDL)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        heat = tl.load(temperature + slot)
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
+        wild = (x != x) | (x == float("inf"))
+        state = tl.max(tl.where(wild, 2, tl.where(x > float("-inf"), 1, 0)), axis=0)
+        if heat > 0:
+            seed, position = tl.load(seeds + slot), tl.load(positions + row)
+            if not SCALED:
+                x = tl.div_rn(x, tl.zeros_like(x) + heat)
+            best = best_with_noise(x, ids, chunk, seed, position, V, STREAM, CHUNK)
+        else:
+            best = best_of(x, ids, V)
+        tl.store(keys + row * chunks + chunk, best)
+        tl.store(states + row * chunks + chunk, state)
+
+
+@triton.jit
+def join_choice_kernel(slots, keys, states, tokens, bad, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """tokens, bad [L]; padding rows have neither keys nor states."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    real = tl.load(slots + row) >= 0
+    at = tl.arange(0, BLOCK)
+    ok = (at < chunks) & real
+    key = tl.max(tl.load(keys + row * chunks + at, mask=ok, other=LOWEST), axis=0)
+    state = tl.max(tl.load(states + row * chunks + at, mask=ok, other=0), axis=0)
+    why = tl.where(state == 1, 0, tl.where(state == 0, FORBIDDEN, NOT_FINITE))
+    why = tl.where(real, why, 0).to(tl.int64)
+    tl.store(tokens + row, tl.where(real & (why == 0), id_of(key), 0))
+    tl.store(bad + row, why)
+
+
+def choose(logits: Tensor, windows: Windows, scaled: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits.shape
+    columns, device = windows.columns, logits.device
+    chunks = triton.cdiv(vocab, CHUNK)
+    keys = torch.empty((rows, chunks), dtype=torch.int64, device=device)
+    states = torch.empty((rows, chunks), dtype=torch.int32, device=device)
+    tokens, bad = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    choose_kernel[(rows, chunks)](
+        logits, windows.slot, windows.position, columns.temperature, columns.seed, keys, states,
+        vocab, chunks,
+        SCALED=scaled, STREAM=STREAM_SAMPLE, CHUNK=CHUNK, **launch_options(pdl, num_warps=8),
+    )  # fmt: skip
+    join_choice_kernel[(rows,)](
+        windows.slot, keys, states, tokens, bad, chunks,
+        BLOCK=power_of_two(chunks), **launch_options(pdl, num_warps=1),
+    )  # fmt: skip
+    return tokens, bad

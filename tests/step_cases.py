@@ -1,0 +1,389 @@
+"""Random steps, and checks of the step's bookkeeping on them, for any backend against the definition.
+
+What no op may look at or change is poisoned: lines of free slots, tokens past a length, drafts past their
+number, the plan of absent entries, padding rows, the places behind every result. All comparisons are of bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.ops import Layout, Ops, Rows
+from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.reference import ReferenceOps
+from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
+
+POISON = -(2**40)
+INF = math.inf
+REF = ReferenceOps(torch.device("cpu"))
+PAGE = 4
+ADJUST = (0, 0, int(Adjust.PENALTY), int(Adjust.BIAS), int(Adjust.BAN), int(Adjust.HOLD), 15)
+
+
+def bits(x: Tensor) -> Tensor:
+    """NaN is NaN, whatever its payload."""
+    x = x.detach().cpu()
+    if x.is_floating_point():
+        return torch.where(x.isnan(), torch.full_like(x, math.nan), x).view(torch.int32)
+    return x
+
+
+def same(got: Tensor, want: Tensor, what: str) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}"
+    wrong = (bits(got) != bits(want)).nonzero().tolist()
+    assert not wrong, f"{what} differs at {wrong[:6]}: {got[tuple(wrong[0])]}, not {want[tuple(wrong[0])]}"
+
+
+def all_same(got: Any, want: Any, what: str) -> None:
+    """Every tensor of a dataclass."""
+    for field in fields(want):
+        a, b = getattr(got, field.name), getattr(want, field.name)
+        if isinstance(b, Tensor):
+            same(a, b, f"{what}.{field.name}")
+        elif hasattr(b, "__dataclass_fields__"):
+            all_same(a, b, f"{what}.{field.name}")
+
+
+def copied(held: Any, device: torch.device) -> Any:
+    """A dataclass of tensors with tensors of its own."""
+    made = {f.name: getattr(held, f.name) for f in fields(held)}
+    for name, value in made.items():
+        if isinstance(value, Tensor):
+            made[name] = value.detach().clone().to(device)
+        elif hasattr(value, "__dataclass_fields__"):
+            made[name] = copied(value, device)
+    return type(held)(**made)
+
+
+class Guarded:
+    """Tensors to write into, with a margin behind each that nobody may touch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.held = device, []
+
+    def __call__(self, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        whole = torch.full((size + 8,), POISON, dtype=torch.int64, device=self.device)
+        self.held.append(whole[size:])
+        return whole[:size].view(shape)
+
+    def check(self) -> None:
+        assert all(bool((margin == POISON).all()) for margin in self.held), "written behind the end"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    entries: int = 11
+    k: int = 4
+    vocab: int = 23
+    wide: int = 40  # tokens a slot can hold
+    letters: int = 4  # different tokens in a text; few: many n-grams recur
+    hot: float = 0.5  # share of requests with a temperature
+
+
+class Step:
+    """Slots, a plan for them, and their windows; some of everything."""
+
+    def __init__(self, seed: int, size: Size = Size()) -> None:  # noqa: B008 - frozen
+        self.random = torch.Generator().manual_seed(seed)
+        self.size = size
+        self.columns = self._columns()
+        self.plan = self._plan()
+        self.page_size = PAGE
+
+    def int(self, low: int, high: int) -> int:
+        """low..high, both included."""
+        return int(torch.randint(low, high + 1, (1,), generator=self.random))
+
+    def chance(self, share: float) -> bool:
+        return float(torch.rand(1, generator=self.random)) < share
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=self.random)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def _columns(self) -> SlotColumns:
+        size, slots = self.size, self.size.entries
+        pages = -(-size.wide // PAGE)
+        wide = {"tokens": size.wide, "draft": size.k, "draft_logprob": size.k, "draft_source": size.k}
+        wide |= {"page_table": pages, "ends": size.vocab, "bias": size.vocab, "banned": size.vocab}
+        floats = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+        made: dict[str, Tensor] = {}
+        for field in fields(SlotColumns):
+            shape = (slots, wide[field.name]) if field.name in wide else (slots,)
+            if field.name in ("ends", "banned"):
+                made[field.name] = torch.rand(shape, generator=self.random) < 0.5
+            elif field.name in floats or field.name in ("bias", "draft_logprob"):
+                made[field.name] = torch.full(shape, math.nan)
+            elif field.name == "page_table":
+                made[field.name] = torch.full(shape, -(2**31), dtype=torch.int32)
+            elif field.name == "draft_source":
+                made[field.name] = torch.full(shape, -7, dtype=torch.int8)
+            else:
+                made[field.name] = torch.full(shape, POISON, dtype=torch.int64)
+        return SlotColumns(**made)
+
+    def _fill(self, slot: int) -> str:
+        """A request in a slot; says in which phase it is."""
+        size, columns = self.size, self.columns
+        phase = ("ended", "prompt", "prompt", "decode", "decode", "decode")[self.int(0, 5)]
+        length = self.int(1, size.wide - size.k - 2)
+        columns.length[slot], columns.prompt_len[slot] = length, self.int(1, length)
+        columns.tokens[slot, :length] = self.ints(0, min(size.letters, size.vocab) - 1, length)
+        columns.computed[slot] = self.int(0, length - 1) if phase == "prompt" else length - 1
+        columns.ended[slot] = self.int(1, 5) if phase == "ended" else 0
+        columns.max_length[slot] = min(size.wide, length + self.int(1, 3 * size.k))
+        columns.num_draft[slot] = 0
+        if phase == "decode":
+            count = max(self.int(0, size.k), self.int(0, size.k))  # some reach past max_length
+            columns.num_draft[slot] = count
+            columns.draft[slot, :count] = self.ints(0, size.vocab - 1, count)
+        columns.page_table[slot] = self.ints(0, 99, columns.page_table.shape[1])
+        columns.page_table[slot, (int(columns.max_length[slot]) - 1) // PAGE + 1 :] = -(2**31)
+        columns.temperature[slot] = self.int(1, 20) / 10 if self.chance(size.hot) else 0.0
+        columns.repetition[slot] = self.int(5, 20) / 10
+        columns.presence[slot], columns.frequency[slot] = self.floats(2)
+        columns.seed[slot] = self.int(0, 2**63 - 2)
+        columns.min_length[slot] = length + self.int(-1, size.k)
+        columns.adjust[slot] = ADJUST[self.int(0, len(ADJUST) - 1)]
+        columns.wants[slot] = self.int(0, 2)
+        columns.ends[slot] = torch.rand(size.vocab, generator=self.random) < self.int(0, 2) * 0.12
+        if columns.adjust[slot] & Adjust.BIAS:
+            columns.bias[slot] = self.floats(size.vocab)
+        return phase
+
+    def _plan(self) -> Plan:
+        size, columns = self.size, self.columns
+        table = torch.full((4, size.entries), POISON, dtype=torch.int64)
+        plan = Plan.of(table)
+        order = torch.randperm(size.entries, generator=self.random).tolist()
+        for b, slot in enumerate(order):
+            if self.chance(0.25):
+                plan.slots[b] = -1
+                continue
+            phase = self._fill(slot)
+            plan.slots[b] = slot
+            plan.chunk[b] = 0
+            if phase == "prompt":
+                whole = int(columns.length[slot] - columns.computed[slot])
+                plan.chunk[b] = whole if self.chance(0.5) else self.int(1, whole)
+            plan.drafts[b] = max(self.int(0, size.k), self.int(0, size.k))
+            plan.budget[b] = self.int(0, size.k)
+        return plan
+
+    def room(self, spare: int) -> tuple[int, int]:
+        """Forward rows and logits rows of the plan, and `spare` more of each."""
+        out = self.out(Guarded(torch.device("cpu")), 4 * self.size.wide * self.size.entries, 4 * 1024)
+        REF.layout(self.plan, self.columns, PAGE, out)
+        count, logits = int((out.rows.slots >= 0).sum()), int((out.windows.slot >= 0).sum())
+        return max(1, count + spare), max(1, logits + spare)
+
+    def out(self, new: Guarded, rows: int, logits: int, columns: SlotColumns | None = None) -> Layout:
+        columns, entries = columns or self.columns, self.size.entries
+        lines = [new(rows) for _ in range(4)]
+        windows = Windows(columns, *(new(entries) for _ in range(3)), *(new(logits) for _ in range(4)))
+        return Layout(Rows(*lines, columns.page_table), windows, new(logits))
+
+    def windows(self, spare: int, device: torch.device) -> Windows:
+        """As the layout gives them, with columns of their own."""
+        rows, logits = self.room(spare)
+        out = self.out(Guarded(torch.device("cpu")), rows, logits)
+        REF.layout(self.plan, self.columns, PAGE, out)
+        windows: Windows = copied(out.windows, device)
+        return windows
+
+    def logits(self, rows: int) -> Tensor:
+        """Random, tied, with -inf, and a few rows with NaN, with +inf, or of nothing but -inf."""
+        x = 3 * self.floats(rows, self.size.vocab)
+        for r in range(rows):
+            kind = self.int(0, 11)
+            at = self.int(0, self.size.vocab - 1)
+            if kind < 3:
+                x[r] = x[r].round()
+            elif kind == 3:
+                x[r, self.floats(self.size.vocab) > 0] = -INF
+            elif kind == 4:
+                x[r] = 0.0
+                x[r, self.floats(self.size.vocab) > 0] = -0.0
+            elif kind == 5:
+                x[r] = -INF
+            elif kind == 6:
+                x[r, at] = math.nan
+            elif kind == 7:
+                x[r, at] = INF
+            elif kind == 8:
+                x[r, : at + 1] = -INF
+        return x
+
+
+Check = Callable[[Ops, int, Size], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def spare_of(seed: int) -> int:
+    return (0, 1, 7)[seed % 3]
+
+
+@check
+def layout(ops: Ops, seed: int, size: Size) -> None:
+    step = Step(seed, size)
+    rows, logits = step.room(spare_of(seed))
+    outs = []
+    for by in (REF, ops):
+        columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
+        new = Guarded(by.device)
+        outs.append(step.out(new, rows, logits, columns))
+        by.layout(plan, columns, PAGE, outs[-1])
+        new.check()
+        all_same(plan, step.plan, "plan")
+    all_same(outs[1], outs[0], "layout")
+
+
+@check
+def penalise(ops: Ops, seed: int, size: Size) -> None:
+    step = Step(seed, size)
+    windows, mine = step.windows(spare_of(seed), REF.device), step.windows(spare_of(seed), ops.device)
+    logits = step.logits(len(windows.slot))
+    given = logits.clone().to(ops.device)
+    got = ops.penalise(given, mine)
+    same(got, REF.penalise(logits, windows), "penalised")
+    same(given, logits, "the logits themselves")
+    all_same(mine, windows, "windows")
+
+
+@check
+def forbid(ops: Ops, seed: int, size: Size) -> None:
+    step = Step(seed, size)
+    windows, mine = step.windows(spare_of(seed), REF.device), step.windows(spare_of(seed), ops.device)
+    want = step.logits(len(windows.slot))
+    got = want.clone().to(ops.device)
+    ops.forbid(got, mine)
+    REF.forbid(want, windows)
+    same(got, want, "base")
+    all_same(mine, windows, "windows")
+
+
+@check
+def choose(ops: Ops, seed: int, size: Size) -> None:
+    step = Step(seed, size)
+    windows, mine = step.windows(spare_of(seed), REF.device), step.windows(spare_of(seed), ops.device)
+    logits = step.logits(len(windows.slot))
+    scaled = seed % 4 == 3
+    got = ops.choose(logits.clone().to(ops.device), mine, scaled)
+    want = REF.choose(logits, windows, scaled)
+    same(got[1], want[1], "bad")
+    same(got[0], want[0], "tokens")
+
+
+def choice_of(step: Step, windows: Windows, seed: int) -> tuple[Choice, Tensor]:
+    """Most drafts stand; a few rows are bad; padding is poisoned."""
+    rows, vocab = len(windows.slot), step.size.vocab
+    padding = windows.slot < 0
+    agrees = torch.rand(rows, generator=step.random) < 0.8
+    token = torch.where(agrees & (windows.draft >= 0), windows.draft, step.ints(0, vocab - 1, rows))
+    bad = torch.where(torch.rand(rows, generator=step.random) < 0.15, step.ints(3, 4, rows), 0)
+    token[padding], bad[padding] = POISON, POISON
+    accept = recovered = None
+    if seed % 2:
+        accept = torch.rand(rows, generator=step.random) < 0.75
+    if seed // 2 % 2:
+        recovered = step.ints(0, vocab - 1, rows)
+        recovered[padding] = POISON
+    return Choice(token, accept, recovered), bad
+
+
+@check
+def commit(ops: Ops, seed: int, size: Size) -> None:
+    step = Step(seed, size)
+    spare = spare_of(seed)
+    choice, bad = choice_of(step, step.windows(spare, REF.device), seed)
+    done = []
+    for by in (REF, ops):
+        windows, plan = step.windows(spare, by.device), copied(step.plan, by.device)
+        mine, codes = copied(choice, by.device), bad.clone().to(by.device)
+        new, rows = Guarded(by.device), len(bad)
+        out = Outcome(new(size.entries, TOKENS + size.k + 1), new(rows), new(rows))
+        by.commit(plan, windows, mine, codes, out)
+        new.check()
+        all_same(mine, choice, "choice")
+        all_same(plan, step.plan, "plan")
+        done.append((windows, out))
+    all_same(done[1][1], done[0][1], "outcome")
+    all_same(done[1][0], done[0][0], "windows")
+
+
+@check
+def logprobs(ops: Ops, seed: int, size: Size) -> None:
+    """Ids and ranks are the definition's; values are logits - logsumexp in the backend's own bits."""
+    step = Step(seed, size)
+    count = 5
+    logits = step.logits(5)
+    rows, tokens = step.ints(-1, 4, count), step.ints(0, size.vocab - 1, count)
+    rows[0] = seed % 6 - 1
+    real = rows >= 0
+    tokens[~real] = POISON
+    wild = (logits.isnan() | (logits == INF)).any(1)  # such a row ends its request: nobody sees these
+    sound = real & ~wild[rows.clamp(min=0)]
+    for top in ((0, min(5, size.vocab)), (1,), (size.vocab,))[seed % 3]:
+        if ops.name != "triton":
+            tokens = torch.where(real, tokens, 0)  # a composition gathers at padding too
+        given = [x.clone().to(ops.device) for x in (logits, rows, tokens)]
+        got = ops.logprobs(*given, top)
+        want = REF.logprobs(logits, rows, tokens, top)
+        same(got.ids.cpu()[sound], want.ids[sound], f"ids, top {top}")
+        same(got.ranks.cpu()[sound], want.ranks[sound], f"ranks, top {top}")
+        close = {"rtol": 2e-5, "atol": 2e-5, "equal_nan": True}
+        torch.testing.assert_close(got.values.cpu()[sound], want.values[sound], **close)
+        harmless = torch.where(real, tokens, 0).to(ops.device)
+        plain = Bookkeeping.logprobs(ops, given[0], given[1], harmless, top)
+        same(got.values.cpu()[sound], plain.values.cpu()[sound], f"values, top {top}")
+
+
+@check
+def ngram(ops: Ops, seed: int, size: Size) -> None:
+    step = Step(seed, size)
+    columns: SlotColumns = copied(step.columns, ops.device)
+    for smallest, largest in ((1, 1), (2, 2), (1, 3), (2, 5)):
+        given = [step.plan.slots.clone().to(ops.device), step.plan.budget.clone().to(ops.device)]
+        tokens, count = (x.cpu() for x in ops.ngram(columns, *given, smallest, largest))
+        wanted, want = REF.ngram(step.columns, step.plan.slots, step.plan.budget, smallest, largest)
+        same(count, want, f"count, {smallest} to {largest}")
+        said = torch.arange(size.k) < count[:, None]
+        same(torch.where(said, tokens, 0), wanted, f"tokens, {smallest} to {largest}")
+    all_same(columns, step.columns, "columns")
+
+
+@check
+def put_draft(ops: Ops, seed: int, size: Size) -> None:
+    step = Step(seed, size)
+    shape = (size.entries, size.k)
+    tokens = step.ints(-1, size.vocab, *shape)
+    tokens[step.floats(*shape) > 0.2] = 1
+    tokens[-1, -1] = 2**40
+    count = step.ints(0, size.k, size.entries)
+    tokens[torch.arange(size.k) >= count[:, None]] = POISON
+    draft = Draft(
+        tokens,
+        count,
+        logprobs=step.floats(*shape) if seed % 2 else None,
+        sources=step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None,
+    )
+    columns, mine = copied(step.columns, REF.device), copied(step.columns, ops.device)
+    REF.put_draft(columns, step.plan.slots, step.plan.budget, draft)
+    plan = copied(step.plan, ops.device)
+    ops.put_draft(mine, plan.slots, plan.budget, copied(draft, ops.device))
+    all_same(mine, columns, "columns")
+    all_same(plan, step.plan, "plan")

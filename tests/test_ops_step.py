@@ -1,0 +1,110 @@
+"""The step's bookkeeping of every backend against the definition, bit for bit, on the steps of `step_cases`.
+
+The triton backend runs under Triton's interpreter, in a process of its own. Every check is also shown to
+fail when the op it looks at is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import step_cases
+from draftproof.ops.reference_step import _latest_match
+from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, End, Outcome, Wants
+from opcheck import CPU, importable
+from step_cases import CHECKS, REF, Size, Step
+
+SEEDS = 12
+OTHER_SIZES = [
+    Size(entries=1, k=1, vocab=5, wide=12, letters=2),
+    Size(entries=20, k=5, vocab=61, wide=70, letters=2),
+]
+BACKENDS = {name: ops for name, ops in importable().items() if name not in ("reference", "triton")}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_against_the_definition(backend: str, name: str) -> None:
+    for seed in range(SEEDS):
+        CHECKS[name](BACKENDS[backend], seed, Size())
+    for size in OTHER_SIZES:
+        for seed in range(4):
+            CHECKS[name](BACKENDS[backend], seed, size)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """Name of a check -> what went wrong in the triton backend, or nothing."""
+    path = [str(Path(__file__).parent), *sys.path]
+    code = f"import sys; sys.path[:0] = {path!r}; import triton_step_checks as t; t.main({SEEDS}, [])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", CHECKS)
+def test_triton_against_the_definition(name: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[name] == "", interpreted[name]
+
+
+def features(seed: int) -> Counter[str]:
+    """What happens in a step of the default size."""
+    found: Counter[str] = Counter()
+    step = Step(seed)
+    columns, plan = step.columns, step.plan
+    before = step.windows(step_cases.spare_of(seed), CPU)
+    choice, bad = step_cases.choice_of(step, before, seed)
+    out = Outcome(
+        torch.zeros((len(plan.slots), TOKENS + step.size.k + 1), dtype=torch.int64), bad.clone(), bad.clone()
+    )
+    REF.commit(plan, before, choice, bad, out)
+    _, count = REF.ngram(columns, plan.slots, plan.budget, 1, 3)
+    for b, slot in enumerate(plan.slots.tolist()):
+        if slot < 0:
+            found["no entry"] += 1
+            continue
+        line, window = out.table[b].tolist(), int(before.slots[b]) >= 0
+        chunk, ended = int(plan.chunk[b]), int(columns.ended[slot])
+        found["ended before"] += ended != End.NOT_YET
+        found["prompt goes on"] += chunk > 0 and not window and not ended
+        found["prompt ends"] += chunk > 0 and window
+        found["no budget"] += int(plan.budget[b]) == 0
+        if count[b] and not ended:
+            found["n-gram"] += 1
+            length = int(columns.length[slot])
+            said = columns.tokens[slot, :length].tolist()
+            found["period shorter than the budget"] += length - _latest_match(said, 1, 3) < int(count[b])
+        if not window:
+            continue
+        rows = bad[int(before.first[b]) :][: line[NUM_DRAFT] + 1]
+        found["drafts cut by the plan"] += int(columns.num_draft[slot]) > line[NUM_DRAFT]
+        found[f"ends: {End(line[ENDED]).name}"] += 1
+        found["ends within its drafts"] += line[ENDED] == End.STOP and line[NUM_OUT] == line[NUM_ACCEPTED]
+        found["full within its drafts"] += line[ENDED] == End.LENGTH and line[NUM_OUT] == line[NUM_ACCEPTED]
+        found["a bad row that does not matter"] += line[ENDED] < End.FORBIDDEN and bool((rows > 0).any())
+        found["nothing committed"] += line[NUM_OUT] == 0
+        found["all stood"] += line[NUM_ACCEPTED] == line[NUM_DRAFT] > 0
+        found["one fell"] += line[NUM_ACCEPTED] < line[NUM_DRAFT]
+        found[f"wants {Wants(int(columns.wants[slot])).name}"] += 1
+        found["hot" if columns.temperature[slot] > 0 else "cold"] += 1
+    return found
+
+
+def test_the_cases_have_everything_in_them() -> None:
+    found: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        found.update(features(seed))
+    rare = {name: n for name, n in found.items() if n < 2}
+    assert not rare, rare
+    assert {f"ends: {end.name}" for end in End if end != End.FAILED} <= set(found)
+    assert {f"wants {w.name}" for w in Wants} | {"hot", "cold"} <= set(found)

@@ -1,0 +1,53 @@
+"""The triton backend's step under Triton's interpreter; `test_ops_step` runs this file as a process.
+
+Blocks are made small, so that small cases have several of each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+
+import triton_checks  # it chooses the interpreter, before the kernels are imported
+from draftproof.ops.triton_cuda import (
+    sampling,
+    select,
+    step_adjust,
+    step_choose,
+    step_commit,
+    step_draft,
+    step_layout,
+    step_logprobs,
+)
+from step_cases import CHECKS, Size
+
+for module in (sampling, step_choose, step_logprobs):
+    module.CHUNK = 16
+for module in (select, step_logprobs):
+    module.GROUP = 4
+step_layout.BLOCK = step_draft.BLOCK = step_adjust.BLOCK = step_commit.PICKS = 8
+step_logprobs.PROGRAMS = 4
+SLOW = {"logprobs": 3, "ngram": 6}  # the interpreter sorts slowly
+
+
+def main(seeds: int, only: list[str]) -> None:
+    """Name of a check -> what went wrong, or nothing."""
+    results = {}
+    for name, function in CHECKS.items():
+        if only and name not in only:
+            continue
+        begun, results[name] = time.perf_counter(), ""
+        for seed in range(min(seeds, SLOW.get(name, seeds))):
+            try:
+                function(triton_checks.ops, seed, Size())
+            except Exception:
+                results[name] = f"seed {seed}\n{traceback.format_exc()}"
+                break
+        print(f"{name} {time.perf_counter() - begun:.1f} s", file=sys.stderr)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
