@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -13,6 +13,7 @@ import torch
 import proposers
 import tiny
 from draftproof.engine.engine import Engine
+from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import LogprobRow, Request
 
@@ -114,6 +115,13 @@ def using(threads: int) -> Iterator[None]:
     torch.set_num_threads(threads)
     yield
     torch.set_num_threads(before)
+
+
+def plant(monkeypatch: Any, name: str, broken: Callable[..., Any]) -> None:
+    """A bug in an op of the backend that tests run on: `broken(whole, ops, *arguments)` takes its place."""
+    kind = type(resolve("auto", torch.device("cpu")))
+    whole = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda *arguments, **named: broken(whole, *arguments, **named))
 
 
 @dataclass(frozen=True)

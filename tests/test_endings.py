@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
@@ -11,11 +11,11 @@ import torch
 
 import proposers
 import tiny
-from draftproof.engine import loop
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request, StepOutput
-from exact import Ask, Company, Where, bits, check_empty, compare, count_errors
+from draftproof.types import NUM_OUT, TOKENS, Request, StepOutput
+from draftproof.verify.sampler import Sampler
+from exact import Ask, Company, Where, bits, check_empty, compare, count_errors, plant
 
 K = 8
 SPEC = {"method": "proposers:Perfect", "num_speculative_tokens": K, "adaptive": False}
@@ -285,16 +285,17 @@ def _starts(record):
 def test_control_an_end_looked_for_at_the_windows_end_alone(monkeypatch):
     seed, answer = stream()
     request = ask(seed, {"eos_token_ids": (answer[4],)})
-    whole = loop.commit
 
-    def broken(windows, verdict, limit):
+    def broken(commit, ops, plan, windows, choice, bad, out):
         columns = windows.columns
-        last = verdict.tokens.gather(1, verdict.num_out[:, None] - 1)
-        if not bool((last == columns.stop_ids[windows.slots]).any()):
-            columns = replace(columns, stop_ids=torch.full_like(columns.stop_ids, -1))
-        return whole(replace(windows, columns=columns), verdict, limit)
+        blind = replace(columns, ends=torch.zeros_like(columns.ends))
+        copy = replace(blind, **{f.name: getattr(blind, f.name).clone() for f in fields(blind)})
+        commit(ops, plan, replace(windows, columns=copy), choice, bad, out)
+        last = out.table[0, TOKENS + int(out.table[0, NUM_OUT]) - 1]
+        seen = columns if columns.ends[windows.slots[0], last] else blind
+        commit(ops, plan, replace(windows, columns=seen), choice, bad, out)
 
-    monkeypatch.setattr(loop, "commit", broken)
+    plant(monkeypatch, "commit", broken)
     with pytest.raises(AssertionError, match="tokens"):
         both(request, answer)
 
@@ -308,14 +309,16 @@ def test_control_an_error_on_a_fallen_draft_that_counts(monkeypatch):
             raise ValueError("I do not know this text")
         return row
 
-    whole = loop._error_limit
+    whole = Sampler.__call__
 
-    def broken(windows, sampled):
+    def broken(sampler, logits, windows, traits, hosted):
+        sampled = whole(sampler, logits, windows, traits, hosted)
         for row, message in list(sampled.errors.items()):
-            sampled.errors[int(windows.first[windows.owner[row]])] = message
-        return whole(windows, sampled)
+            first = row - int(windows.depth[row])
+            sampled.errors[first], sampled.bad[first] = message, sampled.bad[row]
+        return sampled
 
-    monkeypatch.setattr(loop, "_error_limit", broken)
+    monkeypatch.setattr(Sampler, "__call__", broken)
     with pytest.raises(AssertionError, match="tokens"):
         both(ask(seed, logits_processors=[strict]), answer, {**SPEC, "method": "proposers:Flaky"})
 

@@ -7,17 +7,17 @@ the output, not merely that the engine is odd.
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
-from draftproof.engine import loop, settle
-from draftproof.models.runner import Runner
+from draftproof.engine import extras
 from draftproof.ops.torch_any import TorchOps
-from draftproof.types import Windows
+from draftproof.types import PICK, Choice, Windows
 from draftproof.verify import process
 from draftproof.verify.target_match import TargetMatch
-from exact import MANY_ENDS, OPTIONS, Ask, Company, Where
+from exact import MANY_ENDS, OPTIONS, Ask, Company, Where, plant
 
 PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5, "adaptive": False}
 FLAKY = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
@@ -30,39 +30,30 @@ def found(ask: Ask, spec=FLAKY, where=None, **company) -> list[str]:
     return Company([*neighbours, ask], where, engine=engine, **company).differences(fresh=True)
 
 
-def shallow(function, place):
-    """`function` with the depth argument at `place` taken as 0: drafts in the window are not seen."""
-
-    def broken(*args):
-        return function(*args[:place], 0, *args[place + 1 :])
-
-    return broken
+def at_the_window(windows: Windows) -> Windows:
+    """As if every row were its window's first: drafts before it are not seen."""
+    none = torch.zeros_like(windows.depth)
+    return replace(windows, depth=none, position=windows.position - windows.depth)
 
 
 @pytest.mark.parametrize("option", ["frequency", "presence", "repetition"])
 def test_penalties_that_ignore_drafts_in_the_window(monkeypatch, option):
     ask = Ask(0, option, 0.7, length=20)
     assert not found(ask, PERFECT)
-    whole = process._penalise
-
-    def broken(logits, windows, rows):
-        return whole(logits, replace(windows, depth=torch.zeros_like(windows.depth)), rows)
-
-    monkeypatch.setattr(process, "_penalise", broken)
+    plant(monkeypatch, "penalise", lambda whole, ops, logits, w: whole(ops, logits, at_the_window(w)))
     assert any("logprobs" in line for line in found(ask, PERFECT))
 
 
 def keyed_by_row(windows):
-    return torch.arange(len(windows.owner))
+    return torch.arange(len(windows.slot))
 
 
 def keyed_by_step(windows):
-    out = windows.length - windows.columns.prompt_len[windows.slots]
-    return out[windows.owner]
+    return windows.position - windows.depth
 
 
 def keyed_by_slot(windows):
-    return keyed_by_step(windows) + windows.depth + 100 * windows.slots[windows.owner]
+    return windows.position + 100 * windows.slot
 
 
 @pytest.mark.parametrize("key", [keyed_by_row, keyed_by_step, keyed_by_slot])
@@ -70,7 +61,12 @@ def test_noise_with_the_wrong_key(monkeypatch, key):
     ask = Ask(0, "none", 1.3, length=20)
     neighbours = [Ask(1, "none", 1.3)]
     assert not found(ask, neighbours=neighbours)
-    monkeypatch.setattr(Windows, "position", property(key))
+
+    def broken(layout, ops, plan, columns, page_size, out):
+        layout(ops, plan, columns, page_size, out)
+        out.windows.position.copy_(key(out.windows))
+
+    plant(monkeypatch, "layout", broken)
     assert any("request 0: tokens" in line for line in found(ask, neighbours=neighbours))
 
 
@@ -94,22 +90,31 @@ def test_a_gemm_whose_bits_depend_on_the_number_of_rows(monkeypatch, what):
     assert any("request 0: logprobs" in line for line in found(ask, spec, where, **company))
 
 
+def one_too_many(decide):
+    """A strategy's `decide` that lets the draft after one that stands stand too."""
+
+    def broken(self, windows, scores):
+        choice = decide(self, windows, scores)
+        stands = windows.draft == choice.token
+        return replace(choice, accept=stands | (stands.roll(1) & (windows.depth > 0)))
+
+    return broken
+
+
 def test_acceptance_of_one_draft_too_many(monkeypatch):
     ask = Ask(0, "none", 0.7, length=20)
-    whole = TargetMatch.accepts
-
-    def broken(*args):
-        stands = whole(*args)
-        return stands | torch.nn.functional.pad(stands[:, :-1], (1, 0))
-
-    monkeypatch.setattr(TargetMatch, "accepts", broken)
+    monkeypatch.setattr(TargetMatch, "decide", one_too_many(TargetMatch.decide))
     assert any("tokens" in line for line in found(ask))
 
 
 def test_the_token_after_the_drafts_from_the_wrong_row(monkeypatch):
     ask = Ask(0, "none", 0.7, length=20)
-    whole = TargetMatch.tokens
-    monkeypatch.setattr(TargetMatch, "tokens", lambda *args: whole(*args).roll(1, 1))
+
+    def broken(self, windows, scores):
+        before = torch.where(windows.depth > 0, scores.sampled.roll(1), scores.sampled)
+        return Choice(before, windows.draft == scores.sampled)
+
+    monkeypatch.setattr(TargetMatch, "decide", broken)
     assert any("tokens" in line for line in found(ask))
 
 
@@ -117,16 +122,15 @@ def test_kv_of_rejected_drafts_that_stays(monkeypatch):
     """Each position is stored once: after a rejection the KV of the fallen draft is read."""
     ask = Ask(0, "none", 0.0, length=20)
     assert not found(ask)
-    whole = Runner.rows
-    seen: dict[int, int] = {}
+    seen = WeakKeyDictionary()
 
-    def broken(self, tokens, positions, slots, page_table):
-        rows = whole(self, tokens, positions, slots, page_table)
-        fresh = positions > seen.get(id(self), -1)
-        seen[id(self)] = max(int(positions.max()), seen.get(id(self), -1))
-        return replace(rows, kv_index=torch.where(fresh, rows.kv_index, 0))
+    def broken(layout, ops, plan, columns, page_size, out):
+        layout(ops, plan, columns, page_size, out)
+        rows, newest = out.rows, seen.get(ops, -1)
+        rows.kv_index[rows.positions <= newest] = 0
+        seen[ops] = max(newest, int(rows.positions.max()))
 
-    monkeypatch.setattr(Runner, "rows", broken)
+    plant(monkeypatch, "layout", broken)
     assert any("logprobs" in line for line in found(ask))
 
 
@@ -134,26 +138,40 @@ def test_computed_that_runs_one_too_far(monkeypatch):
     """After a window with drafts the newest token is taken to have KV already."""
     ask = Ask(0, "none", 0.0, length=20, k=3)
     assert not found(ask)
-    whole = loop.commit
 
-    def broken(windows, verdict, limit):
-        done = whole(windows, verdict, limit)
-        windows.columns.computed[windows.slots] += windows.num_draft > 0
-        return done
+    def broken(commit, ops, plan, windows, choice, bad, out):
+        commit(ops, plan, windows, choice, bad, out)
+        real = windows.slots >= 0
+        windows.columns.computed[windows.slots[real]] += windows.num_draft[real] > 0
 
-    monkeypatch.setattr(loop, "commit", broken)
+    plant(monkeypatch, "commit", broken)
     assert any("logprobs" in line for line in found(ask))
 
 
 def test_logprobs_from_the_wrong_row(monkeypatch):
     ask = Ask(0, "none", 0.7, length=20)
-    whole = settle.logprob_rows
+    assert not found(ask, PERFECT)
 
-    def broken(ops, logits, wanted):
-        return whole(ops, logits, [replace(w, rows=w.rows[:1] * len(w.rows)) for w in wanted])
+    def broken(commit, ops, plan, windows, choice, bad, out):
+        commit(ops, plan, windows, choice, bad, out)
+        real = out.pick_rows >= 0
+        out.pick_rows[real] -= windows.depth[out.pick_rows[real]]
 
-    monkeypatch.setattr(settle, "logprob_rows", broken)
+    plant(monkeypatch, "commit", broken)
     assert any("logprobs" in line for line in found(ask, PERFECT))
+
+
+def test_logprobs_handed_to_the_neighbour(monkeypatch):
+    """PICK counted from another entry's first."""
+    ask, other = Ask(0, "none", 0.7, length=20), Ask(1, "none", 0.7, length=9)
+    assert not found(ask, PERFECT, neighbours=[other])
+
+    def broken(commit, ops, plan, windows, choice, bad, out):
+        commit(ops, plan, windows, choice, bad, out)
+        out.table[:, PICK] = 0
+
+    plant(monkeypatch, "commit", broken)
+    assert any("request 0: logprobs" in line for line in found(ask, PERFECT, neighbours=[other]))
 
 
 def test_min_tokens_looked_at_when_the_window_starts(monkeypatch):
@@ -162,7 +180,7 @@ def test_min_tokens_looked_at_when_the_window_starts(monkeypatch):
     )
     ask = Ask(0, "ends", 0.7, length=20)
     assert not found(ask, PERFECT)
-    monkeypatch.setattr(process, "_forbid", shallow(process._forbid, 4))
+    plant(monkeypatch, "forbid", lambda whole, ops, base, w: whole(ops, base, at_the_window(w)))
     assert any("tokens" in line for line in found(ask, PERFECT))
 
 
@@ -170,19 +188,17 @@ def test_min_tokens_looked_at_when_the_window_starts(monkeypatch):
 def test_a_context_without_the_drafts(monkeypatch, option):
     ask = Ask(0, option, 1.3, length=20)
     assert not found(ask, PERFECT)
-    monkeypatch.setattr(process, "_context", shallow(process._context, 2))
+    whole = process._context
+    monkeypatch.setattr(process, "_context", lambda windows, row: whole(at_the_window(windows), row))
     assert any("logprobs" in line for line in found(ask, PERFECT))
 
 
 def test_prompt_logprobs_that_forget_the_chunk(monkeypatch):
     """Rows of a later chunk judged as if they were the prompt's first."""
     ask = Ask(0, "none", 0.0, length=40)
-    whole = settle.Settler.prompt_logprobs
-
-    def broken(self, entries, first, hidden):
-        outputs = whole(self, entries, first, hidden)
-        return [replace(o, prompt_logprobs=o.prompt_logprobs[::-1]) for o in outputs]
-
     assert not found(ask, chunk=16)
-    monkeypatch.setattr(settle.Settler, "prompt_logprobs", broken)
+    whole = extras.prompt_logprobs
+    monkeypatch.setattr(
+        extras, "prompt_logprobs", lambda runner, request, computed, hidden: whole(runner, request, 0, hidden)
+    )
     assert any("prompt logprobs" in line for line in found(ask, chunk=16))
