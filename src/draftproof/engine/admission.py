@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
@@ -62,7 +63,10 @@ def check_request(request: Request, limits: Limits) -> int:
     return max_length
 
 
-def _check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
+def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
+    # a prompt is long and mostly right: three passes without an interpreted line in them say so
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise RequestError(f"{name} must hold integers, got {token!r}", name)

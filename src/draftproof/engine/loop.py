@@ -127,7 +127,9 @@ class Loop:
         budget = np.zeros_like(planned.slots)
         if self.device.proposer is not None:
             budget = scheduler.budget(planned)
-        middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
+        middle = {}
+        if scheduler.num_hosted:
+            middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
         keep = bool(self.proposer and self.proposer.needs_hidden)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(self._results(ran))
@@ -166,7 +168,7 @@ class Loop:
         table_tensor, drafts, *found = flight.read()
         table = table_tensor.numpy()[: len(planned.slots)]
         columns = self._columns(flight.ran, found)
-        extras_of = self._extras(flight, table) if flight.waits else {}
+        extras_of = self._extras(flight, table) if flight.waits and self.scheduler.num_hosted else {}
         source = self._source(flight) if len(self.sources) > 1 else None
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_DRAFT], table[:, NUM_ACCEPTED])
         endings = self._endings(flight, table, here)
