@@ -85,11 +85,12 @@ class Ask:
     length: int = 12
     enabled: bool = True  # speculation for this request
     k: int | None = None
+    prompt: bool = True  # its prompt's logprobs too: the host is then needed until they are there
 
     def request(self, plain: bool = False) -> Request:
         options = dict(OPTIONS[self.option])
         bad = options.pop("bad_word_ids", ())
-        base = {"max_tokens": 14, "logprobs": 5, "prompt_logprobs": 3}
+        base = {"max_tokens": 14, "logprobs": 5, "prompt_logprobs": 3 if self.prompt else None}
         wish: dict[str, Any] = {"verify_strategy": self.strategy}
         if not plain:
             wish |= {"enabled": self.enabled, "num_speculative_tokens": self.k}
@@ -136,7 +137,7 @@ class Where:
         spec = dict(speculative) if speculative else None
         if spec and spec["method"] == "proposers:SelfModel":
             spec.setdefault("weights", f"{self.arch}/{self.dtype}")
-        sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, **options}
+        sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, "overlap": False, **options}
         with using(self.threads):
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 
@@ -167,11 +168,13 @@ class Company:
     chunk: int = 64
     arrivals: Sequence[int] = ()
     aborts: Mapping[int, int] = field(default_factory=dict)  # request index -> after which step
+    overlap: bool = False
     engine: Engine | None = None
 
     def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
         proposers.set_answers(answers)
-        target = self.engine or self.where.engine(self.speculative, max_num_batched_tokens=self.chunk)
+        sizes = {"max_num_batched_tokens": self.chunk, "overlap": self.overlap}
+        target = self.engine or self.where.engine(self.speculative, **sizes)
         self.engine = target
         requests = [replace(a.request(), prediction_ids=edited(answers[str(a.index)])) for a in self.asks]
 

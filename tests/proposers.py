@@ -12,8 +12,8 @@ import tiny
 from draftproof.models.llama import Llama
 from draftproof.models.runner import Runner
 from draftproof.ops import STREAM_SAMPLE
-from draftproof.propose import Proposer, ProposerEnv
-from draftproof.types import Draft, ProposeBatch, Request
+from draftproof.propose import DeviceProposer, Proposer, ProposerEnv
+from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
 
 class _Scripted(Proposer):
@@ -79,6 +79,34 @@ class Flaky(_Scripted):
     def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
         right = truth[: chance.randint(0, len(truth))]
         return right + [chance.randrange(self.env.vocab_size) for _ in range(budget - len(right))]
+
+
+class _OnDevice(DeviceProposer):
+    """Guesses in the middle of a step, from the columns alone; tests give request i the seed 1000 + i."""
+
+    def draft(self, batch: DeviceBatch) -> Draft:
+        columns, guesses = batch.columns, []
+        for slot, budget in zip(batch.slots.tolist(), batch.budget.tolist(), strict=True):
+            guesses.append([])
+            if slot < 0 or not budget:
+                continue
+            seed, length = int(columns.seed[slot]), int(columns.length[slot])
+            done = length - int(columns.prompt_len[slot])
+            truth = list(_Scripted.answers.get(str(seed - 1000), ())[done : done + budget])
+            guesses[-1] = self.guess(random.Random(f"{seed} {length}"), truth, budget)  # type: ignore[attr-defined]
+        return Draft.of(guesses, self.env.k)
+
+
+class DeviceJunk(_OnDevice, Junk):
+    pass
+
+
+class DevicePerfect(_OnDevice, Perfect):
+    pass
+
+
+class DeviceFlaky(_OnDevice, Flaky):
+    sources = ("flaky",)
 
 
 class SelfModel(Proposer):

@@ -6,6 +6,7 @@ would find if the engine were wrong is shown in test_exact_controls.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -39,9 +40,15 @@ FACTORS = {
     "strategy": EXACT,
     "dtype": ["float32", "bfloat16"],
     "adaptive": [True, False],
+    "overlap": [False, True],  # of a proposer on the host it changes nothing
 }
 MATRIX = pairwise(FACTORS)
 DANGEROUS = {name: FACTORS[name] for name in ("method", "strategy", "k", "temperature")}
+DEVICE = ["ngram", *(f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky"))]
+# nothing in them keeps the host in the loop, so that steps do overlap
+FREE = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens", "max_tokens"]
+FREE += ["eos", "stop_ids", "no_logprobs", "processed"]
+AHEAD = pairwise({**FACTORS, "option": FREE, "method": DEVICE, "overlap": [True]})
 
 
 def named(case: dict[str, Any]) -> str:
@@ -51,8 +58,11 @@ def named(case: dict[str, Any]) -> str:
 def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device: str = "cpu") -> None:
     first = Ask(0, case["option"], case["temperature"], case["strategy"], LENGTH[case["chunk"]])
     others = NEIGHBOURS[case["k"] % 3 :] + NEIGHBOURS[: case["k"] % 3]  # a pair is not always the same two
+    asks = [first, *others[: case["batch"] - 1]]
+    if case["overlap"]:
+        asks = [replace(ask, prompt=False) for ask in asks]
     company = Company(
-        [first, *others[: case["batch"] - 1]],
+        asks,
         Where(case["arch"], case["dtype"], backend, threads, device),
         {
             "method": case["method"],
@@ -61,6 +71,7 @@ def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device:
             "adaptive": case["adaptive"],
         },
         chunk=case["chunk"],
+        overlap=case["overlap"],
         **TRAFFIC[case["traffic"]],
     )
     assert company.differences() == []
@@ -75,11 +86,21 @@ def test_every_pair_of_factors(case):
 def test_method_strategy_length_and_heat_in_full(levels):
     case = dict(zip(DANGEROUS, levels, strict=True))
     rest = {"option": "mix", "arch": "qwen3", "batch": 2, "chunk": 16, "traffic": "arriving"}
-    check({**rest, **case, "dtype": "bfloat16", "adaptive": False})
+    check({**rest, **case, "dtype": "bfloat16", "adaptive": False, "overlap": False})
+
+
+@pytest.mark.parametrize("case", AHEAD, ids=named)
+def test_steps_that_overlap(case):
+    check(case)
 
 
 @pytest.mark.parametrize("case", MATRIX[::9], ids=named)
 def test_a_sample_on_the_torch_backend(case):
+    check(case, "torch")
+
+
+@pytest.mark.parametrize("case", AHEAD[2::6], ids=named)
+def test_a_sample_of_overlap_on_the_torch_backend(case):
     check(case, "torch")
 
 
@@ -92,7 +113,7 @@ def test_a_sample_with_two_threads(case):
 def test_a_little_on_the_reference_backend(method):
     case = {"option": "mix", "arch": "mistral", "batch": 2, "chunk": 64, "traffic": "together"}
     rest = {"strategy": "target_match", "k": 3, "temperature": 0.7, "dtype": "float32", "adaptive": True}
-    check({**case, **rest, "method": method}, "reference")
+    check({**case, **rest, "method": method, "overlap": False}, "reference")
 
 
 # --- one batch, many wishes ---------------------------------------------------------------------------

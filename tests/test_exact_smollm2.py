@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-import torch
 
 import proposers
 import tiny
@@ -15,9 +14,10 @@ from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
-from draftproof.types import Request, Windows
+from draftproof.types import Request
 from draftproof.verify.target_match import TargetMatch
-from exact import check_empty, compare, using
+from exact import check_empty, compare, plant, using
+from test_exact_controls import one_too_many
 
 LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 17))
 PROMPTS = [
@@ -64,19 +64,23 @@ def model(smollm2, smollm2_path):
     return request, engine, solo
 
 
-def guess(engine: Engine, method: str) -> None:
+def guess(engine: Engine, method: str, overlap: bool) -> None:
     """Put another proposer into an engine: packing the weights once is enough."""
-    kind = lookup(PROPOSERS, method, "method")
-    engine.loop.proposer = kind(engine.loop.proposer.env, {})
-    engine.loop.settler.sources = kind.sources
+    kind, loop = lookup(PROPOSERS, method, "method"), engine.loop
+    assert not engine.has_work
+    loop._flights.clear()  # a last step of nobody's may be there
+    loop.proposer = kind(loop.proposer.env, {})
+    loop.sources = kind.sources
+    loop.device.proposer = loop.proposer if kind.graph_safe else None
+    loop.overlap = overlap and kind.graph_safe
 
 
-def differences(model, dtype, method, k, temperature, batch):
+def differences(model, dtype, method, k, temperature, batch, overlap=False):
     request, engine, solo = model
     alone = {str(i): solo(dtype, i, temperature) for i in range(batch)}
     proposers.set_answers({name: record.token_ids for name, record in alone.items()})
     target = engine(dtype, True)
-    guess(target, method)
+    guess(target, method, overlap)
     requests = [request(i, temperature, k) for i in range(batch)]
     records = tiny.run(target, requests, arrivals=[0, 2, 2, 5])
     check_empty(target)
@@ -93,25 +97,34 @@ def differences(model, dtype, method, k, temperature, batch):
 def test_bit_for_bit(model, dtype, method, k, temperature, batch):
     found, records = differences(model, dtype, method, k, temperature, batch)
     assert found == []
+    copied(method, temperature, records)
+
+
+def copied(method, temperature, records):
     accepted = sum(step.num_accepted for step in records["0"].steps)
     if method == "ngram" and temperature == 0:
         assert accepted >= 8  # the copy is guessed
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["ngram", "proposers:DeviceFlaky"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_bit_for_bit_with_steps_that_overlap(model, dtype, method, temperature):
+    found, records = differences(model, dtype, method, 8, temperature, 4, overlap=True)
+    assert found == []
+    copied(method, temperature, records)
+
+
 def test_control_one_draft_too_many(model, monkeypatch):
-    whole = TargetMatch.accepts
-
-    def broken(*args):
-        stands = whole(*args)
-        return stands | torch.nn.functional.pad(stands[:, :-1], (1, 0))
-
-    monkeypatch.setattr(TargetMatch, "accepts", broken)
+    monkeypatch.setattr(TargetMatch, "decide", one_too_many(TargetMatch.decide))
     assert differences(model, "float32", "proposers:Flaky", 8, 0.8, 4)[0]
 
 
-def test_control_noise_keyed_by_the_window(model, monkeypatch):
-    def by_window(windows):
-        return (windows.length - windows.columns.prompt_len[windows.slots])[windows.owner]
+@pytest.mark.parametrize("method", ["proposers:Flaky", "proposers:DeviceFlaky"])
+def test_control_noise_keyed_by_the_window(model, method, monkeypatch):
+    def broken(layout, ops, plan, columns, page_size, out):
+        layout(ops, plan, columns, page_size, out)
+        out.windows.position.sub_(out.windows.depth)
 
-    monkeypatch.setattr(Windows, "position", property(by_window))
-    assert differences(model, "bfloat16", "proposers:Flaky", 8, 0.8, 4)[0]
+    plant(monkeypatch, "layout", broken)
+    assert differences(model, "bfloat16", method, 8, 0.8, 4, overlap=True)[0]
