@@ -27,7 +27,7 @@ from prompts import chat_prompts, copy_prompts
 
 from draftproof import LLM, SamplingParams
 from draftproof.propose import Proposer
-from draftproof.types import Draft, ProposeBatch, RequestOutput
+from draftproof.types import Draft, ProposeBatch, Request, RequestOutput
 
 K = 8
 ROUNDS = 3
@@ -274,33 +274,44 @@ def profile(bench: Bench) -> dict[str, Any]:
     from torch.profiler import profile as watch
 
     llm, out = bench.llm(), {}
+    engine = llm.engine
     for batch in bench.options.batches:
         prompts = bench.prompts("chat", batch)
+        params = params_of(batch, 512, speculative=False)
         llm.generate(prompts, params_of(batch, 8, speculative=False), use_tqdm=False)
-        jobs = [llm._job(p, q) for p, q in zip(prompts, params_of(batch, 256, speculative=False), strict=True)]
-        llm._add(jobs)
-        for _ in range(40 + sum(map(len, prompts)) // 1024):
-            llm._step()
-        torch.cuda.synchronize()
-        steps, begin = 50, time.perf_counter()
-        for _ in range(steps):
-            llm._step()
-        torch.cuda.synchronize()
-        alone = (time.perf_counter() - begin) / steps
-        begin = time.perf_counter()
+        for i, ids in enumerate(prompts):
+            engine.add(Request(id=f"profile {i}", prompt_token_ids=ids, params=params[i], seed=i))
+        while engine.loop.scheduler.waiting or engine.loop.scheduler.host.prompt_left.any():
+            engine.step()
+        alone = steps_of(engine, 100)
         with watch(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in range(20):
-                llm._step()
-            torch.cuda.synchronize()
-        kernels = sum(e.device_time_total for e in seen.key_averages() if e.device_type.name == "CUDA") / 20
-        for job in jobs:
-            llm._drop(job)
-        out[str(batch)] = {"step us": round(alone * 1e6, 1), "sum of kernels us": round(kernels, 1),
-                           "ratio": round(kernels / alone / 1e6, 3),
-                           "top": [(e.key[:50], round(e.device_time_total / 20, 1), e.count // 20) for e in sorted(
-                               seen.key_averages(), key=lambda e: -e.device_time_total)[:12]]}  # fmt: skip
+            steps_of(engine, 20)
+        for i in range(batch):
+            engine.abort(f"profile {i}")
+        engine.step()
+        events = [e for e in seen.key_averages() if e.device_time_total]
+        kernels = sum(e.device_time_total for e in events) / 20
+        events.sort(key=lambda e: -e.device_time_total)
+        out[str(batch)] = {
+            "step us": round(alone * 1e6, 1),
+            "sum of kernels us": round(kernels, 1),
+            "sum over step": round(kernels / alone / 1e6, 3),
+            "kernels": {e.key[:60]: [round(e.device_time_total / 20, 1), e.count / 20] for e in events[:16]},
+        }
         print("profile", batch, out[str(batch)], flush=True)
     return out
+
+
+def steps_of(engine: Any, count: int) -> float:
+    """Seconds of a step, of `count` in a row."""
+    for _ in range(5):
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        engine.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count
 
 
 def transformers(bench: Bench) -> dict[str, Any]:
