@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from measure import finish, read_bandwidth
+from peer import load_peer
 
 from draftproof import LLM, SamplingParams
 from draftproof.models.load import load_checkpoint
+from draftproof.types import Request
 
 FREE = [
     "Explain to a child why the sky is blue and why sunsets are red.",
@@ -50,19 +52,18 @@ class Ours:
     def rate(self, prompts: list[list[int]], tokens: int, speculative: bool) -> float:
         """Tokens a second from the step in which the last request got its first token."""
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=speculative)
-        llm, counted, begin = self.llm, 0, 0.0
-        jobs = [llm._job(ids, params, ()) for ids in prompts]
-        llm._add(jobs)
-        while not all(job.finished for job in jobs):
-            llm._step()
-            counts = [llm._ledger.num_tokens(job.answers[0]) for job in jobs]
-            if begin == 0.0 and all(counts):
-                begin, counted = time.perf_counter(), sum(counts)
-        seconds = time.perf_counter() - begin
-        total = sum(counts)
-        for job in jobs:
-            llm._drop(job)
-        return (total - counted) / seconds
+        engine, begin = self.llm.engine, 0.0
+        for i, ids in enumerate(prompts):
+            engine.add(Request(id=str(i), prompt_token_ids=ids, params=params, seed=i))
+        total = counted = 0
+        speaking: set[str] = set()
+        while engine.has_work:
+            for result in engine.step():
+                total += len(result.token_ids)
+                speaking.add(result.request_id)
+            if begin == 0.0 and len(speaking) == len(prompts):
+                begin, counted = time.perf_counter(), total
+        return (total - counted) / (time.perf_counter() - begin)
 
     def parts(self, ids: list[int], tokens: int) -> dict[str, float]:
         """Milliseconds of a plain decode step, by where they go."""
@@ -94,23 +95,7 @@ class Transformers:
     def __init__(self, model: str) -> None:
         import transformers
 
-        transformers.logging.set_verbosity_error()
-        made = load_checkpoint(model, dtype="bfloat16")
-        c = made.config
-        config = transformers.LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            rms_norm_eps=c.norm_eps,
-            rope_theta=c.rope_theta,
-            max_position_embeddings=c.max_position,
-            tie_word_embeddings=c.tie_embeddings,
-        )
-        self.model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-        self.model.load_state_dict(made.tensors, strict=False)
+        self.model = load_peer(model, torch.bfloat16, "cpu")
         self.version = transformers.__version__
 
     def rate(self, ids: list[int], tokens: int) -> float:
