@@ -7,11 +7,15 @@ character, so that stop strings begin and end anywhere in a token and anywhere i
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
+from rich.progress import Progress
 
 import proposers
 from draftproof import LLM, SamplingParams
+from draftproof.engine.settle import StepResults
 from draftproof.text.output import OutputBuilder
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
@@ -58,16 +62,21 @@ class Always(dict):
 
 
 @pytest.fixture(scope="module")
-def llms(tmp_path_factory):
+def make(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
-    def make(spec):
+    def make(spec, **more):
         options = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 4, "debug": True}
-        llm = LLM(str(folder), speculative_config=spec, **options)
+        llm = LLM(str(folder), speculative_config=spec, **options, **more)
         llm.tokenizer = Pieces()
         return llm
 
+    return make
+
+
+@pytest.fixture(scope="module")
+def llms(make):
     spec = {"num_speculative_tokens": 5, "adaptive": False}
     return (
         make(None),
@@ -240,3 +249,146 @@ def test_control_tokens_kept_behind_a_stop_string(llms, monkeypatch):
     monkeypatch.setattr(OutputBuilder, "_show", broken)
     with pytest.raises(AssertionError):
         answers(llms, ignore_eos=True, stop=[stop])
+
+
+# --- built in bulk, or token by token ---------------------------------------------------------------------
+
+NEVER = "no piece has these letters"
+
+
+def free_options(draw):
+    """Whatever an answer may depend on, and nothing that has to be looked at step by step."""
+    return {
+        "include_draft_logprobs": False,
+        "logprobs": draw.choice([None, 0, 2, 5, 20]),
+        "logprobs_mode": draw.choice(["raw", "processed"]),
+        "prompt_logprobs": draw.choice([None, None, 1]),
+        "skip_special_tokens": draw.random() < 0.5,
+        "include_stop_str_in_output": draw.random() < 0.5,
+        "stop_token_ids": draw.choice([(), (12,)]),
+        "max_tokens": draw.choice([1, 7, 18, 150]),
+        "ignore_eos": draw.random() < 0.5,
+        "temperature": draw.choice([0.0, 1.0, 1.3]),
+        "seed": draw.randrange(1000),
+        "n": draw.choice([1, 1, 3]),
+    }
+
+
+def both_ways(llm, seed):
+    """A batch whose answers are built in bulk, and the same with a stop string that never comes."""
+    draw = random.Random(seed)
+    options = [free_options(draw) for _ in range(7)]
+    prompts = [draw.choice(["a", "ab", "abba", "b a"]) for _ in options]
+    before = llm.stats.num_emitted_tokens
+    bulk = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
+    between = llm.stats.num_emitted_tokens
+    watched = llm.generate(prompts, [params(**o, stop=[NEVER]) for o in options], use_tqdm=False)
+    assert between - before == llm.stats.num_emitted_tokens - between == bulk_tokens(bulk)
+    return bulk, watched
+
+
+def bulk_tokens(results):
+    return sum(r.usage["completion_tokens"] for r in results)
+
+
+def test_bulk_is_what_token_by_token_gives(llms):
+    proposers.set_answers(Always([FIRST, FIRST + 2, FIRST + 5] * 60))
+    reasons, origins = set(), set()
+    for llm in llms:
+        for seed in range(3):
+            bulk, watched = both_ways(llm, seed)
+            assert [replace(r, request_id="") for r in bulk] == [replace(r, request_id="") for r in watched]
+            reasons |= {(o.finish_reason, o.stop_reason) for r in bulk for o in r.outputs}
+            origins |= {origin for r in bulk for o in r.outputs for origin in o.provenance}
+            assert not llm._ledger.num_open and not llm._owners and not llm.engine.has_work
+    assert reasons == {("length", None), ("stop", None), ("stop", 12)}
+    assert {"plain", "bonus", "recovered"} < origins
+
+
+def test_results_a_step_late_change_no_answer(llms, make):
+    """A stop string is seen while the next step is under way; what that one brings is nobody's."""
+    late = make(None, overlap=True)
+    assert late.engine.loop.overlap
+    for seed in range(2):
+        bulk, watched = both_ways(late, seed)
+        want, _ = both_ways(llms[0], seed)
+        for got in (bulk, watched):
+            assert [replace(r, request_id="") for r in got] == [replace(r, request_id="") for r in want]
+    free = {"ignore_eos": True, "include_draft_logprobs": False}
+    text = llms[0].generate("ab", params(**free))[0].outputs[0].text
+    wishes = [params(**free, stop=[text[6:8]]), params(**free), params(**free, max_tokens=3)]
+    for llm in (late, llms[0]):
+        answers = llm.generate(["ab"] * 3, wishes, use_tqdm=False)
+        assert [a.outputs[0].text for a in answers[:2]] == [text[: text.index(text[6:8])], text]
+        assert sum(a.metrics.num_emitted_tokens for a in answers) == bulk_tokens(answers)
+        assert not llm._ledger.num_open and not llm._owners and not llm.engine.has_work
+
+
+def test_control_a_bulk_answer_that_differs(llms, monkeypatch):
+    monkeypatch.setattr("draftproof.text.bulk.BulkDetokenizer.push_unseen", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_bulk_is_what_token_by_token_gives(llms)
+
+
+def test_no_step_output_is_made_for_answers_nobody_watches(llms, monkeypatch):
+    def refuse(self, i):
+        raise AssertionError("one by one")
+
+    plain = llms[0]
+    quiet = {"include_draft_logprobs": False, "ignore_eos": True}
+    want = plain.generate(["ab", "a"], params(**quiet), use_tqdm=False)
+    monkeypatch.setattr(StepResults, "_output", refuse)
+    got = plain.generate(["ab", "a"], params(**quiet), use_tqdm=False)
+    assert [seen(r.outputs[0]) for r in got] == [seen(r.outputs[0]) for r in want]
+    with pytest.raises(AssertionError, match="one by one"):  # control
+        plain.generate("ab", params(**quiet, stop=[NEVER]))
+    assert not plain.engine.has_work
+
+
+def test_streams_stop_strings_and_bulk_in_one_engine(llms):
+    """Each gets its own, whoever makes the step; overlapping calls leave nothing behind."""
+    for llm in llms:
+        alone = llm.generate(["ab", "ba", "a"], params(ignore_eos=True), use_tqdm=False)
+        stream = llm.stream("ab", params(ignore_eos=True))
+        events = [next(stream)]
+        quiet = params(ignore_eos=True, include_draft_logprobs=False)
+        stop = alone[1].outputs[0].text[3:5]
+        wishes = [quiet, params(ignore_eos=True, stop=[stop]), quiet]
+        answers = llm.generate(["ab", "ba", "a"], wishes, use_tqdm=False)
+        events += stream
+        assert [e.token_id for e in events] == alone[0].outputs[0].token_ids
+        assert "".join(e.text for e in events) == alone[0].outputs[0].text
+        for i in (0, 2):
+            assert seen(answers[i].outputs[0]) == seen(alone[i].outputs[0])
+        assert answers[1].outputs[0].stop_reason == stop
+        assert not llm.engine.has_work and not llm._owners and not llm._ledger.num_open
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeypatch):
+    for llm in llms:
+        told, before = [], llm.stats.num_emitted_tokens
+
+        def interrupted(step=llm.engine.step, told=told):
+            if len(told) == after:
+                raise KeyboardInterrupt
+            results = step()
+            told.append(sum(len(output.token_ids) for output in results))
+            return results
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                quiet = params(ignore_eos=True, include_draft_logprobs=False)
+                llm.generate(["ab", "a", "b"], [quiet, quiet, params(stop=[NEVER])], use_tqdm=False)
+        assert llm.stats.num_emitted_tokens - before == sum(told)
+        assert not llm.engine.has_work and not llm._owners and not llm._ledger.num_open
+
+
+def test_the_bar_moves_with_endings_alone(llms, monkeypatch):
+    updates = []
+    monkeypatch.setattr(Progress, "update", lambda self, task, completed: updates.append(completed))
+    lengths = [3, 3, 9, 17, 18]
+    wishes = [params(ignore_eos=True, max_tokens=n, include_draft_logprobs=n % 2 == 0) for n in lengths]
+    llms[0].generate(["ab"] * 5, wishes, use_tqdm=True)
+    assert updates == sorted(updates) and updates[-1] == 5 and len(updates) <= 5

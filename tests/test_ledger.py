@@ -1,0 +1,350 @@
+"""Answers built in bulk against answers built token by token: equal in every field, to the bit.
+
+Made-up steps of requests that come and go, with windows of any outcome and tokens that are halves of a
+character, nothing at all, or special; the pages are so small that every border is crossed.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import struct
+import weakref
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftproof.engine.settle import Ending, LogprobColumns, StepResults
+from draftproof.sampling_params import SamplingParams
+from draftproof.text import ledger as ledger_module
+from draftproof.text.bulk import BulkDetokenizer
+from draftproof.text.ledger import Answer, Ledger
+from draftproof.text.output import OutputBuilder
+from draftproof.types import (
+    FIRST_ROW,
+    NUM_ACCEPTED,
+    NUM_DRAFT,
+    NUM_OUT,
+    PICK,
+    TOKENS,
+    CompletionOutput,
+    Request,
+    Wants,
+)
+
+BYTES = [b"", b"", b"<|end|>", b"<|pad|>", b" a", b" ", b"  b", b"x", b"word", b"\n", b"<0x0A>"]
+BYTES += [b"\xc3", b"\xa9", b"\xa9b", b"a\xc3", b"\xe2", b"\x82", b"\xac", b"\x82\xac", b"\xe2\x82", b"\xff"]
+BYTES += [
+    b"\xf0\x9f",
+    b"\x98\x80",
+    b"\xf0\x9f\x98\x80",
+    "é".encode(),
+    "€ and 你".encode(),
+    b"\xed\xa0\x80",
+    b"\xc0",
+]
+VOCAB = len(BYTES) + 2  # the model knows tokens that the tokenizer does not
+SOURCES = ("ngram", "given")
+K = 3
+
+
+class Odd:
+    """As much of a tokenizer as an answer needs."""
+
+    special_ids = frozenset({2, 3})
+    strip_left = 1
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return BYTES[token_id] if token_id < len(BYTES) else b""
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+ODD: Any = Odd()
+
+
+def params_of(draw: random.Random) -> SamplingParams:
+    wants = draw.choice([None, None, 0, 1, 5, 20])
+    return SamplingParams(
+        max_tokens=999,
+        logprobs=wants,
+        logprobs_mode=draw.choice(["raw", "processed"]),
+        skip_special_tokens=draw.random() < 0.7,
+        include_stop_str_in_output=draw.random() < 0.3,
+    )
+
+
+def ending_of(draw: random.Random, last: int | None) -> Ending:
+    kinds = [Ending("length"), Ending("stop"), Ending("stop", last), Ending("error", error="no")]
+    return draw.choice(kinds if last is not None else kinds[-1:])
+
+
+def columns_of(draw: random.Random, picks: int) -> LogprobColumns:
+    """Wider than anybody asks for, longer than what is picked, and the slack is poison."""
+    values = np.full((picks + 3, 33), np.nan, np.float32)
+    ids, ranks = np.full((picks + 3, 32), -(2**40)), np.full(picks + 3, -(2**40))
+    numbers = np.random.default_rng(draw.randrange(2**32))
+    values[:picks] = -numbers.random((picks, 33), np.float32) * numbers.choice([1e-9, 1.0, 40.0], (picks, 1))
+    ids[:picks] = numbers.permuted(np.tile(np.arange(32), (picks, 1)), axis=1) % VOCAB
+    ranks[:picks] = numbers.integers(1, VOCAB, picks)
+    return LogprobColumns(values, ids, ranks)
+
+
+def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepResults:
+    n = len(requests)
+    table = np.full((n, TOKENS + K + 1), -(2**40))
+    plain = draw.random() < 0.3  # a step without any draft takes a shorter way
+    pick, endings = 0, {}
+    for i, request in enumerate(requests):
+        drafted = 0 if plain else draw.randint(0, K)
+        accepted = draw.randint(0, drafted)
+        out = accepted + draw.choice([0, 1]) if accepted else draw.choice([0, 1, 1, 1])
+        tokens = [draw.randrange(VOCAB) for _ in range(out)]
+        if draw.random() < ends:
+            endings[i] = ending_of(draw, tokens[-1] if tokens else None)
+        elif out == accepted:  # only an end cuts a window short
+            tokens.append(draw.randrange(VOCAB))
+            out += 1
+        table[i, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED, FIRST_ROW]] = out, drafted, accepted, 0
+        table[i, TOKENS : TOKENS + out] = tokens
+        if request.params.wants_logprobs:
+            table[i, PICK] = pick
+            pick += out
+    columns = {kind: columns_of(draw, pick) for kind in (Wants.RAW, Wants.PROCESSED)} if pick else {}
+    source = np.array([[draw.randrange(2) for _ in range(K)] for _ in requests], np.int8).reshape(n, K)
+    return StepResults(requests, table, columns, SOURCES, source if draw.random() < 0.7 else None, endings)
+
+
+def script(seed: int, steps: int = 60, at_once: int = 5, ends: float = 0.06) -> list[StepResults]:
+    """Steps of requests that come and go; all have ended at last."""
+    draw, running, made, count = random.Random(seed), [], [], 0
+    while len(made) < steps or running:
+        while len(running) < at_once and len(made) < steps and draw.random() < 0.7:
+            running.append(Request(id=str(count), prompt_token_ids=[4], params=params_of(draw), seed=count))
+            count += 1
+        here = [r for r in running if draw.random() < 0.9]
+        results = step_of(draw, here, ends if len(made) < steps else 0.5)
+        gone = {here[i].id for i in results.endings}
+        running = [r for r in running if r.id not in gone]
+        made.append(results)
+    return made
+
+
+def singly(steps: list[StepResults], tokenizer: Any) -> dict[str, CompletionOutput]:
+    builders: dict[str, OutputBuilder] = {}
+    for results in steps:
+        for i, output in enumerate(results):
+            request = results.requests[i]
+            builder = builders.setdefault(request.id, OutputBuilder(0, request, tokenizer))
+            builder.feed(output)
+    return {name: builder.output for name, builder in builders.items()}
+
+
+def in_bulk(
+    steps: list[StepResults], tokenizer: Any, ledger: Ledger | None = None
+) -> dict[str, CompletionOutput]:
+    ledger, answers, done = ledger or Ledger(VOCAB, K, SOURCES), {}, {}
+    for results in steps:
+        for request in results.requests:
+            if request.id not in answers:
+                answers[request.id] = ledger.answer(0, request, tokenizer)
+                ledger.open(answers[request.id])
+        lines = np.array([answers[r.id].line for r in results.requests], np.int64)
+        columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
+        ledger.add(lines, results.table, results.source, columns)
+        for i, ending in results.endings.items():
+            name = results.requests[i].id
+            done[name] = ledger.close(answers.pop(name), ending.reason, ending.stop, ending.error)
+        ledger.tidy()
+    assert not answers and not ledger.num_open
+    return done
+
+
+def differences(want: CompletionOutput, got: CompletionOutput) -> list[str]:
+    names = [f.name for f in fields(CompletionOutput) if getattr(want, f.name) != getattr(got, f.name)]
+    for a, b in ((want.logprobs, got.logprobs), (want.token_ids, got.token_ids)):
+        if a is not None and b is not None and repr(list(a)) != repr(list(b)):  # order and types too
+            names.append("repr")
+    if want.cumulative_logprob is not None and got.cumulative_logprob is not None:
+        bits = [struct.pack("d", out.cumulative_logprob) for out in (want, got)]
+        names += ["cumulative bits"] if bits[0] != bits[1] else []
+    return names
+
+
+def compare(seeds: range, tokenizer: Any = ODD) -> set[str]:
+    """The fields that differ anywhere."""
+    found: set[str] = set()
+    for seed in seeds:
+        steps = script(seed)
+        want, got = singly(steps, tokenizer), in_bulk(steps, tokenizer)
+        assert want.keys() == got.keys() and len(want) > 5
+        for name in want:
+            found.update(differences(want[name], got[name]))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "PAGE", 9)
+
+
+def test_equal_in_every_field() -> None:
+    assert compare(range(25)) == set()
+
+
+def test_equal_without_a_tokenizer() -> None:
+    assert compare(range(100, 105), None) == set()
+
+
+def test_equal_with_pages_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "PAGE", 128)
+    assert compare(range(200, 205)) == set()
+
+
+def test_the_scripts_have_everything_in_them() -> None:
+    outputs = [o for seed in range(25) for o in singly(script(seed), ODD).values()]
+    assert {o.finish_reason for o in outputs} == {"stop", "length", "error"}
+    assert {s for o in outputs for s in o.provenance} == {
+        "plain",
+        "bonus",
+        "recovered",
+        "accepted:ngram",
+        "accepted:given",
+    }
+    assert any(not o.token_ids for o in outputs) and max(len(o.token_ids) for o in outputs) > 60
+    assert any("\ufffd" in o.text for o in outputs) and any("€" in o.text for o in outputs)
+    assert any(o.text.startswith(" ") for o in outputs) and any("<|end|>" in o.text for o in outputs)
+    assert {len(o.metrics.accepted_per_position) for o in outputs} == {0, 1, 2, 3}
+    assert {len(o.logprobs[0]) > 1 for o in outputs if o.logprobs} == {False, True}
+
+
+def test_an_aborted_answer_keeps_what_it_has() -> None:
+    """Whenever it happens, also before its first token."""
+    for cut in (0, 1, 7, 30):
+        steps = [replace(r, endings={}) for r in script(7, steps=cut, at_once=1, ends=0.0)[:cut]]
+        request = Request(id="x", prompt_token_ids=[4], params=SamplingParams(logprobs=2), seed=1)
+        builder, ledger = OutputBuilder(0, request, ODD), Ledger(VOCAB, K, SOURCES)
+        answer = ledger.answer(0, request, ODD)
+        for results in steps:
+            if not len(results):
+                continue
+            table = results.table.copy()
+            table[:, PICK] = 0
+            mine = {Wants.RAW: columns_of(random.Random(1), K + 1)}
+            told = StepResults([request], table, mine, SOURCES, results.source)
+            builder.feed(told[0])
+            if answer.line < 0:
+                ledger.open(answer)
+            found = {kind: (c.values, c.ids, c.ranks) for kind, c in mine.items()}
+            ledger.add(np.array([answer.line]), table, results.source, found)
+            ledger.tidy()
+            assert ledger.num_tokens(answer) == len(builder.output.token_ids)
+        builder.abort()
+        assert differences(builder.output, ledger.close(answer, "abort", None, None)) == []
+        assert not ledger.num_open
+
+
+def test_nothing_is_kept_of_answers_that_ended() -> None:
+    """Thousands of requests, a few at a time: as many lines as run at once, and no answer stays."""
+    ledger = Ledger(VOCAB, K, SOURCES)
+    kept: list[weakref.ref[Answer]] = []
+    make = ledger.answer
+
+    def watched(*args: Any) -> Answer:
+        answer = make(*args)
+        kept.append(weakref.ref(answer))
+        return answer
+
+    ledger.answer = watched  # type: ignore[method-assign]
+    in_bulk(script(1, steps=900, at_once=6, ends=0.2), ODD, ledger)
+    gc.collect()
+    assert len(kept) > 500 and not [ref for ref in kept if ref() is not None]
+    assert len(ledger._answers) == 8
+    size = sum(column.nbytes for column in vars(ledger).values() if isinstance(column, np.ndarray))
+    in_bulk(script(2, steps=900, at_once=6, ends=0.2), ODD, ledger)
+    assert size == sum(column.nbytes for column in vars(ledger).values() if isinstance(column, np.ndarray))
+
+
+def test_a_window_longer_than_a_page() -> None:
+    """A line has room for two steps at least, however many drafts there are."""
+    ledger = Ledger(VOCAB, 200, SOURCES)
+    request = Request(id="x", prompt_token_ids=[4], params=SamplingParams(), seed=1)
+    answer = ledger.answer(0, request, ODD)
+    ledger.open(answer)
+    table = np.zeros((1, TOKENS + 201), np.int64)
+    table[0, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED]] = 201, 200, 200
+    table[0, TOKENS:] = 7
+    for _ in range(3):
+        ledger.add(np.array([answer.line]), table, None, {})
+        ledger.tidy()
+    out = ledger.close(answer, "length", None, None)
+    assert out.text == "x" * 603 and out.metrics.accepted_per_position == [3] * 200
+
+
+# --- controls: what would be seen -------------------------------------------------------------------------
+
+
+def test_control_half_a_character_lost_at_a_page_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = BulkDetokenizer.push
+
+    def forgetful(self: BulkDetokenizer, ids: Any) -> None:
+        push(self, ids)
+        self._speller = None
+
+    monkeypatch.setattr(BulkDetokenizer, "push", forgetful)
+    assert compare(range(5)) == {"text", "text_offsets"}
+
+
+def test_control_the_stop_token_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = Ledger._empty
+    monkeypatch.setattr(Ledger, "_empty", lambda self, line, unseen: empty(self, line, False))
+    assert "text" in compare(range(5))
+
+
+def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Ledger.add
+
+    def early(self: Ledger, *args: Any) -> None:
+        add(self, *args)
+        self.tidy()
+
+    monkeypatch.setattr(Ledger, "add", early)
+    assert "text" in compare(range(10))
+
+
+def test_control_logprobs_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Ledger._add_logprobs
+
+    def shifted(self: Ledger, lines: Any, owner: Any, where: Any, picks: Any, columns: Any) -> None:
+        add(self, lines, owner, where, np.maximum(picks - 1, 0), columns)
+
+    monkeypatch.setattr(Ledger, "_add_logprobs", shifted)
+    assert {"logprobs", "cumulative_logprob"} <= compare(range(3))
+
+
+def test_control_a_sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pairwise:
+        """numpy with an accumulate that ends in numpy's own sum."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        class add:
+            @staticmethod
+            def accumulate(values: Any) -> Any:
+                return [np.sum(values[::-1])]
+
+    monkeypatch.setattr(ledger_module, "np", Pairwise())
+    assert compare(range(10)) == {"cumulative_logprob", "cumulative bits"}
+
+
+def test_control_origins_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "BONUS", 2)
+    assert compare(range(3)) == {"provenance"}
+    monkeypatch.undo()
+    monkeypatch.setattr(ledger_module, "PAGE", 9)
+    monkeypatch.setattr(ledger_module, "WIDEST", 0)
+    assert compare(range(3)) == {"metrics"}

@@ -1,0 +1,109 @@
+"""Logprobs that are made when they are read: to every reader a list of dicts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftproof.text.logprobs import LogprobMaps, LogprobTable
+from draftproof.types import CompletionOutput, Logprob, LogprobRow
+
+
+class Letters:
+    def token_text(self, token_id: int) -> str:
+        return chr(97 + token_id)
+
+
+LETTERS: Any = Letters()
+TOKENS = np.array([3, 1, 9])
+VALUES = np.array([[-0.1, -0.1, -2.5], [-3.25, -0.5, -0.75], [-4.1, -0.2, -0.3]], np.float32)
+IDS = np.array([[3, 4], [5, 6], [5, 7]], np.int32)
+RANKS = np.array([1, 8, 3])
+
+
+def f32(value: float) -> float:
+    return float(np.float32(value))
+
+
+PLAIN = [
+    {3: Logprob(f32(-0.1), 1, "d"), 4: Logprob(-2.5, 2, "e")},  # the best is the token itself: told once
+    {1: Logprob(-3.25, 8, "b"), 5: Logprob(-0.5, 1, "f"), 6: Logprob(-0.75, 2, "g")},
+    {9: Logprob(f32(-4.1), 3, "j"), 5: Logprob(f32(-0.2), 1, "f"), 7: Logprob(f32(-0.3), 2, "h")},
+]
+
+
+def maps(tokenizer: Any = LETTERS) -> LogprobMaps:
+    return LogprobMaps(LogprobTable(TOKENS, VALUES, IDS, RANKS), tokenizer)
+
+
+def by_rows(tokenizer: Any = LETTERS) -> LogprobMaps:
+    return LogprobMaps(list(LogprobTable(TOKENS, VALUES, IDS, RANKS)), tokenizer)
+
+
+both = pytest.mark.parametrize("make", (maps, by_rows))
+
+
+@both
+def test_it_reads_like_the_list(make: Any) -> None:
+    got = make()
+    assert got == PLAIN and list(got) == PLAIN and len(got) == 3
+    assert PLAIN.__eq__(got) is NotImplemented and [got] == [PLAIN]  # a list leaves it to us
+    assert [list(entries) for entries in got] == [list(entries) for entries in PLAIN]  # their order, too
+    assert got[0] == PLAIN[0] and got[-1] == PLAIN[-1] and got[np.int64(1)] == PLAIN[1]
+    for cut in (slice(1), slice(1, None), slice(None, None, -1), slice(-2, None), slice(5, 9)):
+        assert got[cut] == PLAIN[cut] and list(got[cut]) == PLAIN[cut]
+    assert got[1:][0] == PLAIN[1] and got[1:][1:] == PLAIN[2:]
+    assert list(reversed(got)) == PLAIN[::-1] and PLAIN[1] in got and got.index(PLAIN[2]) == 2
+    assert got + [None] == [*PLAIN, None] and [None] + got == [None, *PLAIN]
+    assert repr(got) == repr(PLAIN)
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            got[index]
+    with pytest.raises(TypeError):
+        hash(got)
+    with pytest.raises(TypeError):
+        got[0] = {}
+
+
+@both
+def test_plain_types(make: Any) -> None:
+    for entries in make():
+        for token, entry in entries.items():
+            assert type(token) is int and type(entry) is Logprob
+            assert [type(x) for x in entry] == [float, int, str]
+
+
+def test_equality() -> None:
+    assert maps() == maps() == by_rows() == maps() and [maps()] == [PLAIN]
+    assert maps() != PLAIN[:2] and maps() != PLAIN[::-1] and maps() != tuple(PLAIN) and maps() != 3
+    assert maps() != maps(None) and maps(None)[0][3] == Logprob(f32(-0.1), 1, "")
+    assert maps()[:2] != maps() and LogprobMaps([], LETTERS) == []
+    # another spelling of the same dicts
+    ids, values = IDS[:, ::-1], VALUES[:, [0, 2, 1]]
+    swapped = LogprobMaps(LogprobTable(TOKENS[1:], values[1:], ids[1:], RANKS[1:]), LETTERS)
+    assert swapped != maps()[1:]  # ranks go by place, so it is not the same
+    wide = LogprobTable(TOKENS, np.hstack([VALUES, VALUES[:, :1]]), np.hstack([IDS, TOKENS[:, None]]), RANKS)
+    assert LogprobMaps(wide, LETTERS) == maps()  # the token itself again: not told twice
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_control_any_changed_column_is_seen(column: int) -> None:
+    columns = [TOKENS.copy(), VALUES.copy(), IDS.copy(), RANKS.copy()]
+    columns[column][-1:] = columns[column][-1:] + 1
+    assert LogprobMaps(LogprobTable(*columns), LETTERS) != maps()
+
+
+def test_nothing_is_told_before_the_first_token_of_a_prompt() -> None:
+    rows = [None, LogprobRow([3], [-1.0], [2])]
+    assert LogprobMaps(rows, LETTERS) == [None, {3: Logprob(-1.0, 2, "d")}]
+
+
+def test_copies_are_plain_lists() -> None:
+    for made in (pickle.loads(pickle.dumps(maps())), copy.deepcopy(maps())):
+        assert type(made) is list and made == PLAIN
+    assert asdict(CompletionOutput(0, 1, logprobs=maps()))["logprobs"] == PLAIN
