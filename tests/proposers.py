@@ -82,7 +82,10 @@ class Flaky(_Scripted):
 
 
 class _OnDevice(DeviceProposer):
-    """Guesses in the middle of a step, from the columns alone; tests give request i the seed 1000 + i."""
+    """Guesses in the middle of a step, from the columns alone.
+
+    Whose they are it knows by the seed: tests give request i the seed 1000 + i, or have one request.
+    """
 
     def draft(self, batch: DeviceBatch) -> Draft:
         columns, guesses = batch.columns, []
@@ -92,7 +95,9 @@ class _OnDevice(DeviceProposer):
                 continue
             seed, length = int(columns.seed[slot]), int(columns.length[slot])
             done = length - int(columns.prompt_len[slot])
-            truth = list(_Scripted.answers.get(str(seed - 1000), ())[done : done + budget])
+            answers = _Scripted.answers
+            only = next(iter(answers.values())) if len(answers) == 1 else ()
+            truth = list(answers.get(str(seed - 1000), only)[done : done + budget])
             guesses[-1] = self.guess(random.Random(f"{seed} {length}"), truth, budget)  # type: ignore[attr-defined]
         return Draft.of(guesses, self.env.k)
 

@@ -19,6 +19,9 @@ from exact import Ask, Company, Where, bits, check_empty, compare, count_errors,
 
 K = 8
 SPEC = {"method": "proposers:Perfect", "num_speculative_tokens": K, "adaptive": False}
+# the next step is under way before it is known that this one ended
+AHEAD = {**SPEC, "method": "proposers:DevicePerfect", "overlap": True}
+both_ways = pytest.mark.parametrize("spec", [SPEC, AHEAD], ids=["read at once", "overlap"])
 # The first token comes from the prompt's last row; the first window then decides positions 1 to K + 1.
 PLACES = {"prefill": 0, "first draft": 1, "middle draft": 4, "last draft": K, "bonus": K + 1, "recovered": 5}
 
@@ -41,14 +44,16 @@ def stream() -> tuple[int, tuple[int, ...]]:
 def both(request: Request, answer, spec=SPEC, **options) -> tuple[tiny.Record, tiny.Record]:
     """(plain, speculative) with drafts from `answer`; they must agree, and nothing may be left."""
     proposers.set_answers({"0": list(answer)})
+    spec = dict(spec)
+    overlap = spec.pop("overlap", False)
     records = []
-    for speculative in (None, spec):
-        engine = tiny.engine(speculative=speculative, **options)
+    for speculative, ahead in ((None, False), *([(None, True)] if overlap else []), (spec, overlap)):
+        engine = tiny.engine(speculative=speculative, overlap=ahead, **options)
         records.append(tiny.run(engine, [request])["0"])
         check_empty(engine)
-    assert compare("0", *records) == []
+        assert compare("0", records[0], records[-1]) == []
     assert all(len(r.logprobs) == len(r.token_ids) for r in records)
-    return records[0], records[1]
+    return records[0], records[-1]
 
 
 def statistics(record: tiny.Record) -> SpecStats:
@@ -61,9 +66,10 @@ def statistics(record: tiny.Record) -> SpecStats:
     return stats
 
 
+@both_ways
 @pytest.mark.parametrize("kind", ["eos", "stop token", "both"])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_end_token_anywhere_in_a_window(place, kind):
+def test_an_end_token_anywhere_in_a_window(place, kind, spec):
     seed, answer = stream()
     at = PLACES[place]
     end = answer[at]
@@ -72,7 +78,7 @@ def test_an_end_token_anywhere_in_a_window(place, kind):
         drafts[at] = 3
     fields = {"eos_token_ids": (end,)} if kind != "stop token" else {}
     options = {"stop_token_ids": [end]} if kind != "eos" else {}
-    _, record = both(ask(seed, fields, **options), drafts)
+    _, record = both(ask(seed, fields, **options), drafts, spec)
     assert record.token_ids == list(answer[: at + 1])
     assert record.finish == ("stop", None if kind == "eos" else end, None)
     last = record.steps[-1]
@@ -82,18 +88,20 @@ def test_an_end_token_anywhere_in_a_window(place, kind):
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == want
 
 
+@both_ways
 @pytest.mark.parametrize("place", PLACES)
-def test_an_ignored_end(place):
+def test_an_ignored_end(place, spec):
     seed, answer = stream()
     fields = {"eos_token_ids": (answer[PLACES[place]],)}
-    _, record = both(ask(seed, fields, ignore_eos=True), answer)
+    _, record = both(ask(seed, fields, ignore_eos=True), answer, spec)
     assert record.token_ids == list(answer) and record.finish[0] == "length"
 
 
+@both_ways
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, K + 1, K + 2, K + 3, 19])
-def test_max_tokens_anywhere(max_tokens):
+def test_max_tokens_anywhere(max_tokens, spec):
     seed, answer = stream()
-    _, record = both(ask(seed, max_tokens=max_tokens), answer)
+    _, record = both(ask(seed, max_tokens=max_tokens), answer, spec)
     assert record.token_ids == list(answer[:max_tokens])
     assert record.finish == ("length", None, None)
     left = max_tokens
@@ -103,36 +111,40 @@ def test_max_tokens_anywhere(max_tokens):
     statistics(record)
 
 
+@both_ways
 @pytest.mark.parametrize("room", [1, 2, 5, K + 1, K + 2])
-def test_max_model_len_anywhere(room):
+def test_max_model_len_anywhere(room, spec):
     seed, answer = stream()
-    _, record = both(ask(seed, max_tokens=None), answer, max_model_len=20 + room)
+    _, record = both(ask(seed, max_tokens=None), answer, spec, max_model_len=20 + room)
     assert record.token_ids == list(answer[:room])
     assert record.finish == ("length", None, None)
     statistics(record)
 
 
-def test_an_end_token_at_the_very_limit_is_a_stop():
+@both_ways
+def test_an_end_token_at_the_very_limit_is_a_stop(spec):
     seed, answer = stream()
-    _, record = both(ask(seed, {"eos_token_ids": (answer[6],)}, max_tokens=7), answer)
+    _, record = both(ask(seed, {"eos_token_ids": (answer[6],)}, max_tokens=7), answer, spec)
     assert record.finish == ("stop", None, None) and len(record.token_ids) == 7
 
 
+@both_ways
 @pytest.mark.parametrize("minimum", [0, 1, 4, 5, 9])
-def test_min_tokens_is_met_inside_a_window(minimum):
+def test_min_tokens_is_met_inside_a_window(minimum, spec):
     """The end is the likeliest token everywhere: the answer ends as soon as it may."""
     request = ask(5, min_tokens=minimum, logit_bias={2: 50.0})
     answer = tiny.run(tiny.engine(), [request])["0"].token_ids
     assert len(answer) == minimum + 1
-    _, record = both(request, answer)
+    _, record = both(request, answer, spec)
     assert record.finish == ("stop", None, None)
 
 
+@both_ways
 @pytest.mark.parametrize("drafts", [[2] * 20, [3] * 20], ids=["ends", "others"])
-def test_drafts_of_an_end_token_that_fall(drafts):
+def test_drafts_of_an_end_token_that_fall(drafts, spec):
     """An end token that was only guessed ends nothing."""
     seed, answer = stream()
-    _, record = both(ask(seed), drafts)
+    _, record = both(ask(seed), drafts, spec)
     assert record.token_ids == list(answer)
 
 
@@ -163,23 +175,25 @@ def failing_at(count: int):
     return processor
 
 
+@both_ways
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_inside_a_window_delivers_what_came_before(place):
+def test_an_error_inside_a_window_delivers_what_came_before(place, spec):
     seed, answer = stream()
     at = PLACES[place]
     drafts = list(answer)
     if place == "recovered":
         drafts[at] = 3
-    _, record = both(ask(seed, logits_processors=[failing_at(at)]), drafts)
+    _, record = both(ask(seed, logits_processors=[failing_at(at)]), drafts, spec)
     assert record.token_ids == list(answer[:at])
     assert record.finish[0] == "error" and "no more" in record.finish[2]
     statistics(record)
 
 
-def test_an_end_before_the_error_wins():
+@both_ways
+def test_an_end_before_the_error_wins(spec):
     seed, answer = stream()
     request = ask(seed, {"eos_token_ids": (answer[4],)}, logits_processors=[failing_at(5)])
-    _, record = both(request, answer)
+    _, record = both(request, answer, spec)
     assert record.finish == ("stop", None, None) and len(record.token_ids) == 5
 
 
@@ -198,15 +212,16 @@ def test_an_error_on_drafts_that_fall_is_no_error(method):
     assert sum(step.num_draft - step.num_accepted for step in record.steps) > 5
 
 
-def test_nothing_left_to_sample():
+@both_ways
+def test_nothing_left_to_sample(spec):
     """Two tokens are allowed, and bad words run out of ways to place them."""
     words = [(10, 10), (11, 11), (10, 11, 10), (10, 11, 11)]
     request = ask(3, {"bad_word_ids": words}, allowed_token_ids=[10, 11])
     answer = tiny.run(tiny.engine(), [request])["0"].token_ids
     assert answer in ([10, 11], [11, 10, 11])
-    _, record = both(request, [*answer, 10, 11, 10])
+    _, record = both(request, [*answer, 10, 11, 10], spec)
     assert record.finish[0] == "error" and "forbid every one" in record.finish[2]
-    _, record = both(ask(3, {"bad_word_ids": [(10,)]}, allowed_token_ids=[10]), answer)
+    _, record = both(ask(3, {"bad_word_ids": [(10,)]}, allowed_token_ids=[10]), answer, spec)
     assert record.finish[0] == "error" and record.token_ids == []
 
 
