@@ -26,6 +26,7 @@ from draftproof.models.gguf import read_gguf
 from draftproof.models.gguf_llama import config_from_gguf, split_halves
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.rope import inverse_frequencies
+from draftproof.models import tensors as model_tensors
 from draftproof.models.tensors import dummy_tensors, expected_tensors
 from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
 
@@ -468,6 +469,17 @@ def test_dummy(tmp_path: Path) -> None:
     assert other.source is None
     assert dummy_tensors(one.config, torch.bfloat16, 3)["lm_head.weight"].dtype == torch.bfloat16
     assert load_checkpoint(tmp_path / "config.json", load_format="dummy").config == one.config
+
+
+def test_large_dummy_tensors_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same seed, same numbers; no two rows of a tensor are alike, and no two tensors."""
+    monkeypatch.setattr(model_tensors, "POOL", 1009)
+    tensors = dummy_tensors(SMALL, torch.float32, 5)
+    assert same(tensors, dummy_tensors(SMALL, torch.float32, 5))
+    large = [t for t in tensors.values() if t.numel() > 1009]
+    assert len(large) > 2 and len({tuple(t.view(-1)[:16].tolist()) for t in large}) == len(large)
+    assert all(len(t.unique(dim=0)) == len(t) for t in large)
+    assert all(0.005 < t.std() < 0.03 for t in large)
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

@@ -77,15 +77,36 @@ def _some(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(every[:limit]) + more
 
 
+POOL = (1 << 24) + 43  # numbers drawn for all large tensors together; a prime, so that no two rows of a tensor are alike
+
+
 def dummy_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
     """Random weights of a sensible size, the same for the same seed: for tests and benchmarks."""
     generator = torch.Generator().manual_seed(seed)
     depth = 1 / math.sqrt(2 * config.num_layers)  # the residual stream keeps its size
     tensors: dict[str, Tensor] = {}
+    pools: dict[float, Tensor] = {}
     for name, shape in expected_tensors(config).items():
         if name.endswith("norm.weight"):
             tensors[name] = torch.ones(shape, dtype=dtype)
             continue
         std = 0.02 * depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-        tensors[name] = torch.randn(shape, generator=generator).mul_(std).to(dtype)
+        if math.prod(shape) <= POOL:
+            tensors[name] = torch.randn(shape, generator=generator).mul_(std).to(dtype)
+            continue
+        if std not in pools:  # eight billion draws would take minutes
+            pools[std] = torch.randn(POOL, generator=generator).mul_(std).to(dtype)
+        start = int(torch.randint(POOL, (1,), generator=generator))
+        tensors[name] = _window(pools[std], start, math.prod(shape)).view(shape)
     return tensors
+
+
+def _window(pool: Tensor, start: int, size: int) -> Tensor:
+    """`size` numbers of the pool from `start` on, round and round."""
+    out = torch.empty(size, dtype=pool.dtype)
+    done = 0
+    while done < size:
+        piece = pool[start : start + size - done]
+        out[done : done + len(piece)] = piece
+        done, start = done + len(piece), 0
+    return out
