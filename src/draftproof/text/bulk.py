@@ -28,14 +28,16 @@ class Pieces:
         self.text = np.full(vocab, "", object)
         self.chars = np.full(vocab, UNKNOWN, np.int64)
 
-    def chars_of(self, ids: Ints) -> Ints:
-        """Characters of each; HALF where a token has to be spelt out."""
+    def chars_of(self, ids: Ints) -> tuple[Ints, bool]:
+        """Characters of each, HALF where a token has to be spelt out; are there such?"""
         chars = self.chars[ids]
-        if (chars == UNKNOWN).any():
+        lowest = chars.min(initial=0)
+        if lowest == UNKNOWN:
             for token_id in set(ids[chars == UNKNOWN].tolist()):
                 self._learn(token_id)
             chars = self.chars[ids]
-        return chars
+            lowest = chars.min()
+        return chars, bool(lowest < 0)
 
     def _learn(self, token_id: int) -> None:
         skip = self.skip_special_tokens and token_id in self.tokenizer.special_ids
@@ -58,12 +60,14 @@ class BulkDetokenizer:
         self.offsets: list[int] = []
 
     def push(self, ids: Ints) -> None:
-        chars, texts = self._pieces.chars_of(ids), self._pieces.text[ids].tolist()
+        chars, halves = self._pieces.chars_of(ids)
+        texts = self._pieces.text[ids].tolist()
         held = self._speller is not None and self._speller.holds
-        late = self._spell(ids, chars, texts) if held or (chars < 0).any() else None
-        begins = np.cumsum(chars) - chars + self._length
+        late = self._spell(ids, chars, texts) if halves or held else None
+        ends = chars.cumsum()
+        begins = ends - chars + self._length
         self.offsets.extend((begins if late is None else begins + late).tolist())
-        self._length += int(chars.sum())
+        self._length += int(ends[-1]) if len(ends) else 0
         self._parts.append("".join(texts))
 
     def push_unseen(self) -> None:

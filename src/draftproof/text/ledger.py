@@ -84,11 +84,9 @@ class Answer:
         if not self.parts:
             out.logprobs, out.cumulative_logprob = LogprobMaps([], self.tokenizer), 0.0
             return
-        whole = zip(*self.parts, strict=True)
-        columns = [part[0] if len(part) == 1 else np.concatenate(part) for part in whole]
-        out.logprobs = LogprobMaps(LogprobTable(*columns), self.tokenizer)
+        out.logprobs = LogprobMaps(LogprobTable.of(self.parts), self.tokenizer)
         # one after the other, as they would have been added step by step
-        own = columns[1][:, 0].astype(np.float64)
+        own = np.concatenate([values[:, 0] for _, values, *_ in self.parts], dtype=np.float64)
         out.cumulative_logprob = 0.0 + float(np.add.accumulate(own)[-1])
 
 

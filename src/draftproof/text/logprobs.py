@@ -20,10 +20,24 @@ class LogprobTable(Sequence[LogprobRow]):
     """Columns of n tokens with up to `top` of the best: a LogprobRow each, when it is read."""
 
     def __init__(self, *columns: NDArray[Any]) -> None:
-        self.columns = columns  # tokens [n], values [n, 1 + top], ids [n, top], ranks [n]
+        """tokens [n], values [n, 1 + top], ids [n, top], ranks [n]."""
+        self._parts = [columns]
+
+    @classmethod
+    def of(cls, parts: list[tuple[NDArray[Any], ...]]) -> LogprobTable:
+        """One part behind the other, joined when somebody reads them."""
+        made = cls()
+        made._parts = parts
+        return made
+
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        if len(self._parts) > 1:
+            self._parts = [tuple(np.concatenate(column) for column in zip(*self._parts, strict=True))]
+        return self._parts[0]
 
     def __len__(self) -> int:
-        return len(self.columns[0])
+        return sum(len(part[0]) for part in self._parts)
 
     @overload
     def __getitem__(self, index: int) -> LogprobRow: ...
