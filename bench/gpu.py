@@ -1,12 +1,14 @@
 """The promise and the speed on a GPU; the last line of stdout is JSON.
 
-    python bench/gpu.py [--model smollm2-135m] [--parts bits,speed,logprobs,ngram,fast,profile,transformers]
+    python bench/gpu.py [--model smollm2-135m] [--parts bits,control,speed,logprobs,fast,floor,profile,…]
                         [--tokens 256] [--batches 1,8,64,256] [--seconds 500]
 
 bits: every request with n-gram and with junk drafts, with and without overlap, in company, in chunks and
 arriving midway, against itself plain; some against themselves alone; and its tokens scored again as a prompt.
-speed, logprobs, ngram: tokens a second of `LLM.generate`, prefill and detokenising included, sides in turn.
-fast: numerics="fast" against "exact". profile: where a step's time goes. transformers: its speed and logits.
+control: the same comparison with cuBLAS at all row counts must find differences.
+speed, logprobs: tokens a second of `LLM.generate`, prefill and detokenising included, sides in turn.
+fast: numerics="fast" against "exact". floor: what the memory allows. profile: where a step's time goes.
+transformers: its speed and its logits, on the same weights.
 Parts that no time is left for are left out and named. Prompts: bench/prompts.py.
 """
 
@@ -159,7 +161,8 @@ def bits(bench: Bench) -> dict[str, Any]:
 def control(bench: Bench) -> dict[str, Any]:
     """Negative control: with cuBLAS at every row count the same comparison must find differences."""
     llm = bench.llm()
-    llm.engine.ops.cublas.use_always()
+    llm.engine.ops.cublas.mode = "always"
+    llm.engine.loop.device.forget()
     prompts = bench.prompts("chat", 8)
     asked = {"temperature": 1.0, "logprobs": 5}
     many = llm.generate(prompts, params_of(8, 64, speculative=False, **asked), use_tqdm=False)
@@ -314,6 +317,22 @@ def steps_of(engine: Any, count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
+def floor(bench: Bench) -> dict[str, Any]:
+    """Tokens a second at batch 1 if a step did nothing but read the weights once, at the rate measured here."""
+    llm = bench.llm()
+    model, ops = llm.engine.runner.model, llm.engine.ops
+    layers = [layer for block in model.layers for layer in (block.qkv, block.out, block.gate_up, block.down)]
+    weights = [packed.weight for packed in (*layers, model.head)]
+    size = sum(w.numel() * w.element_size() for w in weights)
+    views = [w.view(-1).view(torch.float32).view(-1, 4096) for w in weights if w.numel() % 8192 == 0]
+    seen = sum(v.numel() * 4 for v in views)
+    readers = (lambda: [ops.argmax(v) for v in views], lambda: [v.amax() for v in views])
+    seconds = min(ops.seconds(ops.graph(reader)) for reader in readers) * size / seen
+    found = {"weights": size, "GB/s": round(size / seconds / 1e9), "tok/s": round(1 / seconds, 1)}
+    print("floor", found, flush=True)
+    return found
+
+
 def transformers(bench: Bench) -> dict[str, Any]:
     """The same weights in transformers on the same GPU: speed of greedy decoding, and logits."""
     from peer import side_by_side
@@ -322,7 +341,7 @@ def transformers(bench: Bench) -> dict[str, Any]:
     return side_by_side(llm, bench.prompts("chat", 8), bench.options.tokens, load_format=kind)
 
 
-PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, profile, transformers)}
+PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, profile, transformers)}
 
 
 def main() -> None:

@@ -165,6 +165,10 @@ class DeviceStep:
         tick("capturing", len(work), len(work))
         return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
 
+    def forget(self) -> None:
+        """Drop what was captured: a backend's options have changed."""
+        self._graphs.clear()
+
     def _graph(self, key: Hashable, function: Callable[[], T]) -> Callable[[], T]:
         """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""
         if not self.ops.asynchronous:

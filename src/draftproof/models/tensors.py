@@ -77,7 +77,7 @@ def _some(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(every[:limit]) + more
 
 
-POOL = (1 << 24) + 43  # numbers drawn for all large tensors together; a prime, so that no two rows of a tensor are alike
+POOL = (1 << 24) + 43  # numbers drawn for all large tensors together; a prime: no two rows are alike
 
 
 def dummy_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
