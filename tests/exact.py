@@ -192,8 +192,12 @@ class Company:
         alone = {str(a.index): (run_solo if fresh else solo)(a, self.where) for a in self.asks}
         records = self.serve({name: record.token_ids for name, record in alone.items()})
         found = []
-        for name, record in records.items():
-            found += compare(name, alone[name], record, cut=int(name) in self.aborts)
+        for ask in self.asks:
+            name = str(ask.index)
+            found += compare(name, alone[name], records[name], cut=ask.index in self.aborts)
+            if OPTIONS[ask.option].get("include_draft_logprobs"):
+                missing = [step.drafts is None for step in records[name].steps if step.token_ids]
+                found += [f"request {name}: draft records are missing"] if any(missing) else []
         return found
 
 

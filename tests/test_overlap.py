@@ -20,6 +20,7 @@ from draftproof.sampling_params import SamplingParams
 from exact import Ask, Company, Where, check_empty, compare, count_errors, solo
 
 FLAKY = {"method": "proposers:DeviceFlaky", "num_speculative_tokens": 5, "adaptive": False}
+JUNK = {"method": "proposers:DeviceJunk", "num_speculative_tokens": 5, "adaptive": False}
 METHODS = [None, {"method": "ngram"}, FLAKY]
 methods = pytest.mark.parametrize("spec", METHODS, ids=["plain", "ngram", "flaky"])
 
@@ -98,19 +99,40 @@ def test_a_proposer_on_the_host_is_waited_for():
 HOSTED = ["processor", "bad_words", "named_logprobs", "all_logprobs", "draft_logprobs", "mix"]
 
 
-@methods
+def interrupted(spec, option, when, **options):
+    """Others decode, `option` arrives after `when` steps, one more comes at the end."""
+    late = Ask(3, length=40) if option == "prompt" else free(3, option, length=20)
+    asks = [free(0, "frequency"), free(1, "processed", 1.3), free(2, "stop_ids", 0.0), late, free(4)]
+    engine = Where().engine(spec, overlap=True, max_num_batched_tokens=16, **options)
+    watch = Watch(engine)
+    return Company(asks, Where(), spec, engine=engine, arrivals=[0, 0, 1, when, 30]).differences(), watch
+
+
+@pytest.mark.parametrize("spec", [*METHODS, JUNK], ids=["plain", "ngram", "flaky", "junk"])
 @pytest.mark.parametrize("option", [*HOSTED, "prompt"])
 @pytest.mark.parametrize("when", [1, 2, 5])
 def test_one_that_needs_the_host_arrives_in_the_middle(spec, option, when):
     """The engine drains, waits while it must, and runs ahead again when it may."""
-    late = Ask(3, length=40) if option == "prompt" else free(3, option, length=20)
-    asks = [free(0, "frequency"), free(1, "processed", 1.3), free(2, "stop_ids", 0.0), late, free(4)]
-    engine = Where().engine(spec, overlap=True, max_num_batched_tokens=16)
-    watch = Watch(engine)
-    company = Company(asks, Where(), spec, engine=engine, arrivals=[0, 0, 1, when, 30])
-    assert company.differences() == []
+    found, watch = interrupted(spec, option, when)
+    assert found == []
     ahead, waited = watch.check()
     assert ahead > 0 and waited > 0 and not watch.launched[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [("prompt", "prompt logprobs"), ("draft_logprobs", "draft records")],
+)
+def test_control_an_engine_that_never_waits(monkeypatch, option, what):
+    monkeypatch.setattr(Loop, "_host_is_needed", lambda self: False)
+    assert any(f"request 3: {what}" in line for line in interrupted(FLAKY, option, 5, debug=False)[0])
+
+
+def test_control_drafts_that_are_not_counted_before_the_host_looks(monkeypatch):
+    """It then takes the rows that there may be for those that there are."""
+    monkeypatch.setattr(Loop, "_count_drafts", lambda self: None)
+    found = [line for when in range(2, 9) for line in interrupted(JUNK, "prompt", when, debug=False)[0]]
+    assert any("prompt logprobs" in line for line in found)
 
 
 def test_several_that_need_the_host_come_and_go():
