@@ -129,7 +129,7 @@ def bits(bench: Bench) -> dict[str, Any]:
         cases.append(f"{name}: {wrong} of {count} differ")
         print(cases[-1], flush=True)
 
-    few = max(batches) * 3 // 4 if max(batches) > 4 else max(batches)  # of the largest batch some arrive midway
+    few = max(1, max(batches) * 3 // 4)  # of the largest batch some arrive midway
     for method, midway in (("ngram", False), (f"{__name__}:Junk", False), ("ngram", True)):
         changes = {"max_num_seqs": few, "max_num_batched_tokens": 512} if midway else {}
         llm = bench.llm(method, **changes)
@@ -318,7 +318,7 @@ def steps_of(engine: Any, count: int) -> float:
 
 
 def floor(bench: Bench) -> dict[str, Any]:
-    """Tokens a second at batch 1 if a step did nothing but read the weights once, at the rate measured here."""
+    """Tokens a second at batch 1 if a step did nothing but read the weights, at the rate measured here."""
     llm = bench.llm()
     model, ops = llm.engine.runner.model, llm.engine.ops
     layers = [layer for block in model.layers for layer in (block.qkv, block.out, block.gate_up, block.down)]
@@ -345,7 +345,8 @@ PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, pr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))

@@ -71,9 +71,14 @@ def side_by_side(llm: LLM, prompts: list[list[int]], tokens: int, **options: Any
     asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
     scored = llm.generate(prompts, asked, use_tqdm=False)
     ours = [
-        torch.tensor([line[t].logprob for t, line in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:], strict=True)])
+        torch.tensor(
+            [
+                line[token].logprob
+                for token, line in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:], strict=True)
+            ]
+        )
         for o in scored
-    ]  # fmt: skip
+    ]
     plain = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=False)
     found: dict[str, Any] = {"prompt tokens": sum(map(len, want))}
     for name, side in (("ours", ours), ("transformers", theirs)):

@@ -1,4 +1,4 @@
-"""Prompts of the GPU benchmark: chat requests of 50 to 1000 tokens, and a set that asks for text to be repeated.
+"""Prompts of the GPU benchmark: chat requests of 50 to 1000 tokens, and text that wants to be repeated.
 
 Lengths are spread evenly on a logarithmic scale. With a tokenizer the prompts are text in the model's chat
 format; without one (dummy weights) they are random tokens of the same lengths.

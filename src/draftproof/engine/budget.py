@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 FIRST = 2  # drafts of a request that has no history: a full window in every slot would be dear
 FIRST_PAUSE = 2
@@ -32,7 +33,7 @@ class RowCosts:
         self._seconds = np.maximum.accumulate([seconds[size] for size in self._sizes.tolist()])
 
     def best(self, rows: int, gains: Reals) -> int:
-        """How many drafts to add to `rows` rows, if the n-th adds gains[n - 1] committed tokens; gains fall."""
+        """How many drafts to add to `rows` rows, if the n-th adds gains[n - 1] committed tokens."""
         sizes = self._sizes[np.searchsorted(self._sizes, rows) :]
         if not len(sizes) or not len(gains):
             return 0
@@ -66,7 +67,8 @@ class DraftBudgets:
             return self._afford(slots, self.costs)
         pause = self._pause[slots]
         self._pause[slots] = np.maximum(pause - 1, 0)
-        return np.where(pause > 0, 0, self._level[slots])
+        level: Ints = np.where(pause > 0, 0, self._level[slots])
+        return level
 
     def record(self, slots: Ints, granted: Ints, drafted: Ints, accepted: Ints) -> None:
         """What became of a window each: rows set aside for drafts, drafts there were, drafts that stood."""
@@ -92,7 +94,8 @@ class DraftBudgets:
         budget = given.sum(1)
         for i in np.flatnonzero((survival == gains[count - 1]).any(1))[::-1][:over].tolist():
             budget[i] -= 1
-        return budget.astype(np.int64)
+        out: Ints = budget.astype(np.int64)
+        return out
 
     def _remember(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
         """A row that was set aside and had no draft in it did not stand."""

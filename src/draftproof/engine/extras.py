@@ -99,4 +99,3 @@ def prompt_logprobs(runner: Runner, request: Request, computed: int, hidden: Ten
         top = top_of(request.params.prompt_logprobs, logits.shape[1])
         lines += logprob_rows(runner.ops, logits, Wanted(list(range(size)), ids, top, ()))
     return lines
-

@@ -147,7 +147,7 @@ class Loop:
         return out
 
     def _count_drafts(self) -> None:
-        """Nothing is under way: the device can say how many drafts there are, not only how many there may be."""
+        """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
         counts = self.device.ops.fetch([self.slots.columns.num_draft])()[0].numpy()
         lines = np.array([s.slot for s in self.scheduler.running], np.int64)
         self.scheduler.host.num_draft[lines] = counts[lines]
@@ -293,9 +293,7 @@ class Loop:
         budget = scheduler.budget(planned)
         if not len(planned.slots) or not (budget.any() or proposer.needs_hidden):
             return
-        hidden, starts, counts = None, [], []
-        if proposer.needs_hidden:
-            hidden, starts, counts = self._hidden_rows(flight)
+        hidden, starts, counts = self._hidden_rows(flight) if proposer.needs_hidden else (None, [], [])
         batch = ProposeBatch(
             columns=self.slots.columns,
             slots=planned.slots.tolist(),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftproof.engine.budget import DraftBudgets, Ints
+from draftproof.engine.budget import Bools, DraftBudgets, Ints
 from draftproof.engine.pages import Pages
 from draftproof.engine.slots import Seat, Slots
 from draftproof.types import Request, Wants
@@ -69,14 +69,21 @@ class Planned:
     slots: Ints  # [B]
     chunk: Ints  # [B] prompt rows; 0: it decodes
     drafts: Ints  # [B] drafts verified at most
-    samples: np.ndarray  # [B] bool: its rows reach its newest committed token
+    samples: Bools  # [B]: its rows reach its newest committed token
     tenants: Ints  # [B]
     newcomers: list[Sequence]
 
     def only(self, at: list[int]) -> Planned:
         """Some of its entries."""
-        columns = (self.slots, self.chunk, self.drafts, self.samples, self.tenants)
-        return Planned([self.sequences[i] for i in at], *(column[at] for column in columns), [])
+        return Planned(
+            [self.sequences[i] for i in at],
+            self.slots[at],
+            self.chunk[at],
+            self.drafts[at],
+            self.samples[at],
+            self.tenants[at],
+            [],
+        )
 
     @property
     def num_rows(self) -> int:
@@ -146,9 +153,7 @@ class Scheduler:
             return None
         return self._planned(takes_part, chunk, drafts, newcomers)
 
-    def _planned(
-        self, takes_part: np.ndarray, chunk: Ints, drafts: Ints, newcomers: list[Sequence]
-    ) -> Planned:
+    def _planned(self, takes_part: Bools, chunk: Ints, drafts: Ints, newcomers: list[Sequence]) -> Planned:
         """Keep the columns up to date with what is under way from now on."""
         host = self.host
         if takes_part.all():
@@ -171,12 +176,13 @@ class Scheduler:
         wanted = np.where(planned.samples & (room > 0), lines, -1)
         budget = np.zeros_like(lines)
         budget[wanted >= 0] = self.budgets.take(wanted[wanted >= 0])
-        return np.minimum(budget, room)
+        allowed: Ints = np.minimum(budget, room)
+        return allowed
 
-    def settle(self, planned: Planned, num_out: Ints, drafted: Ints, accepted: Ints) -> np.ndarray:
+    def settle(self, planned: Planned, num_out: Ints, drafted: Ints, accepted: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
         host, lines = self.host, planned.slots
-        here = host.tenant[lines] == planned.tenants
+        here: Bools = host.tenant[lines] == planned.tenants
         mine = lines[here]
         host.length[mine] += num_out[here]
         host.under_way[mine] -= planned.samples[here]

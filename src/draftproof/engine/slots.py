@@ -18,9 +18,10 @@ from draftproof.ops import Ops
 from draftproof.types import Adjust, Request, SlotColumns, Wants
 
 INTS = (
-    "length prompt_len computed ended num_draft top_k seed min_length max_length adjust wants strategy"
-).split()
-REALS = "temperature top_p min_p repetition presence frequency".split()
+    *("length", "prompt_len", "computed", "ended", "num_draft", "top_k", "seed"),
+    *("min_length", "max_length", "adjust", "wants", "strategy"),
+)
+REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 ALIGN = 16  # lines; a column then begins at an address that any kernel likes
 
 

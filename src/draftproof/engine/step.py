@@ -41,6 +41,7 @@ from draftproof.verify.sampler import Sampled, Sampler
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
 NO_ONE: Mapping[int, Request] = {}
+NO_BUDGET = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class DeviceStep:
     def run(
         self, planned: Planned, budget: Ints, traits: Traits, hosted: Mapping[int, Request], keep: bool
     ) -> Ran:
-        """Queue a step. `hosted`: requests, by slot, that need the host in the middle; `keep`: hidden rows too."""
+        """Queue a step. `hosted`: requests, by slot, that need the host in it; `keep`: hidden rows too."""
         rows, logits = self.ops.bucket(planned.num_rows), self.ops.bucket(max(1, planned.num_logits))
         if not hosted and not keep and not planned.chunk.any():
             step = self._graph(("decode", rows, traits), lambda: self._whole(rows, traits))
@@ -119,7 +120,7 @@ class DeviceStep:
             return Ran(step(), None)
         layout, picked = self._layout(rows, logits), self._picked[:logits]
         forward = self._graph(("forward", rows), lambda: self.runner.forward(layout.rows))
-        judge = partial(self._tail, picked, layout.windows, traits, hosted)
+        judge: Callable[[], Decided] = partial(self._tail, picked, layout.windows, traits, hosted)
         if not planned.num_logits:
             judge = partial(self._advance, layout.windows)
         elif not hosted:
@@ -150,7 +151,7 @@ class DeviceStep:
             return {}
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
-        work = [("forward", n, None) for n in sizes]
+        work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]
         work += [(kind, n, t) for t in traits for n in decoding for kind in ("decode", "judge")]
         for done, (kind, size, trait) in enumerate(work):
             tick("capturing", done, len(work))
@@ -182,21 +183,24 @@ class DeviceStep:
 
     # --- the stages ---------------------------------------------------------------------------------
 
-    def _load(self, planned: Planned | None, budget: Ints | None = None) -> None:
+    def _load(self, planned: Planned | None, budget: Ints = NO_BUDGET) -> None:
         """The plan into its buffer; none: an empty one, with which a step does nothing."""
         table = np.zeros(tuple(self._plan.shape), np.int64)
         table[0] = -1
         if planned is not None:
-            table[:, : len(planned.slots)] = planned.slots, planned.chunk, planned.drafts, budget
+            columns = [planned.slots, planned.chunk, planned.drafts, budget]
+            table[:, : len(planned.slots)] = np.stack(columns)
         self.ops.send(torch.from_numpy(table), self._plan)
 
     def _layout(self, rows: int, logits: int) -> Layout:
         """The buffers of a step of this size."""
         columns = self.slots.columns
-        *row_columns, at = (line[:logits] for line in self._logits)
+        tokens, positions, slots, kv_index = (line[:rows] for line in self._rows)
+        who, first, num_draft = self._entries
+        slot, depth, position, draft, at = (line[:logits] for line in self._logits)
         return Layout(
-            Rows(*(line[:rows] for line in self._rows), page_table=columns.page_table),
-            Windows(columns, *self._entries, *row_columns, draft_probs=self.draft_probs),
+            Rows(tokens, positions, slots, kv_index, columns.page_table),
+            Windows(columns, who, first, num_draft, slot, depth, position, draft, self.draft_probs),
             at,
         )
 

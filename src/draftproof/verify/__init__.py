@@ -59,9 +59,7 @@ class Strategy(ABC):
         """Would each row's draft stand, were those before it to stand; and the token if none does."""
 
 
-def judge(
-    strategy: Strategy, windows: Windows, scores: Scores, policy: SpeculativeConfig | None
-) -> Choice:
+def judge(strategy: Strategy, windows: Windows, scores: Scores, policy: SpeculativeConfig | None) -> Choice:
     """The strategy's choice, with acceptance as the policy has it."""
     choice = strategy.decide(windows, scores)
     name = policy.accept_policy if policy else "normal"

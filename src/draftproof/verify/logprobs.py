@@ -32,7 +32,8 @@ def logprob_rows(ops: Ops, logits: Tensor, wanted: Wanted) -> list[LogprobRow]:
     rows = torch.tensor(wanted.rows, device=logits.device)
     tokens = torch.tensor(wanted.tokens, device=logits.device)
     found = ops.logprobs(logits, rows, tokens, wanted.top)
-    lines = rows_of(found.values.tolist(), found.ids.tolist(), found.ranks.tolist(), wanted.tokens, wanted.top)
+    columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
+    lines = rows_of(*columns, wanted.tokens, wanted.top)
     for token in wanted.ids:
         named = ops.logprobs(logits, rows, torch.full_like(tokens, token), 0)
         values, ranks = named.values[:, 0].tolist(), named.ranks.tolist()
