@@ -20,6 +20,7 @@ FIRST = 2  # drafts of a request that has no history: a full window in every slo
 FIRST_PAUSE = 2
 MAX_PAUSE = 32
 HOPE = 0.7  # that a draft stands, before anything is known, and in a probe
+SURE = 0.98  # that a draft stands, at most: later drafts are then less likely than earlier ones
 MEMORY = 0.75  # weight of what was known, after each window
 PROBE = 64  # every so many steps all requests are tried again
 
@@ -79,7 +80,7 @@ class DraftBudgets:
     # --- with costs ---------------------------------------------------------------------------------
 
     def _afford(self, slots: Ints, costs: RowCosts) -> Ints:
-        likely = self._stood[slots] / (self._stood[slots] + self._fell[slots])
+        likely = np.minimum(self._stood[slots] / (self._stood[slots] + self._fell[slots]), SURE)
         if self._steps % PROBE == 0:
             likely = np.maximum(likely, HOPE)
         limit = self._limit[slots]
