@@ -1,0 +1,100 @@
+"""Overlap through LLM: a stop string is seen by the host alone, when the next step is already under way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import proposers
+from draftproof import LLM, SamplingParams
+from test_endings_text import CONFIG, FIRST, PIECES, Always, Pieces, seen
+
+SPECS = [None, {"method": "ngram"}, {"method": "proposers:DeviceFlaky", "adaptive": False}]
+PROMPTS = ["ab", "ba", "aab", "abab", "b", "bba"]
+
+
+@pytest.fixture(scope="module")
+def llms(tmp_path_factory):
+    """The first reads every step at once; two slots, so that a stopped request's is wanted by the next."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+    def make(spec, overlap):
+        options = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 2, "debug": True}
+        llm = LLM(str(folder), speculative_config=spec, overlap=overlap, **options)
+        llm.tokenizer = Pieces()
+        return llm
+
+    return make(None, False), *(make(spec, True) for spec in SPECS)
+
+
+def params(seed: int = 11, **options) -> SamplingParams:
+    allowed = [2, *range(FIRST, FIRST + len(PIECES))]
+    values = {"temperature": 1.0, "seed": seed, "max_tokens": 18, "logprobs": 2, "allowed_token_ids": allowed}
+    return SamplingParams(**{**values, **options})
+
+
+WISHES = {
+    "stop strings": {"stop": ["bb", "ba", "a b", "\u00e9"]},
+    "kept in the text": {"stop": ["ab"], "include_stop_str_in_output": True, "min_tokens": 4},
+    "stop tokens": {"stop_token_ids": [12, 17]},
+    "limit": {"max_tokens": 7, "ignore_eos": True},
+    "all": {"stop": ["abb", " "], "stop_token_ids": [15], "max_tokens": 11},
+}
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_answers_and_counts_are_those_of_steps_read_at_once(llms, name):
+    plain, *ahead = llms
+    asked = [params(seed, **WISHES[name]) for seed in range(len(PROMPTS))]
+    want = plain.generate(PROMPTS, asked, use_tqdm=False)
+    proposers.set_answers(Always(want[0].outputs[0].token_ids))
+    if "stop" in WISHES[name]:
+        assert any(isinstance(result.outputs[0].stop_reason, str) for result in want)
+    for llm in ahead:
+        before = llm.stats.num_emitted_tokens
+        got = llm.generate(PROMPTS, asked, use_tqdm=False)
+        for mine, theirs in zip(got, want, strict=True):
+            out = mine.outputs[0]
+            assert seen(out) == seen(theirs.outputs[0])
+            n = len(out.token_ids)
+            assert n == len(out.logprobs) == len(out.provenance) == len(out.text_offsets)
+            assert n == mine.metrics.num_emitted_tokens == mine.usage["completion_tokens"]
+            accepted = sum(origin.startswith("accepted:") for origin in out.provenance)
+            assert accepted == mine.metrics.num_accepted_tokens <= mine.metrics.num_draft_tokens
+        assert llm.stats.num_emitted_tokens - before == sum(len(r.outputs[0].token_ids) for r in got)
+        assert not llm.engine.has_work
+        pages = llm.engine.loop.scheduler.pages
+        assert pages.num_free == pages.capacity and llm.engine.loop.slots.num_free == 2
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_a_stream_says_nothing_after_its_end(llms, name):
+    plain, *ahead = llms
+    want = plain.generate("ab", params(**WISHES[name]))[0].outputs[0]
+    proposers.set_answers(Always(want.token_ids))
+    for llm in ahead:
+        events = list(llm.stream("ab", params(**WISHES[name])))
+        assert [event.token_id for event in events] == want.token_ids
+        assert "".join(event.text for event in events) == want.text
+        assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+        assert events[-1].finish_reason == want.finish_reason
+
+
+def test_streams_side_by_side_one_left_early(llms):
+    """The one that is left has a step under way; another takes its slot; a third goes on."""
+    plain, *ahead = llms
+    prompts = PROMPTS[:3]
+    alone = [plain.generate(p, params(i, ignore_eos=True))[0].outputs[0] for i, p in enumerate(prompts)]
+    for llm in ahead:
+        proposers.set_answers(Always(alone[1].token_ids))
+        first, second = (llm.stream(p, params(i, ignore_eos=True)) for i, p in enumerate(prompts[:2]))
+        taken = [[next(first) for _ in range(4)], [next(second) for _ in range(3)]]
+        first.close()
+        third = llm.generate(prompts[2], params(2, ignore_eos=True))[0].outputs[0]
+        taken[1] += list(second)
+        assert [e.token_id for e in taken[0]] == alone[0].token_ids[:4]
+        assert [e.token_id for e in taken[1]] == alone[1].token_ids
+        assert seen(third) == seen(alone[2])
+        assert not llm.engine.has_work
