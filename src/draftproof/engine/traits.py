@@ -13,30 +13,47 @@ from draftproof.verify import Strategy
 TOPS = (0, 8, 32, 64)  # columns of logprobs that are captured; a longer list begins with the shorter one
 
 
+_KNOWN: dict[Traits, Traits] = {}  # equal ones are one object, so that many are told apart by it
+
+
 def traits_of(sequences: Many[Sequence], strategies: Many[Strategy], vocab: int) -> Traits:
-    adjusts = scales = False
-    tops = {Wants.NONE: -1, Wants.RAW: -1, Wants.PROCESSED: -1}
+    """Who runs changes with every arrival and ending, so each request keeps its own."""
     for sequence in sequences:
-        params = sequence.request.params
-        adjusts = adjusts or bool(adjustments(sequence.request)) or sequence.processed_by_host
-        cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        looked_at = params.logprobs_mode == "processed" and (
-            params.wants_logprobs or params.include_draft_logprobs
-        )
-        looked_at = looked_at or strategies[sequence.strategy].needs_processed
-        scales = scales or (not params.greedy and (cut or looked_at))
-        if sequence.wants is not Wants.NONE:
-            tops[sequence.wants] = max(tops[sequence.wants], top_of(params.logprobs, vocab))
-    judges = {sequence.strategy for sequence in sequences} or {0}
+        if sequence.traits is None:
+            mine = _one(sequence, strategies, vocab)
+            sequence.traits = _KNOWN.setdefault(mine, mine)
+    return _together(list({id(s.traits): s.traits for s in sequences if s.traits}.values()))
+
+
+def _one(sequence: Sequence, strategies: Many[Strategy], vocab: int) -> Traits:
+    params = sequence.request.params
+    cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    looked_at = params.logprobs_mode == "processed" and (
+        params.wants_logprobs or params.include_draft_logprobs
+    )
+    looked_at = looked_at or strategies[sequence.strategy].needs_processed
+    top = -1 if sequence.wants is Wants.NONE else rounded(top_of(params.logprobs, vocab), vocab)
     return Traits(
-        strategies=tuple(sorted(judges)),
-        adjusts=adjusts,
-        scales=scales,
-        raw_top=rounded(tops[Wants.RAW], vocab),
-        processed_top=rounded(tops[Wants.PROCESSED], vocab),
+        strategies=(sequence.strategy,),
+        adjusts=bool(adjustments(sequence.request)) or sequence.processed_by_host,
+        scales=not params.greedy and (cut or looked_at),
+        raw_top=top if sequence.wants is Wants.RAW else -1,
+        processed_top=top if sequence.wants is Wants.PROCESSED else -1,
+    )
+
+
+def _together(several: list[Traits]) -> Traits:
+    if not several:
+        return Traits(strategies=(0,))
+    return Traits(
+        strategies=tuple(sorted({number for t in several for number in t.strategies})),
+        adjusts=any(t.adjusts for t in several),
+        scales=any(t.scales for t in several),
+        raw_top=max(t.raw_top for t in several),
+        processed_top=max(t.processed_top for t in several),
     )
 
 
 def rounded(top: int, vocab: int) -> int:
     """Columns to compute for lists of `top`."""
-    return -1 if top < 0 else min(vocab, next(width for width in TOPS if width >= top))
+    return min(vocab, next(width for width in TOPS if width >= top))
