@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
-import proposers
 import tiny
-from draftproof.engine.budget import MAX_PAUSE, DraftBudgets
 from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
@@ -245,110 +242,3 @@ def test_an_edited_prediction_saves_most_steps():
     answer = solo(ask, where).token_ids
     record = company.serve({"7": answer})["7"]
     assert len(record.steps) < len(answer) - 3
-
-
-# --- budget -------------------------------------------------------------------------------------------
-
-SLOT = np.array([1])
-
-
-def budgets(limit, adaptive):
-    """Of three slots; the middle one is looked at, its neighbours live differently."""
-    made = DraftBudgets(3, adaptive)
-    for slot, most in enumerate((64, limit, 0)):
-        made.start(slot, most)
-    return made
-
-
-def take(made):
-    return int(made.take(SLOT)[0])
-
-
-def record(made, drafted, accepted):
-    made.record(np.arange(3), np.array([7, drafted, 0]), np.array([7, accepted, 0]))
-
-
-def taken(made, accepts, steps):
-    """The draft lengths of `steps` windows in which `accepts(n)` of n drafts stand."""
-    lengths = []
-    for _ in range(steps):
-        lengths.append(take(made))
-        record(made, lengths[-1], accepts(lengths[-1]))
-    return lengths
-
-
-def test_the_budget_backs_off_and_pauses_longer_each_time():
-    lengths = taken(budgets(8, True), lambda n: 0, 400)
-    assert lengths[:5] == [2, 1, 0, 0, 1]
-    assert max(lengths[2:]) == 1
-    probes = [i for i, n in enumerate(lengths) if n == 1]
-    gaps = [b - a - 1 for a, b in zip(probes, probes[1:], strict=False)]
-    assert gaps[:5] == [2, 4, 8, 16, MAX_PAUSE] and set(gaps[5:]) == {MAX_PAUSE}
-
-
-def test_the_budget_doubles_while_drafts_stand():
-    made = budgets(8, True)
-    assert taken(made, lambda n: n, 4) == [2, 4, 8, 8]
-    taken(made, lambda n: 0, 50)
-    lengths = taken(made, lambda n: n, 60)
-    begin = lengths.index(1)
-    assert lengths[begin:] == [1, 2, 4] + [8] * (60 - begin - 3)
-    assert taken(made, lambda n: 0, 7) == [8, 4, 2, 1, 0, 0, 1]  # the pause is short again
-
-
-def test_the_budget_follows_what_stood():
-    made = budgets(8, True)
-    record(made, 8, 3)
-    assert take(made) == 4
-    record(made, 2, 2)  # cut short by the rows of a step: all stood
-    assert take(made) == 8
-
-
-def test_windows_without_drafts_say_nothing_and_a_fixed_budget_stays():
-    made = budgets(8, True)
-    for _ in range(20):
-        record(made, 0, 0)
-    assert take(made) == 2
-    assert set(taken(budgets(5, False), lambda n: 0, 50)) == {5}
-    assert set(taken(budgets(0, True), lambda n: 0, 5)) == {0}
-
-
-def test_a_slot_begins_anew_with_each_request():
-    made = budgets(8, True)
-    taken(made, lambda n: 0, 60)
-    made.start(1, 6)
-    assert taken(made, lambda n: n, 4) == [2, 4, 6, 6]
-    made.start(1, 1)
-    assert taken(made, lambda n: n, 2) == [1, 1]
-
-
-def test_budgets_are_each_slots_own():
-    """Hundreds of slots in any order and company: each as if it were alone."""
-    chance = random.Random(6)
-    together, alone = DraftBudgets(40, True), [DraftBudgets(1, True) for _ in range(40)]
-    for slot in range(40):
-        together.start(slot, 1 + slot % 9)
-        alone[slot].start(0, 1 + slot % 9)
-    zero = np.array([0])
-    for _ in range(60):
-        slots = np.array(chance.sample(range(40), chance.randint(1, 40)))
-        got = together.take(slots)
-        assert got.tolist() == [int(alone[s].take(zero)[0]) for s in slots]
-        stood = np.array([chance.choice([0, 0, n, chance.randint(0, n)]) for n in got.tolist()])
-        together.record(slots, got, stood)
-        for s, drafted, accepted in zip(slots, got, stood, strict=True):
-            alone[s].record(zero, drafted[None], accepted[None])
-
-
-def test_junk_costs_little():
-    """Backing off in a real run: far fewer drafts than a fixed length asks for, and the same tokens."""
-    params = SamplingParams(max_tokens=60, temperature=0.7, ignore_eos=True)
-    drafted, tokens = [], []
-    for adaptive in (True, False):
-        proposers.set_answers({})
-        spec = {"method": "proposers:Flaky", "num_speculative_tokens": 8, "adaptive": adaptive}
-        record = tiny.run(tiny.engine(speculative=spec), [tiny.request(0, params)])["0"]
-        drafted.append(sum(step.num_draft for step in record.steps))
-        tokens.append(record.token_ids)
-    assert tokens[0] == tokens[1]
-    assert drafted[0] < drafted[1] / 5
