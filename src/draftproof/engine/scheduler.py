@@ -18,7 +18,7 @@ import numpy as np
 from draftproof.engine.budget import Bools, DraftBudgets, Ints
 from draftproof.engine.pages import Pages
 from draftproof.engine.slots import Seat, Slots
-from draftproof.types import Request, Traits, Wants
+from draftproof.types import Request, Wants
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class Sequence:
     wants: Wants = Wants.NONE
     processed_by_host: bool = False  # the user's code, or bad words, between logits and sampling
     settled_by_host: bool = False  # logprobs that the device does not keep ready
-    traits: Traits | None = None  # of it alone, once they were asked for
+    traits: int = -1  # number of its own ones, once they were asked for
     slot: int = -1
     pages: list[int] = field(default_factory=list)
 

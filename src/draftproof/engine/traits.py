@@ -11,18 +11,18 @@ from draftproof.types import Traits, Wants
 from draftproof.verify import Strategy
 
 TOPS = (0, 8, 32, 64)  # columns of logprobs that are captured; a longer list begins with the shorter one
-
-
-_KNOWN: dict[Traits, Traits] = {}  # equal ones are one object, so that many are told apart by it
+_NUMBERS: dict[Traits, int] = {}  # those seen so far
 
 
 def traits_of(sequences: Many[Sequence], strategies: Many[Strategy], vocab: int) -> Traits:
-    """Who runs changes with every arrival and ending, so each request keeps its own."""
-    for sequence in sequences:
-        if sequence.traits is None:
-            mine = _one(sequence, strategies, vocab)
-            sequence.traits = _KNOWN.setdefault(mine, mine)
-    return _together(list({id(s.traits): s.traits for s in sequences if s.traits}.values()))
+    """Who runs changes with every arrival and ending, so each request keeps the number of its own."""
+    numbers = {sequence.traits for sequence in sequences}
+    if -1 in numbers:
+        for sequence in sequences:
+            if sequence.traits < 0:
+                sequence.traits = _NUMBERS.setdefault(_one(sequence, strategies, vocab), len(_NUMBERS))
+        numbers = {sequence.traits for sequence in sequences}
+    return _together([traits for traits, number in _NUMBERS.items() if number in numbers])
 
 
 def _one(sequence: Sequence, strategies: Many[Strategy], vocab: int) -> Traits:
