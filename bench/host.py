@@ -4,7 +4,7 @@
 
 Time of this thread, so that a busy machine does little harm, and the quickest of the rounds. Microseconds
 a token: `generate` is LLM's own part, from a made-up engine's steps
-to finished answers, without and with logprobs, with drafts, and with a text of half characters; `engine` is
+to finished answers, without and with logprobs, drafts, half characters and stop strings; `engine` is
 planning and settling, with a device that answers at once. Milliseconds: taking in a batch with 400 tokens
 of prompt each, and what is left to do after the last step.
 """
@@ -229,12 +229,15 @@ def main() -> None:
         "drafts": (drafting, {"drafts": 5}, None),
         "drafts, logprobs=20": (drafting, {"drafts": 5}, 20),
         "half characters": (llm, {"halves": 0.1}, None),
+        "a stop string": (llm, {}, None),
+        "a stop string, logprobs=20": (llm, {}, 20),
     }
     us: dict[str, float] = {}
     ms: dict[str, float] = {}
     for name, (target, script, top) in cases.items():
         steps = made_up(batch, tokens, top, **script)
-        params = SamplingParams(max_tokens=tokens, logprobs=top)
+        stop = ["no such text"] if "stop" in name else ()
+        params = SamplingParams(max_tokens=tokens, logprobs=top, stop=stop)
         total = batch * sum(int(table[0, NUM_OUT]) for table, _ in steps)
         generate(target, steps, batch, params)  # learn the vocabulary
         runs = [generate(target, steps, batch, params) for _ in range(options.rounds)]
