@@ -1,7 +1,7 @@
 """Checks and times the triton backend on a GPU. Needs torch, triton, numpy, safetensors and this repository.
 
     PYTHONPATH=src python bench/gpu_ops.py            checks, timings, a SmolLM2-shaped forward pass: JSON on the last line
-    --only checks|gemm|attention|small|sampling|forward    some of it; --seconds 280 is when it stops starting new parts
+    --only checks|gemm|attention|small|sampling|step|forward  some of it; --seconds 280 is when it stops starting new parts
 
 Times are per call, from CUDA graphs of many calls over rotating inputs that together exceed the L2 cache.
 Most of a first run is compilation: --abreast runs the checks side by side. Tiles: bench/gpu_sweep.py.
@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import gpu_ops_checks as checks
 from gpu_ops_checks import GPU, LARGE, LARGE_HEADS, SMALL, SMALL_HEADS, Paged, keys, randn, rope
+from gpu_step import STEP_CHECKS, step_times
 from measure import commit
 
 from draftproof.models.config import ModelConfig
@@ -39,6 +40,7 @@ BEGUN = time.perf_counter()
 BF16 = torch.bfloat16
 L2 = 128 << 20  # bytes that surely do not fit
 ROWS = (1, 6, 8, 64, 256)
+CHECKS = checks.CHECKS + STEP_CHECKS
 
 
 def micros(calls: list[Callable[[], Any]], rounds: int = 5) -> float:
@@ -209,7 +211,7 @@ def micros_of(call: Callable[[], Any], count: int = 40) -> float:
 
 def checks_abreast(seconds: float) -> dict[str, str]:
     """Every check in a process of its own, all at once: most of a first run is compilation."""
-    names = [f"check {c.__name__}" for c in checks.CHECKS]
+    names = [f"check {c.__name__}" for c in CHECKS]
     command = [sys.executable, __file__, "--seconds", str(seconds), "--only"]
     running = {n: subprocess.Popen([*command, n], stdout=subprocess.PIPE, text=True) for n in names}
     found = {}
@@ -231,13 +233,14 @@ def main() -> None:
     ops, alone = TritonOps(GPU), TritonOps(GPU, pdl=False)  # a single op is timed without its neighbour
     if options.abreast:
         report |= checks_abreast(options.seconds)
-    parts: dict[str, Callable[[], Any]] = {f"check {c.__name__}": lambda c=c: c(ops) for c in checks.CHECKS}
+    parts: dict[str, Callable[[], Any]] = {f"check {c.__name__}": lambda c=c: c(ops) for c in CHECKS}
     parts["forward"] = lambda: forward_times(False)
     parts["forward, early launch"] = lambda: forward_times(True)
     parts["gemm µs, cuBLAS µs, GB/s"] = lambda: gemm_times(alone)
     parts["attention"] = lambda: attention_times(alone)
     parts["small"] = lambda: small_times(alone)
     parts["sampling"] = lambda: sampling_times(alone)
+    parts["step"] = lambda: step_times(micros)
     for name, part in parts.items():
         if name in report or (options.only and options.only not in name):
             continue

@@ -12,12 +12,14 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import step_cases
 from draftproof.ops.reference_step import _latest_match
+from draftproof.ops.torch_any import TorchOps
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, End, Outcome, Wants
 from opcheck import CPU, importable
 from step_cases import CHECKS, REF, Size, Step
@@ -55,6 +57,34 @@ def interpreted() -> dict[str, str]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_triton_against_the_definition(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == "", interpreted[name]
+
+
+WRONG = {
+    "layout": lambda given, result: given[3].windows.position.add_(given[3].windows.depth > 1),
+    "penalise": lambda given, result: result.mul_(1 + 1e-7),
+    "forbid": lambda given, result: given[0][0].clamp_(min=-1e30),
+    "choose": lambda given, result: result[1].clamp_(max=3),
+    "commit": lambda given, result: given[4].pick_rows.clamp_(min=0),
+    "logprobs": lambda given, result: result.ranks.clamp_(max=10),
+    "ngram": lambda given, result: result[1].clamp_(max=3),
+    "put_draft": lambda given, result: given[0].draft_source.clamp_(min=0),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_wrong_op_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    right = getattr(TorchOps, name)
+
+    def wrong(self: TorchOps, *given: Any) -> Any:
+        result = right(self, *given)
+        WRONG[name](given, result)
+        return result
+
+    monkeypatch.setattr(TorchOps, name, wrong)
+    with pytest.raises(AssertionError):
+        for seed in range(SEEDS):
+            CHECKS[name](TorchOps(CPU), seed, Size())
 
 
 def features(seed: int) -> Counter[str]:

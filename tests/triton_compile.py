@@ -130,6 +130,7 @@ def main() -> None:
         mock.patch.object(JITFunction, "run", compile_launch),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
         mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
+        mock.patch.object(TritonOps, "open_queue", lambda self: None, create=True),
     ):
         for pdl in (False, CAPABILITY >= 90):
             ops = TritonOps(CPU, pdl=pdl)

@@ -19,30 +19,39 @@ CHUNK = 4096  # ids of one program; part of logsumexp's numerics
 
 
 @triton.jit
-def best_of(x, ids, V):
-    """Best key of x [CHUNK]."""
-    return tl.max(tl.where(ids < V, key_of(x, ids), LOWEST), axis=0)
+def best_of(x, top, ids, V):
+    """Best key of x [CHUNK], whose maximum is `top`; in 32 bits, but for the one key. NaN: some id."""
+    one = tl.min(tl.where(x == top, ids, 2147483647), axis=0)
+    return key_of(top, tl.minimum(one, V - 1))
 
 
 @triton.jit
-def best_with_noise(x, ids, chunk, seed, position, V, STREAM: tl.constexpr, CHUNK: tl.constexpr):
-    """Best key of fp32(x + gumbel), x [CHUNK].
+def best_with_noise(
+    x, heat, ids, chunk, seed, position, V, HEATED: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Best key of fp32(x / heat + gumbel), x [CHUNK]; without HEATED of x + gumbel.
 
-    Noise in fp32 says which ids may win; only they are given the exact noise, in fp64, one after another.
+    Arithmetic of a few instructions says which ids may win; only they are given the exact quotient and the
+    exact noise, in fp64, one after another.
     """
     block = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
     w0, w1, w2, w3 = philox(seed, position, STREAM, block)
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    near = x + nearly_gumbel_of(word)
+    near = x
+    if HEATED:
+        near = x * (1.0 / heat)
+    near = near + nearly_gumbel_of(word)
     top = tl.max(near, axis=0)
-    # fp32 noise is within 1e-4 of the exact one, a sum within a rounding of either side
-    bar = top - (1e-3 + 1e-6 * tl.abs(top))
+    # noise is within 1e-4 of the exact one, quotient and sum within a few roundings of either side
+    bar = top - (1e-3 + 2e-6 * tl.abs(top))
     worst = key_of(tl.full((CHUNK,), float("-inf"), tl.float32), ids)
     best = tl.max(tl.where(ids < V, worst, LOWEST), axis=0)
     while (top >= bar) & (top > float("-inf")):
         one = tl.min(tl.where(near == top, ids, 2147483647), axis=0)
         chosen = ids == one
         value = tl.max(tl.where(chosen, x, float("-inf")), axis=0)
+        if HEATED:
+            value = tl.div_rn(value, heat)
         bits = tl.sum(tl.where(chosen, word, 0).to(tl.uint32), axis=0).to(tl.uint32)
         best = tl.maximum(best, key_of(value + gumbel_of(bits), one))
         near = tl.where(chosen, float("-inf"), near)
@@ -56,7 +65,7 @@ def argmax_kernel(logits, keys, V, chunks, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    tl.store(keys + row * chunks + chunk, best_of(x, ids, V))
+    tl.store(keys + row * chunks + chunk, best_of(x, tl.max(x, axis=0), ids, V))
 
 
 @triton.jit
@@ -66,7 +75,7 @@ def gumbel_kernel(scaled, seeds, positions, keys, V, chunks, STREAM: tl.constexp
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(scaled + row * V + ids, mask=ids < V, other=float("-inf"))
     seed, position = tl.load(seeds + row), tl.load(positions + row)
-    best = best_with_noise(x, ids, chunk, seed, position, V, STREAM, CHUNK)
+    best = best_with_noise(x, 1.0, ids, chunk, seed, position, V, False, STREAM, CHUNK)
     tl.store(keys + row * chunks + chunk, best)
 
 
@@ -137,9 +146,9 @@ def join_logsumexp_kernel(tops, sums, out, chunks, LEVELS: tl.constexpr):
 
 @triton.jit
 def comes_before(x, at, value, token, V):
-    """How many of x, whose ids are `at`, come before `token`, whose logit is `value`: int64."""
+    """How many of x, whose ids are `at`, come before `token`, whose logit is `value`."""
     before = (at < V) & ((x > value) | ((x == value) & (at < token)))
-    return tl.sum(before.to(tl.int64), axis=0)
+    return tl.sum(before.to(tl.int32), axis=0).to(tl.int64)
 
 
 @triton.jit

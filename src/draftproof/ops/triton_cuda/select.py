@@ -22,6 +22,15 @@ MOST = 4096  # groups that the second stage holds
 
 
 @triton.jit
+def best_of_groups(x, group, V, GROUP: tl.constexpr):
+    """Best keys [groups] of x [groups, GROUP], of the groups numbered `group`; LOWEST beyond V."""
+    top = tl.max(x, axis=1)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    one = tl.min(tl.where(x == top[:, None], ids, 2147483647), axis=1)
+    return tl.where(group * GROUP < V, key_of(top, tl.minimum(one, V - 1)), LOWEST)
+
+
+@triton.jit
 def first_of(line, keys, V, groups, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Ids [K] of the first K of a row, from the best keys [groups] of its groups."""
     at = tl.arange(0, BLOCK)
@@ -39,8 +48,7 @@ def group_best_kernel(logits, keys, V, groups, CHUNK: tl.constexpr, GROUP: tl.co
     group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    best = tl.max(tl.where(ids < V, key_of(x, ids), LOWEST), axis=1)
-    tl.store(keys + row * groups + group, best, mask=group < groups)
+    tl.store(keys + row * groups + group, best_of_groups(x, group, V, GROUP), mask=group < groups)
 
 
 @triton.jit

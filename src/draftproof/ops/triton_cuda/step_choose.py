@@ -33,15 +33,14 @@ def choose_kernel(
         heat = tl.load(temperature + slot)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-        wild = (x != x) | (x == float("inf"))
-        state = tl.max(tl.where(wild, 2, tl.where(x > float("-inf"), 1, 0)), axis=0)
+        top = tl.max(x, axis=0)
+        wild = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), axis=0)
+        state = tl.where(wild > 0, 2, tl.where(top == float("-inf"), 0, 1))
         if heat > 0:
             seed, position = tl.load(seeds + slot), tl.load(positions + row)
-            if not SCALED:
-                x = tl.div_rn(x, tl.zeros_like(x) + heat)
-            best = best_with_noise(x, ids, chunk, seed, position, V, STREAM, CHUNK)
+            best = best_with_noise(x, heat, ids, chunk, seed, position, V, not SCALED, STREAM, CHUNK)
         else:
-            best = best_of(x, ids, V)
+            best = best_of(x, top, ids, V)
         tl.store(keys + row * chunks + chunk, best)
         tl.store(states + row * chunks + chunk, state)
 
@@ -72,7 +71,7 @@ def choose(logits: Tensor, windows: Windows, scaled: bool, pdl: bool) -> tuple[T
     choose_kernel[(rows, chunks)](
         logits, windows.slot, windows.position, columns.temperature, columns.seed, keys, states,
         vocab, chunks,
-        SCALED=scaled, STREAM=STREAM_SAMPLE, CHUNK=CHUNK, **launch_options(pdl, num_warps=8),
+        SCALED=scaled, STREAM=STREAM_SAMPLE, CHUNK=CHUNK, **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     join_choice_kernel[(rows,)](
         windows.slot, keys, states, tokens, bad, chunks,

@@ -139,7 +139,7 @@ def commit(plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outco
     columns = windows.columns
     entries, k = len(windows.slots), columns.draft.shape[1]
     down, across = power_of_two(entries), power_of_two(k + 1)
-    warps = min(16, max(1, down * across // 256))
+    warps = min(8, max(1, down * across // 64))
     commit_kernel[(1,)](
         plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft,
         windows.draft, choice.token,

@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import TokenLogprobs
-from draftproof.ops.triton_cuda.order import LOWEST, key_of
 from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
 from draftproof.ops.triton_cuda.sampling import CHUNK, comes_before, joined_logsumexp, levels, sum_below_top
-from draftproof.ops.triton_cuda.select import GROUP, MOST, QUICK, first_of
+from draftproof.ops.triton_cuda.select import GROUP, MOST, QUICK, best_of_groups, first_of
 
 PROGRAMS = 2112  # of the pass; more than the chip holds at once would queue up only to find padding
 
@@ -32,7 +31,8 @@ def scan_kernel(
     mine = me + turn * stride
     wanted = tl.load(rows + mine, mask=mine < N, other=-1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    for i in range(TURNS):
+    turns = tl.max(tl.where(wanted >= 0, turn + 1, 0), axis=0)  # picks come before the padding, as a rule
+    for i in range(turns):
         row = tl.max(tl.where(turn == i, wanted, -1), axis=0)
         if row >= 0:
             n = (me + i * stride).to(tl.int64)
@@ -45,9 +45,9 @@ def scan_kernel(
             tl.store(sums + n * chunks + chunk, total)
             tl.store(counts + n * chunks + chunk, comes_before(x, ids, value, token, V))
             if TOP:
-                key = tl.reshape(tl.where(ids < V, key_of(x, ids), LOWEST), (CHUNK // GROUP, GROUP))
                 group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-                tl.store(keys + n * groups + group, tl.max(key, axis=1), mask=group < groups)
+                best = best_of_groups(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
+                tl.store(keys + n * groups + group, best, mask=group < groups)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, pdl: bool) 
     scan_kernel[(stride, chunks)](
         logits, rows, tokens, tops, sums, counts, keys, count, vocab, chunks, groups, stride,
         TOP=top > 0, TURNS=power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=GROUP,
-        **launch_options(pdl, num_warps=8),
+        **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     finish_kernel[(count,)](
         logits, rows, tokens, tops, sums, counts, keys, values, ids, ranks, vocab, chunks, groups, top,
