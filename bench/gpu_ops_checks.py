@@ -292,7 +292,7 @@ def attention_rows_stand_alone(ops: TritonOps) -> None:
             def run(where: list[tuple[int, int]], q=q, paged=paged, heads=heads) -> Tensor:
                 x = torch.stack([q[s][p] for s, p in where])
                 out = torch.full(x.shape, torch.nan, device=GPU)
-                ops._attention(x, paged.rows(where), heads, paged.cache, out, False)
+                ops.attend(x, paged.rows(where), heads, paged.cache, out)
                 return out
 
             watched = [(0, p) for p in (0, 63, 64, 511, 512, 1023, 3990, 3999)] + [
@@ -308,6 +308,11 @@ def attention_rows_stand_alone(ops: TritonOps) -> None:
                 sorted(watched),
                 [(s, 69) for s in range(3, 33)] + [(0, 3999)],
                 [(7, 69), *((0, p) for p in range(3985, 3993)), (2, 1400)],
+                # decode rows, verify rows and prompts in one call: low and high tiles
+                [(s, 69) for s in range(3, 33)]
+                + [(1, p) for p in range(396, 400)]
+                + [(0, p) for p in range(3500, 4000)]
+                + [(2, p) for p in range(1390, 1401)],
             ]
             for s, p in watched:
                 for count in (2, 5, 6, 9):
@@ -343,6 +348,18 @@ def two_ops_in_one(ops: TritonOps) -> None:
             assert torch.equal(got, want), f"linear_silu_mul, {count} rows"
 
 
+def cublas_everywhere_is_noticed(ops: TritonOps) -> None:
+    """The control: with cuBLAS at every number of rows the same comparison finds rows that differ."""
+    packed = ops.pack_linear(randn(4096, 14336, seed=1, dtype=torch.bfloat16) / 120)
+    x = randn(512, 14336, seed=2, dtype=torch.bfloat16)
+    counts = (1, 8, 64, 128, 256)
+    for mode, differs in (("proven", False), ("always", True)):
+        other = TritonOps(GPU, cublas=mode)
+        whole = other.linear(x, packed)
+        wrong = [n for n in counts if not torch.equal(other.linear(x[:n], packed), whole[:n])]
+        assert bool(wrong) == differs, f"cublas={mode!r}: rows differ at {wrong}"
+
+
 CHECKS: list[Callable[[TritonOps], None]] = [
     linear_is_right,
     elementwise_is_right,
@@ -355,4 +372,5 @@ CHECKS: list[Callable[[TritonOps], None]] = [
     other_rows_stand_alone,
     attention_rows_stand_alone,
     two_ops_in_one,
+    cublas_everywhere_is_noticed,
 ]

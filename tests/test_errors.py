@@ -285,6 +285,7 @@ def test_speculative_config_that_means_nothing(message, spec):
         ("positive integer", {"max_num_seqs": 0}),
         ("page_size", {"page_size": 7}),
         ("dtype must be one of", {"dtype": "int3"}),
+        ("numerics must be one of", {"numerics": "quick"}),
         ("speculative_config must be a mapping", {"speculative_config": 3}),
         ("max_logprobs", {"max_logprobs": -2}),
         ("seed must be", {"seed": "7"}),

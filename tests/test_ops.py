@@ -29,6 +29,14 @@ def test_the_default_backend_is_among_them() -> None:
         assert {"reference", "torch", resolve("auto", CPU).name} <= set(OPS)
 
 
+@pytest.mark.parametrize("name", ["reference", "torch", "auto"])
+def test_fast_numerics_are_exact_where_nothing_is_quicker(name: str) -> None:
+    exact, fast = resolve(name, CPU), resolve(name, CPU, "fast")
+    assert (exact.numerics, fast.numerics) == ("exact", "fast")
+    weight, x = randn(53, 72, seed=1), randn(9, 72, seed=2)
+    assert torch.equal(exact.linear(x, exact.pack_linear(weight)), fast.linear(x, fast.pack_linear(weight)))
+
+
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

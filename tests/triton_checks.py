@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from draftproof.ops import Heads, Rows, resolve
 from draftproof.ops.reference import ReferenceOps
 from draftproof.ops.triton_cuda import attention as attention_kernels
-from draftproof.ops.triton_cuda import gemm, graph, select, tiles, truncate
+from draftproof.ops.triton_cuda import gemm, graph, select, tiles, truncate, walk
 from draftproof.ops.triton_cuda.tiles import Tile
 from opcheck import Paged, assert_close, bits
 
@@ -227,6 +228,44 @@ def attention() -> None:
                 )
                 assert_close(got, want, dtype)
     assert len(ops.attention(x[:0], paged.rows([]), heads, paged.cache)) == 0
+
+
+@check
+def attention_of_many_tiles() -> None:
+    """The walk through tiles is right and gives the bits of spans side by side; few rows, many, padding."""
+    for name, dtype in (("grouped", DTYPES[1]), ("grouped", DTYPES[0]), ("long_window", DTYPES[0])):
+        heads = HEADS[name]
+        paged = Paged(heads, [270, 5, 70, 1], dtype)
+        where = [(0, p) for p in range(262, 270)] + [(1, 4), *((2, p) for p in range(62, 70)), (3, 0)]
+        x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
+        rows.slots[-1] = -1
+        plain = ops.attention(x, rows, heads, paged.cache)[:-1]
+        for few in (1000, 0):
+            with (
+                mock.patch.multiple(walk, FEW=few, BLOCK=16),
+                mock.patch.object(attention_kernels, "PROGRAMS", 1),
+            ):
+                ops.begin(rows)
+                got = ops.attention(x, rows, heads, paged.cache)
+                assert bits(got[:-1]) == bits(plain), (name, dtype, few)
+                part = paged.rows(where[8:-1])  # announced were others
+                got = ops.attention(x[8:-1], part, heads, paged.cache)
+                assert bits(got) == bits(plain[8:]), (name, dtype, few)
+        want = ref.attention(x[:-1], paged.rows(where[:-1]), heads, paged.cache)
+        assert_close(plain, want, dtype)
+
+
+@check
+def tiles_are_listed() -> None:
+    """Cut at a slot's first row and every so many after it; what is low goes apart; padding has none."""
+    slots = torch.tensor([4] * 8 + [2] + [3] * 3 + [4] * 2 + [-1] * 3)
+    rows = Rows(slots, slots, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
+    for block in (2, 8, 1024):
+        with mock.patch.object(walk, "BLOCK", block):
+            (low, _), (lows, highs) = (walk.Walk(False)._tiles(rows, 2, high) for high in (0, 5))
+        assert low[: 1 + low[0]].tolist() == [8, 0, 2, 4, 6, 8, 9, 11, 12], block
+        assert lows[: 1 + lows[0]].tolist() == [2, 8, 12], block
+        assert highs[: 1 + highs[0]].tolist() == [3, 0, 5, 9], block
 
 
 def spans(heads: Heads) -> tuple[Paged, dict, list]:

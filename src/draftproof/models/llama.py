@@ -51,6 +51,7 @@ class Llama:
 
     def forward(self, rows: Rows, caches: list[Tensor]) -> Tensor:
         """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row."""
+        self.ops.begin(rows)
         residual = self.ops.embed(rows.tokens, self.embedding)
         eps = self.config.norm_eps
         return self.ops.blocks(residual, self.layers, self.norm, rows, self.rope, caches, eps)

@@ -9,6 +9,7 @@ Activations have the model's dtype (fp32 or bf16); sums are accumulated in fp32;
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -102,8 +103,10 @@ class Ops(ABC):
     default_rows: ClassVar[int] = 512  # rows of a step, unless told otherwise
     asynchronous: ClassVar[bool] = False  # work is queued: the host can run ahead of the device
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, numerics: str = "exact") -> None:
+        """`numerics`: "fast" lets a backend do what is quickest; one that has nothing quicker stays exact."""
         self.device = device
+        self.numerics = numerics
 
     # --- forward pass -----------------------------------------------------------------------------
 
@@ -193,6 +196,12 @@ class Ops(ABC):
             x, residual = self.add_rms_norm(x, residual, next_norm, eps)
         return x
 
+    def begin(self, rows: Rows) -> None:  # noqa: B027 - nothing to do is right for most
+        """A forward pass over these rows begins: what its layers share may be worked out once.
+
+        A hint; an op called without it gives the same.
+        """
+
     def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
         """`forward` in a form that is quick to repeat; calls have at most `max_rows` rows.
 
@@ -220,6 +229,15 @@ class Ops(ABC):
         """Copies on the host of what these hold at this point of the queue; the call waits for them."""
         copies = [tensor.to("cpu", copy=True) for tensor in tensors]
         return lambda: copies
+
+    def seconds(self, function: Callable[[], object], times: int = 5) -> float:
+        """How long the device takes for it, as the quickest of a few goes."""
+        spent = []
+        for _ in range(times):
+            begin = time.perf_counter()
+            function()
+            spent.append(time.perf_counter() - begin)
+        return min(spent)
 
     def free_memory(self) -> int | None:
         """Bytes that can still be allocated on the device; None where nobody can say."""
@@ -351,7 +369,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve(backend: str, device: torch.device) -> Ops:
+def resolve(backend: str, device: torch.device, numerics: str = "exact") -> Ops:
     """The backend by name; "auto" takes the quickest that this device can run."""
     if backend == "auto":
         if device.type == "cpu" and find_spec("numba") is not None:
@@ -360,7 +378,8 @@ def resolve(backend: str, device: torch.device) -> Ops:
             backend = "triton"
         else:
             backend = "torch"
-    ops: Ops = lookup(BACKENDS, backend, "backend")(device)
+    options = {} if numerics == "exact" else {"numerics": numerics}
+    ops: Ops = lookup(BACKENDS, backend, "backend")(device, **options)
     return ops
 
 

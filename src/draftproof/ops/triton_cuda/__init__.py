@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops import Heads, Rows
+from draftproof.ops.triton_cuda.graph import Queued
 from draftproof.ops.triton_cuda.step import StepOps
 
 try:
@@ -24,15 +25,15 @@ try:
     from draftproof.ops.triton_cuda import (
         elementwise,
         gemm,
-        graph,
         pair,
         rope,
         runtime,
         sampling,
         select,
         truncate,
+        walk,
     )
-    from draftproof.ops.triton_cuda.cublas import Cublas
+    from draftproof.ops.triton_cuda.cublas import Cublas, Mode
 
     MISSING = ""
 except ModuleNotFoundError as error:
@@ -45,31 +46,40 @@ INTS = (torch.int64,)
 FP32 = (torch.float32,)
 
 
-class TritonOps(StepOps):
+class TritonOps(StepOps, Queued):
     """See the contract. `debug` waits after every op, so that a launch that fails is named by its op.
 
     `pdl` launches kernels of the forward pass early where rows are few (programmatic dependent launch,
     Hopper and newer).
-    `cublas=False` leaves every row count to the Triton kernels.
+    `cublas` says where cuBLAS may serve, see there; by default where its bits are proven to be ours, or,
+    with numerics="fast", where it was measured to be quicker.
     """
 
     name: ClassVar[str] = "triton"
     default_seqs: ClassVar[int] = 256
-    default_rows: ClassVar[int] = 2048
+    default_rows: ClassVar[int] = 4096
 
     def __init__(
-        self, device: torch.device, debug: bool | None = None, pdl: bool = True, cublas: bool = True
+        self,
+        device: torch.device,
+        debug: bool | None = None,
+        pdl: bool = True,
+        cublas: Mode | None = None,
+        numerics: str = "exact",
     ) -> None:
         if MISSING:
             raise ConfigError(f"cannot load the triton backend: {MISSING}")
         runtime.check_device(device)
-        super().__init__(device)
+        super().__init__(device, numerics)
         self.debug = os.environ.get("DRAFTPROOF_DEBUG", "0") == "1" if debug is None else debug
         self.cuda = not runtime.INTERPRETED
         self.pdl = pdl and self.cuda and torch.cuda.get_device_capability(device) >= (9, 0)
         self.gemm = gemm.Gemm(device)
-        self.cublas = Cublas(self.gemm, cublas and self.cuda)
+        mode: Mode = cublas or ("fast" if numerics == "fast" else "proven")
+        self.cublas = Cublas(self.gemm, mode if self.cuda else "never")
         self._attention = attention_kernels.Attention(device)
+        self._walk = walk.Walk(self.pdl)
+        self.open_queue()
 
     def free_memory(self) -> int | None:
         return torch.cuda.mem_get_info(self.device)[0] if self.cuda else None
@@ -90,13 +100,16 @@ class TritonOps(StepOps):
 
     # --- forward pass -----------------------------------------------------------------------------
 
+    def begin(self, rows: Rows) -> None:
+        self._walk.begin(rows)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> gemm.PackedLinear:
         return gemm.pack(weight, bias)
 
     def linear(self, x: Tensor, packed: gemm.PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         x, dtype = gemm.check(x, packed, out_dtype)
         out = self._new((len(x), packed.weight.shape[0]), dtype)
-        done = self.cublas.leading_rows(x, packed, out)
+        done = self.cublas.leading_rows(x, packed, out, self._early(x))
         if done < len(x):
             self.gemm(x[done:], packed, out[done:], self._early(x))
         self._done("linear")
@@ -177,9 +190,14 @@ class TritonOps(StepOps):
         self._done("rope_store")
         return out
 
-    def _two_steps(self, x: Tensor, packed: gemm.PackedLinear) -> bool:
+    def _two_steps(
+        self, x: Tensor, packed: gemm.PackedLinear, one: Callable[[], Any], two: Callable[[], Any]
+    ) -> bool:
         """Whether cuBLAS and a second kernel are quicker than one kernel of ours."""
-        return len(x) > gemm.FEW and self.cublas.whole(x, packed)
+        if self.cublas.mode == "fast" and packed.bias is None:
+            key = ("pair", packed.weight.shape, len(x))
+            return self.cublas.second_is_quicker(key, one, two, self._early(x))
+        return (len(x) > gemm.FEW or self.cublas.mode == "always") and self.cublas.whole(x, packed) != ""
 
     def linear_rope_store(
         self,
@@ -193,26 +211,39 @@ class TritonOps(StepOps):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        fits = pair.takes_heads(packed, len(x), heads) and q_norm is None and k_norm is None
-        if not fits or self._two_steps(x, packed):
-            return super().linear_rope_store(x, packed, rows, heads, rope, cache, q_norm, k_norm, eps)
+        two = super().linear_rope_store
+        norms = (q_norm, k_norm, eps)
+        if not pair.takes_heads(packed, len(x), heads) or q_norm is not None or k_norm is not None:
+            return two(x, packed, rows, heads, rope, cache, *norms)
         x, _ = gemm.check(x, packed, None)
         rope = runtime.matrix("rope", rope, heads.dim, FP32)
         self._check_rows(rows, len(x), heads, cache, x.dtype)
         if len(packed.weight) != (heads.num_q + 2 * heads.num_kv) * heads.dim:
             raise ConfigError(f"a weight of {len(packed.weight)} columns for {heads}")
         out = self._new((len(x), heads.num_q * heads.dim), x.dtype)
-        pair.linear_rope_store(x, packed, rows, heads, rope, cache, out, self._early(x))
+
+        def one() -> None:
+            pair.linear_rope_store(x, packed, rows, heads, rope, cache, out, self._early(x))
+
+        if self._two_steps(x, packed, one, lambda: two(x, packed, rows, heads, rope, cache, *norms)):
+            return two(x, packed, rows, heads, rope, cache, *norms)
+        one()
         self._done("linear_rope_store")
         return out
 
     def linear_silu_mul(self, x: Tensor, packed: gemm.PackedLinear) -> Tensor:
-        columns = len(packed.weight)
-        if not pair.takes(packed, len(x)) or columns % 2 or self._two_steps(x, packed):
-            return super().linear_silu_mul(x, packed)
+        columns, two = len(packed.weight), super().linear_silu_mul
+        if not pair.takes(packed, len(x)) or columns % 2:
+            return two(x, packed)
         x, _ = gemm.check(x, packed, None)
         out = self._new((len(x), columns // 2), x.dtype)
-        pair.linear_silu_mul(x, packed, out, self._early(x))
+
+        def one() -> None:
+            pair.linear_silu_mul(x, packed, out, self._early(x))
+
+        if self._two_steps(x, packed, one, lambda: two(x, packed)):
+            return two(x, packed)
+        one()
         self._done("linear_silu_mul")
         return out
 
@@ -221,12 +252,14 @@ class TritonOps(StepOps):
         self._check_rows(rows, len(q), heads, cache, q.dtype)
         out = torch.empty_like(q)
         if len(q):
-            self._attention(q, rows, heads, cache, out, self._early(q))
+            self.attend(q, rows, heads, cache, out)
         self._done("attention")
         return out
 
-    def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
-        return graph.Captured(forward, max_rows, self.device) if self.cuda else forward
+    def attend(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor) -> None:
+        """`attention` into `out`, which may be fp32."""
+        few = self._attention.abreast(len(q), heads, rows.page_table, cache.shape[2]) > 1
+        (self._attention if few else self._walk)(q, rows, heads, cache, out, self._early(q))
 
     # --- sampling ---------------------------------------------------------------------------------
 

@@ -1,15 +1,16 @@
-"""Paged attention: one kernel for prefill chunks, verify rows and decode rows.
+"""Paged attention: prefill chunks, verify rows and decode rows, with one order of sums.
 
 A program takes a tile of adjacent rows of one slot times the query heads that share a KV head. The order of
 a row's sum is a function of its position: keys in blocks of KEYS, blocks in spans of SPAN tokens, spans
 folded in ascending order. A key that a row may not see contributes exact zeros, so rows of one tile do
 not feel each other. Row sums run on the tensor core (p times 1), in the order of p times V. Compiled without
-contraction of multiply and add, so that folding inside the kernel's loop and folding partial results
+contraction of multiply and add, so that folding inside a kernel's loop and folding partial results
 give the same bits.
 
-Tiles are found on the device: a program starts a tile if its row is the first of its slot or a multiple of
-the tile's height, and ends at once otherwise. So the grid depends on the number of rows alone, and a graph
-holds it. With few rows the spans run side by side; the last program of a tile to arrive folds them.
+Here is the kernel for few tiles: the spans of one run side by side, and the last program of a tile to
+arrive folds them. Tiles are found on the device: a program starts a tile if its row is the first of its slot
+or a multiple of the tile's height, and ends at once otherwise. So the grid depends on the number of rows
+alone, and a graph holds it. Where there are many tiles, `walk` does them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from draftproof.ops.triton_cuda.runtime import launch_options, power_of_two, pre
 KEYS = 64  # keys of one block: part of the numerics
 SPAN = 128  # tokens of one span: part of the numerics
 PROGRAMS = 800  # about six for each SM of an H200: below that, spans run side by side
+MOST_SCRATCH = 256 << 20  # bytes of partial results; where they would be more, `walk` serves
 LOG2_E = 1.4426950408889634
 ONES = 16  # columns of the matrix of ones: the narrowest the tensor core takes
 
 # Largest number of rows -> (tile height in rows times heads, warps, stages); speed alone. Two blocks of keys
 # are in flight with three stages, because a span holds two.
-TILES = ((8, (16, 4, 3)), (512, (16, 2, 3)), (1 << 30, (64, 4, 3)))
+TILES = ((8, (16, 4, 3)), (1 << 30, (16, 2, 3)))
 
 
 @triton.jit
@@ -117,19 +119,16 @@ def attention_kernel(
     R, max_pages, plane, spans, abreast, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    SIDE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [R, heads * D]; if SIDE (by side): parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
+    """q, out [R, heads * D]; parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
     row = R - 1 - tl.program_id(0)  # late rows see the most keys: they start first
     head, part = tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if SIDE:
-            _ask(
-                slots, positions, page_table, cache, row, head, part, max_pages, plane, NUM_KV, D, PAGE, SPAN
-            )
+        _ask(slots, positions, page_table, cache, row, head, part, max_pages, plane, NUM_KV, D, PAGE, SPAN)
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + row)
     before = tl.load(slots + tl.maximum(row - 1, 0))
@@ -153,35 +152,25 @@ def attention_kernel(
         cache_v = cache_k + plane
         first_span = first // SPAN
         count = last // SPAN - first_span + 1
-        if SIDE:
-            step = tl.where(count == 1, 1, abreast)
-            if part < count:
-                for s in range(first_span + part, first_span + count, step):
-                    m, total, acc = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
-                                          NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
-                    if count == 1:
-                        _finish(total, acc, out + here, inside)
-                    else:
-                        where = line * spans + s
-                        tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
-                        tl.store(stats + where * 2, m, mask=ok)
-                        tl.store(stats + where * 2 + 1, total, mask=ok)
-                if count > 1:
-                    tl.debug_barrier()
-                    counter = arrived + row * NUM_KV + head
-                    done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                    if done == tl.minimum(count, abreast) - 1:
-                        tl.store(counter, 0)
-                        _gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
-        else:
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            total = tl.zeros((BM,), tl.float32)
-            acc = tl.zeros((BM, BD), tl.float32)
-            for s in range(first_span, first_span + count):
-                m1, total1, acc1 = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
-                                         NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
-                m, total, acc = _fold(m, total, acc, m1, total1, acc1)
-            _finish(total, acc, out + here, inside)
+        step = tl.where(count == 1, 1, abreast)
+        if part < count:
+            for s in range(first_span + part, first_span + count, step):
+                m, total, acc = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
+                                      NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
+                if count == 1:
+                    _finish(total, acc, out + here, inside)
+                else:
+                    where = line * spans + s
+                    tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
+                    tl.store(stats + where * 2, m, mask=ok)
+                    tl.store(stats + where * 2 + 1, total, mask=ok)
+            if count > 1:
+                tl.debug_barrier()
+                counter = arrived + row * NUM_KV + head
+                done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if done == tl.minimum(count, abreast) - 1:
+                    tl.store(counter, 0)
+                    _gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
 
 
 @triton.jit
@@ -230,21 +219,28 @@ class Attention:
             self._parts = torch.empty(lines * width, dtype=torch.float32, device=self.device)
             self._stats = torch.empty(lines * 2, dtype=torch.float32, device=self.device)
 
+    def abreast(self, num_rows: int, heads: Heads, table: Tensor, page_size: int) -> int:
+        """How many spans run side by side; with 1 this kernel has nothing to offer."""
+        spans = triton.cdiv(table.shape[1] * page_size, SPAN)
+        width = max(16, power_of_two(heads.dim))
+        if num_rows * heads.num_q * spans * width * 4 > MOST_SCRATCH:
+            return 1
+        return max(1, min(spans, PROGRAMS // (num_rows * heads.num_kv)))
+
     def __call__(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor, pdl: bool) -> None:
         num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
         group, width = heads.num_q // heads.num_kv, max(16, power_of_two(heads.dim))
         spans = triton.cdiv(max_pages * page_size, SPAN)
-        abreast = max(1, min(spans, PROGRAMS // (num_rows * heads.num_kv)))
-        if abreast > 1:
-            self._scratch(num_rows * heads.num_q * spans, width)
+        abreast = self.abreast(num_rows, heads, rows.page_table, page_size)
+        self._scratch(num_rows * heads.num_q * spans, width)
         height, warps, stages = next(tile for limit, tile in TILES if num_rows <= limit)
         if width > 128 or cache.dtype == torch.float32:
-            stages, height = 2, min(height, 32)
+            stages = 2
         attention_kernel[(num_rows, heads.num_kv, abreast)](
             q, rows.slots, rows.positions, rows.page_table, cache, out,
             self._parts, self._stats, self._arrived, num_rows, max_pages, cache.stride(0), spans, abreast,
             heads.scale * LOG2_E,
             NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, power_of_two(group)),
-            PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES, SIDE=abreast > 1,
+            PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES,
             **launch_options(pdl, num_warps=warps, num_stages=stages, enable_fp_fusion=False),
         )  # fmt: skip

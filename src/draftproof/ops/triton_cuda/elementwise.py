@@ -12,6 +12,9 @@ from torch import Tensor
 
 from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
 
+MANY = 256  # rows; with more, a norm's program takes several, so that one hides the other's latency
+ROWS = 4
+
 
 @triton.jit
 def embed_kernel(tokens, table, out, VOCAB, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -64,21 +67,27 @@ def rms_norm_kernel(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, P
     tl.store(out + row * D + at, y.to(out.dtype.element_ty), mask=at < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def add_rms_norm_kernel(
-    x, residual, weight, out, total, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """total = x + residual, rounded; out = norm of it; all [R, D]."""
+    x, residual, weight, out, total, eps, R,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """total = x + residual, rounded; out = norm of it; all [R, D]. ROWS rows a program."""
     begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
-    a = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
-    b = tl.load(residual + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    here = row.to(tl.int64)[:, None] * D + at[None, :]
+    ok = (row < R)[:, None] & (at < D)[None, :]
+    a = tl.load(x + here, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(residual + here, mask=ok, other=0.0).to(tl.float32)
     w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
     summed = (a + b).to(total.dtype.element_ty)
-    tl.store(total + row * D + at, summed, mask=at < D)
-    y = normed(summed.to(tl.float32), w, eps, D, out.dtype.element_ty)
-    tl.store(out + row * D + at, y.to(out.dtype.element_ty), mask=at < D)
+    tl.store(total + here, summed, mask=ok)
+    dtype: tl.constexpr = out.dtype.element_ty
+    value = summed.to(tl.float32)
+    scale = row_scale(tree(value * value), eps, D)[:, None]
+    y = (value * scale).to(dtype).to(tl.float32) * w[None, :]
+    tl.store(out + here, y.to(dtype), mask=ok)
 
 
 @triton.jit
@@ -120,10 +129,13 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, pdl: bool) -> N
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, pdl: bool
 ) -> None:
-    width = x.shape[1]
+    count, width = x.shape
     block = power_of_two(width)
-    options = launch_options(pdl, num_warps=_warps(block), enable_fp_fusion=False)
-    add_rms_norm_kernel[(len(x),)](x, residual, weight, out, total, eps, D=width, BLOCK=block, **options)
+    rows = 1 if count <= MANY else max(1, min(ROWS, 4096 // block))
+    options = launch_options(pdl, num_warps=_warps(block * rows), enable_fp_fusion=False)
+    add_rms_norm_kernel[(triton.cdiv(count, rows),)](
+        x, residual, weight, out, total, eps, count, D=width, BLOCK=block, ROWS=rows, **options
+    )
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, pdl: bool) -> None:

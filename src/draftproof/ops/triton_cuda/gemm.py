@@ -29,6 +29,8 @@ from draftproof.ops.triton_cuda.runtime import (
 
 GROUP = 8  # row tiles that share a pass over the weight's columns: they find it in L2
 LINES = 32  # of a weight's row, 128 bytes each, are asked for before the last kernel has ended
+# Only for a weight of so many elements, and up to so many rows: asking for a larger one made it come later.
+ASKED, ASK_ROWS = 4 << 20, 256
 FEW = 64  # up to this many rows the spans of K run side by side
 
 
@@ -118,9 +120,10 @@ def linear_kernel(
     first_m = group * GROUP
     size = tl.minimum(grid_m - first_m, GROUP)
     within = pid - group * GROUP * grid_n
-    rm = (first_m + within % size) * BM + tl.arange(0, BM)
+    tile_m = first_m + within % size
+    rm = tile_m * BM + tl.arange(0, BM)
     rn = (within // size) * BN + tl.arange(0, BN)
-    begin_with_weight(w, rn, N, K, LINES, PDL)
+    begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
     rk = tl.arange(0, BK)
     row_ok, col_ok = rm < M, rn < N
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
@@ -150,9 +153,11 @@ def linear_kernel(
         _finish(total, out + where, inside, bias_at, col_ok, HAS_BIAS)
 
 
-def lines(rows: int, depth: int, size: int) -> int:
-    """How many lines of each of its weight's rows a program asks for early: with few rows they come late."""
-    return min(LINES, power_of_two(depth * size // 128)) if rows <= FEW else 0
+def lines(rows: int, columns: int, depth: int, size: int) -> int:
+    """How many lines of each of its weight's rows a program asks for early."""
+    if rows > ASK_ROWS or columns * depth > ASKED:
+        return 0
+    return min(LINES, power_of_two(depth * size // 128))
 
 
 class Gemm:
@@ -190,7 +195,7 @@ class Gemm:
             parts, self._arrived, rows, columns, depth, span, rows * columns,
             BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, SPLIT=packed.split, ABREAST=abreast,
             TWO=packed.split == 2, HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0,
-            LINES=lines(rows, depth, x.element_size()),
+            LINES=lines(rows, columns, depth, x.element_size()),
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
         )  # fmt: skip
 

@@ -98,11 +98,12 @@ def pair_kernel(
     weight_at = w + rn.to(tl.int64) * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if LINES:
-            line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-            ask = tl.where(col_ok, rn, 0).to(tl.int64)[:, None] * K + line[None, :]
-            prefetch(w + ask)
-            prefetch(w + ask + apart.to(tl.int64) * K)
+        if LINES:  # noqa: SIM102 - a constant, then a value on the device
+            if pid % grid_m == 0:
+                line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
+                ask = tl.where(col_ok, rn, 0).to(tl.int64)[:, None] * K + line[None, :]
+                prefetch(w + ask)
+                prefetch(w + ask + apart.to(tl.int64) * K)
         tl.extra.cuda.gdc_wait()
     rk = tl.arange(0, BK)
     row_ok = rm < M
@@ -122,8 +123,8 @@ def pair_kernel(
     inside = row_ok[:, None] & col_ok[None, :]
     low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
     if ROPE:
-        rotate_store(low, high, rm, row_ok, head, j, positions, slots, kv_index, rope, cache, out, plane, NUM_Q,
-                     NUM_KV, D)  # fmt: skip
+        rotate_store(low, high, rm, row_ok, head, j, positions, slots, kv_index, rope, cache, out, plane,
+                     NUM_Q, NUM_KV, D)  # fmt: skip
     else:
         tl.store(out + rm.to(tl.int64)[:, None] * N + rn[None, :], gated(low, high).to(dtype), mask=inside)
 
@@ -166,7 +167,8 @@ def _launch(
         count, half, depth, span, apart, 0 if cache is None else cache.stride(0),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=packed.split, HAS_BIAS=packed.bias is not None,
         EVEN_K=span % tile.bk == 0, ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0,
-        NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0, LINES=lines(count, depth, 2),
+        NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0,
+        LINES=lines(count, len(packed.weight), depth, 2),
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
     )  # fmt: skip
 

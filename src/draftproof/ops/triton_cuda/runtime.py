@@ -44,14 +44,15 @@ def prefetch(at):
 
 
 @triton.jit
-def begin_with_weight(w, rn, N, K, LINES: tl.constexpr, PDL: tl.constexpr):
-    """`begin`, with the weight's rows rn [BN] on their way while the last kernel still runs."""
+def begin_with_weight(w, rn, N, K, ask, LINES: tl.constexpr, PDL: tl.constexpr):
+    """`begin`; if `ask`, the weight's rows rn [BN] are on their way while the last kernel still runs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if LINES:
-            WIDE: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
-            line = tl.minimum(tl.arange(0, LINES) * WIDE, K - 1)
-            prefetch(w + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K + line[None, :])
+        if LINES:  # noqa: SIM102 - a constant, then a value on the device
+            if ask:
+                WIDE: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
+                line = tl.minimum(tl.arange(0, LINES) * WIDE, K - 1)
+                prefetch(w + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K + line[None, :])
         tl.extra.cuda.gdc_wait()
 
 
