@@ -253,19 +253,19 @@ def test_control_tokens_kept_behind_a_stop_string(llms, monkeypatch):
 
 # --- built in bulk, or token by token ---------------------------------------------------------------------
 
-NEVER = "no piece has these letters"
-
 
 def free_options(draw):
-    """Whatever an answer may depend on, and nothing that has to be looked at step by step."""
+    """Whatever an answer may depend on, apart from drafts that are told one by one."""
     return {
         "include_draft_logprobs": False,
         "logprobs": draw.choice([None, 0, 2, 5, 20]),
         "logprobs_mode": draw.choice(["raw", "processed"]),
         "prompt_logprobs": draw.choice([None, None, 1]),
         "skip_special_tokens": draw.random() < 0.5,
+        "stop": draw.sample(["bb", "a b", "abba", "\u00e9b", "\ufffd", "b" * 9], draw.choice([0, 0, 1, 2])),
         "include_stop_str_in_output": draw.random() < 0.5,
         "stop_token_ids": draw.choice([(), (12,)]),
+        "min_tokens": draw.choice([0, 0, 1]),
         "max_tokens": draw.choice([1, 7, 18, 150]),
         "ignore_eos": draw.random() < 0.5,
         "temperature": draw.choice([0.0, 1.0, 1.3]),
@@ -275,14 +275,16 @@ def free_options(draw):
 
 
 def both_ways(llm, seed):
-    """A batch whose answers are built in bulk, and the same with a stop string that never comes."""
+    """A batch whose answers are built in bulk, and the same with every step looked at."""
     draw = random.Random(seed)
-    options = [free_options(draw) for _ in range(7)]
+    options = [free_options(draw) for _ in range(9)]
     prompts = [draw.choice(["a", "ab", "abba", "b a"]) for _ in options]
     before = llm.stats.num_emitted_tokens
     bulk = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     between = llm.stats.num_emitted_tokens
-    watched = llm.generate(prompts, [params(**o, stop=[NEVER]) for o in options], use_tqdm=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftproof.llm.needs_settling", lambda *_: True)
+        watched = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     assert between - before == llm.stats.num_emitted_tokens - between == bulk_tokens(bulk)
     return bulk, watched
 
@@ -295,13 +297,13 @@ def test_bulk_is_what_token_by_token_gives(llms):
     proposers.set_answers(Always([FIRST, FIRST + 2, FIRST + 5] * 60))
     reasons, origins = set(), set()
     for llm in llms:
-        for seed in range(3):
+        for seed in range(4):
             bulk, watched = both_ways(llm, seed)
             assert [replace(r, request_id="") for r in bulk] == [replace(r, request_id="") for r in watched]
             reasons |= {(o.finish_reason, o.stop_reason) for r in bulk for o in r.outputs}
             origins |= {origin for r in bulk for o in r.outputs for origin in o.provenance}
             assert not llm._ledger.num_open and not llm._owners and not llm.engine.has_work
-    assert reasons == {("length", None), ("stop", None), ("stop", 12)}
+    assert reasons > {("length", None), ("stop", None), ("stop", 12), ("stop", "bb"), ("stop", "\ufffd")}
     assert {"plain", "bonus", "recovered"} < origins
 
 
@@ -340,8 +342,9 @@ def test_no_step_output_is_made_for_answers_nobody_watches(llms, monkeypatch):
     monkeypatch.setattr(StepResults, "_output", refuse)
     got = plain.generate(["ab", "a"], params(**quiet), use_tqdm=False)
     assert [seen(r.outputs[0]) for r in got] == [seen(r.outputs[0]) for r in want]
+    assert plain.generate("ab", params(**quiet, stop=["ab"]))[0].outputs[0].finish_reason == "stop"
     with pytest.raises(AssertionError, match="one by one"):  # control
-        plain.generate("ab", params(**quiet, stop=[NEVER]))
+        list(plain.stream("ab", params(**quiet)))
     assert not plain.engine.has_work
 
 
@@ -351,8 +354,7 @@ def test_streams_stop_strings_and_bulk_in_one_engine(llms):
         alone = llm.generate(["ab", "ba", "a"], params(ignore_eos=True), use_tqdm=False)
         stream = llm.stream("ab", params(ignore_eos=True))
         events = [next(stream)]
-        quiet = params(ignore_eos=True, include_draft_logprobs=False)
-        stop = alone[1].outputs[0].text[3:5]
+        quiet, stop = params(ignore_eos=True, include_draft_logprobs=False), alone[1].outputs[0].text[3:5]
         wishes = [quiet, params(ignore_eos=True, stop=[stop]), quiet]
         answers = llm.generate(["ab", "ba", "a"], wishes, use_tqdm=False)
         events += stream
@@ -380,7 +382,11 @@ def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeyp
             patch.setattr(llm.engine, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 quiet = params(ignore_eos=True, include_draft_logprobs=False)
-                llm.generate(["ab", "a", "b"], [quiet, quiet, params(stop=[NEVER])], use_tqdm=False)
+                llm.generate(
+                    ["ab", "a", "b"],
+                    [quiet, params(ignore_eos=True, stop=["bbbbb"]), params()],
+                    use_tqdm=False,
+                )
         assert llm.stats.num_emitted_tokens - before == sum(told)
         assert not llm.engine.has_work and not llm._owners and not llm._ledger.num_open
 
@@ -388,7 +394,6 @@ def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeyp
 def test_the_bar_moves_with_endings_alone(llms, monkeypatch):
     updates = []
     monkeypatch.setattr(Progress, "update", lambda self, task, completed: updates.append(completed))
-    lengths = [3, 3, 9, 17, 18]
-    wishes = [params(ignore_eos=True, max_tokens=n, include_draft_logprobs=n % 2 == 0) for n in lengths]
+    wishes = [params(max_tokens=n, include_draft_logprobs=n % 2 == 0) for n in (3, 3, 9, 17, 18)]
     llms[0].generate(["ab"] * 5, wishes, use_tqdm=True)
     assert updates == sorted(updates) and updates[-1] == 5 and len(updates) <= 5

@@ -10,6 +10,7 @@ import gc
 import random
 import struct
 import weakref
+from collections.abc import Container
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from draftproof.text import ledger as ledger_module
 from draftproof.text.bulk import BulkDetokenizer
 from draftproof.text.ledger import Answer, Ledger
 from draftproof.text.output import OutputBuilder
+from draftproof.text.watch import Watch
 from draftproof.types import (
     FIRST_ROW,
     NUM_ACCEPTED,
@@ -47,6 +49,7 @@ BYTES += [
 ]
 VOCAB = len(BYTES) + 2  # the model knows tokens that the tokenizer does not
 SOURCES = ("ngram", "given")
+STOPS = ["wordword", "x\n", "a a", "\ufffd\ufffd", "\ufffd", "é", "b  b", "<|end|>", "€ and 你 "]
 K = 3
 
 
@@ -74,6 +77,8 @@ def params_of(draw: random.Random) -> SamplingParams:
         logprobs_mode=draw.choice(["raw", "processed"]),
         skip_special_tokens=draw.random() < 0.7,
         include_stop_str_in_output=draw.random() < 0.3,
+        stop=draw.sample(STOPS, draw.choice([0, 0, 1, 3])),
+        min_tokens=draw.choice([0, 0, 3, 9]),
     )
 
 
@@ -133,11 +138,23 @@ def script(seed: int, steps: int = 60, at_once: int = 5, ends: float = 0.06) -> 
     return made
 
 
+def alive(results: StepResults, over: Container[str]) -> StepResults:
+    """Without those whom a stop string has ended: the engine no longer knows them."""
+    at = [i for i, request in enumerate(results.requests) if request.id not in over]
+    return replace(
+        results,
+        requests=[results.requests[i] for i in at],
+        table=results.table[at],
+        source=None if results.source is None else results.source[at],
+        endings={n: results.endings[i] for n, i in enumerate(at) if i in results.endings},
+    )
+
+
 def singly(steps: list[StepResults], tokenizer: Any) -> dict[str, CompletionOutput]:
     builders: dict[str, OutputBuilder] = {}
-    for results in steps:
-        for i, output in enumerate(results):
-            request = results.requests[i]
+    for everybody in steps:
+        results = alive(everybody, {name for name, builder in builders.items() if builder.finished})
+        for request, output in zip(results.requests, results, strict=True):
             builder = builders.setdefault(request.id, OutputBuilder(0, request, tokenizer))
             builder.feed(output)
     return {name: builder.output for name, builder in builders.items()}
@@ -147,16 +164,18 @@ def in_bulk(
     steps: list[StepResults], tokenizer: Any, ledger: Ledger | None = None
 ) -> dict[str, CompletionOutput]:
     ledger, answers, done = ledger or Ledger(VOCAB, K, SOURCES), {}, {}
-    for results in steps:
+    for everybody in steps:
+        results = alive(everybody, done)
         for request in results.requests:
             if request.id not in answers:
                 answers[request.id] = ledger.answer(0, request, tokenizer)
                 ledger.open(answers[request.id])
         lines = np.array([answers[r.id].line for r in results.requests], np.int64)
         columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
-        ledger.add(lines, results.table, results.source, columns)
-        for i, ending in results.endings.items():
-            name = results.requests[i].id
+        ends = {i: ending.reason for i, ending in results.endings.items()}
+        matched = ledger.add(lines, results.table, results.source, columns, ends)
+        for i in {*results.endings, *matched}:
+            name, ending = results.requests[i].id, results.endings.get(i, Ending("stop"))
             done[name] = ledger.close(answers.pop(name), ending.reason, ending.stop, ending.error)
         ledger.tidy()
     assert not answers and not ledger.num_open
@@ -195,7 +214,9 @@ def test_equal_in_every_field() -> None:
     assert compare(range(25)) == set()
 
 
-def test_equal_without_a_tokenizer() -> None:
+def test_equal_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_ledger.STOPS", [])  # which stop strings need
+    monkeypatch.setattr(random.Random, "sample", lambda self, *rest: [])
     assert compare(range(100, 105), None) == set()
 
 
@@ -207,6 +228,7 @@ def test_equal_with_pages_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_scripts_have_everything_in_them() -> None:
     outputs = [o for seed in range(25) for o in singly(script(seed), ODD).values()]
     assert {o.finish_reason for o in outputs} == {"stop", "length", "error"}
+    assert {o.stop_reason for o in outputs} >= {*STOPS, None, 7}
     assert {s for o in outputs for s in o.provenance} == {
         "plain",
         "bonus",
@@ -239,7 +261,7 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
             if answer.line < 0:
                 ledger.open(answer)
             found = {kind: (c.values, c.ids, c.ranks) for kind, c in mine.items()}
-            ledger.add(np.array([answer.line]), table, results.source, found)
+            ledger.add(np.array([answer.line]), table, results.source, found, {})
             ledger.tidy()
             assert ledger.num_tokens(answer) == len(builder.output.token_ids)
         builder.abort()
@@ -278,7 +300,7 @@ def test_a_window_longer_than_a_page() -> None:
     table[0, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED]] = 201, 200, 200
     table[0, TOKENS:] = 7
     for _ in range(3):
-        ledger.add(np.array([answer.line]), table, None, {})
+        ledger.add(np.array([answer.line]), table, None, {}, {})
         ledger.tidy()
     out = ledger.close(answer, "length", None, None)
     assert out.text == "x" * 603 and out.metrics.accepted_per_position == [3] * 200
@@ -304,12 +326,34 @@ def test_control_the_stop_token_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "text" in compare(range(5))
 
 
+def test_control_tokens_kept_behind_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Watch.push
+
+    def all_of_them(self: Watch, tokens: list[int], unseen: bool) -> int:
+        push(self, tokens, unseen)
+        return len(tokens)
+
+    monkeypatch.setattr(Watch, "push", all_of_them)
+    assert {"token_ids", "provenance", "metrics", "text_offsets", "logprobs"} <= compare(range(5))
+
+
+def test_control_a_stop_string_begun_with_half_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watch, "_piece", lambda self, token: self._pieces.text_of(token) or "")
+    assert "text" in compare(range(5))
+
+
+def test_control_a_stop_string_in_bytes_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watch, "finish", lambda self: None)
+    assert "stop_reason" in compare(range(10))
+
+
 def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Ledger.add
 
-    def early(self: Ledger, *args: Any) -> None:
-        add(self, *args)
+    def early(self: Ledger, *args: Any) -> Any:
+        matched = add(self, *args)
         self.tidy()
+        return matched
 
     monkeypatch.setattr(Ledger, "add", early)
     assert "text" in compare(range(10))

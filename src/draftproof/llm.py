@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import count
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.extras import needs_settling
-from draftproof.engine.settle import StepResults
+from draftproof.engine.settle import Ending, StepResults
 from draftproof.errors import LoadError, RequestError
 from draftproof.metrics import SpecStats
 from draftproof.models.hub import find_model
@@ -31,6 +31,7 @@ from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import LogprobRow, Request, RequestOutput, TokenEvent
 
 Messages = Sequence[Mapping[str, Any]]
+BY_STOP_STRING = Ending("stop")  # the engine knows none: the answer says which
 
 
 class LLM:
@@ -150,7 +151,7 @@ class LLM:
         if params.stop:
             self._need_tokenizer("stop")
         # nobody sees a token before the answer is complete: then it is built when it is
-        in_bulk = not (stream or params.stop or needs_settling(params, self.engine.limits.vocab_size))
+        in_bulk = not (stream or needs_settling(params, self.engine.limits.vocab_size))
         make = self._ledger.answer if in_bulk else OutputBuilder
         answers = [make(i, request, self.tokenizer) for i, request in enumerate(requests)]
         return _Job(name, text, ids, requests, max_length, answers, deque() if stream else None)
@@ -216,8 +217,7 @@ class LLM:
         results, company = self.engine.step(), self._company
         if results.requests != company.requests:
             company = self._company = self._meet(results.requests)
-        if len(company.lines):
-            self._write_down(results, company)
+        matched = self._write_down(results, company) if len(company.lines) else []
         for i, extra in results.extras.items():
             job, index = self._owners[results.requests[i].id]
             if extra.prompt_logprobs is not None and index == 0:
@@ -234,11 +234,14 @@ class LLM:
             if builder.finished:
                 self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
                 completed += self._ended(job, index)
-        for i, ending in results.endings.items():
+        for i in dict.fromkeys([*results.endings, *matched]):
             job, index = self._owners[results.requests[i].id]
-            answer = job.answers[index]
+            answer, ending = job.answers[index], results.endings.get(i)
             if isinstance(answer, Answer):
-                self._ledger.close(answer, ending.reason, ending.stop, ending.error)
+                reason, stop, error = astuple(ending or BY_STOP_STRING)
+                self._ledger.close(answer, reason, stop, error)
+                if ending is None:
+                    self.engine.abort(results.requests[i].id)
                 completed += self._ended(job, index)
         self._ledger.tidy()
         return completed
@@ -256,12 +259,16 @@ class LLM:
         at = np.delete(np.arange(len(requests)), singly)
         return _Company(requests, np.array(lines, np.int64), at, singly)
 
-    def _write_down(self, results: StepResults, company: _Company) -> None:
+    def _write_down(self, results: StepResults, company: _Company) -> list[int]:
+        """What a step brought the answers built in bulk; those of them that met a stop string."""
         table, source = results.table, results.source
+        ends = {i: ending.reason for i, ending in results.endings.items()}
         if company.singly:
             table, source = table[company.at], None if source is None else source[company.at]
+            ends = {n: ends[i] for n, i in enumerate(company.at.tolist()) if i in ends}
         columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
-        self._ledger.add(company.lines, table, source, columns)
+        matched = self._ledger.add(company.lines, table, source, columns, ends)
+        return [int(company.at[n]) for n in matched]
 
     def _ended(self, job: _Job, index: int) -> list[str]:
         """Count an answer that is complete; the job's name if it was its last."""

@@ -27,6 +27,7 @@ class Pieces:
         self.skip_special_tokens = skip_special_tokens
         self.text = np.full(vocab, "", object)
         self.chars = np.full(vocab, UNKNOWN, np.int64)
+        self._texts: dict[int, str | None] = {}  # the same for those who come one by one
 
     def chars_of(self, ids: Ints) -> tuple[Ints, bool]:
         """Characters of each, HALF where a token has to be spelt out; are there such?"""
@@ -38,6 +39,13 @@ class Pieces:
             chars = self.chars[ids]
             lowest = chars.min()
         return chars, bool(lowest < 0)
+
+    def text_of(self, token_id: int) -> str | None:
+        """Of a token by itself; None if it has to be spelt out."""
+        if token_id not in self._texts:
+            self._learn(token_id)
+            self._texts[token_id] = self.text[token_id] if self.chars[token_id] >= 0 else None
+        return self._texts[token_id]
 
     def _learn(self, token_id: int) -> None:
         skip = self.skip_special_tokens and token_id in self.tokenizer.special_ids

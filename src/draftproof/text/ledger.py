@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from draftproof.metrics import SpecStats
 from draftproof.text.bulk import BulkDetokenizer, Pieces
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
+from draftproof.text.stop import StopMatch
 from draftproof.text.tokenizer import Tokenizer
+from draftproof.text.watch import Watch
 from draftproof.types import (
     NUM_ACCEPTED,
     NUM_DRAFT,
@@ -55,7 +57,13 @@ class Answer:
         self.shows_end = params.include_stop_str_in_output
         self.output = CompletionOutput(index=index, seed=request.seed)
         self.text = BulkDetokenizer(pieces) if pieces else None
+        self.watch = Watch(params, pieces) if pieces and params.stop else None
         self.parts: list[tuple[NDArray[Any], ...]] = []  # tokens and columns of logprobs
+
+    def hides_last(self, reason: FinishReason) -> bool:
+        """Is the last token an end or stop token, which is counted and not shown?"""
+        matched = self.watch is not None and self.watch.match is not None
+        return reason == "stop" and not self.shows_end and not matched
 
     def take(self, tokens: Ints, origins: NDArray[np.object_], unseen: bool) -> None:
         """More of its tokens. `unseen`: the last one is not shown."""
@@ -70,14 +78,27 @@ class Answer:
 
     def finish(self, reason: FinishReason, stop: int | str | None, error: str | None) -> CompletionOutput:
         out = self.output
-        out.finish_reason, out.stop_reason, out.error = reason, stop, error
+        out.finish_reason, out.stop_reason = reason, stop
+        # behind a stop string nothing happened any more
+        out.error = None if self.watch is not None and self.watch.match is not None else error
         if self.text is not None:
             out.text, out.text_offsets = self.text.finish(), self.text.offsets
         else:
             out.text_offsets = [0] * len(out.token_ids)
+        if self.watch is not None and reason != "abort":
+            self.watch.finish()
+            self._cut(self.watch.match)
         if self.wants is not Wants.NONE:
             self._finish_logprobs()
         return out
+
+    def _cut(self, match: StopMatch | None) -> None:
+        """What a stop string leaves: tokens that begin behind it begin at the text's end."""
+        if match is None:
+            return
+        out, end = self.output, match.text_length
+        out.finish_reason, out.stop_reason = "stop", match.stop
+        out.text, out.text_offsets = out.text[:end], [min(begin, end) for begin in out.text_offsets]
 
     def _finish_logprobs(self) -> None:
         out = self.output
@@ -102,6 +123,7 @@ class Ledger:
         self._pieces: dict[tuple[int, bool], Pieces] = {}
         self._answers: list[Answer | None] = []
         self._free: list[int] = []
+        self._num_watched = 0  # answers with stop strings
         self._fill = np.zeros(0, np.int64)
         self._full = np.zeros(0, np.int64)  # tokens at which a line is emptied
         self._wants = np.zeros(0, np.int64)
@@ -133,6 +155,7 @@ class Ledger:
         self._fill[line] = self._counts[line] = self._stood[line] = 0
         self._full[line] = self._limit - line % self._limit
         self._wants[line] = answer.wants
+        self._num_watched += answer.watch is not None
         if answer.wants is not Wants.NONE and answer.top >= self._values.shape[1]:
             self._more_columns(min(answer.top, self._vocab))
         return line
@@ -143,9 +166,10 @@ class Ledger:
         """It ended: the whole of it; its line is free."""
         line = answer.line
         if line >= 0:
-            self._empty(line, unseen=reason == "stop" and not answer.shows_end)
+            self._empty(line, answer.hides_last(reason))
             answer.output.metrics = self._stats(line, len(answer.output.token_ids))
             self._answers[line] = None
+            self._num_watched -= answer.watch is not None
             self._free.append(line)
             answer.line = -1
         return answer.finish(reason, stop, error)
@@ -183,8 +207,15 @@ class Ledger:
         table: Ints,
         source: NDArray[np.int8] | None,
         columns: Mapping[Wants, Found],
-    ) -> None:
-        """A step: [n] lines, the table's lines of their requests (types.Outcome), and who proposed what."""
+        ends: Mapping[int, FinishReason],
+    ) -> list[int]:
+        """A step: [n] lines, the table's lines of their requests (types.Outcome), and who proposed what.
+
+        `ends`: of those of the n that ended, why. Which of them a stop string ended.
+        """
+        matched: list[int] = []
+        if self._num_watched:
+            table, matched = self._look(lines, table, ends)
         out, drafted = table[:, NUM_OUT], table[:, NUM_DRAFT]
         # one entry a token: whose it is and which of its step's
         owner = np.repeat(np.arange(len(lines)), out)
@@ -201,6 +232,24 @@ class Ledger:
             self._origins[where] = PLAIN
         if columns:
             self._add_logprobs(lines, owner, where, table[owner, PICK] + place, columns)
+        return matched
+
+    def _look(self, lines: Ints, table: Ints, ends: Mapping[int, FinishReason]) -> tuple[Ints, list[int]]:
+        """The table without what was committed behind a stop string, and who has met one."""
+        matched: list[int] = []
+        rows = table.tolist()
+        for i, line in enumerate(lines.tolist()):
+            answer = self._answers[line]
+            if answer is None or answer.watch is None:
+                continue
+            tokens = rows[i][TOKENS : TOKENS + rows[i][NUM_OUT]]
+            kept = answer.watch.push(tokens, i in ends and answer.hides_last(ends[i]))
+            if answer.watch.match is not None:
+                if not matched:
+                    table = table.copy()
+                table[i, NUM_OUT], table[i, NUM_ACCEPTED] = kept, min(rows[i][NUM_ACCEPTED], kept)
+                matched.append(i)
+        return table, matched
 
     def _count_drafts(self, lines: Ints, table: Ints) -> None:
         told = table[:, NUM_OUT] > 0  # a step that committed nothing is no step

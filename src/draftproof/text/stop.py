@@ -60,22 +60,37 @@ class StopStrings:
             text += self._show(self._length)
         return text
 
+    def look(self, piece: str, new_token: bool = True) -> StopMatch | None:
+        """As `push` of one token, for a text that is shown when it has ended and not before."""
+        self._take(piece, new_token)
+        if self.match is None:
+            self._forget()
+        return self.match
+
     def _push_one(self, piece: str, new_token: bool) -> str:
         if self.match is not None:
             return ""
-        self._tokens += new_token
+        self._take(piece, new_token)
         if not piece:
             return ""
+        if self.match is not None:
+            return self._show(self.match.text_length)
+        text = self._show(self._length - (0 if self._include else self._held()))
+        self._forget()
+        return text
+
+    def _take(self, piece: str, new_token: bool) -> None:
+        self._tokens += new_token
+        if not piece:
+            return
         self._length += len(piece)
         self._tail += piece
         if self._tokens > self._min_tokens:
             self.match = self._find(len(piece))
-        if self.match is not None:
-            return self._show(self.match.text_length)
-        text = self._show(self._length - (0 if self._include else self._held()))
+
+    def _forget(self) -> None:
         # Everything not shown yet is within reach, since an unfinished stop is shorter than a stop.
         self._tail = self._tail[-self._reach :] if self._reach else ""
-        return text
 
     def _find(self, fresh: int) -> StopMatch | None:
         """The match that ends within the last `fresh` characters, if there is one."""
