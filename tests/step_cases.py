@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.ops.reference import ReferenceOps
+from draftproof.ops.reference import ReferenceOps, gumbel
 from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
 POISON = -(2**40)
@@ -96,7 +96,6 @@ class Step:
         self.size = size
         self.columns = self._columns()
         self.plan = self._plan()
-        self.page_size = PAGE
 
     def int(self, low: int, high: int) -> int:
         """low..high, both included."""
@@ -200,8 +199,7 @@ class Step:
         rows, logits = self.room(spare)
         out = self.out(Guarded(CPU), rows, logits)
         Bookkeeping.layout(REF, self.plan, self.columns, PAGE, out)
-        windows: Windows = copied(out.windows, device)
-        return windows
+        return copied(out.windows, device)
 
     def logits(self, rows: int) -> Tensor:
         """Random, tied, with -inf, and a few rows with NaN, with +inf, or of nothing but -inf."""
@@ -218,10 +216,8 @@ class Step:
                 x[r, self.floats(self.size.vocab) > 0] = -0.0
             elif kind == 5:
                 x[r] = -INF
-            elif kind == 6:
-                x[r, at] = math.nan
-            elif kind == 7:
-                x[r, at] = INF
+            elif kind in (6, 7):
+                x[r, at] = math.nan if kind == 6 else INF
             elif kind == 8:
                 x[r, : at + 1] = -INF
         return x
@@ -264,8 +260,7 @@ def penalise(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     logits = step.logits(len(windows.slot)).to(ref.device)
     given = logits.clone().to(ops.device)
-    got = ops.penalise(given, mine)
-    same(got, ref.penalise(logits, windows), "penalised")
+    same(ops.penalise(given, mine), ref.penalise(logits, windows), "penalised")
     same(given, logits, "the logits themselves")
     all_same(mine, windows, "windows")
 
@@ -282,12 +277,25 @@ def forbid(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     all_same(mine, windows, "windows")
 
 
+def level(logits: Tensor, windows: Windows, scaled: bool) -> None:
+    """Makes all tokens of a hot row equally good: how quotient, noise and sum are rounded decides."""
+    columns = windows.columns
+    hot = [r for r, slot in enumerate(windows.slot.tolist()) if slot >= 0 and columns.temperature[slot] > 0]
+    for r in hot[1:2]:
+        slot, position = int(windows.slot[r]), int(windows.position[r])
+        noise = [gumbel(int(columns.seed[slot]), position, 0, i) for i in range(logits.shape[1])]
+        heat = 1.0 if scaled else columns.temperature[slot].double()
+        logits[r] = ((3.0 - torch.tensor(noise, dtype=torch.float64)) * heat).float()
+
+
 @check
 def choose(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     logits = step.logits(len(windows.slot)).to(ref.device)
     scaled = seed % 4 == 3
+    if size.vocab < 100:
+        level(logits, windows, scaled)
     got = ops.choose(logits.clone().to(ops.device), mine, scaled)
     want = ref.choose(logits, windows, scaled)
     same(got[1], want[1], "bad")
@@ -380,12 +388,9 @@ def put_draft(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     tokens[-1, -1] = 2**40
     count = step.ints(0, size.k, size.entries)
     tokens[torch.arange(size.k) >= count[:, None]] = POISON
-    draft = Draft(
-        tokens,
-        count,
-        logprobs=step.floats(*shape) if seed % 2 else None,
-        sources=step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None,
-    )
+    own = step.floats(*shape) if seed % 2 else None
+    sources = step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None
+    draft = Draft(tokens, count, logprobs=own, sources=sources)
     columns, mine = copied(step.columns, ref.device), copied(step.columns, ops.device)
     ref.put_draft(columns, step.plan.slots.to(ref.device), step.plan.budget.to(ref.device), draft)
     plan = copied(step.plan, ops.device)

@@ -23,16 +23,17 @@ MOST = 4096  # groups that the second stage holds
 
 @triton.jit
 def best_of_groups(x, group, V, GROUP: tl.constexpr):
-    """Best keys [groups] of x [groups, GROUP], of the groups numbered `group`; LOWEST beyond V."""
-    top = tl.max(x, axis=1)
-    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    one = tl.min(tl.where(x == top[:, None], ids, 2147483647), axis=1)
-    return tl.where(group * GROUP < V, key_of(top, tl.minimum(one, V - 1)), LOWEST)
+    """Keys [groups] of the best of x [groups, GROUP], groups numbered `group`; LOWEST beyond V.
+
+    With the first id of the group: which of its ids has the value makes no difference to their order.
+    """
+    first = group * GROUP
+    return tl.where(first < V, key_of(tl.max(x, axis=1), first), LOWEST)
 
 
 @triton.jit
 def first_of(line, keys, V, groups, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Ids [K] of the first K of a row, from the best keys [groups] of its groups."""
+    """Ids [K] of the first K of a row, from the keys [groups] of its groups."""
     at = tl.arange(0, BLOCK)
     best = tl.topk(tl.load(keys + at, mask=at < groups, other=LOWEST), K)
     members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
