@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models import cache, hub, load
+from draftproof.models import tensors as model_tensors
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.gguf import read_gguf
 from draftproof.models.gguf_llama import config_from_gguf, split_halves
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.rope import inverse_frequencies
-from draftproof.models import tensors as model_tensors
 from draftproof.models.tensors import dummy_tensors, expected_tensors
 from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
 
