@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftproof import LLM, ConfigError, LoadError, RequestError, SamplingParams
+from draftproof.text.ledger import Ledger
 
 COPY = "one two three four five six seven eight one two three four five six seven eight one two three"
 
@@ -223,6 +225,25 @@ def test_one_bad_request_loses_nothing(llm: LLM) -> None:
     with pytest.raises(RequestError, match="prompt_token_ids"):
         llm.generate({"promt": "x"}, greedy())
     assert not llm.engine.has_work
+    assert llm.generate("fine", greedy())[0].finished
+
+
+def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the engine has let a request go and its answer is not built yet."""
+    for moment in ("add", "close", "tidy"):
+        whole, calls = getattr(Ledger, moment), []
+
+        def interrupted(self: Ledger, *args: object, whole: Any = whole, calls: Any = calls) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return whole(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, moment, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["a", "b", "c", "d"], greedy(max_tokens=4), use_tqdm=False)
+        assert not llm._ledger.num_open and not llm._owners and not llm.engine.has_work
     assert llm.generate("fine", greedy())[0].finished
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from itertools import count
 from typing import Any
@@ -103,8 +104,8 @@ class LLM:
 
     def _events(self, job: _Job) -> Iterator[TokenEvent]:
         """Apart from `stream`, so that a wrong request is refused there and not at the first token."""
-        self._add([job])
         try:
+            self._add([job])
             while job.events or not job.finished:
                 if not job.events:
                     self._step()
@@ -176,38 +177,24 @@ class LLM:
         )
 
     def _serve(self, jobs: list[_Job], progress: bool) -> None:
-        self._add(jobs)
-        bar = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            disable=not progress,
-        )
         left = {job.name for job in jobs}
         try:
-            with bar:
-                task = bar.add_task("", total=len(jobs))
+            self._add(jobs)
+            with _bar(len(jobs)) if progress else nullcontext() as show:
                 while left:
                     ended = self._step()
-                    if ended:
-                        left.difference_update(ended)
-                        bar.update(task, completed=len(jobs) - len(left))
+                    left.difference_update(ended)
+                    if ended and show is not None:
+                        show(len(jobs) - len(left))
         finally:
             for job in jobs:
                 self._drop(job)
 
     def _add(self, jobs: list[_Job]) -> None:
-        try:
-            for job in jobs:
-                for index, request in enumerate(job.requests):
-                    self.engine.add(request, job.max_length)
-                    self._owners[request.id] = job, index
-        except RequestError:
-            for job in jobs:
-                self._drop(job)
-            raise
+        for job in jobs:
+            for index, request in enumerate(job.requests):
+                self.engine.add(request, job.max_length)
+                self._owners[request.id] = job, index
 
     def _step(self) -> list[str]:
         """One step of the engine; several streams may be open, and each gets what is its own.
@@ -281,7 +268,8 @@ class LLM:
         for index, request in enumerate(job.requests):
             self._owners.pop(request.id, None)
             answer = job.answers[index]
-            if not self.engine.abort(request.id) or answer.output.finished():
+            self.engine.abort(request.id)
+            if answer.output.finished():
                 continue
             if isinstance(answer, Answer):
                 self._ledger.close(answer, "abort", None, None)
@@ -366,6 +354,15 @@ class _Company:
     lines: NDArray[np.int64]  # in the ledger
     at: NDArray[np.int64]  # where in `requests`
     singly: list[int]  # where the others are
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar; the call says how many are done."""
+    columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
