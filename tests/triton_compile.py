@@ -136,6 +136,7 @@ def main() -> None:
             ops = TritonOps(CPU, pdl=pdl)
             forward(ops, torch.bfloat16, 1, small, 576, 8192)
             forward(ops, torch.bfloat16, 64, small, 576, 8192)
+            forward(ops, torch.bfloat16, 600, small, 576, 8192)
             step(ops, 256, 5, 49152)
             if pdl:
                 break

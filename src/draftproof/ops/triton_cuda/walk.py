@@ -214,8 +214,8 @@ class Walk:
 
 def _shape(shapes: dict[int, Shape], width: int, wide: bool, group: int) -> Shape:
     shape = shapes.get(width, Shape(16, 4, 2))
-    if wide:
-        shape = Shape(min(shape.height, 32), 4, 2)
+    if wide:  # one thread an output: higher tiles would not fit its registers
+        shape = Shape(16, 4 if width <= 128 else 8, 2)
     return shape._replace(height=max(shape.height, power_of_two(group)))
 
 
