@@ -61,6 +61,8 @@ def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device:
     asks = [first, *others[: case["batch"] - 1]]
     if case["overlap"]:
         asks = [replace(ask, prompt=False) for ask in asks]
+        if case["option"] in FREE:  # then nobody else keeps the host in the loop either
+            asks = [replace(ask, option="eos") if ask.option == "mix" else ask for ask in asks]
     company = Company(
         asks,
         Where(case["arch"], case["dtype"], backend, threads, device),
