@@ -276,9 +276,8 @@ class Ledger:
             if not len(rows):
                 continue
             # mostly they lie one behind the other: then nothing is gathered
-            first, count = int(rows[0]), len(rows)
-            in_a_row = int(rows[-1]) - first == count - 1 and bool((np.diff(rows) == 1).all())
-            pick: Any = slice(first, first + count) if in_a_row else rows
+            in_a_row = (rows[1:] - rows[:-1] == 1).all()
+            pick: Any = slice(int(rows[0]), int(rows[-1]) + 1) if in_a_row else rows
             top = min(ids.shape[1], self._ids.shape[1])
             self._values[at, : top + 1] = values[pick, : top + 1]
             self._ids[at, :top] = ids[pick, :top]
