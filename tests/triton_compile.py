@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import Heads, Layer, Rows
 from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
 from draftproof.types import TOKENS, Choice, Draft, Outcome
@@ -120,6 +120,29 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
         ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
 
+class Chip:
+    """What the launch of all layers at once asks of a device."""
+
+    multi_processor_count = 132
+    shared_memory_per_block_optin = 227 << 10
+    major = CAPABILITY // 10
+
+
+def all_layers(ops: TritonOps, heads: Heads, hidden: int, inner: int) -> None:
+    def packed(columns: int, depth: int) -> gemm_kernels.PackedLinear:
+        return ops.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
+
+    width, norm = heads.num_q * heads.dim, torch.empty(hidden, dtype=torch.bfloat16)
+    projections = packed(width + 2 * heads.num_kv * heads.dim, hidden), packed(hidden, width)
+    mlp = packed(2 * inner, hidden), packed(hidden, inner)
+    layer = Layer(norm, projections[0], None, None, projections[1], norm, *mlp, heads)
+    column, table = torch.zeros(1, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
+    cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
+    rows, x = Rows(column, column, column, column, table), torch.empty((1, hidden), dtype=torch.bfloat16)
+    with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+        ops.blocks(x, [layer] * 2, norm, rows, torch.empty((64, heads.dim)), [cache] * 2, 1e-6)
+
+
 def main() -> None:
     runtime.check_device = lambda device: None
     runtime._usable = lambda name, x, dtypes: x
@@ -130,6 +153,7 @@ def main() -> None:
         mock.patch.object(JITFunction, "run", compile_launch),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
         mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
+        mock.patch("torch.cuda.get_device_properties", lambda device: Chip),
         mock.patch.object(TritonOps, "open_queue", lambda self: None, create=True),
     ):
         for pdl in (False, CAPABILITY >= 90):
@@ -139,6 +163,7 @@ def main() -> None:
             forward(ops, torch.bfloat16, 600, small, 576, 8192)
             step(ops, 256, 5, 49152)
             if pdl:
+                all_layers(ops, small, 576, 1536)
                 break
             forward(ops, torch.bfloat16, 600, large, 4096, 8192)
             forward(ops, torch.bfloat16, 4, sliding, 4096, 8192)

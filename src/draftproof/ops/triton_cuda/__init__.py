@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Heads, Rows
+from draftproof.ops import Heads, Layer, Rows
 from draftproof.ops.triton_cuda.graph import Queued
 from draftproof.ops.triton_cuda.step import StepOps
 
@@ -23,6 +23,7 @@ try:
 
     from draftproof.ops.triton_cuda import attention as attention_kernels
     from draftproof.ops.triton_cuda import (
+        blocks,
         elementwise,
         gemm,
         pair,
@@ -78,6 +79,7 @@ class TritonOps(StepOps, Queued):
         mode: Mode = cublas or ("fast" if numerics == "fast" else "proven")
         self.cublas = Cublas(self.gemm, mode if self.cuda else "never")
         self._attention = attention_kernels.Attention(device)
+        self._blocks = blocks.Blocks(device)
         self._walk = walk.Walk(self.pdl)
         self.open_queue()
 
@@ -260,6 +262,26 @@ class TritonOps(StepOps, Queued):
         """`attention` into `out`, which may be fp32."""
         few = self._attention.abreast(len(q), heads, rows.page_table, cache.shape[2]) > 1
         (self._attention if few else self._walk)(q, rows, heads, cache, out, self._early(q))
+
+    def blocks(
+        self,
+        residual: Tensor,
+        layers: list[Layer],
+        norm: Tensor,
+        rows: Rows,
+        rope: Tensor,
+        caches: list[Tensor],
+        eps: float,
+    ) -> Tensor:
+        residual = runtime.matrix("residual", residual)
+        rope = runtime.matrix("rope", rope, None, FP32)
+        if self._blocks.takes(residual, layers):
+            for layer, cache in zip(layers, caches, strict=True):
+                self._check_rows(rows, len(residual), layer.heads, cache, residual.dtype)
+            if self._blocks(residual, layers, rows, rope, caches, eps):
+                self._done("blocks")
+                return self.rms_norm(residual, norm, eps)
+        return super().blocks(residual, layers, norm, rows, rope, caches, eps)
 
     # --- sampling ---------------------------------------------------------------------------------
 

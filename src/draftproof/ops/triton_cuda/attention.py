@@ -45,6 +45,32 @@ def _fold(m, total, acc, m_new, total_new, acc_new):
 
 
 @triton.jit
+def score(q, k, key, pos, scale, WINDOW: tl.constexpr):
+    """Keys k [BD, KEYS] at positions `key`: scores [BM, KEYS], -inf where a row may not look."""
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    seen = key[None, :] <= pos[:, None]
+    if WINDOW:
+        seen = seen & (key[None, :] > pos[:, None] - WINDOW)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def weigh(scores, m, dtype: tl.constexpr):
+    """The new maximum [BM], weights [BM, KEYS], and the decay of what was."""
+    top = tl.maximum(m, tl.max(scores, axis=1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return top, tl.exp2(scores - base[:, None]).to(dtype), tl.exp2(m - base)[:, None]
+
+
+@triton.jit
+def gain(p, v, decay, sums, acc, KEYS: tl.constexpr, ONES: tl.constexpr):
+    """The weights' sum [BM, ONES] and the weighted values [BM, BD] with v [KEYS, BD] added."""
+    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(p.dtype)
+    sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
+    return sums, tl.dot(p, v, acc * decay, input_precision="ieee")
+
+
+@triton.jit
 def _block(
     q, pos, pages, cache_k, cache_v, first, last, at, scale, m, sums, acc,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
@@ -57,19 +83,9 @@ def _block(
     page = tl.load(pages + key // PAGE, mask=exists, other=0).to(tl.int64)
     place = (page * PAGE + key % PAGE) * (NUM_KV * D)
     k = tl.load(cache_k + place[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
-    scores = tl.dot(q, k, input_precision="ieee") * scale  # [BM, KEYS]
-    seen = key[None, :] <= pos[:, None]
-    if WINDOW:
-        seen = seen & (key[None, :] > pos[:, None] - WINDOW)
-    scores = tl.where(seen, scores, float("-inf"))
-    top = tl.maximum(m, tl.max(scores, axis=1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(scores - base[:, None]).to(q.dtype)
-    decay = tl.exp2(m - base)[:, None]
+    top, p, decay = weigh(score(q, k, key, pos, scale, WINDOW), m, q.dtype)
     v = tl.load(cache_v + place[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(q.dtype)
-    sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
-    acc = tl.dot(p, v, acc * decay, input_precision="ieee")
+    sums, acc = gain(p, v, decay, sums, acc, KEYS, ONES)
     return top, sums, acc
 
 

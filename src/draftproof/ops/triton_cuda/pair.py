@@ -45,32 +45,37 @@ def _spans(
 
 
 @triton.jit
+def places(rm, row_ok, j, positions, slots, kv_index, rope, D: tl.constexpr):
+    """What `rotate_store` wants to know of rows rm [BM]: cos, sin [BM, BN], place and liveness [BM]."""
+    inside = row_ok[:, None] & (j < D // 2)[None, :]
+    angle = rope + tl.load(positions + rm, mask=row_ok, other=0)[:, None] * D + j[None, :]
+    cos = tl.load(angle, mask=inside, other=0.0)
+    sin = tl.load(angle + D // 2, mask=inside, other=0.0)
+    live = tl.load(slots + rm, mask=row_ok, other=-1) >= 0
+    return cos, sin, tl.load(kv_index + rm, mask=row_ok, other=0), live
+
+
+@triton.jit
 def rotate_store(
-    low, high, rm, row_ok, head, j, positions, slots, kv_index, rope, cache, out, plane,
+    low, high, cos, sin, place, live, rm, row_ok, head, j, cache, out, plane,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Columns j of a head and their partners, [BM, BN] each: rotated, then to `out` (q) or to the cache."""
     MIDDLE: tl.constexpr = D // 2
     dtype: tl.constexpr = out.dtype.element_ty
-    rn = head * D + j
     inside = row_ok[:, None] & (j < MIDDLE)[None, :]
     is_v = head >= NUM_Q + NUM_KV
-    angle = rope + tl.load(positions + rm, mask=row_ok, other=0)[:, None] * D + j[None, :]
-    cos = tl.load(angle, mask=inside, other=0.0)
-    sin = tl.load(angle + MIDDLE, mask=inside, other=0.0)
     first = tl.where(is_v, low, low * cos - high * sin).to(dtype)
     second = tl.where(is_v, high, high * cos + low * sin).to(dtype)
     if head < NUM_Q:
-        at = out + rm.to(tl.int64)[:, None] * (NUM_Q * D) + rn[None, :]
+        at = out + rm.to(tl.int64)[:, None] * (NUM_Q * D) + head * D + j[None, :]
         tl.store(at, first, mask=inside)
         tl.store(at + MIDDLE, second, mask=inside)
     else:
-        place = tl.load(kv_index + rm, mask=row_ok, other=0)[:, None] * (NUM_KV * D)
         kv_head = tl.where(is_v, head - NUM_KV, head) - NUM_Q
-        at = cache + tl.where(is_v, plane, 0) + place + kv_head * D + j[None, :]
-        stored = inside & (tl.load(slots + rm, mask=row_ok, other=-1) >= 0)[:, None]
-        tl.store(at, first, mask=stored)
-        tl.store(at + MIDDLE, second, mask=stored)
+        at = cache + tl.where(is_v, plane, 0) + place[:, None] * (NUM_KV * D) + kv_head * D + j[None, :]
+        tl.store(at, first, mask=inside & live[:, None])
+        tl.store(at + MIDDLE, second, mask=inside & live[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -123,8 +128,10 @@ def pair_kernel(
     inside = row_ok[:, None] & col_ok[None, :]
     low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
     if ROPE:
-        rotate_store(low, high, rm, row_ok, head, j, positions, slots, kv_index, rope, cache, out, plane,
-                     NUM_Q, NUM_KV, D)  # fmt: skip
+        cos, sin, place, live = places(rm, row_ok, j, positions, slots, kv_index, rope, D)
+        rotate_store(
+            low, high, cos, sin, place, live, rm, row_ok, head, j, cache, out, plane, NUM_Q, NUM_KV, D
+        )
     else:
         tl.store(out + rm.to(tl.int64)[:, None] * N + rn[None, :], gated(low, high).to(dtype), mask=inside)
 

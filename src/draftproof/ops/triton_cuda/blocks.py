@@ -1,0 +1,240 @@
+"""All layers of a decoder in one kernel, for few rows: one program per SM, a barrier in place of a launch.
+
+With few rows a layer's ops are so short that launching them takes longer than running them. Here every
+program walks through the layers and their five stages: norm, qkv, rotation and KV write; attention; out
+projection and residual; norm, gate, up and activation; down projection and residual. A stage is cut into
+items (tiles of columns, or spans of keys). Programs take items in turn, load their weights before they wait
+for the stage before, and count what they finished in one counter that only grows; who waits, waits for the
+number of items of all stages before its own.
+
+Bits are those of the ops one by one: the same bodies, or the same partition of K and the same roundings.
+A stage runs alone as well, without the barrier: for tests, where programs run one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftproof.ops import Layer, Rows
+from draftproof.ops.triton_cuda import attention
+from draftproof.ops.triton_cuda.gemm import PackedLinear
+from draftproof.ops.triton_cuda.runtime import ALIGNMENT, INTERPRETED, power_of_two
+from draftproof.ops.triton_cuda.stages import add_linear, attend, gate_stage, qkv_stage, tiles_of_keys
+
+MOST = 16  # rows; with more the ops one by one are quicker
+BM = 16  # rows of an item
+BN = 32  # columns of an item; where columns come in pairs, half as many and their partners
+PIECE = 64  # of K goes through the tensor core at a time; with more the registers overflow
+HIDDEN = 1024  # columns: beyond, a tile of weights does not fit into shared memory together with its rows
+PANEL = 1536  # columns of the down projection's weight that are held at a time
+STAGES = 5
+WARPS = 4  # more of them read the same rows once more each
+COOPERATIVE = not INTERPRETED  # all programs are on the chip at once, or the launch fails
+SHARED = 160 << 10  # bytes of shared memory that a program may need
+LINE = 32  # int32 of a line of memory: counters lie apart
+FIELDS = 11  # of a layer in the table of addresses
+
+
+@triton.jit
+def pointer(address, dtype: tl.constexpr):
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def addresses(line):
+    """Of the tensors that every layer has; see `_addresses`."""
+    return (
+        tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3), tl.load(line + 4),
+        tl.load(line + 5), tl.load(line + 6),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["R", "first_layer", "last_layer", "max_pages", "spans"])
+def blocks_kernel(
+    table, x, q, mixed, inner, positions, slots, kv_index, page_table, rope, parts, stats, arrived, counter,
+    R, first_layer, last_layer, max_pages, plane, spans, eps, scale,
+    STAGE: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr, PANELS: tl.constexpr,
+    QKV_BIAS: tl.constexpr, OUT_BIAS: tl.constexpr, UP_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PIECE: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr,
+    LINE: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """x [R, H] becomes the residual after the last of these layers.
+
+    q, mixed [R, heads * D], inner [R, INNER]: scratch; table: see `_addresses`. STAGE 0: all stages.
+    """
+    ALL: tl.constexpr = STAGE == 0
+    dtype: tl.constexpr = x.dtype.element_ty
+    goal = R * 0
+    tiles = tiles_of_keys(slots, positions, R, GROUP, QM, WINDOW, SPAN, ROWS)
+    now = addresses(table + first_layer * FIELDS)
+    for layer in range(first_layer, last_layer):
+        biases = table + layer * FIELDS + 7
+        after = addresses(table + tl.minimum(layer + 1, last_layer - 1) * FIELDS)  # in time for the next turn
+        cache = pointer(now[6], dtype)
+        if ALL or STAGE == 1:
+            goal = qkv_stage(
+                x, pointer(now[0], dtype), pointer(now[1], dtype), biases, q, cache, positions, slots,
+                kv_index, rope, plane, eps, counter, goal, R, NUM_KV * GROUP, NUM_KV, D, H, PIECE, BM, BN,
+                QKV_BIAS, ALL,
+            )  # fmt: skip
+        if ALL or STAGE == 2:
+            goal = attend(
+                q, slots, positions, page_table, cache, mixed, parts, stats, arrived, counter, goal, tiles, R,
+                max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, QM, PAGE, WINDOW, KEYS, SPAN, ONES,
+                ROWS, ALL,
+            )  # fmt: skip
+        if ALL or STAGE == 3:
+            goal = add_linear(
+                mixed, pointer(now[2], dtype), biases + 1, x, counter, goal, R, H, NUM_KV * GROUP * D, 1, 1,
+                PIECE, BM, BN, OUT_BIAS, ALL,
+            )  # fmt: skip
+        if ALL or STAGE == 4:
+            goal = gate_stage(
+                x, pointer(now[3], dtype), pointer(now[4], dtype), biases + 2, inner, eps, counter, goal, R,
+                INNER, H, PIECE, BM, BN, UP_BIAS, ALL,
+            )  # fmt: skip
+        if ALL or STAGE == 5:
+            goal = add_linear(
+                inner, pointer(now[5], dtype), biases + 3, x, counter, goal, R, H, INNER, SPLIT, PANELS,
+                PIECE, BM, BN, DOWN_BIAS, ALL,
+            )  # fmt: skip
+        now = after
+    if ALL:  # the last to leave makes the counters ready for the next launch
+        left = tl.atomic_add(counter + LINE, 1, sem="acq_rel", scope="gpu")
+        if left == tl.num_programs(0) - 1:
+            tl.store(counter, 0)
+            tl.store(counter + LINE, 0)
+
+
+class Blocks:
+    """Launches the kernel; owns its scratch and the tables of addresses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.programs, self.able = 3, True
+        if not INTERPRETED:
+            chip = torch.cuda.get_device_properties(device)
+            self.programs = chip.multi_processor_count
+            self.able = chip.major >= 9 and getattr(chip, "shared_memory_per_block_optin", 0) >= SHARED
+        self._held: list[Tensor] = []  # captured graphs may still point at scratch that was outgrown
+        self._scratch: dict[str, Tensor] = {}
+        self._tables: dict[tuple[int, ...], Tensor] = {}
+        self._counter = torch.zeros(2 * LINE, dtype=torch.int32, device=device)
+
+    def takes(self, x: Tensor, layers: Sequence[Layer]) -> bool:
+        """Whether this kernel does it: few rows of a small model in bf16, without norms of q and k."""
+        if not self.able or not 0 < len(x) <= MOST or x.dtype != torch.bfloat16:
+            return False
+        return all(_fits(layer, x.shape[1]) for layer in layers)
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        found = self._scratch.get(name)
+        if found is None or found.numel() < size:
+            found = self._scratch[name] = torch.zeros(size, dtype=dtype, device=self.device)
+            self._held.append(found)
+        return found
+
+    def _table(self, layers: Sequence[Layer], caches: Sequence[Tensor]) -> Tensor | None:
+        """[layers, FIELDS] int64 on the device; None if it cannot be made: during a capture."""
+        lines = [_addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
+        key = tuple(address for line in lines for address in line)
+        if any(address % ALIGNMENT for address in key):
+            return None
+        if key not in self._tables:
+            if not INTERPRETED and torch.cuda.is_current_stream_capturing():
+                return None
+            self._tables[key] = torch.tensor(lines, dtype=torch.int64).to(self.device)
+        return self._tables[key]
+
+    def __call__(
+        self,
+        x: Tensor,
+        layers: Sequence[Layer],
+        rows: Rows,
+        rope: Tensor,
+        caches: Sequence[Tensor],
+        eps: float,
+    ) -> bool:
+        """x becomes the residual after the last layer; False: nothing was done."""
+        table = self._table(layers, caches)
+        if table is None:
+            return False
+        first = 0
+        for _, run in groupby(layers, key=_shape):
+            last = first + len(list(run))
+            self._launch(table, x, layers[first], rows, rope, caches[first], eps, first, last)
+            first = last
+        return True
+
+    def _launch(
+        self, table: Tensor, x: Tensor, layer: Layer, rows: Rows, rope: Tensor, cache: Tensor, eps: float,
+        first: int, last: int,
+    ) -> None:  # fmt: skip
+        count, hidden = x.shape
+        heads, depth = layer.heads, layer.down.weight.shape[1]
+        width, page_size = heads.num_q * heads.dim, cache.shape[2]
+        max_pages, padded = rows.page_table.shape[1], max(16, power_of_two(heads.dim))
+        group = heads.num_q // heads.num_kv
+        spans = triton.cdiv(max_pages * page_size, attention.SPAN)
+        lines = MOST * heads.num_q * spans
+        launches = [(first, last, 0)]
+        if INTERPRETED:
+            launches = [(i, i + 1, s) for i in range(first, last) for s in range(1, STAGES + 1)]
+        for begin, end, stage in launches:
+            blocks_kernel[(self.programs,)](
+                table, x, self._buffer("q", MOST * width, x.dtype),
+                self._buffer("mixed", MOST * width, x.dtype), self._buffer("inner", MOST * depth, x.dtype),
+                rows.positions, rows.slots, rows.kv_index, rows.page_table, rope,
+                self._buffer("parts", lines * padded, torch.float32),
+                self._buffer("stats", lines * 2, torch.float32),
+                self._buffer("arrived", MOST * heads.num_kv, torch.int32), self._counter,
+                count, begin, end, max_pages, cache.stride(0), spans, eps, heads.scale * attention.LOG2_E,
+                STAGE=stage, H=hidden, INNER=depth, SPLIT=layer.down.split, PANELS=_panels(layer.down),
+                QKV_BIAS=layer.qkv.bias is not None, OUT_BIAS=layer.out.bias is not None,
+                UP_BIAS=layer.gate_up.bias is not None, DOWN_BIAS=layer.down.bias is not None,
+                NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=padded, PAGE=page_size, WINDOW=heads.window,
+                KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, BM=BM,
+                BN=BN, PIECE=PIECE, QM=max(BM, power_of_two(group)), ROWS=MOST, LINE=LINE, FIELDS=FIELDS,
+                num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
+                **({"launch_cooperative_grid": True} if COOPERATIVE else {}),
+            )  # fmt: skip
+
+
+def _panels(packed: PackedLinear) -> int:
+    """In how many parts the rows of a weight pass through shared memory; 0: no number fits."""
+    depth = packed.weight.shape[1]
+    fitting = (n for n in range(1, 9) if depth % (n * packed.split * 64) == 0 and depth // n <= PANEL)
+    return next(fitting, 0)
+
+
+def _shape(layer: Layer) -> tuple[object, ...]:
+    packed = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    return layer.heads, *((p.weight.shape, p.split, p.bias is None) for p in packed)
+
+
+def _fits(layer: Layer, hidden: int) -> bool:
+    heads, width = layer.heads, layer.heads.num_q * layer.heads.dim
+    if layer.q_norm is not None or layer.k_norm is not None or heads.dim % BN:
+        return False
+    if hidden > HIDDEN or width > HIDDEN or hidden % 64 or width % 64 or not _panels(layer.down):
+        return False
+    return layer.qkv.split == layer.gate_up.split == layer.out.split == 1 and layer.down.split in (1, 2)
+
+
+def _addresses(layer: Layer, cache: Tensor) -> list[int]:
+    """A layer's line of the table: norm, qkv, out, norm, gate and up, down, cache, four biases."""
+    packed = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    norms, w = (
+        (layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()),
+        [p.weight.data_ptr() for p in packed],
+    )
+    biases = [0 if p.bias is None else p.bias.data_ptr() for p in packed]
+    return [norms[0], w[0], w[1], norms[1], w[2], w[3], cache.data_ptr(), *biases]

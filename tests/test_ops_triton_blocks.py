@@ -1,0 +1,24 @@
+"""All layers in one kernel against the ops one by one: see `triton_block_checks`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["plain", "bias_and_windows", "what_it_leaves_to_others"])
+def test_check(name: str) -> None:
+    path = [HERE, *sys.path]
+    code = f"import sys; sys.path[:0] = {path!r}; import triton_block_checks as b; b.main([{name!r}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])[name]
+    assert found == "", found

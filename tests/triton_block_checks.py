@@ -1,0 +1,106 @@
+"""The kernel of all layers under Triton's interpreter; `test_ops_triton_blocks` runs this file as a process.
+
+There programs run one after another, so its stages are launched one by one: what the barrier does is the
+GPU's to show (`bench/gpu_ops.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import replace
+
+import torch
+
+import triton_checks  # it chooses the interpreter, before the kernels are imported
+from draftproof.ops import Heads, Layer, Ops
+from draftproof.ops.triton_cuda import blocks
+from draftproof.ops.triton_cuda.gemm import PackedLinear
+from opcheck import Paged, bits
+
+ops, randn = triton_checks.ops, triton_checks.randn
+BF16 = torch.bfloat16
+blocks.PANEL = 128  # the down projection in two parts
+
+
+def decoder(heads: Heads, hidden: int, inner: int, bias: bool, windows: tuple[int, ...]) -> list[Layer]:
+    def packed(columns: int, depth: int, seed: int, split: int = 1) -> PackedLinear:
+        weight = (randn(columns, depth, seed=seed) / depth**0.5).to(BF16)
+        extra = randn(columns, seed=seed + 50, dtype=BF16).float() if bias else None
+        return PackedLinear(weight, extra, split)
+
+    width, total = heads.num_q * heads.dim, (heads.num_q + 2 * heads.num_kv) * heads.dim
+    return [
+        Layer(
+            attention_norm=randn(hidden, seed=9 * i, dtype=BF16),
+            qkv=packed(total, hidden, 9 * i + 1),
+            q_norm=None,
+            k_norm=None,
+            out=packed(hidden, width, 9 * i + 2),
+            mlp_norm=randn(hidden, seed=9 * i + 3, dtype=BF16),
+            gate_up=packed(2 * inner, hidden, 9 * i + 4),
+            down=packed(hidden, inner, 9 * i + 5, 1 if bias else 2),
+            heads=replace(heads, window=window),
+        )
+        for i, window in enumerate(windows)
+    ]
+
+
+def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...]) -> None:
+    """The bits of the ops one by one, in hidden rows and in K and V; padding writes nothing."""
+    layers, norm = decoder(heads, hidden, 256, bias, windows), randn(hidden, seed=7, dtype=BF16)
+    paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
+    caches = [paged.cache * (1 + i) for i in range(len(layers))]
+    several = [(0, p) for p in range(125, 131)] + [(1, 6), (2, 3), (3, 299)]
+    for where in (several, [(3, 299)]):
+        rows = paged.rows([*where, (1, 0), (1, 0)])
+        rows.slots[-2:] = -1  # padding
+        x = randn(len(where) + 2, hidden, seed=3, dtype=BF16)
+        assert ops._blocks.takes(x, layers)
+        ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
+        got = ops.blocks(x.clone(), layers, norm, rows, rope, ours, 1e-5)
+        want = Ops.blocks(ops, x, layers, norm, rows, rope, theirs, 1e-5)
+        assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
+        assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
+    assert not ops._blocks._scratch["arrived"].any()
+
+
+def plain() -> None:
+    same_bits(Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0, 0))
+
+
+def bias_and_windows() -> None:
+    same_bits(Heads(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (0, 140))
+
+
+def what_it_leaves_to_others() -> None:
+    heads, x = Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), randn(2, 192, dtype=BF16)
+    layer = decoder(heads, 192, 256, False, (0,))[0]
+    takes = ops._blocks.takes
+    assert takes(x, [layer, layer])
+    assert not takes(x.float(), [layer]) and not takes(x[:0], [layer])
+    assert not takes(x.repeat(blocks.MOST, 1), [layer])
+    assert not takes(x, [layer, replace(layer, q_norm=x[0])])
+    assert not takes(x, [replace(layer, heads=replace(heads, dim=16))])
+    assert not takes(x, [replace(layer, qkv=replace(layer.qkv, split=2))])
+    assert not takes(x, decoder(heads, 192, 250, False, (0,)))
+
+
+CHECKS = {check.__name__: check for check in (plain, bias_and_windows, what_it_leaves_to_others)}
+
+
+def main(only: list[str]) -> None:
+    """Name of a check -> what went wrong, or nothing."""
+    results = {}
+    for name in only or CHECKS:
+        try:
+            CHECKS[name]()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
