@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
@@ -54,7 +54,8 @@ class LLM:
             seed=self.config.seed or 0,
         )
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
-        self.engine = Engine(self.config, checkpoint)
+        with _bar() as show:
+            self.engine = Engine(self.config, checkpoint, show)
         self.stats = SpecStats()  # of everything this LLM has generated
         self._ids = count()
         # with a seed, the n-th request is given the same one in every run
@@ -180,12 +181,12 @@ class LLM:
         left = {job.name for job in jobs}
         try:
             self._add(jobs)
-            with _bar(len(jobs)) if progress else nullcontext() as show:
+            with _bar() if progress else nullcontext() as show:
                 while left:
                     ended = self._step()
                     left.difference_update(ended)
                     if ended and show is not None:
-                        show(len(jobs) - len(left))
+                        show("generating", len(jobs) - len(left), len(jobs))
         finally:
             for job in jobs:
                 self._drop(job)
@@ -357,12 +358,22 @@ class _Company:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar; the call says how many are done."""
-    columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar, there from the first call on: what is done, how much, of how much."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=total)
+            bar.start()
+        bar.update(tasks[what], completed=done)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
