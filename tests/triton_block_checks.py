@@ -52,6 +52,10 @@ def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...]) -
     layers, norm = decoder(heads, hidden, 256, bias, windows), randn(hidden, seed=7, dtype=BF16)
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
     caches = [paged.cache * (1 + i) for i in range(len(layers))]
+    for cache, window in zip(caches, windows, strict=True):
+        if window:  # what the only row of slot 3 no longer sees may be gone
+            flat = cache.view(2, -1, heads.num_kv, heads.dim)
+            flat[:, [paged.place(3, p) for p in range(300 - window)]] = torch.nan
     several = [(0, p) for p in range(125, 131)] + [(1, 6), (2, 3), (3, 299)]
     for where in (several, [(3, 299)]):
         rows = paged.rows([*where, (1, 0), (1, 0)])
@@ -59,10 +63,12 @@ def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...]) -
         x = randn(len(where) + 2, hidden, seed=3, dtype=BF16)
         assert ops._blocks.takes(x, layers)
         ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
+        mixed = ops._blocks._buffer("mixed", blocks.MOST * heads.num_q * heads.dim, BF16).fill_(7)
         got = ops.blocks(x.clone(), layers, norm, rows, rope, ours, 1e-5)
         want = Ops.blocks(ops, x, layers, norm, rows, rope, theirs, 1e-5)
         assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
+        assert bool((mixed[len(where) * heads.num_q * heads.dim :] == 7).all()), "padding attends"
     assert not ops._blocks._scratch["arrived"].any()
 
 
@@ -85,6 +91,7 @@ def what_it_leaves_to_others() -> None:
     assert not takes(x, [replace(layer, heads=replace(heads, dim=16))])
     assert not takes(x, [replace(layer, qkv=replace(layer.qkv, split=2))])
     assert not takes(x, decoder(heads, 192, 250, False, (0,)))
+    assert not takes(x[:, :96].contiguous(), decoder(heads, 96, 256, False, (0,)))
 
 
 CHECKS = {check.__name__: check for check in (plain, bias_and_windows, what_it_leaves_to_others)}
