@@ -26,6 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import gpu_ops_checks as checks
+from gpu_blocks import all_layers_at_once
 from gpu_ops_checks import GPU, LARGE, LARGE_HEADS, SMALL, SMALL_HEADS, Paged, keys, randn, rope
 from gpu_step import STEP_CHECKS, step_times
 from measure import commit
@@ -40,7 +41,7 @@ BEGUN = time.perf_counter()
 BF16 = torch.bfloat16
 L2 = 128 << 20  # bytes that surely do not fit
 ROWS = (1, 6, 8, 64, 256)
-CHECKS = checks.CHECKS + STEP_CHECKS
+CHECKS = [*checks.CHECKS, *STEP_CHECKS, all_layers_at_once]
 
 
 def micros(calls: list[Callable[[], Any]], rounds: int = 5) -> float:
