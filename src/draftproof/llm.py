@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
@@ -27,6 +25,7 @@ from draftproof.sampling_params import MAX_SEED, SamplingParams
 from draftproof.text.ledger import Answer, Ledger
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.output import OutputBuilder
+from draftproof.text.progress import progress_bar
 from draftproof.text.prompts import Prompt, prompt_list, token_ids
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import LogprobRow, Request, RequestOutput, TokenEvent
@@ -54,7 +53,7 @@ class LLM:
             seed=self.config.seed or 0,
         )
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
-        with _bar() as show:
+        with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
         self.stats = SpecStats()  # of everything this LLM has generated
         self._ids = count()
@@ -181,7 +180,7 @@ class LLM:
         left = {job.name for job in jobs}
         try:
             self._add(jobs)
-            with _bar() if progress else nullcontext() as show:
+            with progress_bar() if progress else nullcontext() as show:
                 while left:
                     ended = self._step()
                     left.difference_update(ended)
@@ -355,25 +354,6 @@ class _Company:
     lines: NDArray[np.int64]  # in the ledger
     at: NDArray[np.int64]  # where in `requests`
     singly: list[int]  # where the others are
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar, there from the first call on: what is done, how much, of how much."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, console=Console(stderr=True))
-    tasks: dict[str, TaskID] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            tasks[what] = bar.add_task(what, total=total)
-            bar.start()
-        bar.update(tasks[what], completed=done)
-
-    try:
-        yield show
-    finally:
-        bar.stop()
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
