@@ -342,7 +342,8 @@ def attend(
 ):  # fmt: skip
     """As `attention_kernel` with spans side by side; `tiles` as `tiles_of_keys` gives them.
 
-    Keys and values of earlier passes are loaded before the wait, those of this pass after it.
+    Keys and values of earlier passes are loaded before the wait, those of this pass after it. So a slot may
+    read a page that another one fills only after the pass that fills it.
     """
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
