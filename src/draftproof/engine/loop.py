@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from draftproof.engine import extras
+from draftproof.engine import extras, guided
 from draftproof.engine.budget import Ints
 from draftproof.engine.invariants import check_step
 from draftproof.engine.scheduler import Planned, Scheduler, Sequence
@@ -50,6 +50,7 @@ class Flight:
     ran: Ran
     read: Callable[[], list[Tensor]]
     waits: bool  # the host is needed before anything else is planned
+    complaints: guided.Complaints = field(default_factory=dict)
 
 
 class Loop:
@@ -128,7 +129,9 @@ class Loop:
         if self.device.proposer is not None:
             budget = scheduler.budget(planned)
         middle = {}
+        complaints: guided.Complaints = {}
         if scheduler.num_hosted:
+            complaints = guided.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
         keep = bool(self.proposer and self.proposer.needs_hidden)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
@@ -136,7 +139,7 @@ class Loop:
         if self.device.failure is not None and self.proposer is not None:
             self._give_up(self.device.failure)
         host.num_draft[planned.slots] = budget if self.device.proposer is not None else 0
-        return Flight(planned, computed, ran, read, waits)
+        return Flight(planned, computed, ran, read, waits, complaints)
 
     def _results(self, ran: Ran) -> list[Tensor]:
         decided, columns = ran.decided, self.slots.columns
@@ -171,6 +174,8 @@ class Loop:
         extras_of = self._extras(flight, table) if flight.waits and self.scheduler.num_hosted else {}
         source = self._source(flight) if len(self.sources) > 1 else None
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_DRAFT], table[:, NUM_ACCEPTED])
+        if flight.waits and self.scheduler.num_hosted:
+            guided.take_in(planned, table, here)
         endings = self._endings(flight, table, here)
         told = here & planned.samples
         told[list(extras_of)] |= here[list(extras_of)]
@@ -211,7 +216,8 @@ class Loop:
         errors = sampled.errors if sampled else {}
         for b in (here & (table[:, ENDED] > 0)).nonzero()[0].tolist():
             sequence = flight.planned.sequences[b]
-            ending = ending_of(sequence.request, table[b], errors)
+            mine = guided.errors_of(table[b], errors, flight.complaints.get(b))
+            ending = ending_of(sequence.request, table[b], mine)
             assert ending is not None
             endings[b] = ending
             self.end(sequence)

@@ -19,6 +19,7 @@ from draftproof.engine.budget import Bools, DraftBudgets, Ints
 from draftproof.engine.pages import Pages
 from draftproof.engine.slots import Seat, Slots
 from draftproof.types import Request, Wants
+from draftproof.verify.grammar import Guide
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class Sequence:
     wants: Wants = Wants.NONE
     processed_by_host: bool = False  # the user's code, or bad words, between logits and sampling
     settled_by_host: bool = False  # logprobs that the device does not keep ready
+    guide: Guide | None = None  # its place in its grammar: the host makes masks before every step of it
     traits: int = -1  # number of its own ones, once they were asked for
     slot: int = -1
     pages: list[int] = field(default_factory=list)
@@ -39,7 +41,7 @@ class Sequence:
     @property
     def hosted(self) -> bool:
         """Is the host needed in every step of it?"""
-        return self.processed_by_host or self.settled_by_host
+        return self.processed_by_host or self.settled_by_host or self.guide is not None
 
     @property
     def waited_for(self) -> bool:

@@ -152,6 +152,8 @@ def adjustments(request: Request) -> Adjust:
         found |= Adjust.BAN
     if params.min_tokens:
         found |= Adjust.HOLD
+    if request.grammar is not None:
+        found |= Adjust.MASK
     return found
 
 

@@ -314,6 +314,13 @@ class Ops(ABC):
         """-inf in base [L, V] where Adjust.BAN bans, and at end tokens below min_length (Adjust.HOLD)."""
 
     @abstractmethod
+    def mask(self, base: Tensor, windows: Windows) -> None:
+        """-inf in base [L, V] where a row of a slot with Adjust.MASK is not allowed a token.
+
+        That is in windows.allowed, by the row's slot and depth: bit t % 32 of word t // 32 for token t.
+        """
+
+    @abstractmethod
     def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         """What plain sampling takes at each row of [L, V], and why it cannot: ([L] int64, [L] int64).
 
