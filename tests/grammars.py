@@ -9,6 +9,7 @@ import tiny
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.grammar import Grammars
 from draftproof.types import Grammar
+from words import Words
 
 EOS = 2
 _SPECIAL = 3
@@ -71,3 +72,9 @@ def grammars(vocab_size: int = tiny.VOCAB) -> Grammars:
 def grammar(name: str) -> Grammar | None:
     wish = WISHES.get(name)
     return grammars().of(SamplingParams(structured_outputs=wish)) if wish else None
+
+
+def words(*several: str, end: str = "") -> Words:
+    """The oracle's grammar of these words."""
+    said = [TINY.token_bytes(i) for i in range(tiny.VOCAB)]
+    return Words(several, said, TINY.special_ids, EOS, end)
