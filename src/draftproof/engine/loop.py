@@ -10,11 +10,14 @@ host; a step that needs the host in it is waited for. docs/design.md tells the s
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftproof.engine import extras, guided
@@ -48,8 +51,9 @@ class Flight:
     planned: Planned
     computed: Ints  # [B] tokens with KV before it; of one that decodes, as far as the host knew
     ran: Ran
-    read: Callable[[], list[Tensor]]
+    read: Callable[[], Tensor]
     waits: bool  # the host is needed before anything else is planned
+    follows: bool  # it was queued while another was under way: the device went from one to the next
     complaints: guided.Complaints = field(default_factory=dict)
 
 
@@ -73,6 +77,7 @@ class Loop:
         self.overlap = overlap
         self.debug = debug
         self._flights: deque[Flight] = deque()
+        self._last_read: float | None = None
         self._traits: tuple[int, Traits] | None = None
 
     def step(self) -> StepResults:
@@ -135,23 +140,15 @@ class Loop:
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
         keep = bool(self.proposer and self.proposer.needs_hidden)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
-        read = self.device.ops.fetch(self._results(ran))
+        read = self.device.ops.fetch(ran.decided.packed.data)
         if self.device.failure is not None and self.proposer is not None:
             self._give_up(self.device.failure)
         host.num_draft[planned.slots] = budget if self.device.proposer is not None else 0
-        return Flight(planned, computed, ran, read, waits, complaints)
-
-    def _results(self, ran: Ran) -> list[Tensor]:
-        decided, columns = ran.decided, self.slots.columns
-        out = [decided.outcome.table, columns.num_draft]
-        for found in (decided.raw, decided.processed):
-            if found is not None:
-                out += [found.values, found.ids, found.ranks]
-        return out
+        return Flight(planned, computed, ran, read, waits, bool(self._flights), complaints)
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
-        counts = self.device.ops.fetch([self.slots.columns.num_draft])()[0].numpy()
+        counts = self.device.ops.fetch(self.slots.columns.num_draft)().numpy()
         lines = np.array([s.slot for s in self.scheduler.running], np.int64)
         self.scheduler.host.num_draft[lines] = counts[lines]
 
@@ -168,8 +165,9 @@ class Loop:
 
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
-        table_tensor, drafts, *found = flight.read()
-        table = table_tensor.numpy()[: len(planned.slots)]
+        table, drafts, *found = flight.ran.decided.packed.open(flight.read())
+        self._clock(flight)
+        table = table[: len(planned.slots)]
         columns = self._columns(flight.ran, found)
         extras_of = self._extras(flight, table) if flight.waits and self.scheduler.num_hosted else {}
         source = self._source(flight) if len(self.sources) > 1 else None
@@ -190,7 +188,7 @@ class Loop:
             requests = [s.request for s in planned.sequences]
         if flight.waits and self.device.proposer is not None:
             lines = planned.slots[here]
-            self.scheduler.host.num_draft[lines] = drafts.numpy()[lines]
+            self.scheduler.host.num_draft[lines] = drafts[lines]
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
         if self._host_drafts:
             self._propose(flight)
@@ -198,12 +196,20 @@ class Loop:
             check_step(self.scheduler, self.slots)
         return results
 
-    def _columns(self, ran: Ran, found: list[Tensor]) -> dict[Wants, LogprobColumns]:
-        columns, arrays = {}, [tensor.numpy() for tensor in found]
+    def _clock(self, flight: Flight) -> None:
+        """What a step of so many rows costs, from one that was read to the next, if nothing came between."""
+        now, costs = time.perf_counter(), self.scheduler.budgets.costs
+        decodes = not flight.planned.chunk.any()
+        if costs is not None and decodes and flight.follows and self._last_read is not None:
+            costs.observe(self.device.ops.bucket(flight.planned.num_rows), now - self._last_read)
+        self._last_read = now if decodes else None
+
+    def _columns(self, ran: Ran, found: list[NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+        columns = {}
         for kind, table in ((Wants.RAW, ran.decided.raw), (Wants.PROCESSED, ran.decided.processed)):
             if table is not None:
-                columns[kind] = LogprobColumns(*arrays[:3])
-                arrays = arrays[3:]
+                ids, ranks, values, *found = found
+                columns[kind] = LogprobColumns(values, ids, ranks)
         return columns
 
     def _source(self, flight: Flight) -> np.ndarray:

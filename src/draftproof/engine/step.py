@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.budget import Ints
+from draftproof.engine.packing import Packed
 from draftproof.engine.scheduler import Planned
 from draftproof.engine.slots import ALIGN, Slots
 from draftproof.models.runner import Runner
@@ -54,6 +55,7 @@ class Decided:
     sampled: Sampled | None
     raw: TokenLogprobs | None  # of the picked rows of requests that want them so
     processed: TokenLogprobs | None
+    packed: Packed  # the table, num_draft, and the logprobs: what the host reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ class DeviceStep:
         none = torch.zeros_like(windows.slot)
         outcome = self._outcome(len(none))
         self.ops.commit(self.plan, windows, Choice(none), none, outcome)
-        return Decided(outcome, windows, None, None, None, None)
+        return Decided(outcome, windows, None, None, None, None, self._pack(outcome))
 
     def _tail(
         self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
@@ -248,7 +250,15 @@ class DeviceStep:
         raw = self._logprobs(logits, Wants.RAW, windows, outcome, traits)
         processed = self._logprobs(sampled.processed, Wants.PROCESSED, windows, outcome, traits)
         self._draft()
-        return Decided(outcome, windows, logits, sampled, raw, processed)
+        packed = self._pack(outcome, raw, processed)
+        return Decided(outcome, windows, logits, sampled, raw, processed, packed)
+
+    def _pack(self, outcome: Outcome, *found: TokenLogprobs | None) -> Packed:
+        tensors = [outcome.table, self.slots.columns.num_draft]
+        for some in found:
+            if some is not None:
+                tensors += [some.ids, some.ranks, some.values]
+        return Packed.of(tensors)
 
     def _draft(self) -> None:
         """The next drafts. What was committed does not depend on them, nor on whether the proposer fails."""
