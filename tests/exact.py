@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import grammars
 import proposers
 import tiny
 from draftproof.engine.engine import Engine
@@ -86,6 +87,7 @@ class Ask:
     enabled: bool = True  # speculation for this request
     k: int | None = None
     prompt: bool = True  # its prompt's logprobs too: the host is then needed until they are there
+    grammar: str = "none"  # one of those in `grammars`
 
     def request(self, plain: bool = False) -> Request:
         options = dict(OPTIONS[self.option])
@@ -94,8 +96,11 @@ class Ask:
         wish: dict[str, Any] = {"verify_strategy": self.strategy}
         if not plain:
             wish |= {"enabled": self.enabled, "num_speculative_tokens": self.k}
+        bias = grammars.BIAS.get(self.grammar, {})
+        options["logit_bias"] = {**options.get("logit_bias", {}), **bias}
         params = SamplingParams(**{"temperature": self.temperature, **base, **options}, speculative=wish)
-        return tiny.request(self.index, params, self.length, bad_word_ids=bad)
+        made = grammars.grammar(self.grammar)
+        return tiny.request(self.index, params, self.length, bad_word_ids=bad, grammar=made)
 
 
 # unlike in options, heat, strategy, draft length and prompt length

@@ -1,0 +1,269 @@
+"""Structured output in the engine: exact under speculation, ends, faults; and what the comparison would find.
+
+The exactness matrix (test_exact.py) has grammars as one of its factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import grammars
+import proposers
+import tiny
+from draftproof.engine import guided
+from draftproof.engine.step import DeviceStep
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import Grammar
+from draftproof.verify import STRATEGIES
+from draftproof.verify.grammar import Guide
+from exact import Ask, Company, Where, compare, plant
+from grammars import EOS, TINY, words
+from words import Breaking
+
+SPECS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    **{
+        name: {"method": f"proposers:{name}", "num_speculative_tokens": 5, "adaptive": False}
+        for name in ("Junk", "Perfect", "Flaky", "DevicePerfect", "DeviceFlaky")
+    },
+}
+DRAFTED = [name for name in SPECS if name != "plain"]
+
+
+def served(
+    grammar: Grammar | None,
+    spec: str = "plain",
+    answers: dict[str, list[int]] | None = None,
+    count: int = 4,
+    engine: dict[str, Any] | None = None,
+    **params: Any,
+) -> dict[str, tiny.Record]:
+    """Requests with this grammar."""
+    proposers.set_answers(answers or {})
+    ask = SamplingParams(**{"max_tokens": 40, "logprobs": 3, "logprobs_mode": "processed", **params})
+    target = tiny.engine(speculative=SPECS[spec], **(engine or {}))
+    return tiny.run(target, [tiny.request(i, ask, grammar=grammar) for i in range(count)])
+
+
+def both(grammar: Grammar | None, spec: str, **params: Any) -> dict[str, tiny.Record]:
+    """With drafts, after a check that it is as without."""
+    plain = served(grammar, **params)
+    got = served(grammar, spec, {name: record.token_ids for name, record in plain.items()}, **params)
+    assert [line for name in plain for line in compare(name, plain[name], got[name])] == []
+    return got
+
+
+# --- ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_end_of_the_grammar_ends_the_request(spec: str) -> None:
+    """Also in the middle of a window: nothing after it is committed."""
+    records = both(grammars.grammar("choice"), spec).values()
+    for record in records:
+        assert record.finish == ("stop", None, None) and record.token_ids[-1] == EOS
+        assert TINY.text(record.token_ids) in grammars.WISHES["choice"]["choice"]
+        assert EOS not in record.token_ids[:-1]
+    if spec == "Perfect":  # drafts went on after the end
+        assert any(r.steps[-1].num_draft > r.steps[-1].num_accepted > 0 for r in records)
+
+
+@pytest.mark.parametrize("spec", ["plain", "Perfect"])
+def test_ignore_eos_goes_on_with_the_end_alone(spec: str) -> None:
+    for record in both(words("ab", "c"), spec, ignore_eos=True, max_tokens=9).values():
+        assert record.finish[0] == "length" and len(record.token_ids) == 9
+        assert TINY.text(record.token_ids) in ("ab", "c") and record.token_ids[-1] == EOS
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "params", [{"min_tokens": 9}, {"allowed_token_ids": [grammars.token_of(c) for c in "abd"]}], ids=str
+)
+def test_nothing_left_is_a_reason(spec: str, params: dict[str, Any]) -> None:
+    """Other options forbid on top of the grammar; what was said until then is delivered."""
+    for record in both(words("ab" if "allowed_token_ids" not in params else "abcd"), spec, **params).values():
+        assert record.finish[0] == "error" and "forbid every one" in str(record.finish[2])
+        assert TINY.text(record.token_ids) == "ab"
+
+
+@pytest.mark.parametrize("spec", ["plain", "Flaky"])
+def test_processed_logprobs_are_those_of_what_is_allowed(spec: str) -> None:
+    for record in both(words("ab", "cd"), spec, temperature=1.0).values():
+        first, second = record.logprobs[:2]
+        sure = [
+            x for t, x in zip(first.token_ids, first.logprobs, strict=True) if TINY.token_bytes(t) in b"ac"
+        ]
+        assert abs(sum(torch.tensor(x).exp() for x in set(sure)) - 1) < 1e-5
+        assert second.logprobs[0] == 0.0 and second.ranks[0] == 1
+
+
+@pytest.mark.parametrize("policy", ["accept_all", "reject_all", "synthetic"])
+def test_no_policy_commits_what_the_grammar_forbids(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {**(SPECS["Junk"] or {}), "accept_policy": policy}
+    if policy == "synthetic":
+        spec["synthetic_acceptance_length"] = 4.0
+    monkeypatch.setitem(SPECS, "policy", spec)
+    for record in served(grammars.grammar("choice"), "policy").values():
+        assert TINY.text(record.token_ids) in grammars.WISHES["choice"]["choice"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("spec", ["Junk", "Flaky"])
+def test_every_strategy_keeps_to_the_grammar(
+    strategy: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPECS, "judged", {**(SPECS[spec] or {}), "verify_strategy": strategy})
+    texts = ["red", "green", "greenish", "blue"]
+    answers = {str(i): [grammars.token_of(c) for c in texts[i]] for i in range(4)}
+    records = served(words(*texts), "judged", answers, temperature=1.5)
+    assert all(TINY.text(r.token_ids) in texts and r.token_ids[-1] == EOS for r in records.values())
+    if spec == "Flaky":
+        assert sum(step.num_accepted for r in records.values() for step in r.steps) > 0
+
+
+# --- faults -------------------------------------------------------------------------------------------
+
+WHEN: dict[str, Callable[[str, list[int]], bool]] = {
+    "start": lambda name, tokens: name == "start",
+    "fill at once": lambda name, tokens: name == "fill",
+    "fill later": lambda name, tokens: name == "fill" and len(tokens) == 3,
+    "accept": lambda name, tokens: name == "accept" and len(tokens) == 3,
+}
+WORDS = ("aaaaaa", "abcabc", "fedfed", "ffffff")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("when", WHEN)
+def test_a_grammar_that_raises_fails_its_own_request(when: str, spec: str) -> None:
+    """With the reason, after the tokens that came before; the neighbours do not notice."""
+    whole = words(*WORDS)
+    plain = served(whole)
+    answers = {name: record.token_ids for name, record in plain.items()}
+    proposers.set_answers(answers)
+    ask = SamplingParams(max_tokens=40, logprobs=3, logprobs_mode="processed")
+    requests = [tiny.request(i, ask, grammar=whole) for i in range(4)]
+    requests[1] = replace(requests[1], grammar=Breaking(whole, WHEN[when]))
+    requests[3] = replace(requests[3], grammar=None)
+    got = tiny.run(tiny.engine(speculative=SPECS[spec], debug=False), requests)
+    for name in ("0", "2"):
+        assert compare(name, plain[name], got[name]) == []
+    said = {"start": 0, "fill at once": 0, "fill later": 3, "accept": 3}[when]
+    assert got["1"].token_ids == answers["1"][:said] and len(got["1"].logprobs) == said
+    what = when.split()[0]
+    reason = f"the grammar raised ValueError: {what} has had enough"
+    assert got["1"].finish == ("error", None, reason)
+    assert got["3"].finish[0] in ("stop", "length")
+
+
+@pytest.mark.parametrize("spec", DRAFTED)
+def test_a_failure_on_a_draft_that_falls_fails_nothing(spec: str) -> None:
+    """As without drafts, where nobody ever asks."""
+    whole = words("aaaaaa", "abcabc", "fedfed", "ffffff", "bbbbbb")
+    plain = served(whole)
+    said = {tuple(r.token_ids[:n]) for r in plain.values() for n in range(len(r.token_ids) + 1)}
+    broken = Breaking(whole, lambda name, tokens: name in ("fill", "accept") and tuple(tokens) not in said)
+    # drafts that the grammar allows and the model does not take
+    others = {name: [grammars.token_of(c) for c in "bbbbbb"] for name in plain}
+    got = served(broken, spec, others)
+    assert [line for name in plain for line in compare(name, plain[name], got[name])] == []
+
+
+@pytest.mark.parametrize("spec", DRAFTED)
+def test_a_grammar_that_cannot_take_back_is_started_again(spec: str) -> None:
+    whole = words(*WORDS)
+    plain = served(whole)
+    broken = Breaking(whole, lambda name, tokens: name == "rollback" and len(tokens) > 1)
+    got = served(broken, spec, {name: record.token_ids for name, record in plain.items()})
+    assert [line for name in plain for line in compare(name, plain[name], got[name])] == []
+
+
+# --- negative controls: an engine broken on purpose -------------------------------------------------------
+
+PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5, "adaptive": False}
+FLAKY = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
+ASKS = [Ask(i, "none", 1.3, length=9, grammar=name) for i, name in enumerate(("json", "regex", "none"))]
+
+
+COUNTING = [Ask(i, "none", 1.3, length=9, grammar="regex") for i in range(7)]
+
+
+def found(spec: dict[str, Any], asks: list[Ask] = ASKS) -> list[str]:
+    where = Where()
+    return Company(asks, where, engine=where.engine(spec, debug=False)).differences(fresh=True)
+
+
+def test_the_comparison_finds_nothing_in_an_engine_that_is_right() -> None:
+    assert found(PERFECT) == found(FLAKY) == []
+
+
+def test_control_masks_that_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Guide.fill
+
+    def broken(self: Guide, drafts: Any, rows: torch.Tensor) -> dict[int, str]:
+        errors = whole(self, [], rows[:1])
+        rows[1:] = rows[0]
+        return errors
+
+    monkeypatch.setattr(Guide, "fill", broken)
+    assert any("request 0: tokens" in line for line in found(PERFECT))
+
+
+def test_control_a_guide_that_does_not_take_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the next token still fits nobody notices; where it does not, the place is found again."""
+    assert found(FLAKY, COUNTING) == []
+    monkeypatch.setattr(Guide, "_take_back", lambda self, count: None)
+    assert any("tokens" in line for line in found(FLAKY, COUNTING))
+
+
+def test_control_masks_of_the_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = DeviceStep.allow
+    monkeypatch.setattr(
+        DeviceStep, "allow", lambda self, places, masks: whole(self, places, masks.roll(1, 0))
+    )
+    assert any("request 0: tokens" in line for line in found(PERFECT))
+
+
+def test_control_masks_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By depth alone, as if everybody sat in one slot."""
+
+    def broken(mask: Any, ops: Any, base: torch.Tensor, windows: Any) -> None:
+        assert windows.allowed is not None
+        newest = windows.allowed[int(windows.slot.max()) : int(windows.slot.max()) + 1]
+        mask(ops, base, replace(windows, allowed=newest.expand_as(windows.allowed).contiguous()))
+
+    plant(monkeypatch, "mask", broken)
+    assert any("tokens" in line for line in found(FLAKY))
+
+
+def test_control_masks_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without a grammar is not masked, whatever its slot's line holds."""
+
+    def broken(mask: Any, ops: Any, base: torch.Tensor, windows: Any) -> None:
+        windows.columns.adjust.bitwise_or_(16)
+        windows.allowed[windows.slot[windows.slot >= 0][-1], 1:] = 1 << 20
+        mask(ops, base, windows)
+
+    plant(monkeypatch, "mask", broken)
+    assert any("request 2: tokens" in line for line in found(PERFECT))
+
+
+def test_control_committed_tokens_that_the_grammar_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted drafts are left out, so only speculation shows it."""
+    whole = guided.take_in
+
+    def broken(planned: Any, table: Any, here: Any) -> None:
+        last = table.copy()
+        for line in last:
+            count = int(line[0])
+            if count > 1:
+                line[6] = line[6 + count - 1]
+                line[0] = 1
+        whole(planned, last, here)
+
+    monkeypatch.setattr(guided, "take_in", broken)
+    assert any("request 0" in line for line in found(PERFECT))
