@@ -1,0 +1,367 @@
+"""Structured output as a user asks for it: what is understood, what is refused and why, what is bounded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import jsonschema
+import pytest
+
+import grammars
+import tiny
+from draftproof.errors import RequestError
+from draftproof.sampling_params import SamplingParams
+from draftproof.structured_outputs import LONGEST, StructuredOutputs
+from draftproof.text import grammar as text_grammar
+from draftproof.text.grammar import Grammars
+from draftproof.text.grammar_process import GrammarProcess
+from draftproof.text.reasoning import ReasoningEnd
+from draftproof.text.schema import not_enforced
+from grammars import EOS, TINY
+
+VOCABULARY = [b"" if i in TINY.special_ids else TINY.token_bytes(i) for i in range(tiny.VOCAB)]
+
+
+def compiled(**wish: Any) -> Any:
+    return grammars.grammars().of(SamplingParams(structured_outputs=wish))
+
+
+def matches(text: str, **wish: Any) -> bool:
+    """Is this a whole answer?"""
+    import xgrammar
+
+    matcher = xgrammar.GrammarMatcher(compiled(**wish).compiled)
+    return bool(matcher.accept_string(text) and matcher.is_completed())
+
+
+# --- shapes -------------------------------------------------------------------------------------------
+
+SHAPES: dict[str, tuple[Any, str]] = {
+    "no dict": ("json", "must be a dict"),
+    "unknown key": ({"jsn": {}}, "did you mean 'json'"),
+    "nothing": ({}, "exactly one of"),
+    "nothing either": ({"json_object": False}, "none is given"),
+    "two": ({"json": {}, "regex": "a"}, "'json' and 'regex' are given"),
+    "json no schema": ({"json": 3}, "JSON schema"),
+    "json no text": ({"json": "{"}, "not JSON"),
+    "json a list": ({"json": "[]"}, "must be a JSON schema"),
+    "json not serialisable": ({"json": {"a": {1, 2}}}, "not JSON"),
+    "regex empty": ({"regex": ""}, "not empty"),
+    "regex no text": ({"regex": 3}, "regex must be a text"),
+    "grammar no text": ({"grammar": ["root"]}, "grammar must be a text"),
+    "choice empty": ({"choice": []}, "at least one"),
+    "choice a text": ({"choice": "yes"}, "list of texts"),
+    "choice of numbers": ({"choice": [1, 2]}, "choice must hold texts"),
+    "choice of nothing": ({"choice": [""]}, "not empty"),
+    "json_object no bool": ({"json_object": "yes"}, "json_object must be true"),
+    "reasoning_end empty": ({"regex": "a", "reasoning_end": ""}, "reasoning_end"),
+    "reasoning_end a bool": ({"regex": "a", "reasoning_end": True}, "reasoning_end"),
+    "whitespace of a regex": ({"regex": "a", "max_whitespace": 2}, "max_whitespace is for json"),
+    "whitespace of no size": ({"json": {}, "max_whitespace": 0}, "from 1 up"),
+    "whitespace no bool": ({"json": {}, "disable_any_whitespace": 1}, "true or false"),
+    "too long": ({"regex": "a" * (LONGEST + 1)}, "is the most"),
+    "half a character": ({"regex": "a\ud800"}, "not valid Unicode"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_wrong_shape(name: str) -> None:
+    value, message = SHAPES[name]
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams(structured_outputs=value)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_shapes_that_are_right() -> None:
+    ask = SamplingParams(structured_outputs={"json": '{"type": "integer"}'})
+    assert ask.structure == StructuredOutputs(json={"type": "integer"}) and ask.structure.kind == "json"
+    assert SamplingParams().structure is None
+    assert SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "b", "a"])).structure == (
+        StructuredOutputs(choice=("a", "b"))
+    )
+    schema = {"properties": {"z": {}, "a": {}}}
+    text = StructuredOutputs(json=schema).json
+    assert isinstance(text, str) and text.index("z") < text.index('"a"'), "the order is the user's"
+
+
+def test_reasoning_end_is_a_token_that_exists() -> None:
+    ask = SamplingParams(structured_outputs={"regex": "a", "reasoning_end": tiny.VOCAB})
+    request = tiny.request(0, ask, grammar=grammars.grammar("regex"))
+    with pytest.raises(RequestError, match="outside the vocabulary") as caught:
+        tiny.engine().check(request)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_the_engine_wants_it_compiled() -> None:
+    with pytest.raises(RequestError, match="must be compiled"):
+        tiny.engine().check(tiny.request(0, SamplingParams(structured_outputs={"regex": "a"})))
+
+
+# --- grammars that cannot be used -------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "regex open": ({"regex": "(a"}, "parenthesis is not closed"),
+    "regex look-ahead": ({"regex": "(?=a)b"}, "Lookahead is not supported"),
+    "regex back-reference": ({"regex": r"(a)\1"}, "Backreference"),
+    "pattern look-ahead": ({"json": {"type": "string", "pattern": "(?=a)b"}}, "Lookahead"),
+    "pattern and length": ({"json": {"type": "string", "pattern": "a+", "maxLength": 3}}, "ignoring"),
+    "type": ({"json": {"type": "foo"}}, 'Unsupported type "foo"'),
+    "range": ({"json": {"type": "integer", "minimum": 5, "maximum": 1}}, "minimum greater than maximum"),
+    "reference": ({"json": {"$ref": "#/$defs/a"}}, "Cannot find"),
+    "circle": ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text"),
+    "root": ({"grammar": 'x ::= "a"'}, 'root rule with name "root" is not found'),
+    "rule": ({"grammar": "root ::= foo"}, '"foo" is not defined'),
+    "endless": ({"grammar": "root ::= root"}, "no text"),
+    "lark": ({"grammar": "start: NOPE"}, "unknown name 'NOPE'"),
+    "deep": ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "maximum limit"),
+    "overlap": ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
+    "not in the vocabulary": ({"regex": "é"}, "no text of this vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_grammar_that_cannot_be_used(name: str) -> None:
+    wish, message = REFUSED[name]
+    with pytest.raises(RequestError) as caught:
+        compiled(**wish)
+    assert caught.value.param == "structured_outputs" and message in str(caught.value)
+    assert "/project" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_a_tokenizer_or_an_end() -> None:
+    ask = SamplingParams(structured_outputs={"regex": "a"})
+    for made, message in (
+        (Grammars(None, 97, [2]), "needs a tokenizer"),
+        (Grammars(TINY, 97, []), "end-of-text"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            made.of(ask)
+        assert caught.value.param == "structured_outputs"
+    assert Grammars(None, 97, []).of(SamplingParams()) is None
+
+
+def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_grammar, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match="pip install xgrammar"):
+        Grammars(TINY, 97, [2]).of(SamplingParams(structured_outputs={"regex": "a"}))
+
+
+# --- schemas: enforced or refused -----------------------------------------------------------------------
+
+ONE: dict[str, Any] = {"type": "integer"}
+AB = {"a": ONE, "b": ONE}
+# a schema, an answer that it allows, and one that it does not
+SCHEMAS: dict[str, tuple[Any, Any, Any]] = {
+    "integer": (ONE, 3, "x"),
+    "minimum": ({**ONE, "minimum": 5}, 7, 3),
+    "exclusive": ({"type": "number", "exclusiveMaximum": 5}, 4.5, 5.5),
+    "multipleOf": ({**ONE, "multipleOf": 5}, 10, 7),
+    "maxLength": ({"type": "string", "maxLength": 2}, "ab", "abc"),
+    "pattern": ({"type": "string", "pattern": "^a+$"}, "aa", "b"),
+    "format": ({"type": "string", "format": "date"}, "2026-01-01", "x"),
+    "items": ({"type": "array", "items": ONE, "minItems": 2, "maxItems": 3}, [1, 2], [1]),
+    "prefixItems": ({"type": "array", "prefixItems": [ONE], "items": False}, [1], ["a"]),
+    "required": ({"type": "object", "properties": AB, "required": ["a"]}, {"a": 1}, {"b": 1}),
+    "additional": ({"type": "object", "additionalProperties": ONE}, {"x": 1}, {"x": "y"}),
+    "closed": ({"type": "object", "properties": AB, "additionalProperties": False}, {"a": 1}, {"c": 1}),
+    "maxProperties": ({"type": "object", "additionalProperties": ONE, "maxProperties": 1}, {"a": 1}, AB),
+    "enum": ({"enum": [1, "a", None]}, "a", "b"),
+    "enum of a type": ({"type": "string", "enum": ["a", "b"]}, "a", "c"),
+    "const": ({"const": 5}, 5, 6),
+    "anyOf": ({"anyOf": [ONE, {"type": "null"}]}, None, "a"),
+    "oneOf": ({"oneOf": [ONE, {"type": "null"}]}, None, "a"),
+    "one allOf": ({"allOf": [ONE]}, 1, "a"),
+    "types": ({"type": ["integer", "null"], "minimum": 3}, None, 1),
+    "reference": ({"$ref": "#/$defs/a", "$defs": {"a": ONE}}, 1, "a"),
+    "annotations": ({**ONE, "title": "T", "default": 1, "x-own": {}, "format": "int32"}, 1, "a"),
+    "named like a keyword": ({"type": "object", "properties": {"not": ONE}}, {"not": 1}, {"not": "x"}),
+}
+IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an answer that the compiler would let through
+    "not": ({**ONE, "not": {"const": 3}}, 3),
+    "if": ({**ONE, "if": {"minimum": 3}, "then": {"minimum": 5}}, 4),
+    "uniqueItems": ({"type": "array", "items": ONE, "uniqueItems": True}, [1, 1]),
+    "contains": ({"type": "array", "items": ONE, "contains": {"const": 5}}, [1]),
+    "dependentRequired": ({"type": "object", "properties": AB, "dependentRequired": {"a": ["b"]}}, {"a": 1}),
+    "dependentSchemas": (
+        {"type": "object", "properties": AB, "dependentSchemas": {"a": {"required": ["b"]}}},
+        {"a": 1},
+    ),
+    "required and not listed": ({"type": "object", "properties": AB, "required": ["a", "z"]}, {"a": 1}),
+    "no type": ({"minimum": 5}, 3),
+    "no type of a text": ({"maxLength": 1}, "ab"),
+    "beside anyOf": ({**ONE, "anyOf": [{**ONE, "minimum": 5}, {**ONE, "maximum": 1}], "minimum": 3}, 1),
+    "beside a reference": ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": ONE}}, 1),
+    "enum of another type": ({"type": "string", "enum": [1, "a"]}, 1),
+    "enum and anyOf": ({"enum": [1, 2], "anyOf": [{"const": 1}]}, 2),
+    "one allOf and more": ({**ONE, "allOf": [{"minimum": 3}]}, 1),
+    "two allOf": ({"allOf": [ONE, {**ONE, "minimum": 3}]}, 1),
+    "minProperties": ({"type": "object", "additionalProperties": ONE, "minProperties": 1}, {}),
+    "patterns beside properties": (
+        {"type": "object", "properties": {"ab": {"type": "string"}}, "patternProperties": {"^a": ONE}},
+        {"ab": "x"},
+    ),
+}
+
+
+def valid(document: Any, schema: Any) -> bool:
+    kind = jsonschema.Draft202012Validator
+    return bool(kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(document))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_a_schema_says_is_enforced(name: str) -> None:
+    schema, right, wrong = SCHEMAS[name]
+    assert not_enforced(schema) is None
+    assert valid(right, schema)
+    assert not valid(wrong, schema)
+    assert matches(json.dumps(right), json=schema) and not matches(json.dumps(wrong), json=schema)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("name", IGNORED)
+def test_what_would_be_ignored_is_refused(name: str, depth: int) -> None:
+    schema, wrong = IGNORED[name]
+    assert not valid(wrong, schema)
+    if depth == 1:
+        schema = {"type": "object", "properties": {"x": schema}}
+    elif depth == 2:
+        schema = {"type": "array", "items": {"anyOf": [schema, {"type": "null"}]}}
+    where = ["#", "#/properties/x", "#/items/anyOf/0"][depth]
+    with pytest.raises(RequestError, match=f"{where}: ") as caught:
+        compiled(json=schema)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_other_places_of_a_schema() -> None:
+    for key in ("$defs", "definitions", "patternProperties"):
+        assert not_enforced({key: {"n": {"not": {}}}}) == f"#/{key}/n: 'not' is not supported"
+    for key in ("additionalProperties", "items", "propertyNames"):
+        assert not_enforced({key: {"not": {}}}) == f"#/{key}: 'not' is not supported"
+    assert "a schema is an object" in str(not_enforced({"items": 3}))
+    assert "must point into" in str(not_enforced({"$ref": "http://a.b/c"}))
+    assert "must be an object" in str(not_enforced({"properties": []}))
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"items": deep}
+    assert "nested" in str(not_enforced(deep))
+
+
+@pytest.mark.parametrize(
+    ("wish", "right", "wrong"),
+    [
+        ({}, '{ "a" :\n 1}', '{"a": x}'),
+        ({"max_whitespace": 1}, '{ "a": 1 }', '{  "a": 1}'),
+        ({"disable_any_whitespace": True}, '{"a": 1}', '{"a":1}'),
+    ],
+    ids=str,
+)
+def test_whitespace(wish: dict[str, Any], right: str, wrong: str) -> None:
+    schema = {"type": "object", "properties": {"a": ONE}, "required": ["a"]}
+    assert matches(right, json=schema, **wish) and not matches(wrong, json=schema, **wish)
+
+
+def test_choices_are_literal() -> None:
+    odd = ['a"b', "c\\d", "[x]", "tab\t", "x ::= y", "a|b"]
+    for text in odd:
+        assert matches(text, choice=odd)
+    assert not matches("a", choice=odd) and not matches("x", choice=odd)
+
+
+# --- bounds -------------------------------------------------------------------------------------------
+
+BIG = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(12_000)}}
+
+
+def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
+    made = Grammars(TINY, tiny.VOCAB, [EOS])
+    made.seconds = 0.05
+    with pytest.raises(RequestError, match="longer than 0.05 s") as caught:
+        made.of(SamplingParams(structured_outputs={"json": BIG}))
+    assert caught.value.param == "structured_outputs"
+    made.seconds = 60
+    assert made.of(SamplingParams(structured_outputs={"regex": "a+"})) is not None
+    made.close()
+
+
+def test_a_compiler_that_dies_takes_nobody_with_it() -> None:
+    process = GrammarProcess(VOCABULARY, [EOS])
+    assert process.compile(("regex", "a+", {}), 60)
+    assert process._worker is not None
+    process._worker._process.kill()
+    process._worker._process.wait()
+    with pytest.raises(RequestError, match="structured_outputs|pipe"):
+        process.compile(("regex", "b+", {}), 60)
+    assert process.compile(("regex", "b+", {}), 60)
+    process.close()
+
+
+def test_jobs_of_several_threads() -> None:
+    process, done = GrammarProcess(VOCABULARY, [EOS]), []
+
+    def work(letter: str) -> None:
+        text = process.compile(("regex", letter + "+", {}), 60)
+        done.append((letter, letter in text))
+
+    threads = [threading.Thread(target=work, args=(letter,)) for letter in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    process.close()
+    assert sorted(letter for letter, _ in done) == [*"abcdef"]
+
+
+def test_each_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    whole = GrammarProcess.compile
+
+    def counted(self: GrammarProcess, job: Any, seconds: float) -> str:
+        jobs.append(job)
+        return whole(self, job, seconds)
+
+    monkeypatch.setattr(GrammarProcess, "compile", counted)
+    monkeypatch.setattr(text_grammar, "CACHED", 2)
+    made = Grammars(TINY, tiny.VOCAB, [EOS])
+
+    def ask(regex: str, **more: Any) -> None:
+        made.of(SamplingParams(structured_outputs={"regex": regex, **more}))
+
+    ask("a"), ask("b"), ask("a"), ask("a", reasoning_end="x")
+    assert [job[1] for job in jobs] == ["a", "b"]
+    ask("c"), ask("a"), ask("b")  # b was the oldest
+    assert [job[1] for job in jobs] == ["a", "b", "c", "b"]
+    monkeypatch.setattr(text_grammar, "CACHED_BYTES", 1)
+    ask("d"), ask("d"), ask("b")
+    assert [job[1] for job in jobs][4:] == ["d", "b"]
+    monkeypatch.setattr(text_grammar, "LARGEST", 1)
+    with pytest.raises(RequestError, match="too large"):
+        ask("e")
+    made.close()
+
+
+# --- the end of a free section ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["a", "ab", "aab", "abab", "abcabd"])
+def test_the_end_is_found_wherever_tokens_are_cut(end: str) -> None:
+    """Against looking at the whole text, for all texts of six tokens."""
+    said = [b"a", b"b", b"aab", b"bc", b"cab", b"d", b""]
+    found = ReasoningEnd(end, said)
+    front: list[tuple[bytes, int]] = [(b"", 0)]
+    for _ in range(6):
+        after = {}
+        for text, matched in front:
+            for token, data in enumerate(said):
+                now, rest = found.advance(matched, token)
+                at = (text + data).find(end.encode())
+                assert rest == (None if at < 0 else (text + data)[at + len(end) :])
+                more = [r for t, r in found.overshooting(matched) if t == token]
+                assert more == ([rest] if rest else [])
+                if rest is None:
+                    after[text + data] = now
+        front = list(after.items())[:400]
+    token = ReasoningEnd(3, said)
+    assert [token.advance(0, t)[1] for t in range(7)] == [None, None, None, b"", None, None, None]
+    assert token.overshooting(0) == []
