@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import proposers
 import tiny
+from draftproof.errors import ConfigError
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
 from exact import check_empty, count_errors
@@ -82,3 +84,13 @@ def test_drafts_of_the_wrong_shape_are_a_proposers_failure(method, nonsense, mon
     got = tiny.run(target, asks)
     assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
     assert "switched off" in caplog.text
+
+
+class TwoSources(proposers.DeviceJunk):
+    sources = ("left", "right")
+
+
+def test_a_device_proposer_of_several_sources_is_refused() -> None:
+    """A step would overwrite who proposed what before anybody has read it."""
+    with pytest.raises(ConfigError, match="several sources"):
+        tiny.engine(speculative={"method": "test_proposer_failures:TwoSources", "num_speculative_tokens": 2})

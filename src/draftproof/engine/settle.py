@@ -63,7 +63,7 @@ class Ending:
     error: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepResults(Sequence[StepOutput]):
     """What a step did for n requests, as columns; as a sequence, one StepOutput a request."""
 

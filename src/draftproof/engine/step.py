@@ -22,6 +22,7 @@ from draftproof.engine.budget import Ints
 from draftproof.engine.packing import Packed
 from draftproof.engine.scheduler import Planned
 from draftproof.engine.slots import ALIGN, Slots
+from draftproof.errors import ConfigError
 from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Rows, TokenLogprobs
 from draftproof.propose import DeviceProposer, Proposer
@@ -82,6 +83,11 @@ class DeviceStep:
         self.slots = slots
         self.sampler = sampler
         self.proposer = proposer if isinstance(proposer, DeviceProposer) else None
+        if self.proposer is not None and (len(self.proposer.sources) > 1 or self.proposer.reports_probs):
+            raise ConfigError(
+                f"{type(proposer).__name__} drafts on the device and has several sources or reports its "
+                "probabilities: only a proposer on the host may do that yet"
+            )
         self.failure: Exception | None = None  # the proposer's, which is then no longer asked
         columns, device = slots.columns, slots.device
         num_slots, k = columns.draft.shape
