@@ -108,7 +108,7 @@ NEIGHBOURS = (
     Ask(1, "top_k", 0.7, length=5),
     Ask(2, "frequency", 0.0, length=33),
     Ask(3, "none", 1.3, length=100, enabled=False),
-    Ask(4, "mix", 0.7, "greedy", length=70),
+    Ask(4, "mix", 0.7, "greedy", length=70, grammar="json"),
     Ask(5, "stop_ids", 1.3, length=1, k=1),
     Ask(6, "processed", 1.3, length=100),
 )

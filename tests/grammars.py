@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import tiny
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.grammar import Grammars
 from draftproof.types import Grammar
 from words import Words
+
+if TYPE_CHECKING:
+    from draftproof.text.grammar import Grammars
 
 EOS = 2
 _SPECIAL = 3
@@ -56,6 +59,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "reasoning_token": {"choice": ["red", "green", "blue"], "reasoning_end": 33},  # ">"
     "reasoning_text": {"json": SCHEMA, "max_whitespace": 1, "reasoning_end": "=>"},
 }
+OTHERWISE = ("red", "green", "greenish", "abcab-12", "abcab", '{"a": 12}', '{"a": 1, "b": true}', "[true]")
 # the end of the free section must be said now and then
 BIAS: dict[str, dict[int, float]] = {
     "reasoning_token": {33: 6.0},
@@ -65,12 +69,16 @@ BIAS: dict[str, dict[int, float]] = {
 
 @cache
 def grammars(vocab_size: int = tiny.VOCAB) -> Grammars:
+    from draftproof.text.grammar import Grammars  # it wants tokenizers, which a GPU machine may not have
+
     return Grammars(TINY, vocab_size, [EOS])
 
 
 @cache
 def grammar(name: str) -> Grammar | None:
     wish = WISHES.get(name)
+    if wish is not None and find_spec("xgrammar") is None:  # a GPU machine without it: the engine cannot tell
+        return words(*OTHERWISE, end=">" if "reasoning_end" in wish else "")
     return grammars().of(SamplingParams(structured_outputs=wish)) if wish else None
 
 

@@ -30,6 +30,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 FACTORS = {
     "option": list(OPTIONS),
+    "grammar": ["none"],
     "arch": list(tiny.ARCHITECTURES),
     "method": METHODS,
     "k": [1, 3, 5, 8],
@@ -49,6 +50,25 @@ DEVICE = ["ngram", *(f"proposers:Device{name}" for name in ("Junk", "Perfect", "
 FREE = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens", "max_tokens"]
 FREE += ["eos", "stop_ids", "no_logprobs", "processed"]
 AHEAD = pairwise({**FACTORS, "option": FREE, "method": DEVICE, "overlap": [True]})
+# a grammar leaves little to choose, so it does not take the place of free text
+GUIDED = pairwise(
+    {
+        **FACTORS,
+        "option": [
+            "none",
+            "top_k",
+            "min_p",
+            "repetition",
+            "bad_words",
+            "min_tokens",
+            "ignore_eos",
+            "stop_ids",
+        ]
+        + ["processor", "draft_logprobs", "mix"],
+        "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none"],
+        "method": [*METHODS, *DEVICE[1:]],
+    }
+)
 
 
 def named(case: dict[str, Any]) -> str:
@@ -56,13 +76,15 @@ def named(case: dict[str, Any]) -> str:
 
 
 def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device: str = "cpu") -> None:
-    first = Ask(0, case["option"], case["temperature"], case["strategy"], LENGTH[case["chunk"]])
+    heat, judge, grammar = case["temperature"], case["strategy"], case.get("grammar", "none")
+    first = Ask(0, case["option"], heat, judge, LENGTH[case["chunk"]], grammar=grammar)
     others = NEIGHBOURS[case["k"] % 3 :] + NEIGHBOURS[: case["k"] % 3]  # a pair is not always the same two
     asks = [first, *others[: case["batch"] - 1]]
     if case["overlap"]:
         asks = [replace(ask, prompt=False) for ask in asks]
         if case["option"] in FREE:  # then nobody else keeps the host in the loop either
-            asks = [replace(ask, option="eos") if ask.option == "mix" else ask for ask in asks]
+            free = {"option": "eos", "grammar": "none"}
+            asks = [replace(ask, **free) if ask.option == "mix" else ask for ask in asks]
     company = Company(
         asks,
         Where(case["arch"], case["dtype"], backend, threads, device),
@@ -96,7 +118,12 @@ def test_steps_that_overlap(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", MATRIX[::9], ids=named)
+@pytest.mark.parametrize("case", GUIDED, ids=named)
+def test_grammars(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", [*MATRIX[::9], *GUIDED[::9]], ids=named)
 def test_a_sample_on_the_torch_backend(case):
     check(case, "torch")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from exact import Ask, Company, Where
-from test_exact import MATRIX, check, named
+from test_exact import GUIDED, MATRIX, check, named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.mark.parametrize("case", MATRIX, ids=named)
+@pytest.mark.parametrize("case", [*MATRIX, *GUIDED], ids=named)
 def test_every_pair_of_factors(case: dict[str, Any]) -> None:
     check(case, "triton", device="cuda")
 
