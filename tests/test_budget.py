@@ -186,6 +186,44 @@ def test_no_other_number_of_drafts_is_quicker(seed):
     assert kept == pytest.approx(gains[: len(kept)])
 
 
+def test_real_steps_correct_the_table():
+    """Empty steps said that 16 rows cost as much as 8; real ones say twice as much; 12 lie between."""
+    costs = RowCosts({1: 1.0, 8: 1.0, 12: 1.0, 16: 1.0, 32: 1.0})
+    gains = np.full(24, 0.5)
+    assert costs.best(8, gains) == 24
+    for _ in range(60):
+        costs.observe(8, 2.0)
+        costs.observe(16, 4.0)
+    assert costs._seconds.tolist() == pytest.approx([2.0, 2.0, 3.0, 4.0, 4.0])
+    assert costs.best(8, gains[:8]) == 0  # twice the time for one and a half times the tokens
+    assert costs.best(8, gains) == 24  # of 32 rows nothing else is known than that 16 took twice as long
+
+
+def test_a_pause_is_no_cost_and_larger_steps_are_never_quicker():
+    costs = RowCosts({1: 1.0, 8: 1.2})
+    costs.observe(8, 100.0)
+    assert costs._seconds.tolist() == [1.0, 1.2]
+    costs.observe(1, 2.0)
+    costs.observe(8, 1.0)
+    assert costs._seconds.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_on_the_cpu_knows_what_rows_cost(overlap):
+    """Timed at start, corrected by its steps; a fixed draft length needs no table; the output is the same."""
+    asks = [tiny.request(i, SamplingParams(max_tokens=24, logprobs=2)) for i in range(3)]
+    want = tiny.run(tiny.engine(), asks)
+    spec = {"method": "ngram", "num_speculative_tokens": 4}
+    target = tiny.engine(speculative=spec, warm_up=True, overlap=overlap)
+    costs = target.loop.scheduler.budgets.costs
+    assert costs is not None and costs._sizes[0] == 1 and costs._sizes[-1] == 8 * 5
+    got = tiny.run(target, asks)
+    assert all(got[name].same() == want[name].same() for name in want)
+    assert not np.isnan(costs._ratio).all()
+    fixed = tiny.engine(speculative={**spec, "adaptive": False}, warm_up=True)
+    assert fixed.loop.scheduler.budgets.costs is None
+
+
 def test_a_fixed_budget_has_no_price():
     made = DraftBudgets(2, False)
     made.costs = STEEP

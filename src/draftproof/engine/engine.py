@@ -41,8 +41,10 @@ class Engine:
     ) -> None:
         with torch.inference_mode():
             self._build(config, checkpoint)
-            if config.warm_up:
-                self._warm_up(progress)
+            adapts = config.speculative is not None and config.speculative.adaptive
+            if config.warm_up and (self.ops.asynchronous or adapts):
+                with self.ops.stepping():
+                    self._warm_up(progress)
 
     def _build(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         model_config = checkpoint.config
@@ -93,14 +95,13 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
 
     def _warm_up(self, progress: Progress) -> None:
-        """Capture the steps that most requests need; others are captured when they are first met."""
+        """Capture the steps that most requests need (others are when they are first met); time them."""
         step, limits = self.loop.device, self.limits
         usual = self._judges.index(self.strategy)
         wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
         traits = Traits((usual,)), Traits((usual,), raw_top=rounded(5, limits.vocab_size))
         seconds = step.prepare(traits, min(wide, step.max_rows), progress)
-        if seconds:
-            self.loop.scheduler.budgets.costs = RowCosts(seconds)
+        self.loop.scheduler.budgets.costs = RowCosts(seconds)
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""

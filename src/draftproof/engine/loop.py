@@ -54,6 +54,7 @@ class Flight:
     read: Callable[[], Tensor]
     waits: bool  # the host is needed before anything else is planned
     follows: bool  # it was queued while another was under way: the device went from one to the next
+    started: float  # by the clock
     complaints: guided.Complaints = field(default_factory=dict)
 
 
@@ -118,7 +119,7 @@ class Loop:
         return sequence.slot < 0 or bool(self.scheduler.host.prompt_left[sequence.slot])
 
     def _launch(self) -> Flight | None:
-        scheduler, host = self.scheduler, self.scheduler.host
+        scheduler, host, started = self.scheduler, self.scheduler.host, time.perf_counter()
         waits = self._host_drafts or not self.overlap or self._host_is_needed()
         if waits and self.overlap and self.proposer is not None:
             self._count_drafts()
@@ -144,7 +145,7 @@ class Loop:
         if self.device.failure is not None and self.proposer is not None:
             self._give_up(self.device.failure)
         host.num_draft[planned.slots] = budget if self.device.proposer is not None else 0
-        return Flight(planned, computed, ran, read, waits, bool(self._flights), complaints)
+        return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints)
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
@@ -197,11 +198,12 @@ class Loop:
         return results
 
     def _clock(self, flight: Flight) -> None:
-        """What a step of so many rows costs, from one that was read to the next, if nothing came between."""
+        """What a step of so many rows costs: from the last one that was read, if it was queued by then."""
         now, costs = time.perf_counter(), self.scheduler.budgets.costs
         decodes = not flight.planned.chunk.any()
-        if costs is not None and decodes and flight.follows and self._last_read is not None:
-            costs.observe(self.device.ops.bucket(flight.planned.num_rows), now - self._last_read)
+        since = self._last_read if flight.follows else flight.started
+        if costs is not None and decodes and since is not None:
+            costs.observe(self.device.ops.bucket(flight.planned.num_rows), now - since)
         self._last_read = now if decodes else None
 
     def _columns(self, ran: Ran, found: list[NDArray[Any]]) -> dict[Wants, LogprobColumns]:

@@ -168,10 +168,10 @@ class DeviceStep:
     def prepare(self, traits: Sequence[Traits], wide: int, tick: Progress) -> dict[int, float]:
         """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number.
 
-        Returns the seconds of a step by its rows; nothing where steps are not captured.
+        Returns the seconds of a step by its rows.
         """
         if not self.ops.asynchronous:
-            return {}
+            return {n: self.ops.seconds(partial(self._rehearse, n), times=3) for n in _some_of(wide)}
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]
@@ -188,6 +188,16 @@ class DeviceStep:
                 self._graph((kind, size, trait), tail)
         tick("capturing", len(work), len(work))
         return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
+
+    def _rehearse(self, size: int) -> None:
+        """What costs in a step of so many rows, for nobody: its keys go to page 0, which nobody has."""
+        tokens, positions, slots, kv_index = torch.zeros(
+            (4, size), dtype=torch.int64, device=self.slots.device
+        )
+        torch.arange(size, out=positions)
+        none = torch.zeros_like(self.slots.columns.page_table)
+        rows = Rows(tokens, positions, slots, kv_index, none)
+        self.runner.logits(self.runner.forward(rows))
 
     def forget(self) -> None:
         """Drop what was captured: a backend's options have changed."""
@@ -293,6 +303,12 @@ class DeviceStep:
             slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
             rows = torch.where(windows.columns.wants[slot] == kind, rows, -1)
         return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind])
+
+
+def _some_of(most: int) -> list[int]:
+    """Row counts that stand for all: powers of two, and the middle between two of them."""
+    sizes = [n for power in range(12) for n in (1 << power, 3 << power)]
+    return [n for n in sorted(sizes) if n < most] + [most]
 
 
 def _checked(draft: Draft, like: Tensor) -> Draft:
