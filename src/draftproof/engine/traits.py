@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from draftproof.engine.extras import top_of
 from draftproof.engine.scheduler import Sequence
 from draftproof.engine.slots import adjustments
-from draftproof.types import Traits, Wants
+from draftproof.types import Adjust, Traits, Wants
 from draftproof.verify import Strategy
 
 TOPS = (0, 8, 32, 64)  # columns of logprobs that are captured; a longer list begins with the shorter one
@@ -35,7 +35,7 @@ def _one(sequence: Sequence, strategies: Many[Strategy], vocab: int) -> Traits:
     top = -1 if sequence.wants is Wants.NONE else rounded(top_of(params.logprobs, vocab), vocab)
     return Traits(
         strategies=(sequence.strategy,),
-        adjusts=bool(adjustments(sequence.request)) or sequence.processed_by_host,
+        adjusts=bool(adjustments(sequence.request) & ~Adjust.MASK) or sequence.processed_by_host,
         masks=sequence.request.grammar is not None,
         scales=not params.greedy and (cut or looked_at),
         raw_top=top if sequence.wants is Wants.RAW else -1,

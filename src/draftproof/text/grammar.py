@@ -28,7 +28,7 @@ from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Grammar, GrammarState
 
 COMPILE_SECONDS = 10.0  # for one grammar; what takes longer is refused
-LARGEST = 64 << 20  # characters of a compiled grammar, serialised
+LARGEST = 32 << 20  # characters of a compiled grammar, serialised
 CACHED, CACHED_BYTES = 256, 256 << 20  # grammars kept, and what they may hold together
 
 
@@ -95,8 +95,11 @@ class Grammars:
                 raise RequestError("structured_outputs needs xgrammar: pip install xgrammar", PARAM)
             process = GrammarProcess(vocabulary, self._stops)
             process.start()  # it loads while this one does
-            import xgrammar
-
+            try:
+                import xgrammar
+            except ImportError as error:  # of something that it needs itself
+                process.close()
+                raise RequestError(f"structured_outputs needs xgrammar, and {error}", PARAM) from error
             self._info = xgrammar.TokenizerInfo(
                 vocabulary,
                 xgrammar.VocabType.RAW,

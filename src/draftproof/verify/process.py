@@ -26,9 +26,10 @@ def process(
     `hosted`: the requests, by slot, whose options need the host: it waits for the device here.
     """
     errors: dict[int, str] = {}
-    if not traits.adjusts and not hosted:
+    adjusts = traits.adjusts or bool(hosted)
+    if not adjusts and not traits.masks:
         return logits, errors
-    base = ops.penalise(logits, windows)
+    base = ops.penalise(logits, windows) if adjusts else logits.clone()
     rows = [(i, s) for i, s in enumerate(windows.slot.tolist()) if s in hosted] if hosted else []
     for row, slot in rows:
         if hosted[slot].params.logits_processors:
@@ -36,7 +37,8 @@ def process(
                 base[row] = _run_processors(hosted[slot], _context(windows, row), base[row])
             except Exception as error:  # the user's code may raise anything; it fails this row alone
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
-    ops.forbid(base, windows)
+    if adjusts:
+        ops.forbid(base, windows)
     if traits.masks:
         ops.mask(base, windows)
     for row, slot in rows:
