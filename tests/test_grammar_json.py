@@ -147,8 +147,8 @@ def test_a_real_model_answers_by_schema(smollm2_path: object) -> None:
     wish = {"json": schema, "max_whitespace": 1}
 
     def ask(**more: Any) -> list[Any]:
-        params = SamplingParams(max_tokens=150, seed=5, logprobs=2, structured_outputs=wish, **more)
-        return [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        params = SamplingParams(n=2, max_tokens=150, seed=5, logprobs=2, structured_outputs=wish, **more)
+        return [answer for out in llm.generate(prompts, params, use_tqdm=False) for answer in out.outputs]
 
     drafted, alone = ask(), ask(speculative=False)
     for one, other in zip(drafted, alone, strict=True):

@@ -11,6 +11,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,7 +41,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._stops = list(stops)
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+        self._known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
         self._process: GrammarProcess | None = None
         self._info: Any = None
         self._ends: dict[str | int, ReasoningEnd] = {}
@@ -51,12 +52,19 @@ class Grammars:
         wish = params.structure
         if wish is None:
             return None
-        compiled = self._compiled(wish)
-        return TextGrammar(compiled, self._vocab_size, self._stops, self._reasoning_end(wish))
+        known = self._compiled(wish)
+        with self._lock:
+            if wish.reasoning_end not in known.made:
+                if len(known.made) >= CACHED:
+                    known.made.clear()
+                end = self._reasoning_end(wish.reasoning_end)
+                made = TextGrammar(known.compiled, self._vocab_size, self._stops, end)
+                known.made[wish.reasoning_end] = made
+            return known.made[wish.reasoning_end]
 
     # --- compiling ----------------------------------------------------------------------------------
 
-    def _compiled(self, wish: StructuredOutputs) -> Any:
+    def _compiled(self, wish: StructuredOutputs) -> _Known:
         job = _job(wish)
         key = (job[0], job[1], *job[2].items())
         with self._lock:
@@ -73,17 +81,13 @@ class Grammars:
             raise RequestError(
                 "structured_outputs: it compiles to something too large: make it smaller", PARAM
             )
-        made = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
-        self._remember(key, made)
-        return made
-
-    def _remember(self, key: tuple[object, ...], made: Any) -> None:
+        known = _Known(xgrammar.CompiledGrammar.deserialize_json(text, self._info))
         with self._lock:
-            self._known[key] = made
-            size = sum(g.memory_size_bytes for g in self._known.values())
+            self._known[key] = known
+            size = sum(each.size for each in self._known.values())
             while len(self._known) > 1 and (len(self._known) > CACHED or size > CACHED_BYTES):
-                _, oldest = self._known.popitem(last=False)
-                size -= oldest.memory_size_bytes
+                size -= self._known.popitem(last=False)[1].size
+        return known
 
     def _set_up(self) -> GrammarProcess:
         """The vocabulary for both sides: the process that compiles and this one, which follows."""
@@ -125,8 +129,7 @@ class Grammars:
             )
         return self._tokenizer
 
-    def _reasoning_end(self, wish: StructuredOutputs) -> ReasoningEnd | None:
-        end = wish.reasoning_end
+    def _reasoning_end(self, end: str | int | None) -> ReasoningEnd | None:
         if end is None:
             return None
         if end not in self._ends:
@@ -141,6 +144,16 @@ class Grammars:
         """End the process that compiles."""
         if self._process is not None:
             self._process.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    compiled: Any
+    made: dict[str | int | None, TextGrammar] = field(default_factory=dict)  # by the end of the free section
+
+    @property
+    def size(self) -> int:
+        return int(self.compiled.memory_size_bytes)
 
 
 def _job(wish: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
