@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,6 +16,7 @@ from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.structured_outputs import LONGEST, StructuredOutputs
 from draftproof.text import grammar as text_grammar
+from draftproof.text import grammar_worker
 from draftproof.text.grammar import Grammars
 from draftproof.text.grammar_process import GrammarProcess
 from draftproof.text.reasoning import ReasoningEnd
@@ -286,13 +288,37 @@ def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
 
 
 def test_a_compiler_that_dies_takes_nobody_with_it() -> None:
+    """Before a job or in it; the next is served by another."""
+    process = GrammarProcess(VOCABULARY, [EOS])
+
+    def kill() -> None:
+        assert process._worker is not None
+        process._worker._process.kill()
+        process._worker._process.wait()
+
+    assert process.compile(("regex", "a+", {}), 60)
+    kill()
+    assert process.compile(("regex", "b+", {}), 60)
+    threading.Timer(0.1, kill).start()
+    with pytest.raises(RequestError, match="broke over it") as caught:
+        process.compile(("json", json.dumps(BIG), {}), 60)
+    assert caught.value.param == "structured_outputs"
+    assert process.compile(("regex", "b+", {}), 60)
+    process.close()
+
+
+def test_a_grammar_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The limit is the system's; where it has none there is nothing to see."""
+    source = Path(grammar_worker.__file__).read_text()
+    small = tmp_path / "worker.py"
+    small.write_text(source.replace("MEMORY = 4 << 30", "MEMORY = 24 << 20"))
+    assert small.read_text() != source
+    monkeypatch.setattr(grammar_worker, "__file__", str(small))
     process = GrammarProcess(VOCABULARY, [EOS])
     assert process.compile(("regex", "a+", {}), 60)
-    assert process._worker is not None
-    process._worker._process.kill()
-    process._worker._process.wait()
-    with pytest.raises(RequestError, match="structured_outputs|pipe"):
-        process.compile(("regex", "b+", {}), 60)
+    if Path("/proc/self/statm").exists():
+        with pytest.raises(RequestError, match="too much memory"):
+            process.compile(("json", json.dumps(BIG), {}), 60)
     assert process.compile(("regex", "b+", {}), 60)
     process.close()
 

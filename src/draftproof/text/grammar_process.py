@@ -46,6 +46,8 @@ class GrammarProcess:
             try:
                 worker.ready()
                 status, text = worker.ask(job, seconds)
+                if status == "broke":
+                    raise EOFError
             except (queue.Empty, EOFError, OSError) as error:
                 self._worker = None
                 worker.close()
@@ -63,6 +65,9 @@ class GrammarProcess:
             self._worker = None
 
     def _running(self) -> _Worker:
+        if self._worker is not None and not self._worker.alive:
+            self._worker.close()
+            self._worker = None
         if self._worker is None:
             self._worker = _Worker(self._tokens)
         return self._worker
@@ -79,6 +84,10 @@ class _Worker:
         threading.Thread(target=_read, args=(self._process, self._answers), daemon=True).start()
         self.close = weakref.finalize(self, _end, self._process)
         self._send(tokens)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def ready(self) -> None:
         if self._told:

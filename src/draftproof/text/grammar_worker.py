@@ -71,7 +71,8 @@ def _answer(
         if not _says_something(xgrammar, info, made):
             return "refused", "no text of this vocabulary begins as it wants"
     except Exception as error:  # whatever the compiler raises is about this grammar
-        return "refused", str(error)
+        full = isinstance(error, MemoryError) or "bad_alloc" in str(error)
+        return "broke" if full else "refused", str(error)
     log.seek(0)
     warnings = [line for line in log.read().decode(errors="replace").splitlines() if "Warning: " in line]
     if warnings:
@@ -96,9 +97,11 @@ def main() -> None:
         return
     _limit_memory()
     write_frame(out, ("ready", ""))
+    status = ""
     with contextlib.suppress(EOFError):
-        while True:
-            write_frame(out, _answer(xgrammar, info, read_frame(sys.stdin.buffer), log))
+        while status != "broke":  # what is left of the memory is no place for the next job
+            status, text = _answer(xgrammar, info, read_frame(sys.stdin.buffer), log)
+            write_frame(out, (status, text))
 
 
 if __name__ == "__main__":
