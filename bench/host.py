@@ -161,23 +161,23 @@ def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> 
     """Seconds: taking in, all steps, and of these after the last results came."""
     real = llm.engine
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(PROMPT)]} for i in range(batch)]
-    llm.engine = Scripted(real, steps, ("ngram",))  # type: ignore[assignment]
+    llm.jobs.engine = Scripted(real, steps, ("ngram",))  # type: ignore[assignment]
     try:
         begin = time.thread_time()
-        jobs = [llm._job(prompt, params, (2,)) for prompt in prompts]
+        jobs = [llm._job(prompt, params) for prompt in prompts]
         llm._add(jobs)
         ready = time.thread_time()
         for _ in steps[:-1]:
-            llm._step()
+            llm.jobs.step()
         last = time.thread_time()
-        llm._step()
-        results = [llm._result(job) for job in jobs]
+        llm.jobs.step()
+        results = [llm.jobs.result(job) for job in jobs]
         done = time.thread_time()
-        assert all(r.finished for r in results) and not llm._ledger.num_open
+        assert all(r.finished for r in results) and not llm.jobs.ledger.num_open
         for job in jobs:
-            llm._drop(job)
+            llm.jobs.drop(job)
     finally:
-        llm.engine = real
+        llm.jobs.engine = real
     return ready - begin, done - ready, done - last
 
 

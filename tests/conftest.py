@@ -31,3 +31,25 @@ def smollm2_path():
     from draftproof.models.hub import fetch_default
 
     return fetch_default()
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory):
+    """Makes tiny LLMs with a made-up vocabulary of text pieces, for the tests of AsyncLLM."""
+    import json
+    from functools import partial
+
+    from async_serving import tiny_llm
+    from test_endings_text import CONFIG
+
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return partial(tiny_llm, str(folder))
+
+
+@pytest.fixture(scope="session")
+def alone(make):
+    """The answers to `async_serving.ASKS`, each by itself."""
+    from async_serving import answers_alone
+
+    return answers_alone(make)

@@ -283,7 +283,7 @@ def both_ways(llm, seed):
     bulk = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     between = llm.stats.num_emitted_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftproof.llm.needs_settling", lambda *_: True)
+        patch.setattr("draftproof.jobs.needs_settling", lambda *_: True)
         watched = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     assert between - before == llm.stats.num_emitted_tokens - between == bulk_tokens(bulk)
     return bulk, watched
@@ -302,7 +302,7 @@ def test_bulk_is_what_token_by_token_gives(llms):
             assert [replace(r, request_id="") for r in bulk] == [replace(r, request_id="") for r in watched]
             reasons |= {(o.finish_reason, o.stop_reason) for r in bulk for o in r.outputs}
             origins |= {origin for r in bulk for o in r.outputs for origin in o.provenance}
-            assert not llm._ledger.num_open and not llm._owners and not llm.engine.has_work
+            assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
     assert reasons > {("length", None), ("stop", None), ("stop", 12), ("stop", "bb"), ("stop", "\ufffd")}
     assert {"plain", "bonus", "recovered"} < origins
 
@@ -323,7 +323,7 @@ def test_results_a_step_late_change_no_answer(llms, make):
         answers = llm.generate(["ab"] * 3, wishes, use_tqdm=False)
         assert [a.outputs[0].text for a in answers[:2]] == [text[: text.index(text[6:8])], text]
         assert sum(a.metrics.num_emitted_tokens for a in answers) == bulk_tokens(answers)
-        assert not llm._ledger.num_open and not llm._owners and not llm.engine.has_work
+        assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
 
 
 def test_control_a_bulk_answer_that_differs(llms, monkeypatch):
@@ -363,7 +363,7 @@ def test_streams_stop_strings_and_bulk_in_one_engine(llms):
         for i in (0, 2):
             assert seen(answers[i].outputs[0]) == seen(alone[i].outputs[0])
         assert answers[1].outputs[0].stop_reason == stop
-        assert not llm.engine.has_work and not llm._owners and not llm._ledger.num_open
+        assert not llm.engine.has_work and not llm.jobs.owners and not llm.jobs.ledger.num_open
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -388,7 +388,7 @@ def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeyp
                     use_tqdm=False,
                 )
         assert llm.stats.num_emitted_tokens - before == sum(told)
-        assert not llm.engine.has_work and not llm._owners and not llm._ledger.num_open
+        assert not llm.engine.has_work and not llm.jobs.owners and not llm.jobs.ledger.num_open
 
 
 def test_the_bar_moves_with_endings_alone(llms, monkeypatch):

@@ -22,7 +22,9 @@ REPO = ROOT.parent.parent
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"llm"},
+    {"async_llm"},
+    {"driver", "llm"},
+    {"jobs"},
     {"engine", "text"},
     {"propose", "verify"},
     {"models"},

@@ -243,7 +243,7 @@ def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pyt
             patch.setattr(Ledger, moment, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["a", "b", "c", "d"], greedy(max_tokens=4), use_tqdm=False)
-        assert not llm._ledger.num_open and not llm._owners and not llm.engine.has_work
+        assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
     assert llm.generate("fine", greedy())[0].finished
 
 

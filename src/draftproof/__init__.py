@@ -6,8 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftproof.async_llm import AsyncLLM
     from draftproof.config import EngineConfig, SpeculativeConfig
-    from draftproof.errors import ConfigError, DraftproofError, LoadError, RequestError
+    from draftproof.errors import (
+        ConfigError,
+        DraftproofError,
+        EngineClosedError,
+        EngineDeadError,
+        LoadError,
+        RequestError,
+    )
     from draftproof.llm import LLM
     from draftproof.metrics import SpecStats
     from draftproof.sampling_params import SamplingParams, SpeculativeParams
@@ -17,10 +25,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "async_llm",
     "CompletionOutput": "types",
     "ConfigError": "errors",
     "DraftproofError": "errors",
+    "EngineClosedError": "errors",
     "EngineConfig": "config",
+    "EngineDeadError": "errors",
     "LLM": "llm",
     "LoadError": "errors",
     "Logprob": "types",
@@ -35,10 +46,13 @@ _HOMES = {
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
     "DraftproofError",
+    "EngineClosedError",
     "EngineConfig",
+    "EngineDeadError",
     "LoadError",
     "Logprob",
     "RequestError",

@@ -199,7 +199,7 @@ def _answer(llm: LLM, ids: list[int], params: SamplingParams, console: Console) 
     """Show one answer; returns it and its figures."""
     from draftproof.metrics import SpecStats
 
-    llm.stats = SpecStats()
+    llm.jobs.stats = SpecStats()
     shown = _show(llm.stream({"prompt_token_ids": ids}, params), console)
     return shown, _figures(shown, llm.stats)
 

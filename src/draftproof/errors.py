@@ -3,7 +3,9 @@
 DraftproofError
 ├── ConfigError      the engine was set up wrongly (also a ValueError)
 ├── LoadError        a model, tokenizer or file cannot be used
-└── RequestError     one request is wrong; nobody else is affected (also a ValueError)
+├── RequestError     one request is wrong; nobody else is affected (also a ValueError)
+└── EngineClosedError    nothing is taken in any more: it drains, or was shut down
+    └── EngineDeadError  something broke that no request is to blame for
 
 `assert` is for us; these are for people, so every message says what to do.
 """
@@ -32,6 +34,14 @@ class RequestError(DraftproofError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class EngineClosedError(DraftproofError):
+    """The engine takes no new requests."""
+
+
+class EngineDeadError(EngineClosedError):
+    """The engine broke and has stopped; `__cause__` is what broke it. Start another one."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ logprobs, text, provenance and statistics.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from draftproof.text.detokenize import Detokenizer
@@ -14,11 +15,57 @@ from draftproof.text.stop import StopStrings
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import (
     CompletionOutput,
+    FinishReason,
     LogprobRow,
     Request,
     StepOutput,
     TokenEvent,
 )
+
+Ending = tuple[FinishReason | None, int | str | None, str | None]
+
+
+class StepEvents(Sequence[TokenEvent]):
+    """The events of one step of one answer, each made when it is read.
+
+    Until then they hold hardly more than the answer does anyway, so a reader may be late at no great cost.
+    """
+
+    __slots__ = ("_ending", "_first", "_index", "_lines", "_origins", "_shown", "_tokens")
+
+    def __init__(
+        self,
+        index: int,
+        tokens: list[int],
+        shown: list[str],
+        origins: list[str],
+        lines: LogprobMaps | None,  # the whole answer's
+        first: int,  # where these begin in them
+        ending: Ending,
+    ) -> None:
+        self._index, self._tokens, self._shown, self._origins = index, tokens, shown, origins
+        self._lines, self._first, self._ending = lines, first, ending
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # slices are lists
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        last = i == len(self) - 1
+        reason, stop, error = self._ending if last else (None, None, None)
+        return TokenEvent(
+            index=self._index,
+            token_id=self._tokens[i],
+            text=self._shown[i],
+            provenance=self._origins[i],
+            logprobs=None if self._lines is None else self._lines[self._first + i],
+            step_end=last,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=error,
+        )
 
 
 class OutputBuilder:
@@ -48,7 +95,7 @@ class OutputBuilder:
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
-    def feed(self, step: StepOutput, tell: bool = True) -> list[TokenEvent]:
+    def feed(self, step: StepOutput, tell: bool = True) -> Sequence[TokenEvent]:
         """Take a step's tokens; one event for each that counts, and one for an end that has none.
 
         Unless somebody listens (`tell`) there are no events.
@@ -64,32 +111,30 @@ class OutputBuilder:
 
     def _events(
         self, step: StepOutput, shown: list[str], origins: list[str], before: int
-    ) -> list[TokenEvent]:
-        out, kept = self.output, len(shown)
+    ) -> Sequence[TokenEvent]:
+        out = self.output
         if self.finished and not shown:
-            text, reason = out.text[before:], out.finish_reason
-            return [TokenEvent(out.index, None, text, "", None, True, reason, out.stop_reason, out.error)]
-        first = len(out.token_ids) - kept
-        return [
-            TokenEvent(
-                index=out.index,
-                token_id=step.token_ids[i],
-                text=text,
-                provenance=origins[i],
-                logprobs=self._lines[first + i] if step.logprobs is not None else None,
-                step_end=i == kept - 1,
-                finish_reason=out.finish_reason if i == kept - 1 else None,
-                stop_reason=out.stop_reason if i == kept - 1 else None,
-                error=out.error if i == kept - 1 else None,
-            )
-            for i, text in enumerate(shown)
-        ]
+            return [self._last_words(out.text[before:])]
+        ending = out.finish_reason, out.stop_reason, out.error
+        lines = self._lines if step.logprobs is not None else None
+        first = len(out.token_ids) - len(shown)
+        return StepEvents(out.index, step.token_ids, shown, origins, lines, first, ending)
 
-    def abort(self) -> None:
-        """The request was ended from outside; what was delivered stays."""
-        if not self.finished:
-            self.output.text += self._rest()
-            self.output.finish_reason = "abort"
+    def _last_words(self, text: str) -> TokenEvent:
+        """An end that comes without a token."""
+        out = self.output
+        return TokenEvent(
+            out.index, None, text, "", None, True, out.finish_reason, out.stop_reason, out.error
+        )
+
+    def abort(self, reason: FinishReason = "abort", error: str | None = None) -> Sequence[TokenEvent]:
+        """The request was ended from outside; what was delivered stays. The event that says so."""
+        if self.finished:
+            return []
+        rest = self._rest()
+        self.output.text += rest
+        self.output.finish_reason, self.output.error = reason, error
+        return [self._last_words(rest)]
 
     # --- parts ------------------------------------------------------------------------------------
 

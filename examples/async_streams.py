@@ -1,0 +1,33 @@
+"""Many callers on one engine: streams side by side, one that is left early, and a whole answer meanwhile."""
+
+import asyncio
+
+from draftproof import AsyncLLM, SamplingParams
+
+PROMPTS = ["Count: one two three one two three one two", "The capital of France is", "Once upon a time"]
+
+
+async def read(llm: AsyncLLM, prompt: str, most: int) -> str:
+    text = ""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    async for event in llm.stream(prompt, params):
+        text += event.text
+        most -= 1
+        if not most:
+            break  # which aborts the request
+    return text
+
+
+async def main() -> None:
+    spec = {"method": "ngram", "num_speculative_tokens": 5}
+    async with AsyncLLM("smollm2-135m", speculative_config=spec) as llm:
+        streams = [read(llm, prompt, most) for prompt, most in zip(PROMPTS, (99, 99, 5), strict=True)]
+        whole = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, n=2))
+        output, *texts = await asyncio.gather(whole, *streams)
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            print(repr(prompt), "->", repr(text))
+        print(f"  {output.metrics.acceptance_length:.2f} tokens a step, strategy {output.strategy}")
+        print("aborted by the end of draining:", await llm.drain(timeout=10))
+
+
+asyncio.run(main())

@@ -1,0 +1,203 @@
+"""Jobs: prompts on their way through the engine, and what each step brought them.
+
+`LLM` and `AsyncLLM` share this. One thread at a time may use it: the one that runs the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.engine.engine import Engine
+from draftproof.engine.extras import needs_settling
+from draftproof.engine.settle import Ending, StepResults
+from draftproof.errors import RequestError
+from draftproof.metrics import SpecStats
+from draftproof.text.ledger import Answer, Ledger
+from draftproof.text.logprobs import LogprobMaps
+from draftproof.text.output import OutputBuilder
+from draftproof.text.tokenizer import Tokenizer
+from draftproof.types import FinishReason, LogprobRow, Request, RequestOutput, TokenEvent
+
+BY_STOP_STRING = Ending("stop")  # the engine knows none: the answer says which
+Tell = Callable[[Sequence[TokenEvent]], Any]
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt on its way: its requests (n of them) and what has come back."""
+
+    name: str
+    text: str | None
+    ids: list[int]
+    requests: list[Request]
+    tokenizer: Tokenizer | None
+    tell: Tell | None  # takes the events of a stream, step by step
+    max_length: int = 0
+    answers: Sequence[Answer | OutputBuilder] = ()  # none before it is opened
+    prompt_rows: list[LogprobRow] = field(default_factory=list)
+    num_ended: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Have all its answers come to an end of their own?"""
+        return self.num_ended == len(self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """The requests of a step: those whose answers are built in bulk, and the others."""
+
+    requests: list[Request]
+    lines: NDArray[np.int64]  # in the ledger
+    at: NDArray[np.int64]  # where in `requests`
+    singly: list[int]  # where the others are
+
+
+NOBODY = Company([], np.zeros(0, np.int64), np.zeros(0, np.int64), [])
+
+
+class Jobs:
+    """Who has which request in the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.stats = SpecStats()  # of everything
+        self.owners: dict[str, tuple[Job, int]] = {}
+        self.driver: str | None = None  # who alone may run the engine, if somebody claims that
+        loop = engine.loop
+        self.ledger = Ledger(engine.limits.vocab_size, loop.slots.columns.draft.shape[1], loop.sources)
+        self._company = NOBODY
+
+    # --- coming and going ---------------------------------------------------------------------------
+
+    def open(self, job: Job) -> None:
+        """Ask the engine whether it can be served (RequestError), and prepare its answers."""
+        params = job.requests[0].params
+        job.max_length = self.engine.check(job.requests[0])
+        # nobody sees a token before the answer is complete: then it is built when it is
+        in_bulk = job.tell is None and not needs_settling(params, self.engine.limits.vocab_size)
+        make = self.ledger.answer if in_bulk else OutputBuilder
+        job.answers = [make(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
+
+    def add(self, job: Job) -> None:
+        """Let it in. If this raises, or whatever else happens, `drop` leaves nothing behind."""
+        self._company = NOBODY  # it may equal one that was here before, name and all
+        for index, request in enumerate(job.requests):
+            if request.id in self.owners:
+                raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
+            self.owners[request.id] = job, index
+            self.engine.add(request, job.max_length)
+
+    def drop(self, job: Job, reason: FinishReason = "abort", error: str | None = None) -> None:
+        """Let it go, wherever it is; answers that have not ended end by this."""
+        try:
+            for request in job.requests:
+                if self.owners.get(request.id, (None,))[0] is job:
+                    del self.owners[request.id]
+                    self.engine.abort(request.id)
+        finally:  # also where a broken engine lets nobody go
+            for answer in job.answers:
+                if not answer.output.finished():
+                    self._cut_off(job, answer, reason, error)
+
+    def _cut_off(
+        self, job: Job, answer: Answer | OutputBuilder, reason: FinishReason, error: str | None
+    ) -> None:
+        if isinstance(answer, Answer):
+            out = self.ledger.close(answer, "abort", None, None)
+            out.finish_reason, out.error = reason, error
+        else:
+            events = answer.abort(reason, error)
+            if job.tell is not None:
+                job.tell(events)
+        self.stats.add(answer.output.metrics)
+
+    def result(self, job: Job) -> RequestOutput:
+        params = job.requests[0].params
+        strategy = self.engine.strategy_of(params)
+        total = SpecStats()
+        for answer in job.answers:
+            total.add(answer.output.metrics)
+        asked = params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=job.name,
+            prompt=job.text,
+            prompt_token_ids=job.ids,
+            prompt_logprobs=LogprobMaps([None, *job.prompt_rows], job.tokenizer) if asked else None,
+            outputs=[answer.output for answer in job.answers],
+            finished=job.finished,
+            metrics=total,
+            strategy=f"{self.engine.strategy_name_of(params)}: {strategy.label}",
+            lossless=strategy.lossless_for(params.greedy),
+        )
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def step(self) -> list[Job]:
+        """One step of the engine; each job gets what is its own. The jobs that it completed."""
+        results, company = self.engine.step(), self._company
+        if results.requests != company.requests:
+            company = self._company = self._meet(results.requests)
+        matched = self._write_down(results, company) if len(company.lines) else []
+        for i, extra in results.extras.items():
+            job, index = self.owners[results.requests[i].id]
+            if extra.prompt_logprobs is not None and index == 0:
+                job.prompt_rows.extend(extra.prompt_logprobs)
+        completed = []
+        for i in company.singly:
+            output = results[i]
+            job, index = self.owners[output.request_id]
+            builder = job.answers[index]
+            assert isinstance(builder, OutputBuilder)
+            events = builder.feed(output, tell=job.tell is not None)
+            if job.tell is not None and events:
+                job.tell(events)
+            if builder.finished:
+                self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
+                completed += self._ended(job, index)
+        for i in dict.fromkeys([*results.endings, *matched]):
+            job, index = self.owners[results.requests[i].id]
+            answer, ending = job.answers[index], results.endings.get(i)
+            if isinstance(answer, Answer):
+                reason, stop, error = astuple(ending or BY_STOP_STRING)
+                self.ledger.close(answer, reason, stop, error)
+                if ending is None:
+                    self.engine.abort(results.requests[i].id)
+                completed += self._ended(job, index)
+        self.ledger.tidy()
+        return completed
+
+    def _meet(self, requests: list[Request]) -> Company:
+        """Who takes part in a step, for as long as it stays the same."""
+        lines, singly = [], []
+        for i, request in enumerate(requests):
+            job, index = self.owners[request.id]
+            answer = job.answers[index]
+            if isinstance(answer, Answer):
+                lines.append(answer.line if answer.line >= 0 else self.ledger.open(answer))
+            else:
+                singly.append(i)
+        at = np.delete(np.arange(len(requests)), singly)
+        return Company(requests, np.array(lines, np.int64), at, singly)
+
+    def _write_down(self, results: StepResults, company: Company) -> list[int]:
+        """What a step brought the answers built in bulk; those of them that met a stop string."""
+        table, source = results.table, results.source
+        ends = {i: ending.reason for i, ending in results.endings.items()}
+        if company.singly:
+            table, source = table[company.at], None if source is None else source[company.at]
+            ends = {n: ends[i] for n, i in enumerate(company.at.tolist()) if i in ends}
+        columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
+        matched = self.ledger.add(company.lines, table, source, columns, ends)
+        return [int(company.at[n]) for n in matched]
+
+    def _ended(self, job: Job, index: int) -> list[Job]:
+        """Count an answer that is complete; the job if it was its last."""
+        self.stats.add(job.answers[index].output.metrics)
+        job.num_ended += 1
+        return [job] if job.finished else []

@@ -1,0 +1,271 @@
+"""AsyncLLM: many callers, loops and threads on one engine, and every answer is what LLM gives alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from async_serving import (
+    ASKS,
+    LONG,
+    SPECS,
+    check_prefix,
+    check_stream,
+    collect,
+    facts,
+    params,
+    run,
+    serve_all,
+)
+from draftproof import AsyncLLM
+from draftproof.driver import Bell, Box, Driver
+from draftproof.types import RequestOutput, TokenEvent
+from exact import check_empty
+
+# --- the promise ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_answers_are_those_of_llm_from_any_loop_and_thread(make: Any, alone: Any, spec: str) -> None:
+    llm, failures = make(spec), []
+
+    def elsewhere(engine: AsyncLLM, seed: int) -> None:
+        try:
+            asyncio.run(serve_all(engine, alone, random.Random(seed)))
+        except BaseException as error:
+            failures.append(error)
+
+    async def main(engine: AsyncLLM) -> None:
+        threads = [threading.Thread(target=elsewhere, args=(engine, seed)) for seed in (1, 2)]
+        for thread in threads:
+            thread.start()
+        await serve_all(engine, alone, random.Random(3))
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+
+    before = llm.stats.num_emitted_tokens
+    run(llm, main)
+    assert not failures
+    tokens = sum(r.usage["completion_tokens"] for r in alone)
+    assert llm.stats.num_emitted_tokens - before == 6 * tokens
+    assert facts(llm.generate(*ASKS[0])[0]) == facts(alone[0])  # it is the LLM's again
+
+
+def test_control_events_of_a_neighbour(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, last = Box.put, []
+
+    def mixed_up(self: Box, events: Any) -> None:
+        put(last[-1] if last and len(last) % 7 == 0 else self, events)
+        last.append(self)
+
+    monkeypatch.setattr(Box, "put", mixed_up)
+    with pytest.raises(AssertionError):
+        run(make("plain"), lambda engine: serve_all(engine, alone, random.Random(3)))
+
+
+def test_a_name_used_again_for_the_same_request(make: Any, alone: Any) -> None:
+    """It equals the one before in every field, and is another."""
+
+    async def main(engine: AsyncLLM) -> None:
+        for _ in range(3):
+            assert facts(await engine.generate(*ASKS[1], request_id="me")) == facts(alone[1])
+            check_stream(await collect(engine.stream(*ASKS[1], request_id="me")), alone[1])
+
+    run(make("plain", overlap=False), main)
+
+
+# --- readers ----------------------------------------------------------------------------------------------
+
+
+async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> set[str]:
+    ways: set[str] = set()
+
+    async def one(number: int) -> None:
+        i, name = draw.randrange(len(ASKS)), str(number)
+        way = draw.choice(["stay", "break", "close", "cancel", "cancel generate", "abort"])
+        after, turns = draw.randint(1, 9), draw.randint(0, 40)
+        ways.add(way)
+        if way == "stay":
+            return check_stream(await collect(engine.stream(*ASKS[i])), alone[i])
+        if way.startswith("cancel"):
+            whole = engine.generate if way == "cancel generate" else lambda *ask: collect(engine.stream(*ask))
+            task: asyncio.Task[Any] = asyncio.create_task(whole(*ASKS[i]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            done = (await asyncio.gather(task, return_exceptions=True))[0]
+            assert isinstance(done, (list, RequestOutput, asyncio.CancelledError))
+            return None
+        stream, events = engine.stream(*ASKS[i], request_id=name), []
+        async for event in stream:
+            events.append(event)
+            if len(events) == after:
+                if way == "break":
+                    break
+                if way == "close":
+                    await stream.aclose()
+                elif await engine.abort(name):
+                    assert not await engine.abort(name)
+        if way == "abort":
+            assert stream.output is not None
+            for o in stream.output.outputs:
+                mine = [e for e in events if e.index == o.index]
+                assert [e.token_id for e in mine if e.token_id is not None] == o.token_ids
+                assert mine[-1].finish_reason == o.finish_reason and o.finish_reason is not None
+        elif way == "close":
+            assert len(events) <= after and await stream.read() == []
+        check_prefix(events, alone[i])
+
+    await asyncio.gather(*(one(number) for number in range(14)))
+    assert await engine.drain() == 0 and engine.num_open == 0
+    return ways
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_readers_leave_at_any_moment(make: Any, alone: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    spec = draw.choice(["plain", "ngram", "flaky"])
+    assert len(run(make(spec), lambda engine: leave_at_random(engine, alone, draw))) > 2
+
+
+def test_a_reader_that_left_has_its_request_aborted(make: Any) -> None:
+    """By `break` alone: no await, no loop needed. Its pages are back before anything else is served."""
+    llm = make("ngram")
+
+    async def main(engine: AsyncLLM) -> None:
+        async for _ in engine.stream("ab", params(**LONG), request_id="gone"):
+            break
+        assert not await engine.abort("gone") and engine.num_open == 0
+        check_empty(llm.engine)
+        task = asyncio.create_task(engine.generate("ab", params(**LONG), request_id="gone too"))
+        while not engine.num_open:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not await engine.abort("gone too")
+        check_empty(llm.engine)
+
+    run(llm, main)
+
+
+def test_control_a_reader_that_leaves_and_is_not_noticed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "_on_leave", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_a_reader_that_left_has_its_request_aborted(make)
+
+
+async def abort_another(engine: AsyncLLM, want: RequestOutput) -> None:
+    stream = engine.stream("ab", params(**LONG), request_id="x")
+    events = [await anext(stream)]
+    assert await engine.abort("x") and not await engine.abort("x") and not await engine.abort("nobody")
+    events += await collect(stream)
+    assert stream.output is not None and not stream.output.finished
+    answer = stream.output.outputs[0]
+    assert [e.token_id for e in events] == [*answer.token_ids, None]
+    assert events[-1].finish_reason == answer.finish_reason == "abort"
+    assert "".join(e.text for e in events) == answer.text
+    check_prefix(events, want)
+
+
+def test_no_token_after_an_abort(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("ngram")
+    want = llm.generate("ab", params(**LONG))[0]
+    run(llm, lambda engine: abort_another(engine, want))
+    let_go = Driver._let_go
+
+    def late(self: Driver, job: Any, *rest: Any) -> None:  # control: what it had is told after its end
+        box, news = self._open[job.name][1], list(self._news)
+        let_go(self, job, *rest)
+        for events in [*(part for _, part in news), *list(box.parts)[-2:]]:
+            box.put(events)
+
+    monkeypatch.setattr(Driver, "_let_go", late)
+    with pytest.raises(AssertionError):
+        run(llm, lambda engine: abort_another(engine, want))
+
+
+def slow_reader(
+    make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, over: threading.Event, seconds: float = 120
+) -> None:
+    """One slot: if a reader could hold it, nobody else would be served."""
+    llm, made = make("ngram", max_num_seqs=1), []
+    want = llm.generate("ab", params(**LONG, n=2))[0]
+    monkeypatch.setattr(
+        "draftproof.text.output.TokenEvent", lambda *a, **k: made.append(1) or TokenEvent(*a, **k)
+    )
+
+    async def main(engine: AsyncLLM) -> None:
+        slow = engine.stream("ab", params(**LONG, n=2))
+        events = [await anext(slow)]
+        try:
+            async with asyncio.timeout(seconds):
+                for i in range(len(ASKS)):
+                    assert facts(await engine.generate(*ASKS[i])) == facts(alone[i])
+        finally:
+            over.set()
+        assert engine.num_open == 0
+        check_empty(llm.engine)
+        assert len(made) < 40  # what is not read yet is not made into events
+        events += await collect(slow)
+        check_stream(events, want)
+
+    run(llm, main)
+
+
+def test_a_slow_reader_slows_itself_alone(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_reader(make, alone, monkeypatch, threading.Event())
+
+
+def test_control_the_engine_waits_for_a_slow_reader(
+    make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, over = Box.put, threading.Event()
+
+    def wait(self: Box, events: Any) -> None:
+        while len(self.parts) > 3 and not over.wait(0.01):
+            pass
+        put(self, events)
+
+    monkeypatch.setattr(Box, "put", wait)
+    with pytest.raises(TimeoutError):
+        slow_reader(make, alone, monkeypatch, over, seconds=0.5)
+
+
+def test_one_wake_up_a_step(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many streams a loop reads."""
+    llm, steps, rings = make("ngram", max_num_seqs=8), [], []
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: steps.append(1) or step())
+
+    async def main(engine: AsyncLLM) -> None:
+        loop = asyncio.get_running_loop()
+        whole = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: rings.append(1) or whole(*a))
+        wish = params(**LONG)
+        assert len(await asyncio.gather(*(collect(engine.stream("ab", wish)) for _ in range(8)))) == 8
+        assert 3 < len(rings) <= len(steps) + 2
+
+    run(llm, main)
+
+
+def test_control_a_wake_up_that_is_lost(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, rung = Bell.ring, []
+
+    def lost(self: Bell) -> bool:
+        rung.append(1)
+        return ring(self) if len(rung) < 3 else True
+
+    async def main(engine: AsyncLLM) -> None:
+        try:
+            await collect(engine.stream("ab", params(**LONG)))
+        finally:
+            monkeypatch.setattr(Bell, "ring", ring)
+
+    monkeypatch.setattr(Bell, "ring", lost)
+    with pytest.raises(TimeoutError):
+        run(make("plain"), main, seconds=0.5)
