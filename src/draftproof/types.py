@@ -139,7 +139,7 @@ class Traits:
     """
 
     strategies: tuple[int, ...]  # by number, ascending
-    adjusts: bool = False  # some have penalties, bias, bans, min_tokens, a grammar
+    adjusts: bool = False  # some have penalties, bias, bans, min_tokens
     masks: bool = False  # some have a grammar
     scales: bool = False  # processed logits are needed as such: truncation, or somebody looks at them
     raw_top: int = -1  # columns of raw logprobs beside the token's own; -1: none wanted
@@ -291,7 +291,7 @@ class TokenEvent:
     """One committed token of a stream. `text` is what became certain with it; all of them make the answer."""
 
     index: int  # which of the n answers
-    token_id: int | None  # None: the answer ended without another token, by an error
+    token_id: int | None  # None: the answer ended without another token, by an error or an abort
     text: str
     provenance: str
     logprobs: dict[int, Logprob] | None
