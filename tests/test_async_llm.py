@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,8 +23,9 @@ from async_serving import (
     run,
     serve_all,
 )
-from draftproof import AsyncLLM
+from draftproof import AsyncLLM, EngineClosedError
 from draftproof.driver import Bell, Box, Driver
+from draftproof.jobs import Jobs
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty
 
@@ -76,6 +79,23 @@ def test_a_name_used_again_for_the_same_request(make: Any, alone: Any) -> None:
             check_stream(await collect(engine.stream(*ASKS[1], request_id="me")), alone[1])
 
     run(make("plain", overlap=False), main)
+
+
+def test_control_who_was_in_the_last_step_is_remembered(
+    make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the second of two equal requests is taken for the first."""
+    add = Jobs.add
+
+    def remembers(self: Jobs, job: Any) -> None:
+        company = self._company
+        add(self, job)
+        self._company = company
+
+    monkeypatch.setattr(Jobs, "add", remembers)
+    monkeypatch.setattr(logging.getLogger("draftproof"), "disabled", True)
+    with pytest.raises((AssertionError, EngineClosedError)):
+        test_a_name_used_again_for_the_same_request(make, alone)
 
 
 # --- readers ----------------------------------------------------------------------------------------------
@@ -249,6 +269,23 @@ def test_one_wake_up_a_step(make: Any, alone: Any, monkeypatch: pytest.MonkeyPat
         wish = params(**LONG)
         assert len(await asyncio.gather(*(collect(engine.stream("ab", wish)) for _ in range(8)))) == 8
         assert 3 < len(rings) <= len(steps) + 2
+
+    run(llm, main)
+
+
+def test_a_loop_that_is_stuck_collects_nothing(make: Any) -> None:
+    llm = make("plain")
+    want = llm.generate("ab", params(**LONG))[0]
+
+    async def main(engine: AsyncLLM) -> None:
+        stream = engine.stream("ab", params(**LONG))
+        events = [await anext(stream)]
+        while engine.num_open:
+            time.sleep(0.001)  # nothing of this loop runs meanwhile
+        assert stream._box is not None and len(stream._box.bell._due) == 1
+        assert len(asyncio.get_running_loop()._ready) <= 2  # type: ignore[attr-defined]
+        check_stream(events + await stream.read(), want)
+        assert await stream.read() == []
 
     run(llm, main)
 

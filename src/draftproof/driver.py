@@ -65,6 +65,7 @@ class Box:
         self.error: Exception | None = None  # why it was refused
         self.ended = False  # after which nothing is put in
         self.left = False  # nobody will read
+        self.due = False  # its bell has been told already
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, events: Sequence[TokenEvent]) -> None:
@@ -90,6 +91,7 @@ class Box:
             raise self.error
 
     def wake(self) -> None:
+        self.due = False  # before anything is looked at: what is put in from here on is told again
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -228,6 +230,8 @@ class Driver:
     def _step(self) -> None:
         for job in self._jobs.step():
             self._let_go(job)
+        if self._open and not self._jobs.engine.has_work:  # better an error than readers who wait for ever
+            raise AssertionError(f"the engine has lost {len(self._open)} requests")
 
     def _let_go(self, job: Job, reason: Any = "abort", error: str | None = None) -> None:
         """It has ended, or ends by this; what it gave goes out with the rest of the step."""
@@ -253,8 +257,10 @@ class Driver:
             self._wake(box)
 
     def _wake(self, box: Box) -> None:
-        box.bell.add(box.wake)
-        self._due.add(box.bell)
+        if not box.due:
+            box.due = True
+            box.bell.add(box.wake)
+            self._due.add(box.bell)
 
     def _publish(self) -> None:
         """A step is whole: out with it."""
