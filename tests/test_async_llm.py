@@ -28,6 +28,8 @@ from draftproof.driver import Bell, Box, Driver
 from draftproof.jobs import Jobs
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty
+from test_endings_text import CONFIG, Pieces
+from words import Words
 
 # --- the promise ------------------------------------------------------------------------------------------
 
@@ -98,6 +100,30 @@ def test_control_who_was_in_the_last_step_is_remembered(
         test_a_name_used_again_for_the_same_request(make, alone)
 
 
+def test_grammars_are_compiled_elsewhere(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the caller's loop nor on the engine's thread; the answers are those of LLM."""
+    llm, threads = make("ngram"), []
+    pieces, wish = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
+    words = Words(["abba", "bab"], [pieces.token_bytes(i) for i in range(CONFIG["vocab_size"])], {2}, 2)
+    grammar = lambda asked: threads.append(threading.get_ident()) or (asked.structure and words)  # noqa: E731
+    monkeypatch.setattr(llm._grammars, "of", grammar)
+    want = llm.generate("ab", wish)[0]
+    assert want.outputs[0].text in ("abba", "bab") and want.outputs[0].finish_reason == "stop"
+    threads.clear()
+
+    async def main(engine: AsyncLLM) -> None:
+        free = asyncio.create_task(engine.generate(*ASKS[1]))
+        assert facts(await engine.generate("ab", wish)) == facts(want)
+        check_stream(await collect(engine.stream("ab", wish)), want)
+        await free
+        names = {t.ident: t.name for t in threading.enumerate()}
+        mine = [names.get(ident, "") for ident in threads]
+        assert mine[1:] and "draftproof-engine" not in mine
+        assert mine.count(threading.current_thread().name) == 1  # the one without a grammar
+
+    run(llm, main)
+
+
 # --- readers ----------------------------------------------------------------------------------------------
 
 
@@ -105,7 +131,7 @@ async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> 
     ways: set[str] = set()
 
     async def one(number: int) -> None:
-        i, name = draw.randrange(len(ASKS)), str(number)
+        i, name = draw.randrange(len(ASKS)), f"{threading.get_ident()} {number}"
         way = draw.choice(["stay", "break", "close", "cancel", "cancel generate", "abort"])
         after, turns = draw.randint(1, 9), draw.randint(0, 40)
         ways.add(way)
@@ -141,15 +167,23 @@ async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> 
         check_prefix(events, alone[i])
 
     await asyncio.gather(*(one(number) for number in range(14)))
-    assert await engine.drain() == 0 and engine.num_open == 0
     return ways
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_readers_leave_at_any_moment(make: Any, alone: Any, seed: int) -> None:
-    draw = random.Random(seed)
-    spec = draw.choice(["plain", "ngram", "flaky"])
-    assert len(run(make(spec), lambda engine: leave_at_random(engine, alone, draw))) > 2
+    """Of two loops in two threads."""
+    llm = make(["plain", "ngram", "flaky"][seed % 3])
+    draws = random.Random(seed), random.Random(100 + seed)
+
+    async def main(engine: AsyncLLM) -> None:
+        other = asyncio.to_thread(asyncio.run, leave_at_random(engine, alone, draws[1]))
+        ways = await asyncio.gather(leave_at_random(engine, alone, draws[0]), other)
+        assert len(set.union(*ways)) > 3
+        assert await engine.drain() == 0 and engine.num_open == 0
+        check_empty(llm.engine)
+
+    run(llm, main)
 
 
 def test_a_reader_that_left_has_its_request_aborted(make: Any) -> None:
