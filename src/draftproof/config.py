@@ -115,6 +115,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     page_size: int = 16
     kv_cache_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    max_num_waiting: int | None = None  # requests that may queue up; None: any number
     memory_utilization: float = 0.9  # of a device whose free memory is known, for weights and KV
     max_logprobs: int = 20  # -1: no limit
     seed: int | None = None  # of dummy weights, and of the seeds that requests without one are given
@@ -139,7 +141,7 @@ class EngineConfig:
         return cls(model=model, speculative=spec, **values)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "max_num_waiting"):
             value = getattr(self, name)
             if value is None:
                 continue

@@ -13,7 +13,8 @@ from draftproof.engine.budget import DraftBudgets, RowCosts
 from draftproof.engine.extras import needs_settling, wants_of
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
-from draftproof.engine.scheduler import Scheduler, Sequence
+from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.sequence import Sequence
 from draftproof.engine.settle import StepResults
 from draftproof.engine.sizes import resolve_sizes
 from draftproof.engine.slots import Slots
@@ -63,7 +64,8 @@ class Engine:
         vocab = model_config.vocab_size
         slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
         budgets = DraftBudgets(sizes.num_seqs, config.speculative.adaptive if config.speculative else False)
-        scheduler = Scheduler(slots, Pages(sizes.num_pages), sizes.page_size, sizes.max_rows, budgets)
+        pages, caching = Pages(sizes.num_pages), config.enable_prefix_caching
+        scheduler = Scheduler(slots, pages, sizes.page_size, sizes.max_rows, budgets, caching)
         env = ProposerEnv(
             ops=self.ops,
             k=sizes.k,

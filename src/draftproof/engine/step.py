@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.budget import Ints
-from draftproof.engine.scheduler import Planned
+from draftproof.engine.sequence import Planned
 from draftproof.engine.slots import ALIGN, Slots
 from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Rows, TokenLogprobs
