@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -357,12 +359,16 @@ def main() -> None:
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256]
     )
     parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--save", type=Path, help="write what is found after every part")
     options = parser.parse_args()
-    bench, found = Bench(options), {"model": options.model}
+    bench = Bench(options)
+    found: dict[str, Any] = {"model": options.model}
     for name in options.parts:
         begin = time.monotonic()
         found[name] = "no time left" if bench.late else PARTS[name](bench)
         print(f"== {name}: {time.monotonic() - begin:.0f} s", flush=True)
+        if options.save:
+            options.save.write_text(json.dumps(found))
     finish("gpu", found)
 
 

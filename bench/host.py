@@ -26,6 +26,7 @@ import torch
 from measure import finish
 
 from draftproof import LLM, SamplingParams
+from draftproof.engine.packing import Packed
 from draftproof.engine.settle import Ending, LogprobColumns, StepResults
 from draftproof.engine.step import Decided, Ran
 from draftproof.types import (
@@ -119,7 +120,9 @@ class Instant:
         self.length[slots] += planned.samples
         table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], End.LENGTH, 0)
         outcome = Outcome(torch.from_numpy(table), None, None)  # type: ignore[arg-type]
-        return Ran(Decided(outcome, None, None, None, None, None), None)  # type: ignore[arg-type]
+        none = None, None, None, None, None
+        packed = Packed.of([outcome.table, self.real.slots.columns.num_draft])
+        return Ran(Decided(outcome, *none, packed), None)  # type: ignore[arg-type]
 
 
 def build(batch: int, **options: Any) -> LLM:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -273,6 +273,34 @@ def forbid(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     got = want.clone().to(ops.device)
     ops.forbid(got, mine)
     ref.forbid(want, windows)
+    same(got, want, "base")
+    all_same(mine, windows, "windows")
+
+
+def masked(step: Step, windows: Windows) -> Windows:
+    """With masks for every slot and depth; about half of the requests have a grammar."""
+    size, columns = step.size, windows.columns
+    words = -(-size.vocab // 32)
+    allowed = step.ints(-(2**31), 2**31 - 1, size.entries, size.k + 1, words).to(torch.int32)
+    for slot in range(size.entries):
+        kind = step.int(0, 3)
+        if kind < 2:  # all of it open, or all closed
+            allowed[slot, step.int(0, size.k)] = -kind
+        # the column of a free slot is poison: no row may look at it
+        if columns.adjust[slot] != POISON:
+            columns.adjust[slot] |= int(Adjust.MASK) * (kind % 2)
+    return replace(windows, allowed=allowed.to(columns.adjust.device))
+
+
+@check
+def mask(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    step, again = Step(seed, size), Step(seed, size)
+    windows = masked(step, step.windows(spare_of(seed), ref.device))
+    mine = masked(again, again.windows(spare_of(seed), ops.device))
+    want = step.logits(len(windows.slot)).to(ref.device)
+    got = want.clone().to(ops.device)
+    ops.mask(got, mine)
+    ref.mask(want, windows)
     same(got, want, "base")
     all_same(mine, windows, "windows")
 

@@ -30,6 +30,7 @@ LAYERS = [
     {"registry"},
     {"config", "types"},
     {"metrics", "sampling_params"},
+    {"structured_outputs"},
     {"errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

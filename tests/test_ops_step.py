@@ -63,6 +63,7 @@ WRONG = {
     "layout": lambda given, result: given[3].windows.position.add_(given[3].windows.depth > 1),
     "penalise": lambda given, result: result.mul_(1 + 1e-7),
     "forbid": lambda given, result: given[0][0].clamp_(min=-1e30),
+    "mask": lambda given, result: given[0][0].clamp_(min=-1e30),
     "choose": lambda given, result: result[1].clamp_(max=3),
     "commit": lambda given, result: given[4].pick_rows.clamp_(min=0),
     "logprobs": lambda given, result: result.ranks.clamp_(max=10),

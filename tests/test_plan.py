@@ -15,7 +15,8 @@ import pytest
 import tiny
 from draftproof.engine.budget import DraftBudgets
 from draftproof.engine.pages import Pages
-from draftproof.engine.scheduler import Planned, Scheduler, Sequence
+from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.slots import Slots
 from draftproof.sampling_params import SamplingParams
 from scripted import OPS

@@ -101,14 +101,14 @@ def forward(ops: TritonOps, dtype: torch.dtype, rows: int, heads: Heads, hidden:
 
 def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     """Every op of a step, each way it can be called."""
-    from step_cases import PAGE, Guarded, Size, Step
+    from step_cases import PAGE, Guarded, Size, Step, masked
 
     made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
     windows = made.windows(0, CPU)
     rows = len(windows.slot)
     logits, ints = torch.empty((rows, vocab)), torch.zeros(rows, dtype=torch.int64)
     ops.layout(made.plan, made.columns, PAGE, made.out(Guarded(CPU), 4 * entries, rows))
-    ops.penalise(logits, windows), ops.forbid(logits, windows)
+    ops.penalise(logits, windows), ops.forbid(logits, windows), ops.mask(logits, masked(made, windows))
     ops.choose(logits, windows), ops.choose(logits, windows, True)
     out = Outcome(torch.empty((entries, TOKENS + k + 1), dtype=torch.int64), ints, ints)
     for choice in (Choice(ints), Choice(ints, ints > 0), Choice(ints, ints > 0, ints)):

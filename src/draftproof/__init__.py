@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from draftproof.llm import LLM
     from draftproof.metrics import SpecStats
     from draftproof.sampling_params import SamplingParams, SpeculativeParams
+    from draftproof.structured_outputs import StructuredOutputs
     from draftproof.types import CompletionOutput, Logprob, RequestOutput, TokenEvent
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _HOMES = {
     "SpecStats": "metrics",
     "SpeculativeConfig": "config",
     "SpeculativeParams": "sampling_params",
+    "StructuredOutputs": "structured_outputs",
     "TokenEvent": "types",
 }
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "SpecStats",
     "SpeculativeConfig",
     "SpeculativeParams",
+    "StructuredOutputs",
     "TokenEvent",
     "__version__",
 ]

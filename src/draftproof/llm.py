@@ -22,6 +22,7 @@ from draftproof.metrics import SpecStats
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import MAX_SEED, SamplingParams
+from draftproof.text.grammar import Grammars
 from draftproof.text.ledger import Answer, Ledger
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.output import OutputBuilder
@@ -55,6 +56,7 @@ class LLM:
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
         with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
+        self._grammars = Grammars(self.tokenizer, self.engine.limits.vocab_size, self._eos_token_ids())
         self.stats = SpecStats()  # of everything this LLM has generated
         self._ids = count()
         # with a seed, the n-th request is given the same one in every run
@@ -136,6 +138,7 @@ class LLM:
         seed = self._seeds.randrange(MAX_SEED - params.n) if params.seed is None else params.seed
         name = str(next(self._ids))
         bad_words, prediction = self._bad_words(params), self._prediction(params)
+        grammar = self._grammars.of(params)
         requests = [
             Request(
                 id=name if params.n == 1 else f"{name}-{i}",
@@ -145,6 +148,7 @@ class LLM:
                 bad_word_ids=bad_words,
                 prediction_ids=prediction,
                 eos_token_ids=eos,
+                grammar=grammar,
             )
             for i in range(params.n)
         ]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from draftproof.errors import RequestError, nearest
+from draftproof.structured_outputs import StructuredOutputs
 
 # tokens so far (prompt, output and the drafts before this row), logits [vocab] -> logits [vocab]
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
@@ -82,6 +83,7 @@ class SamplingParams:
     include_draft_logprobs: bool = False
     speculative: SpeculativeParams | dict[str, Any] | bool | None = None
     prediction: str | Sequence[int] | None = None  # what the caller expects; for method "given"
+    structured_outputs: StructuredOutputs | dict[str, Any] | None = None  # what the answer must follow
     priority: int = 0  # smaller ones are served first
     cache_salt: str | None = None  # cached prefixes are found by requests with the same salt alone
 
@@ -146,11 +148,17 @@ class SamplingParams:
         put(self, "logit_bias", bias)
         put(self, "top_k", min(max(self.top_k, 0), MAX_SEED))
         put(self, "speculative", SpeculativeParams.parse(self.speculative))
+        put(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
 
     @property
     def speculation(self) -> SpeculativeParams:
         """`speculative` as it was understood."""
         return SpeculativeParams.parse(self.speculative)
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """`structured_outputs` as it was understood."""
+        return StructuredOutputs.parse(self.structured_outputs)
 
     @property
     def greedy(self) -> bool:
@@ -166,7 +174,9 @@ class SamplingParams:
 
     def token_id_options(self) -> dict[str, Sequence[int]]:
         """Every option that names token ids, for one range check against the vocabulary."""
+        end = self.structure.reasoning_end if self.structure else None
         return {
+            "structured_outputs": (end,) if isinstance(end, int) else (),
             "logit_bias": tuple(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids or (),
             "stop_token_ids": self.stop_token_ids,

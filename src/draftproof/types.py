@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,25 @@ from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class GrammarState(Protocol):
+    """Where one request is in its grammar."""
+
+    def fill(self, row: Tensor) -> None:
+        """row [ceil(V / 32)] int32 on the host: bit t % 32 of word t // 32 is set if token t may follow."""
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False, and nothing changes, if it may not follow."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens accepted."""
+
+
+class Grammar(Protocol):
+    """What an answer must follow. The engine knows nothing else of it; see `text/grammar`."""
+
+    def start(self) -> GrammarState: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +46,7 @@ class Request:
     bad_word_ids: Sequence[Sequence[int]] = ()
     prediction_ids: Sequence[int] = ()
     eos_token_ids: Sequence[int] = ()
+    grammar: Grammar | None = None  # compiled from `params.structured_outputs`
 
 
 # --- between engine, proposers and strategies ---------------------------------------------------------
@@ -85,6 +105,7 @@ class Adjust(IntFlag):
     BIAS = 2
     BAN = 4
     HOLD = 8  # min_tokens
+    MASK = 16  # a grammar
 
 
 class Wants(IntEnum):
@@ -118,7 +139,8 @@ class Traits:
     """
 
     strategies: tuple[int, ...]  # by number, ascending
-    adjusts: bool = False  # some have penalties, bias, bans, min_tokens
+    adjusts: bool = False  # some have penalties, bias, bans, min_tokens, a grammar
+    masks: bool = False  # some have a grammar
     scales: bool = False  # processed logits are needed as such: truncation, or somebody looks at them
     raw_top: int = -1  # columns of raw logprobs beside the token's own; -1: none wanted
     processed_top: int = -1
@@ -184,6 +206,7 @@ class Windows:
     position: Tensor  # [L] int64: index in the output of the token the row decides: the key of its noise
     draft: Tensor  # [L] int64: the draft that takes the row's place if it stands; -1: none
     draft_probs: Tensor | None = None  # [S, K, V] by slot, of proposers that report them
+    allowed: Tensor | None = None  # [S, K + 1, ceil(V / 32)] int32 by slot and depth, valid with Adjust.MASK
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,11 @@ def check_request(request: Request, limits: Limits) -> int:
         if not word:
             raise RequestError("bad_words holds a word of no token at all", "bad_words")
         _check_ids("bad_words", word, limits.vocab_size)
+    if params.structure is not None and request.grammar is None:
+        raise RequestError(
+            "structured_outputs must be compiled, as LLM does it, and given as the request's grammar",
+            "structured_outputs",
+        )
     _check_logprobs(params, limits)
     _check_speculation(request, limits)
     max_length = limits.max_model_len

@@ -21,17 +21,36 @@ FIRST_PAUSE = 2
 MAX_PAUSE = 32
 HOPE = 0.7  # that a draft stands, before anything is known, and in a probe
 SURE = 0.98  # that a draft stands, at most: later drafts are then less likely than earlier ones
+LEARN = 0.1  # weight of a new observation of a step's time
+SLOW = 5.0  # times what was expected: not a step's time any more
 MEMORY = 0.75  # weight of what was known, after each window
 PROBE = 64  # every so many steps all requests are tried again
 
 
 class RowCosts:
-    """Seconds of a step by its rows."""
+    """Seconds of a step by its rows: measured at start on empty steps, then corrected by real ones.
+
+    An empty step reads no keys and waits for no host, so it says how costs grow with rows, not what they
+    are. What was observed at some sizes corrects the sizes between and beside them.
+    """
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
         self._sizes = np.array(sorted(seconds), np.int64)
+        self._empty = np.array([seconds[size] for size in self._sizes.tolist()])
+        self._ratio = np.full(len(self._sizes), np.nan)  # real over empty, where it is known
+        self._seconds = np.maximum.accumulate(self._empty)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A real step of that size took so long."""
+        at = int(np.searchsorted(self._sizes, rows))
+        if at == len(self._sizes) or seconds > SLOW * self._seconds[at]:
+            return  # a pause of whoever calls, not a cost
+        new, old = seconds / self._empty[at], self._ratio[at]
+        self._ratio[at] = new if np.isnan(old) else old + (new - old) * LEARN
+        known = np.flatnonzero(~np.isnan(self._ratio))
+        ratio = np.interp(np.arange(len(self._sizes)), known, self._ratio[known])
         # a larger step is never quicker: what the clock says to the contrary is noise
-        self._seconds = np.maximum.accumulate([seconds[size] for size in self._sizes.tolist()])
+        self._seconds = np.maximum.accumulate(self._empty * ratio)
 
     def best(self, rows: int, gains: Reals) -> int:
         """How many drafts to add to `rows` rows, if the n-th adds gains[n - 1] committed tokens."""

@@ -30,6 +30,7 @@ from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request, Traits
 from draftproof.verify import PLAIN_STRATEGY, STRATEGIES, Strategy
+from draftproof.verify.grammar import Guide
 from draftproof.verify.sampler import Sampler
 
 
@@ -198,6 +199,7 @@ class Engine:
             wants=wants_of(params, vocab),
             processed_by_host=bool(params.logits_processors or request.bad_word_ids),
             settled_by_host=needs_settling(params, vocab),
+            guide=None if request.grammar is None else Guide(request.grammar),
         )
         self._sequences[request.id] = sequence
         self.loop.scheduler.add(sequence)

@@ -26,7 +26,7 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         assert host.under_way[slot] == 0, f"{name}: a step is missing"
         assert length < sequence.max_length, f"{name}: ran past its end"
         assert length + num_draft < sequence.max_length, f"{name}: drafts past its end"
-        assert len(sequence.pages) * scheduler.page_size >= length, f"{name}: pages short"
+        assert len(sequence.pages) * scheduler.page_size >= computed, f"{name}: pages short"
         assert len(sequence.pages) == host.num_pages[slot], f"{name}: pages miscounted"
         assert host.most[slot] == length, f"{name}: something is under way"
         table = columns.page_table[slot, : len(sequence.pages)].tolist()

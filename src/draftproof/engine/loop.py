@@ -10,14 +10,17 @@ host; a step that needs the host in it is waited for. docs/design.md tells the s
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.engine import extras
+from draftproof.engine import extras, guided
 from draftproof.engine.budget import Ints
 from draftproof.engine.invariants import check_step
 from draftproof.engine.scheduler import Busy, Scheduler
@@ -49,8 +52,10 @@ class Flight:
     planned: Planned
     computed: Ints  # [B] tokens with KV before it; of one that decodes, as far as the host knew
     ran: Ran
-    read: Callable[[], list[Tensor]]
+    read: Callable[[], Tensor]
     waits: bool  # the host is needed before anything else is planned
+    follows: bool  # it was queued while another was under way: the device went from one to the next
+    complaints: guided.Complaints = field(default_factory=dict)
 
 
 class Loop:
@@ -73,7 +78,8 @@ class Loop:
         self.overlap = overlap
         self.debug = debug
         self._flights: deque[Flight] = deque()
-        self._retiring: deque[tuple[Sequence, Callable[[], list[Tensor]]]] = deque()
+        self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
+        self._last_read: float | None = None
         self._traits: tuple[int, Traits] | None = None
 
     def step(self) -> StepResults:
@@ -140,27 +146,21 @@ class Loop:
         if self.device.proposer is not None:
             budget = scheduler.budget(planned)
         middle = {}
+        complaints: guided.Complaints = {}
         if scheduler.num_hosted:
+            complaints = guided.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
         keep = bool(self.proposer and self.proposer.needs_hidden)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
-        read = self.device.ops.fetch(self._results(ran))
+        read = self.device.ops.fetch(ran.decided.packed.data)
         if self.device.failure is not None and self.proposer is not None:
             self._give_up(self.device.failure)
         host.num_draft[planned.slots] = budget if self.device.proposer is not None else 0
-        return Flight(planned, computed, ran, read, waits)
-
-    def _results(self, ran: Ran) -> list[Tensor]:
-        decided, columns = ran.decided, self.slots.columns
-        out = [decided.outcome.table, columns.num_draft]
-        for found in (decided.raw, decided.processed):
-            if found is not None:
-                out += [found.values, found.ids, found.ranks]
-        return out
+        return Flight(planned, computed, ran, read, waits, bool(self._flights), complaints)
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
-        counts = self.device.ops.fetch([self.slots.columns.num_draft])()[0].numpy()
+        counts = self.device.ops.fetch(self.slots.columns.num_draft)().numpy()
         lines = np.array([s.slot for s in self.scheduler.running], np.int64)
         self.scheduler.host.num_draft[lines] = counts[lines]
 
@@ -177,13 +177,16 @@ class Loop:
 
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
-        table_tensor, drafts, *found = flight.read()
+        table, drafts, *found = flight.ran.decided.packed.open(flight.read())
+        self._clock(flight)
         self._reap()
-        table = table_tensor.numpy()[: len(planned.slots)]
+        table = table[: len(planned.slots)]
         columns = self._columns(flight.ran, found)
         extras_of = self._extras(flight, table) if flight.waits and self.scheduler.num_hosted else {}
         source = self._source(flight) if len(self.sources) > 1 else None
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_DRAFT], table[:, NUM_ACCEPTED])
+        if flight.waits and self.scheduler.num_hosted:
+            guided.take_in(planned, table, here)
         endings = self._endings(flight, table, here)
         told = here & planned.samples
         told[list(extras_of)] |= here[list(extras_of)]
@@ -198,7 +201,7 @@ class Loop:
             requests = [s.request for s in planned.sequences]
         if flight.waits and self.device.proposer is not None:
             lines = planned.slots[here]
-            self.scheduler.host.num_draft[lines] = drafts.numpy()[lines]
+            self.scheduler.host.num_draft[lines] = drafts[lines]
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
         if self._host_drafts:
             self._propose(flight)
@@ -208,12 +211,20 @@ class Loop:
             check_step(self.scheduler, self.slots)
         return results
 
-    def _columns(self, ran: Ran, found: list[Tensor]) -> dict[Wants, LogprobColumns]:
-        columns, arrays = {}, [tensor.numpy() for tensor in found]
+    def _clock(self, flight: Flight) -> None:
+        """What a step of so many rows costs, from one that was read to the next, if nothing came between."""
+        now, costs = time.perf_counter(), self.scheduler.budgets.costs
+        decodes = not flight.planned.chunk.any()
+        if costs is not None and decodes and flight.follows and self._last_read is not None:
+            costs.observe(self.device.ops.bucket(flight.planned.num_rows), now - self._last_read)
+        self._last_read = now if decodes else None
+
+    def _columns(self, ran: Ran, found: list[NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+        columns = {}
         for kind, table in ((Wants.RAW, ran.decided.raw), (Wants.PROCESSED, ran.decided.processed)):
             if table is not None:
-                columns[kind] = LogprobColumns(*arrays[:3])
-                arrays = arrays[3:]
+                ids, ranks, values, *found = found
+                columns[kind] = LogprobColumns(values, ids, ranks)
         return columns
 
     def _source(self, flight: Flight) -> np.ndarray:
@@ -226,7 +237,8 @@ class Loop:
         errors = sampled.errors if sampled else {}
         for b in (here & (table[:, ENDED] > 0)).nonzero()[0].tolist():
             sequence = flight.planned.sequences[b]
-            ending = ending_of(sequence.request, table[b], errors)
+            mine = guided.errors_of(table[b], errors, flight.complaints.get(b))
+            ending = ending_of(sequence.request, table[b], mine)
             assert ending is not None
             endings[b] = ending
             self._retire(sequence)
@@ -240,7 +252,7 @@ class Loop:
         if not scheduler.prefix_caching or not length // scheduler.page_size > sequence.num_known:
             self.end(sequence)
             return
-        self._retiring.append((sequence, self.device.ops.fetch([tokens])))
+        self._retiring.append((sequence, self.device.ops.fetch(tokens)))
         self._stop(sequence.slot)
         scheduler.retire(sequence)
 
@@ -248,7 +260,7 @@ class Loop:
         """Those whose tokens have come."""
         while self._retiring:
             sequence, read = self._retiring.popleft()
-            self.scheduler.bury(sequence, read()[0].tolist())
+            self.scheduler.bury(sequence, read().tolist())
 
     def _extras(self, flight: Flight, table: Ints) -> dict[int, Extra]:
         """What the columns do not hold, for those who asked."""

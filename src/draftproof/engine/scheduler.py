@@ -204,11 +204,11 @@ class Scheduler:
             return False
         del self.waiting[0]
         sequence.pages = found + self.pages.take(need)
-        sequence.num_known = len(found)
+        sequence.num_known, sequence.found = len(found), len(found) * self.page_size
         slot = sequence.slot = sequence.last_slot = self.slots.take(sequence.request)
         host = self.host
         host.length[slot] = host.most[slot] = len(sequence.ids)
-        host.prompt_left[slot] = len(sequence.ids) - len(found) * self.page_size
+        host.prompt_left[slot] = len(sequence.ids) - sequence.found
         host.max_length[slot] = sequence.max_length
         host.under_way[slot] = host.num_draft[slot] = 0
         host.num_pages[slot] = len(sequence.pages)
@@ -260,18 +260,8 @@ class Scheduler:
             self._make_known(sequence, computed)
 
     def seats(self, newcomers: list[Sequence]) -> list[Seat]:
-        left = self.host.prompt_left
         return [
-            Seat(
-                s.slot,
-                s.request,
-                s.pages,
-                s.max_length,
-                s.strategy,
-                s.wants,
-                s.ids,
-                len(s.ids) - int(left[s.slot]),
-            )
+            Seat(s.slot, s.request, s.pages, s.max_length, s.strategy, s.wants, s.ids, s.found)
             for s in newcomers
         ]
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from draftproof.engine.budget import Bools, Ints
 from draftproof.types import Request, Wants
+from draftproof.verify.grammar import Guide
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +23,7 @@ class Sequence:
     wants: Wants = Wants.NONE
     processed_by_host: bool = False  # the user's code, or bad words, between logits and sampling
     settled_by_host: bool = False  # logprobs that the device does not keep ready
+    guide: Guide | None = None  # its place in its grammar: the host makes masks before every step of it
     traits: int = -1  # number of its own ones, once they were asked for
     arrival: int = 0
     slot: int = -1
@@ -29,6 +31,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     ids: Many[int] = ()  # committed tokens when it last sat down: the prompt, later also what it had said
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `ids`
+    found: int = 0  # of `ids`, how many had KV when it sat down
     num_known: int = 0  # pages that others can find
     prompt_scored: int = 0  # prompt tokens whose logprobs were given out
     cached_tokens: int = 0  # of its prompt, not computed because somebody had
@@ -45,7 +48,7 @@ class Sequence:
     @property
     def hosted(self) -> bool:
         """Is the host needed in every step of it?"""
-        return self.processed_by_host or self.settled_by_host
+        return self.processed_by_host or self.settled_by_host or self.guide is not None
 
     @property
     def waited_for(self) -> bool:

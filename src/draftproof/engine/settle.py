@@ -6,7 +6,7 @@ one by one; whoever wants one object a request makes it from the columns when it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -127,7 +127,7 @@ class StepResults(Sequence[StepOutput]):
         return rows_of(*lines, tokens, params.logprobs or 0)
 
 
-def ending_of(request: Request, line: Ints, errors: dict[int, str]) -> Ending | None:
+def ending_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Ending | None:
     """How a request's line of the table says it ended. End-of-text has no stop; a stop token is its own."""
     ended = End(int(line[ENDED]))
     if ended is End.NOT_YET:
@@ -140,4 +140,4 @@ def ending_of(request: Request, line: Ints, errors: dict[int, str]) -> Ending | 
         is_eos = last in request.eos_token_ids and not params.ignore_eos
         return Ending("stop", None if is_eos and last not in params.stop_token_ids else last)
     row = int(line[FIRST_ROW]) + int(line[NUM_OUT])
-    return Ending("error", error=REASONS.get(ended) or errors[row])
+    return Ending("error", error=errors.get(row) or REASONS[ended])

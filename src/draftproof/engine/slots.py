@@ -137,7 +137,7 @@ class Slots:
 
     def read(self, slot: int, length: int) -> list[int]:
         """Its first tokens. Waits for the device."""
-        ids: list[int] = self.ops.fetch([self.columns.tokens[slot, :length]])()[0].tolist()
+        ids: list[int] = self.ops.fetch(self.columns.tokens[slot, :length])().tolist()
         return ids
 
     def poison(self) -> None:
@@ -165,6 +165,8 @@ def adjustments(request: Request) -> Adjust:
         found |= Adjust.BAN
     if params.min_tokens:
         found |= Adjust.HOLD
+    if request.grammar is not None:
+        found |= Adjust.MASK
     return found
 
 

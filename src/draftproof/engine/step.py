@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.budget import Ints
+from draftproof.engine.packing import Packed
 from draftproof.engine.sequence import Planned
 from draftproof.engine.slots import ALIGN, Slots
 from draftproof.models.runner import Runner
@@ -54,6 +55,7 @@ class Decided:
     sampled: Sampled | None
     raw: TokenLogprobs | None  # of the picked rows of requests that want them so
     processed: TokenLogprobs | None
+    packed: Packed  # the table, num_draft, and the logprobs: what the host reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class DeviceStep:
         self.draft_probs: Tensor | None = None  # [S, K, V]
         if proposer is not None and proposer.reports_probs:
             self.draft_probs = torch.zeros((num_slots, k, slots.vocab), device=device)
+        self._allowed: Tensor | None = None  # masks by slot and depth; made when a grammar first comes
         self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
     # --- running ------------------------------------------------------------------------------------
@@ -114,6 +117,8 @@ class DeviceStep:
     ) -> Ran:
         """Queue a step. `hosted`: requests, by slot, that need the host in it; `keep`: hidden rows too."""
         rows, logits = self.ops.bucket(planned.num_rows), self.ops.bucket(max(1, planned.num_logits))
+        if traits.masks:
+            self._masks()
         if not hosted and not keep and not planned.chunk.any():
             step = self._graph(("decode", rows, traits), lambda: self._whole(rows, traits))
             self._load(planned, budget)
@@ -141,6 +146,18 @@ class DeviceStep:
             certain = torch.zeros_like(self.draft_probs[slots])
             certain.scatter_(2, columns.draft[slots][..., None], 1.0)
             self.draft_probs[slots] = certain if draft.probs is None else draft.probs
+
+    def allow(self, places: Tensor, masks: Tensor) -> None:
+        """Masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
+        lines = self._masks().view(-1, masks.shape[1])
+        lines[self.ops.send(places)] = self.ops.send(masks)
+
+    def _masks(self) -> Tensor:
+        if self._allowed is None:
+            num_slots, k = self.slots.columns.draft.shape
+            shape = (num_slots, k + 1, -(-self.slots.vocab // 32))
+            self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self.slots.device)
+        return self._allowed
 
     def prepare(self, traits: Sequence[Traits], wide: int, tick: Progress) -> dict[int, float]:
         """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number.
@@ -200,7 +217,11 @@ class DeviceStep:
         slot, depth, position, draft, at = (line[:logits] for line in self._logits)
         return Layout(
             Rows(tokens, positions, slots, kv_index, columns.page_table),
-            Windows(columns, who, first, num_draft, slot, depth, position, draft, self.draft_probs),
+            Windows(
+                *(columns, who, first, num_draft, slot, depth, position, draft),
+                draft_probs=self.draft_probs,
+                allowed=self._allowed,
+            ),
             at,
         )
 
@@ -215,7 +236,7 @@ class DeviceStep:
         none = torch.zeros_like(windows.slot)
         outcome = self._outcome(len(none))
         self.ops.commit(self.plan, windows, Choice(none), none, outcome)
-        return Decided(outcome, windows, None, None, None, None)
+        return Decided(outcome, windows, None, None, None, None, self._pack(outcome))
 
     def _tail(
         self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
@@ -229,7 +250,15 @@ class DeviceStep:
         raw = self._logprobs(logits, Wants.RAW, windows, outcome, traits)
         processed = self._logprobs(sampled.processed, Wants.PROCESSED, windows, outcome, traits)
         self._draft()
-        return Decided(outcome, windows, logits, sampled, raw, processed)
+        packed = self._pack(outcome, raw, processed)
+        return Decided(outcome, windows, logits, sampled, raw, processed, packed)
+
+    def _pack(self, outcome: Outcome, *found: TokenLogprobs | None) -> Packed:
+        tensors = [outcome.table, self.slots.columns.num_draft]
+        for some in found:
+            if some is not None:
+                tensors += [some.ids, some.ranks, some.values]
+        return Packed.of(tensors)
 
     def _draft(self) -> None:
         """The next drafts. What was committed does not depend on them, nor on whether the proposer fails."""

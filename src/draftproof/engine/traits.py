@@ -36,6 +36,7 @@ def _one(sequence: Sequence, strategies: Many[Strategy], vocab: int) -> Traits:
     return Traits(
         strategies=(sequence.strategy,),
         adjusts=bool(adjustments(sequence.request)) or sequence.processed_by_host,
+        masks=sequence.request.grammar is not None,
         scales=not params.greedy and (cut or looked_at),
         raw_top=top if sequence.wants is Wants.RAW else -1,
         processed_top=top if sequence.wants is Wants.PROCESSED else -1,
@@ -48,6 +49,7 @@ def _together(several: list[Traits]) -> Traits:
     return Traits(
         strategies=tuple(sorted({number for t in several for number in t.strategies})),
         adjusts=any(t.adjusts for t in several),
+        masks=any(t.masks for t in several),
         scales=any(t.scales for t in several),
         raw_top=max(t.raw_top for t in several),
         processed_top=max(t.processed_top for t in several),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -225,10 +225,10 @@ class Ops(ABC):
         """A tensor of the host's on the device, in `target` if given, without waiting for the queue."""
         return source.to(self.device) if target is None else target.copy_(source)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Copies on the host of what these hold at this point of the queue; the call waits for them."""
-        copies = [tensor.to("cpu", copy=True) for tensor in tensors]
-        return lambda: copies
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A copy on the host of what it holds at this point of the queue; the call waits for it."""
+        copy = tensor.to("cpu", copy=True)
+        return lambda: copy
 
     def seconds(self, function: Callable[[], object], times: int = 5) -> float:
         """How long the device takes for it, as the quickest of a few goes."""
@@ -312,6 +312,13 @@ class Ops(ABC):
     @abstractmethod
     def forbid(self, base: Tensor, windows: Windows) -> None:
         """-inf in base [L, V] where Adjust.BAN bans, and at end tokens below min_length (Adjust.HOLD)."""
+
+    @abstractmethod
+    def mask(self, base: Tensor, windows: Windows) -> None:
+        """-inf in base [L, V] where a row of a slot with Adjust.MASK is not allowed a token.
+
+        That is in windows.allowed, by the row's slot and depth: bit t % 32 of word t // 32 for token t.
+        """
 
     @abstractmethod
     def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,15 @@ class Bookkeeping(Ops):
         banned = columns.banned[slot] & ((flags & Adjust.BAN) > 0)
         base.masked_fill_(banned | (columns.ends[slot] & held), -math.inf)
 
+    def mask(self, base: Tensor, windows: Windows) -> None:
+        assert windows.allowed is not None
+        columns, slot = windows.columns, windows.slot.clamp(min=0)
+        masked = (windows.slot >= 0) & ((columns.adjust[slot] & Adjust.MASK) > 0)
+        words = windows.allowed[slot, windows.depth]
+        bits = words[:, :, None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
+        closed = bits.flatten(1)[:, : base.shape[1]] == 0
+        base.masked_fill_(closed & masked[:, None], -math.inf)
+
     def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         heat = columns.temperature[slot]

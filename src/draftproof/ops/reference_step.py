@@ -100,6 +100,16 @@ class ReferenceStep(Ops):
                 if length < int(columns.min_length[slot]):
                     base[r, columns.ends[slot]] = -math.inf
 
+    def mask(self, base: Tensor, windows: Windows) -> None:
+        assert windows.allowed is not None
+        for r, slot in enumerate(windows.slot.tolist()):
+            if slot < 0 or not int(windows.columns.adjust[slot]) & Adjust.MASK:
+                continue
+            words = windows.allowed[slot, int(windows.depth[r])].tolist()
+            for token in range(base.shape[1]):
+                if not words[token // 32] >> token % 32 & 1:
+                    base[r, token] = -math.inf
+
     def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns = windows.columns
         tokens, bad = torch.zeros_like(windows.slot), torch.zeros_like(windows.slot)

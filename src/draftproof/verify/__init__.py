@@ -6,6 +6,7 @@ it would put at each row; how many drafts stand follows from that in one place, 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Strategy(ABC):
 
 
 def judge(strategy: Strategy, windows: Windows, scores: Scores, policy: SpeculativeConfig | None) -> Choice:
-    """The strategy's choice, with acceptance as the policy has it."""
+    """The strategy's choice, with acceptance as the policy has it, of drafts that are not forbidden."""
     choice = strategy.decide(windows, scores)
     name = policy.accept_policy if policy else "normal"
     if name == "normal":
@@ -70,7 +71,8 @@ def judge(strategy: Strategy, windows: Windows, scores: Scores, policy: Speculat
         stands = _synthetic(strategy.ops, windows, policy.synthetic_acceptance_rates)
     else:
         stands = torch.full_like(windows.draft, name == "accept_all", dtype=torch.bool)
-    return Choice(choice.token, stands)
+    possible = scores.base.gather(1, windows.draft.clamp(min=0)[:, None])[:, 0] > -math.inf
+    return Choice(choice.token, stands & possible)
 
 
 def one_for_each(choices: Mapping[int, Choice], windows: Windows) -> Choice:

@@ -4,7 +4,7 @@ Everything is per row, with the drafts before that row counted as if they were c
 sees exactly the context it would see without speculation. The model's own logits are never changed.
 
 Order: repetition, frequency and presence penalty; logit bias; the user's processors; then what is
-forbidden (allowed_token_ids, bad_words, min_tokens), so that nothing can allow it again.
+forbidden (allowed_token_ids, bad_words, min_tokens, a grammar), so that nothing can allow it again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from draftproof.ops import Ops
-from draftproof.types import Request, Windows
+from draftproof.types import Request, Traits, Windows
 
 
 def process(
-    ops: Ops, logits: Tensor, windows: Windows, adjusts: bool, hosted: Mapping[int, Request]
+    ops: Ops, logits: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
 ) -> tuple[Tensor, dict[int, str]]:
     """logits [L, V] -> (base [L, V], errors by row). `logits` itself where no option touches it.
 
     `hosted`: the requests, by slot, whose options need the host: it waits for the device here.
     """
     errors: dict[int, str] = {}
-    if not adjusts and not hosted:
+    if not traits.adjusts and not hosted:
         return logits, errors
     base = ops.penalise(logits, windows)
     rows = [(i, s) for i, s in enumerate(windows.slot.tolist()) if s in hosted] if hosted else []
@@ -37,6 +37,8 @@ def process(
             except Exception as error:  # the user's code may raise anything; it fails this row alone
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     ops.forbid(base, windows)
+    if traits.masks:
+        ops.mask(base, windows)
     for row, slot in rows:
         if hosted[slot].bad_word_ids:
             _forbid_words(base[row], hosted[slot], _context(windows, row))

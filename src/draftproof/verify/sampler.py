@@ -44,7 +44,7 @@ class Sampler:
         self, logits: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
     ) -> Sampled:
         """logits [L, V] fp32 (never changed)."""
-        base, errors = process(self.ops, logits, windows, traits.adjusts, hosted)
+        base, errors = process(self.ops, logits, windows, traits, hosted)
         processed = self._cut(base, windows) if traits.scales else base
         sampled, bad = self.ops.choose(processed, windows, scaled=traits.scales)
         if traits.scales:

@@ -12,11 +12,13 @@ from torch import Tensor
 from draftproof import types
 from draftproof.ops import STREAM_SAMPLE, Layout
 from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.types import Choice, Draft, End, Outcome, Plan, SlotColumns, Windows
+from draftproof.types import Adjust, Choice, Draft, End, Outcome, Plan, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so what they take from `types` is spelt out here
 NUM_OUT, NUM_DRAFT, NUM_ACCEPTED, ENDED, FIRST_ROW, PICK, TOKENS = range(7)
 NOT_YET, STOP, LENGTH = 0, 1, 2
+MASK = 16
+assert int(Adjust.MASK) == MASK
 assert (NOT_YET, STOP, LENGTH) == (End.NOT_YET, End.STOP, End.LENGTH)
 assert (NUM_OUT, PICK, TOKENS) == (types.NUM_OUT, types.PICK, types.TOKENS)
 compiled = njit(cache=True, nogil=True, boundscheck=False)
@@ -36,6 +38,10 @@ class CpuBookkeeping(Bookkeeping):
             *_arrays(windows.slot, windows.depth, windows.position, windows.draft, out.at),
             page_size,
         )
+
+    def mask(self, base: Tensor, windows: Windows) -> None:
+        assert windows.allowed is not None
+        _mask(*_arrays(windows.slot, windows.depth, windows.columns.adjust, windows.allowed, base))
 
     def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns = windows.columns
@@ -101,6 +107,21 @@ def _keys(slot, temperature, seed, heat, seeds):  # type: ignore[no-untyped-def]
             heat[r], seeds[r] = temperature[slot[r]], seed[slot[r]]
             hot = hot or heat[r] > 0
     return hot
+
+
+@compiled
+def _mask(slot, depth, adjust, allowed, base):  # type: ignore[no-untyped-def]
+    for r in range(len(slot)):
+        if slot[r] < 0 or adjust[slot[r]] & MASK == 0:
+            continue
+        words = allowed[slot[r], depth[r]]
+        for w in range(len(words)):
+            word = words[w]
+            if word == -1:
+                continue
+            for t in range(32 * w, min(32 * w + 32, base.shape[1])):
+                if word >> (t - 32 * w) & 1 == 0:
+                    base[r, t] = -np.inf
 
 
 @compiled

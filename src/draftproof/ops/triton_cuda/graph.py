@@ -9,7 +9,8 @@ returns is valid until the next runs.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -49,6 +50,7 @@ class Queued(Bookkeeping):
         if self.cuda:
             self._pool = torch.cuda.graph_pool_handle()
             self._side = torch.cuda.Stream(self.device)
+            self._stages = Stages()
 
     def bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.cuda else rows
@@ -89,26 +91,58 @@ class Queued(Bookkeeping):
     def send(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         if not self.cuda:
             return super().send(source, target)
-        pinned = source.pin_memory()  # torch keeps it until the copy is done
-        if target is None:
-            return pinned.to(self.device, non_blocking=True)
-        return target.copy_(pinned, non_blocking=True)
+        stage = self._stages.take(source)
+        pinned = stage.like(source)
+        pinned.copy_(source)
+        out = torch.empty_like(source, device=self.device) if target is None else target
+        out.copy_(pinned, non_blocking=True)
+        stage.passed.record()
+        self._stages.put(stage)
+        return out
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         if not self.cuda:
-            return super().fetch(tensors)
-        copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            for tensor in tensors
-        ]
-        done = torch.cuda.Event()
-        done.record()
+            return super().fetch(tensor)
+        stage = self._stages.take(tensor)
+        pinned = stage.like(tensor)
+        pinned.copy_(tensor, non_blocking=True)
+        stage.passed.record()
+        copies: list[Tensor] = []
 
-        def read() -> list[Tensor]:
-            done.synchronize()
-            return copies
+        def read() -> Tensor:
+            if not copies:
+                stage.passed.synchronize()
+                copies.append(pinned.clone())
+                self._stages.put(stage)
+            return copies[0]
 
         return read
+
+
+class Stage:
+    """Pinned memory, and when the last copy had passed through it."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.passed = torch.cuda.Event()
+
+    def like(self, tensor: Tensor) -> Tensor:
+        return self.bytes[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+
+
+class Stages:
+    """Stages that are not in use, by size; one is used again once its copy has passed."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, deque[Stage]] = {}
+
+    def take(self, tensor: Tensor) -> Stage:
+        size = max(256, 1 << (tensor.numel() * tensor.element_size() - 1).bit_length())
+        idle = self._idle.setdefault(size, deque())
+        return idle.popleft() if idle and idle[0].passed.query() else Stage(size)
+
+    def put(self, stage: Stage) -> None:
+        self._idle[len(stage.bytes)].append(stage)
 
 
 @contextmanager

@@ -56,11 +56,20 @@ class StepOps(Bookkeeping):
         return out
 
     def forbid(self, base: Tensor, windows: Windows) -> None:
-        if base.dtype != torch.float32 or not base.is_contiguous() or len(base) != len(windows.slot):
-            raise ConfigError(f"base must be [{len(windows.slot)}, V] fp32 in one piece")
+        _written(base, windows)
         if len(base):
             step_adjust.forbid(base, windows, self._few(base))
         self._done("forbid")
+
+    def mask(self, base: Tensor, windows: Windows) -> None:
+        _written(base, windows)
+        allowed = windows.allowed
+        words = -(-base.shape[1] // 32)
+        if allowed is None or allowed.shape[2] != words or not allowed.is_contiguous():
+            raise ConfigError(f"masks must have {words} words a row, in one piece")
+        if len(base):
+            step_adjust.mask(base, windows, self._few(base))
+        self._done("mask")
 
     def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         logits = self._logits(logits, windows)
@@ -126,6 +135,12 @@ class StepOps(Bookkeeping):
         logits = runtime.matrix("logits", logits, None, FP32)
         _plain("the logits rows", (windows.slot, windows.depth, windows.position), len(logits))
         return logits
+
+
+def _written(base: Tensor, windows: Windows) -> None:
+    """What is changed in place."""
+    if base.dtype != torch.float32 or not base.is_contiguous() or len(base) != len(windows.slot):
+        raise ConfigError(f"base must be [{len(windows.slot)}, V] fp32 in one piece")
 
 
 def _plain(name: str, columns: Iterable[Tensor], size: int) -> None:

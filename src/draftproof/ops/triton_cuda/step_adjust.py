@@ -18,6 +18,7 @@ BLOCK = 4096  # ids, or places of a sequence, at a time
 SEEN = tl.constexpr(1 << 30)  # the token is in the prompt; below it stands its count in the output
 PENALTY, BIAS = tl.constexpr(int(Adjust.PENALTY)), tl.constexpr(int(Adjust.BIAS))
 BAN, HOLD = tl.constexpr(int(Adjust.BAN)), tl.constexpr(int(Adjust.HOLD))
+MASK = tl.constexpr(int(Adjust.MASK))
 
 
 @triton.jit
@@ -96,6 +97,24 @@ def forbid_kernel(
         tl.store(base + row * V + ids, tl.full((BLOCK,), float("-inf"), tl.float32), mask=out)
 
 
+@triton.jit
+def mask_kernel(
+    base, slots, depths, adjust, allowed, V, WORDS, DEPTHS, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """base [L, V] in place; allowed [slots, DEPTHS, WORDS]; rows without a grammar are not touched."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    flags = tl.load(adjust + slot, mask=slot >= 0, other=0)
+    if (flags & MASK) > 0:
+        line = allowed + (slot * DEPTHS + tl.load(depths + row)) * WORDS
+        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        ok = ids < V
+        word = tl.load(line + ids // 32, mask=ok, other=-1)
+        closed = ((word >> (ids % 32)) & 1) == 0
+        tl.store(base + row * V + ids, tl.full((BLOCK,), float("-inf"), tl.float32), mask=ok & closed)
+
+
 def penalise(logits: Tensor, windows: Windows, pdl: bool) -> Tensor:
     columns, (rows, vocab) = windows.columns, logits.shape
     out = torch.empty_like(logits)
@@ -120,4 +139,13 @@ def forbid(base: Tensor, windows: Windows, pdl: bool) -> None:
         base, windows.slot, windows.position, columns.adjust, columns.prompt_len, columns.min_length,
         columns.banned.view(torch.uint8), columns.ends.view(torch.uint8), vocab,
         BLOCK=BLOCK, **launch_options(pdl, num_warps=8),
+    )  # fmt: skip
+
+
+def mask(base: Tensor, windows: Windows, pdl: bool) -> None:
+    allowed, (rows, vocab) = windows.allowed, base.shape
+    assert allowed is not None
+    mask_kernel[(rows, triton.cdiv(vocab, BLOCK))](
+        base, windows.slot, windows.depth, windows.columns.adjust, allowed, vocab, allowed.shape[2],
+        allowed.shape[1], BLOCK=BLOCK, **launch_options(pdl, num_warps=8),
     )  # fmt: skip

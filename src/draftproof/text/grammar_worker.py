@@ -1,0 +1,105 @@
+"""Compiles grammars in a process of its own, which can be killed: a schema may explode, the server may not.
+
+Run as a script, by its path: nothing but the compiler is imported. Frames on stdin and stdout are a length
+and a pickle; first the vocabulary comes in, then one job after another.
+
+Whatever the compiler warns of is a refusal: it warns where it ignores a part of a grammar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+import sys
+import tempfile
+from typing import IO, Any
+
+MEMORY = 4 << 30  # bytes that a compilation may take
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    head = stream.read(8)
+    if len(head) < 8:
+        raise EOFError
+    return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
+
+
+def write_frame(stream: IO[bytes], value: Any) -> None:
+    data = pickle.dumps(value)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def _limit_memory() -> None:
+    """Where the system can: then a compilation that wants too much fails by itself."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+
+
+def _build(xgrammar: Any, info: Any, kind: str, source: str, options: dict[str, Any]) -> Any:
+    compiler = xgrammar.GrammarCompiler(info, max_threads=min(4, os.cpu_count() or 1), cache_enabled=False)
+    if kind == "json":
+        return compiler.compile_json_schema(source, strict_mode=True, **options)
+    if kind == "json_object":
+        return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, **options)
+    if kind == "regex":
+        return compiler.compile_regex(source)
+    if "::=" in source:
+        return compiler.compile_grammar(source)
+    return compiler.compile_lark(source)
+
+
+def _says_something(xgrammar: Any, info: Any, made: Any) -> bool:
+    mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
+    xgrammar.GrammarMatcher(made).fill_next_token_bitmask(mask)
+    return bool(mask.any())
+
+
+def _answer(
+    xgrammar: Any, info: Any, job: tuple[str, str, dict[str, Any]], log: IO[bytes]
+) -> tuple[str, str]:
+    log.seek(0)
+    log.truncate()
+    try:
+        made = _build(xgrammar, info, *job)
+        if not _says_something(xgrammar, info, made):
+            return "refused", "no text of this vocabulary begins as it wants"
+    except Exception as error:  # whatever the compiler raises is about this grammar
+        return "refused", str(error)
+    log.seek(0)
+    warnings = [line for line in log.read().decode(errors="replace").splitlines() if "Warning: " in line]
+    if warnings:
+        return "refused", warnings[0].partition("Warning: ")[2]
+    return "made", made.serialize_json()
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "wb")
+    log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - for the life of the process
+    os.dup2(log.fileno(), 2)
+    os.dup2(log.fileno(), 1)  # the compiler may print: the answers' pipe is kept clean
+    vocabulary, stops = read_frame(sys.stdin.buffer)
+    try:
+        import xgrammar
+
+        raw = xgrammar.VocabType.RAW
+        size = len(vocabulary)
+        info = xgrammar.TokenizerInfo(vocabulary, raw, vocab_size=size, stop_token_ids=stops)
+    except Exception as error:
+        write_frame(out, ("broken", f"{type(error).__name__}: {error}"))
+        return
+    _limit_memory()
+    write_frame(out, ("ready", ""))
+    with contextlib.suppress(EOFError):
+        while True:
+            write_frame(out, _answer(xgrammar, info, read_frame(sys.stdin.buffer), log))
+
+
+if __name__ == "__main__":
+    main()

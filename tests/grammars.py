@@ -1,0 +1,80 @@
+"""Grammars over the tiny models' vocabulary: a character a token, a few tokens of several."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import tiny
+from draftproof.sampling_params import SamplingParams
+from draftproof.text.grammar import Grammars
+from draftproof.types import Grammar
+from words import Words
+
+EOS = 2
+_SPECIAL = 3
+# in place of characters that the grammars below do not need
+_LONG = {"@": '":', "#": '{"', "$": "true", "%": "=>x", "&": "=>{", "`": '"}', "^": "ree", "~": "=="}
+
+
+def token_of(text: str) -> int:
+    return next(i for i in range(tiny.VOCAB) if TINY.token_bytes(i) == text.encode())
+
+
+class TinyTokenizer:
+    """As much of a tokenizer as grammars need."""
+
+    special_ids = frozenset(range(_SPECIAL))
+
+    def token_bytes(self, token: int) -> bytes:
+        if token < _SPECIAL:
+            return (b"<pad>", b"<s>", b"</s>")[token]
+        char = chr(token - _SPECIAL + 32)
+        return _LONG.get(char, char).encode()
+
+    def text(self, tokens: list[int]) -> str:
+        return b"".join(self.token_bytes(t) for t in tokens if t not in self.special_ids).decode()
+
+
+TINY: Any = TinyTokenizer()
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": -20, "maximum": 300},
+        "b": {"enum": ["x", "yz", True]},
+        "c": {"type": "array", "items": {"type": "string", "maxLength": 2}, "maxItems": 2},
+    },
+    "required": ["a", "b"],
+}
+WISHES: dict[str, dict[str, Any]] = {
+    "json": {"json": SCHEMA, "max_whitespace": 1},
+    "regex": {"regex": "[a-f]{2,5}(-[0-9]+)?"},
+    "choice": {"choice": ["red", "green", "greenish", 'b"\\lue']},
+    "ebnf": {"grammar": 'root ::= "(" root ")" | [xyz]'},
+    "lark": {"grammar": 'start: WORD ("," WORD)*\nWORD: /[a-c]+/\n'},
+    "json_object": {"json_object": True, "disable_any_whitespace": True},
+    "reasoning_token": {"choice": ["red", "green", "blue"], "reasoning_end": 33},  # ">"
+    "reasoning_text": {"json": SCHEMA, "max_whitespace": 1, "reasoning_end": "=>"},
+}
+# the end of the free section must be said now and then
+BIAS: dict[str, dict[int, float]] = {
+    "reasoning_token": {33: 6.0},
+    "reasoning_text": {32: 5.0, 33: 5.0, 8: 4.0, 9: 4.0},
+}
+
+
+@cache
+def grammars(vocab_size: int = tiny.VOCAB) -> Grammars:
+    return Grammars(TINY, vocab_size, [EOS])
+
+
+@cache
+def grammar(name: str) -> Grammar | None:
+    wish = WISHES.get(name)
+    return grammars().of(SamplingParams(structured_outputs=wish)) if wish else None
+
+
+def words(*several: str, end: str = "") -> Words:
+    """The oracle's grammar of these words."""
+    said = [TINY.token_bytes(i) for i in range(tiny.VOCAB)]
+    return Words(several, said, TINY.special_ids, EOS, end)

@@ -1,0 +1,266 @@
+"""Masks of grammars, row by row, against trying every token; and what a guide makes of drafts.
+
+The oracle (`words`) knows finitely many words and asks of every token whether some word begins so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grammars
+import tiny
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import Grammar
+from draftproof.verify.grammar import OPEN, Guide, is_set
+from grammars import EOS, TINY, words
+from words import Words
+
+W = -(-tiny.VOCAB // 32)
+LAST = (1 << tiny.VOCAB % 32) - 1  # bits of the last word that are tokens
+
+
+def every(*parts: list[str]) -> list[str]:
+    return ["".join(line) for line in itertools.product(*parts)]
+
+
+AB, TAILS = [*"ab"], ["", "-00", "-01", "-10", "-11"]
+A = [{"a": a} for a in (1, 12, "true", None)]
+DOCUMENTS = [json.dumps(x) for x in [*A, *({**x, "b": b} for x in A for b in (True, False))]]
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "choice": ({"choice": ["red", "green", "greenish", 'b"\\=>x']}, ["red", "green", "greenish", 'b"\\=>x']),
+    "regex": (
+        {"regex": "[ab]{1,3}(-[01]{2})?"},
+        every([*AB, *every(AB, AB), *every(AB, AB, AB)], TAILS),
+    ),
+    "json": (
+        {
+            "json": {
+                "type": "object",
+                "properties": {"a": {"enum": [1, 12, "true", None]}, "b": {"type": "boolean"}},
+                "required": ["a"],
+            },
+            "disable_any_whitespace": True,
+        },
+        DOCUMENTS,
+    ),
+    "ebnf": (
+        {"grammar": 'root ::= "{" x "}" | "=" ">x"?\nx ::= "true" | [0-9]'},
+        ["=", "=>x", *every(["{"], ["true", *"0123456789"], ["}"])],
+    ),
+    "lark": ({"grammar": 'start: "a" B?\nB: /[xy]{2}/\n'}, ["a", *every(["a"], [*"xy"], [*"xy"])]),
+}
+ENDS = ["", "=>", "==>", "a"]
+ENDING = [grammars.token_of(text) for text in ("=", ">", "a", "=>x", "=>{")]
+
+
+def compiled(name: str, end: str | int = "") -> Grammar:
+    wish = {**CASES[name][0], **({"reasoning_end": end} if end != "" else {})}
+    found = grammars.grammars().of(SamplingParams(structured_outputs=wish))
+    assert found is not None
+    return found
+
+
+def mask_of(state: Any) -> Tensor:
+    row = torch.full((W,), 12345, dtype=torch.int32)
+    state.fill(row)
+    row[-1] &= LAST
+    return row
+
+
+def allowed(mask: Tensor) -> list[int]:
+    return [token for token in range(tiny.VOCAB) if is_set(mask, token)]
+
+
+def walks(oracle: Words, chance: random.Random) -> Iterator[list[int]]:
+    """Token sequences that may begin an answer."""
+    seen = set()
+    for _ in range(30):
+        tokens: list[int] = []
+        for _ in range(14):
+            if tuple(tokens) not in seen:
+                seen.add(tuple(tokens))
+                yield list(tokens)
+            nexts = [t for t in range(tiny.VOCAB) if oracle.viable([*tokens, t])]
+            likely = [t for t in ENDING if t in nexts]  # a free section would never end by chance
+            tokens.append(chance.choice(likely if likely and chance.random() < 0.6 else nexts))
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_token_of_every_state(name: str, end: str) -> None:
+    oracle, grammar = words(*CASES[name][1], end=end), compiled(name, end)
+    chance, seen, tight = random.Random(name + end), 0, 0
+    for tokens in walks(oracle, chance):
+        state, theirs = grammar.start(), oracle.start()
+        for token in tokens:
+            assert state.accept(token) and theirs.accept(token)
+        want = mask_of(theirs)
+        assert allowed(mask_of(state)) == allowed(want), TINY.text(tokens)
+        for token in chance.sample(range(tiny.VOCAB), 12):
+            if token in TINY.special_ids:
+                continue  # the matcher would complain aloud
+            assert state.accept(token) == is_set(want, token), (tokens, token)
+            if is_set(want, token):
+                state.rollback(1)
+            assert torch.equal(mask_of(state), want), "taken back, it is where it was"
+        if tokens:
+            back = chance.randint(1, len(tokens))
+            state.rollback(back)
+            theirs.rollback(back)
+            assert torch.equal(mask_of(state), mask_of(theirs))
+        seen += 1
+        tight += len(allowed(want)) < tiny.VOCAB // 2
+    assert seen > 15 and tight > 5
+
+
+def test_a_token_that_ends_the_free_section_and_says_more() -> None:
+    """Only what the grammar begins with may follow the end in the same token."""
+    for choice, fits in (("xy", "=>x"), ("{}", "=>{")):
+        grammar = grammars.grammars().of(
+            SamplingParams(structured_outputs={"choice": [choice], "reasoning_end": "=>"})
+        )
+        assert grammar is not None
+        found = allowed(mask_of(grammar.start()))
+        assert [grammars.token_of(t) in found for t in ("=>x", "=>{")] == [t == fits for t in ("=>x", "=>{")]
+        assert len(found) == tiny.VOCAB - 1
+        state = grammar.start()
+        assert not state.accept(grammars.token_of("=>x" if fits == "=>{" else "=>{"))
+        assert state.accept(grammars.token_of(fits))
+        assert allowed(mask_of(state)) == [grammars.token_of(choice[1])]
+        state.rollback(1)
+        assert allowed(mask_of(state)) == found
+
+
+def test_after_the_end_nothing_but_the_end() -> None:
+    state = compiled("choice").start()
+    for text in "red":
+        state.accept(grammars.token_of(text))
+    assert allowed(mask_of(state)) == [EOS]
+    for _ in range(3):
+        assert state.accept(EOS)
+        assert allowed(mask_of(state)) == [EOS] and not state.accept(50)
+    state.rollback(4)
+    assert allowed(mask_of(state)) == [grammars.token_of("d")]
+
+
+def test_compiled_elsewhere_is_compiled_here() -> None:
+    """What comes back from the compiler's process masks as what this process compiles."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(
+        [b"" if i in TINY.special_ids else TINY.token_bytes(i) for i in range(tiny.VOCAB)],
+        xgrammar.VocabType.RAW,
+        vocab_size=tiny.VOCAB,
+        stop_token_ids=[EOS],
+    )
+    here = xgrammar.GrammarCompiler(info).compile_json_schema(
+        json.dumps(grammars.SCHEMA), max_whitespace_cnt=1
+    )
+    there = grammars.grammar("json")
+    chance, mask = random.Random(4), xgrammar.allocate_token_bitmask(1, tiny.VOCAB)
+    for _ in range(40):
+        assert there is not None
+        state, matcher = there.start(), xgrammar.GrammarMatcher(here)
+        while not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(mask)
+            got = allowed(mask_of(state))
+            assert got == allowed(mask[0])
+            token = chance.choice(got)
+            assert state.accept(token) and matcher.accept_token(token)
+
+
+# --- a guide: masks of a window -------------------------------------------------------------------------
+
+
+def window(guide: Guide, drafts: list[int]) -> Tensor:
+    rows = torch.zeros((len(drafts) + 1, W), dtype=torch.int32)
+    assert guide.fill(drafts, rows) == {}
+    return rows
+
+
+def guessed(oracle: Words, tokens: list[int], chance: random.Random) -> list[int]:
+    """Drafts that fit for a while."""
+    out: list[int] = []
+    for _ in range(chance.randint(0, 5)):
+        nexts = [t for t in range(3, tiny.VOCAB) if oracle.viable([*tokens, *out, t])]
+        fits = nexts and chance.random() < 0.8
+        out.append(chance.choice(nexts) if fits else chance.randrange(tiny.VOCAB))
+    return out
+
+
+def wrong_windows(oracle: Words, guide: Guide, rounds: int, seed: int) -> int:
+    """Windows whose masks are not those of the drafts before each row, in random answers."""
+    chance, wrong, tokens = random.Random(seed), 0, []
+    for _ in range(rounds):
+        drafts = guessed(oracle, tokens, chance)
+        rows, state = window(guide, drafts), oracle.start()
+        for token in tokens:
+            assert state.accept(token)
+        for row, draft in zip(rows, [*drafts, None], strict=True):
+            want = mask_of(state)
+            row[-1] &= LAST
+            wrong += not torch.equal(row, want)
+            if draft is None or not state.accept(draft):
+                break
+        new = []
+        for _ in range(chance.randint(1, 3)):
+            nexts = [t for t in range(tiny.VOCAB) if oracle.viable([*tokens, *new, t])]
+            new.append(chance.choice(nexts))
+        guide.commit(new)
+        tokens += new
+    return wrong
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("end", ["", "=>"])
+def test_rows_of_a_window(name: str, end: str) -> None:
+    oracle = words(*CASES[name][1], end=end)
+    for seed in range(6):
+        assert wrong_windows(oracle, Guide(compiled(name, end)), 7, seed) == 0
+
+
+def test_rows_after_a_draft_that_breaks_the_grammar_are_open() -> None:
+    guide = Guide(compiled("choice"))
+    r, e = grammars.token_of("r"), grammars.token_of("e")
+    rows = window(guide, [r, e, r, e])
+    assert allowed(rows[2]) == [grammars.token_of("d")]
+    assert (rows[3:] == OPEN).all()
+    rows = window(guide, [EOS, e])
+    assert (rows[1:] == OPEN).all()
+
+
+def never(self: Guide, *given: object) -> None:
+    """In place of a method that matters."""
+
+
+def test_control_a_guide_that_does_not_take_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guide, "_take_back", never)
+    oracle = words(*CASES["regex"][1])
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert sum(wrong_windows(oracle, Guide(compiled("regex")), 7, seed) for seed in range(6)) == 0
+
+
+def test_control_a_guide_that_ignores_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Guide.fill
+    monkeypatch.setattr(Guide, "fill", lambda self, drafts, rows: whole(self, [], rows[:1]) or spread(rows))
+    oracle = words(*CASES["regex"][1])
+    assert sum(wrong_windows(oracle, Guide(compiled("regex")), 7, seed) for seed in range(6)) > 0
+
+
+def spread(rows: Tensor) -> dict[int, str]:
+    rows[1:] = rows[0]
+    return {}
+
+
+def test_control_a_guide_that_forgets_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guide, "commit", never)
+    oracle = words(*CASES["regex"][1])
+    assert sum(wrong_windows(oracle, Guide(compiled("regex")), 7, seed) for seed in range(6)) > 0

@@ -1,0 +1,107 @@
+"""The oracle: a grammar of finitely many words, by trying every token; and grammars that break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from draftproof.types import GrammarState
+
+
+class Words:
+    """Any of some words, then an end token; before it, if wished, anything up to a text."""
+
+    def __init__(
+        self, words: Collection[str], said: Sequence[bytes], silent: Collection[int], eos: int, end: str = ""
+    ) -> None:
+        self.words = {word.encode() for word in words}
+        self.said, self.silent, self.eos, self.end = said, set(silent), eos, end.encode()
+
+    def start(self) -> GrammarState:
+        return WordsState(self)
+
+    def viable(self, tokens: Sequence[int]) -> bool:
+        """May an answer begin like this?"""
+        text = self._constrained(tokens)
+        if text is None:
+            return True
+        if text[1]:  # it has ended
+            return text[0] in self.words
+        return any(word.startswith(text[0]) for word in self.words)
+
+    def _constrained(self, tokens: Sequence[int]) -> tuple[bytes, bool] | None:
+        """What must be a word, and whether it was ended; None: all of it is free, or it is no text at all."""
+        rest, free, before = b"", bool(self.end), b""
+        for at, token in enumerate(tokens):
+            if free:
+                before += self.said[token]
+                where = before.find(self.end)
+                if where >= 0:
+                    rest, free = before[where + len(self.end) :], False
+            elif token == self.eos:
+                return (rest, True) if all(t == self.eos for t in tokens[at:]) else (b"\0", False)
+            elif token in self.silent or not self.said[token]:
+                return b"\0", False
+            else:
+                rest += self.said[token]
+        return None if free else (rest, False)
+
+
+class WordsState:
+    def __init__(self, grammar: Words) -> None:
+        self.grammar = grammar
+        self.tokens: list[int] = []
+
+    def fill(self, row: Tensor) -> None:
+        grammar, vocab = self.grammar, len(self.grammar.said)
+        allowed = torch.zeros(32 * len(row), dtype=torch.int64)
+        for token in range(vocab):
+            allowed[token] = grammar.viable([*self.tokens, token])
+        words = (allowed.view(-1, 32) << torch.arange(32)).sum(1)
+        row.copy_(torch.where(words >= 2**31, words - 2**32, words).to(torch.int32))
+
+    def accept(self, token: int) -> bool:
+        if not self.grammar.viable([*self.tokens, token]):
+            return False
+        self.tokens.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        if count:
+            del self.tokens[-count:]
+
+
+class Breaking:
+    """A grammar whose code raises: `breaks(name of the method, tokens so far)` says when."""
+
+    def __init__(self, whole: Words, breaks: Callable[[str, list[int]], bool]) -> None:
+        self.whole, self.breaks = whole, breaks
+
+    def start(self) -> GrammarState:
+        self.check("start", [])
+        return BreakingState(self)
+
+    def check(self, name: str, tokens: list[int]) -> None:
+        if self.breaks(name, tokens):
+            raise ValueError(f"{name} has had enough")
+
+
+class BreakingState(WordsState):
+    def __init__(self, broken: Breaking) -> None:
+        super().__init__(broken.whole)
+        self.broken = broken
+
+    def fill(self, row: Tensor) -> None:
+        row.fill_(7)  # half done
+        self.broken.check("fill", self.tokens)
+        super().fill(row)
+
+    def accept(self, token: int) -> bool:
+        self.broken.check("accept", [*self.tokens, token])
+        return super().accept(token)
+
+    def rollback(self, count: int) -> None:
+        self.broken.check("rollback", self.tokens)
+        super().rollback(count)
