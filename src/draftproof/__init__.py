@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftproof.config import EngineConfig, SpeculativeConfig
-    from draftproof.errors import ConfigError, DraftproofError, LoadError, RequestError
+    from draftproof.errors import ConfigError, DraftproofError, LoadError, QueueFullError, RequestError
     from draftproof.llm import LLM
-    from draftproof.metrics import SpecStats
+    from draftproof.metrics import EngineStats, SpecStats
     from draftproof.sampling_params import SamplingParams, SpeculativeParams
     from draftproof.structured_outputs import StructuredOutputs
     from draftproof.types import CompletionOutput, Logprob, RequestOutput, TokenEvent
@@ -21,9 +21,11 @@ _HOMES = {
     "ConfigError": "errors",
     "DraftproofError": "errors",
     "EngineConfig": "config",
+    "EngineStats": "metrics",
     "LLM": "llm",
     "LoadError": "errors",
     "Logprob": "types",
+    "QueueFullError": "errors",
     "RequestError": "errors",
     "RequestOutput": "types",
     "SamplingParams": "sampling_params",
@@ -39,8 +41,10 @@ __all__ = [
     "ConfigError",
     "DraftproofError",
     "EngineConfig",
+    "EngineStats",
     "LoadError",
     "Logprob",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

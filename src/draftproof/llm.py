@@ -17,8 +17,8 @@ from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.extras import needs_settling
 from draftproof.engine.settle import Ending, StepResults
-from draftproof.errors import LoadError, RequestError
-from draftproof.metrics import SpecStats
+from draftproof.errors import LoadError, QueueFullError, RequestError
+from draftproof.metrics import RequestStats, SpecStats
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import MAX_SEED, SamplingParams
@@ -106,10 +106,11 @@ class LLM:
 
     def _events(self, job: _Job) -> Iterator[TokenEvent]:
         """Apart from `stream`, so that a wrong request is refused there and not at the first token."""
+        queue = deque([job])
         try:
-            self._add([job])
             while job.events or not job.finished:
                 if not job.events:
+                    self._add(queue)
                     self._step()
                 while job.events:
                     yield job.events.popleft()
@@ -176,16 +177,18 @@ class LLM:
             outputs=[answer.output for answer in job.answers],
             finished=job.finished,
             metrics=total,
+            num_cached_tokens=job.counts[0].num_cached_tokens if job.counts else 0,
+            num_preemptions=sum(counts.num_preemptions for counts in job.counts),
             strategy=f"{self.engine.strategy_name_of(params)}: {strategy.label}",
             lossless=strategy.lossless_for(params.greedy),
         )
 
     def _serve(self, jobs: list[_Job], progress: bool) -> None:
-        left = {job.name for job in jobs}
+        left, queue = {job.name for job in jobs}, deque(jobs)
         try:
-            self._add(jobs)
             with progress_bar() if progress else nullcontext() as show:
                 while left:
+                    self._add(queue)
                     ended = self._step()
                     left.difference_update(ended)
                     if ended and show is not None:
@@ -194,11 +197,18 @@ class LLM:
             for job in jobs:
                 self._drop(job)
 
-    def _add(self, jobs: list[_Job]) -> None:
-        for job in jobs:
-            for index, request in enumerate(job.requests):
-                self.engine.add(request, job.max_length)
-                self._owners[request.id] = job, index
+    def _add(self, queue: deque[_Job]) -> None:
+        """As many as the engine lets wait; the others are still in `queue` afterwards."""
+        while queue:
+            job = queue[0]
+            for request in job.requests[len(job.counts) :]:
+                try:
+                    counts = self.engine.add(request, job.max_length)
+                except QueueFullError:
+                    return
+                self._owners[request.id] = job, len(job.counts)
+                job.counts.append(counts)
+            queue.popleft()
 
     def _step(self) -> list[str]:
         """One step of the engine; several streams may be open, and each gets what is its own.
@@ -343,6 +353,7 @@ class _Job:
     answers: Sequence[Answer | OutputBuilder]
     events: deque[TokenEvent] | None  # of a stream
     prompt_rows: list[LogprobRow] = field(default_factory=list)
+    counts: list[RequestStats] = field(default_factory=list)  # of the requests that were added
     num_ended: int = 0
 
     @property

@@ -215,6 +215,7 @@ _INTEGERS = (
     ("logprobs", -1),
     ("prompt_logprobs", -1),
     ("seed", None),
+    ("priority", None),
 )
 
 

@@ -29,6 +29,7 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         assert len(sequence.pages) * scheduler.page_size >= computed, f"{name}: pages short"
         assert len(sequence.pages) == host.num_pages[slot], f"{name}: pages miscounted"
         assert host.most[slot] == length, f"{name}: something is under way"
+        assert all(scheduler.pages.is_used(page) for page in sequence.pages), f"{name}: a page has no user"
         table = columns.page_table[slot, : len(sequence.pages)].tolist()
         assert table == sequence.pages, f"{name}: its page table differs"
         written = sequence.pages[computed // scheduler.page_size :]  # full ones may be shared

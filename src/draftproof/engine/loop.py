@@ -36,6 +36,7 @@ from draftproof.types import (
     NUM_ACCEPTED,
     NUM_DRAFT,
     NUM_OUT,
+    End,
     LogprobRow,
     ProposeBatch,
     Traits,
@@ -101,6 +102,7 @@ class Loop:
         if sequence.slot >= 0:
             self._stop(sequence.slot)
         self.scheduler.remove(sequence)
+        self._rest()
 
     def _stop(self, slot: int) -> None:
         if self._host_drafts:
@@ -118,13 +120,7 @@ class Loop:
         scheduler = self.scheduler
         if not scheduler.num_hosted:
             return False
-        return any(s.hosted or self._in_prompt(s) for s in (*scheduler.running, *scheduler.waiting))
-
-    def _in_prompt(self, sequence: Sequence) -> bool:
-        """Is the host wanted for its prompt's logprobs?"""
-        if sequence.request.params.prompt_logprobs is None:
-            return False
-        return sequence.slot < 0 or bool(self.scheduler.host.prompt_left[sequence.slot])
+        return any(s.hosted or s.in_prompt for s in (*scheduler.running, *scheduler.waiting))
 
     def _launch(self) -> Flight | None:
         scheduler, host = self.scheduler, self.scheduler.host
@@ -205,8 +201,7 @@ class Loop:
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
         if self._host_drafts:
             self._propose(flight)
-        if not self._flights:
-            self._reap()
+        self._rest()
         if self.debug and not self._flights:
             check_step(self.scheduler, self.slots)
         return results
@@ -241,11 +236,16 @@ class Loop:
             ending = ending_of(sequence.request, table[b], mine)
             assert ending is not None
             endings[b] = ending
-            self._retire(sequence)
+            if ending.reason == "error":
+                if table[b, ENDED] == End.NOT_FINITE:
+                    self.scheduler.doubt(sequence)
+                self.end(sequence)
+            else:
+                self._retire(sequence)
         return endings
 
     def _retire(self, sequence: Sequence) -> None:
-        """It ended by itself: what it said may be asked again. Its pages are free once its tokens are read."""
+        """It ended by itself: what it said may be asked again. Its pages are free once that is read."""
         scheduler = self.scheduler
         length = int(scheduler.host.length[sequence.slot])
         tokens = self.slots.columns.tokens[sequence.slot, :length]
@@ -255,6 +255,11 @@ class Loop:
         self._retiring.append((sequence, self.device.ops.fetch(tokens)))
         self._stop(sequence.slot)
         scheduler.retire(sequence)
+
+    def _rest(self) -> None:
+        """Nothing is under way, or nobody is left to whom it matters: leave no page behind."""
+        if not self._flights or not (self.scheduler.running or self.scheduler.waiting):
+            self._reap()
 
     def _reap(self) -> None:
         """Those whose tokens have come."""
@@ -287,9 +292,7 @@ class Loop:
         mine = hidden[first : first + int(planned.chunk[b])]
         sequence, computed = planned.sequences[b], int(flight.computed[b])
         told = max(0, sequence.prompt_scored - computed)  # before it was put aside
-        lines = extras.prompt_logprobs(
-            self.device.runner, sequence.request, computed + told, mine[told:]
-        )
+        lines = extras.prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
         sequence.prompt_scored += len(lines)
         return lines
 

@@ -17,7 +17,7 @@ import numpy as np
 
 def digests(tokens: Sequence[int], page_size: int, salt: str = "") -> Iterator[bytes]:
     """One for each full page of `tokens`, every one from the one before it."""
-    last = blake2b(salt.encode(), digest_size=16).digest()
+    last = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
     array = np.asarray(tokens, np.int64)
     for start in range(0, len(array) - page_size + 1, page_size):
         page = array[start : start + page_size].tobytes()
@@ -41,8 +41,16 @@ class Pages:
         return self.num_pages - 1
 
     @property
+    def num_idle(self) -> int:
+        """Free, and still with content that may be found."""
+        return len(self._idle)
+
+    @property
     def num_free(self) -> int:
         return len(self._empty) + len(self._idle)
+
+    def is_used(self, page: int) -> bool:
+        return page in self._users
 
     def take(self, count: int) -> list[int]:
         """Pages of one's own; content that nobody uses gives way."""
@@ -77,6 +85,13 @@ class Pages:
         if page not in self._content and digest not in self._place:
             self._content[page] = digest
             self._place[digest] = page
+
+    def unlearn(self, pages: Sequence[int]) -> None:
+        """Their content is not to be found again."""
+        for page in pages:
+            assert page in self._users, f"page {page} has no user"
+            if page in self._content:
+                del self._place[self._content.pop(page)]
 
     def give_back(self, pages: Sequence[int]) -> None:
         """One user less of each; the last pages of a text are the first to give way."""

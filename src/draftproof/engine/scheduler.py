@@ -1,10 +1,16 @@
 """Who runs in the next step, with how many rows and drafts, on which pages.
 
 Requests that decode come first, one row each, then their drafts, which take at most half of what is left
-while a prompt waits; the rest of the row budget goes to prompts, in the order of priority and arrival.
-Pages are taken as a request grows. When they run out, drafts go first; then the request that came last is
-put aside: it gives its pages back, waits at its old place, and goes on from its committed tokens, with the
-same bits. The one in front is never put aside, so there is always one that gets on.
+while a prompt waits; the rest of the row budget goes to prompts, by rank: priority, then arrival. Nobody is
+seated before those of better rank that wait. Pages are taken as a request grows. When they run out, drafts
+go first; then the running request of the worst rank is put aside: it gives its pages back, waits at its old
+place, and goes on from its committed tokens, with the same bits.
+
+So nobody starves. Of those that run, the one of the best rank is never put aside and has a row in every
+plan: it is through after as many plans as it may have tokens (`max_length`), and one more, while its end is
+under way. Those that run cannot become more while the first in the queue waits. So the first in the queue
+is seated after at most the sum of (`max_length` + 1) over those that run. A worse rank waits for better
+ones, within a priority for earlier ones alone.
 
 A step may be planned while earlier ones are still under way. Of a request that decodes nothing need be
 known for that but bounds: each step adds one token at least, and one more for every draft at most. Only to
@@ -40,13 +46,16 @@ class Scheduler:
         max_rows: int,
         budgets: DraftBudgets,
         prefix_caching: bool = True,
+        lookahead: int = 0,
     ) -> None:
+        """`lookahead`: tokens behind the newest that a proposer with KV of its own wants pages for."""
         self.slots = slots
         self.pages = pages
         self.page_size = page_size
         self.max_rows = max_rows
         self.budgets = budgets
         self.prefix_caching = prefix_caching
+        self.lookahead = lookahead
         self.host = HostColumns(len(slots.requests))
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
@@ -54,6 +63,8 @@ class Scheduler:
         self.version = 0  # changes with `running`
         self.num_hosted = 0  # requests here that are waited for
         self.num_preemptions = 0
+        self.num_queried = 0  # prompt tokens that were looked for in the cache
+        self.num_cached = 0  # and found
         self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
 
@@ -76,9 +87,9 @@ class Scheduler:
         self.put_aside.clear()
         while True:
             decodes, drafts = self._decoding()
-            short = self._short_of(decodes, drafts)
-            if short.sum() > self.pages.num_free and drafts.any():
-                drafts = np.zeros_like(drafts)
+            short = self._short_of(decodes, drafts, self.lookahead)
+            if short.sum() > self.pages.num_free:
+                drafts = np.minimum(drafts, self._room())  # guesses where there are pages for them
                 short = self._short_of(decodes, drafts)
             if short.sum() <= self.pages.num_free:
                 break
@@ -87,21 +98,11 @@ class Scheduler:
             self._put_aside(max(self.running, key=lambda s: s.rank))
         grown = self._grow(short)
         rows = self.max_rows - int(decodes.sum() + drafts.sum())
-        left = self.host.prompt_left[self._lines]
-        chunk = np.zeros_like(left)
-        for i in left.nonzero()[0].tolist():
-            chunk[i] = min(int(left[i]), rows)
-            rows -= int(chunk[i])
-        newcomers, first = [], []
-        while rows and not self.put_aside and self._admit():
-            newcomers.append(self.running[-1])
-            first.append(min(rows, int(self.host.prompt_left[newcomers[-1].slot])))
-            rows -= first[-1]
+        newcomers = [] if self.put_aside else self._admit_all(rows)
         if newcomers:
-            none = np.zeros(len(first), np.int64)
-            chunk, drafts = np.append(chunk, first), np.append(drafts, none)
-            decodes = np.append(decodes, none > 0)
-            self._lines = np.append(self._lines, [s.slot for s in newcomers])
+            none = np.zeros(len(newcomers), np.int64)
+            decodes, drafts = np.append(decodes, none > 0), np.append(drafts, none)
+        chunk = self._chunks(rows)
         takes_part = decodes | (chunk > 0)
         if not takes_part.any():
             return None
@@ -121,10 +122,25 @@ class Scheduler:
             drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
         return decodes, drafts
 
-    def _short_of(self, decodes: Bools, drafts: Ints) -> Ints:
+    def _chunks(self, rows: int) -> Ints:
+        """Prompt rows of each: all that the best rank wants, then the next."""
+        left = self.host.prompt_left[self._lines]
+        chunk = np.zeros_like(left)
+        for i in sorted(left.nonzero()[0].tolist(), key=lambda i: self.running[i].rank):
+            chunk[i] = min(int(left[i]), rows)
+            rows -= int(chunk[i])
+        return chunk
+
+    def _room(self) -> Ints:
+        """Tokens that each can surely store on its pages beyond the newest."""
+        lines, host = self._lines, self.host
+        room: Ints = np.maximum(host.num_pages[lines] * self.page_size - host.most[lines], 0)
+        return room
+
+    def _short_of(self, decodes: Bools, drafts: Ints, lookahead: int = 0) -> Ints:
         """Pages that each lacks for the rows of this step, if all that is under way has stood."""
         lines, host = self._lines, self.host
-        rows = np.minimum(host.most[lines] + drafts, host.max_length[lines])
+        rows = np.minimum(host.most[lines] + drafts + lookahead, host.max_length[lines])
         need = -(-rows // self.page_size) - host.num_pages[lines]
         short: Ints = np.where(decodes, np.maximum(need, 0), 0)
         return short
@@ -173,6 +189,9 @@ class Scheduler:
         host, lines = self.host, planned.slots
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
+        if self.lookahead:  # all but the last draft are stored before they are verified
+            stored = host.num_pages[lines] * self.page_size - host.most[lines]
+            room = np.minimum(room, np.maximum(stored + 1, 0))
         wanted = np.where(planned.samples & (room > 0), lines, -1)
         budget = np.zeros_like(lines)
         budget[wanted >= 0] = self.budgets.take(wanted[wanted >= 0])
@@ -192,12 +211,25 @@ class Scheduler:
 
     # --- coming and going ---------------------------------------------------------------------------
 
-    def _admit(self) -> bool:
-        if not self.waiting or not self.slots.num_free:
-            return False
-        sequence = self.waiting[0]
+    def _admit_all(self, rows: int) -> list[Sequence]:
+        """Seat those who wait, as long as the next of them would have one of the rows in this step."""
+        newcomers: list[Sequence] = []
+        left = self.host.prompt_left
+        prompts = [(s.rank, int(left[s.slot])) for s in self.running if left[s.slot]] if self.waiting else []
+        while self.waiting and self.slots.num_free:
+            front = self.waiting[0]
+            wanted = sum(count for rank, count in prompts if rank < front.rank)
+            if wanted >= rows or not self._admit(front):
+                break
+            newcomers.append(front)
+            prompts.append((front.rank, int(left[front.slot])))
+        return newcomers
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Seat the first that waits, if there are pages for its tokens and the next one."""
         found = self._find(sequence)
-        need = self.pages_for(len(sequence.ids)) - len(found)
+        tokens = min(len(sequence.ids) + 1 + self.lookahead, sequence.max_length)
+        need = self.pages_for(tokens) - len(found)
         spare = len(self.running)  # those that run will want a page soon, or the newcomer is out again
         if need + spare > self.pages.num_free:
             self.pages.give_back(found)
@@ -205,6 +237,10 @@ class Scheduler:
         del self.waiting[0]
         sequence.pages = found + self.pages.take(need)
         sequence.num_known, sequence.found = len(found), len(found) * self.page_size
+        if not sequence.stats.num_preemptions:
+            sequence.stats.num_cached_tokens = sequence.found
+            self.num_queried += len(sequence.ids) if self.prefix_caching else 0
+            self.num_cached += sequence.found
         slot = sequence.slot = sequence.last_slot = self.slots.take(sequence.request)
         host = self.host
         host.length[slot] = host.most[slot] = len(sequence.ids)
@@ -215,6 +251,7 @@ class Scheduler:
         host.tenant[slot] += 1
         self.budgets.start(slot, sequence.draft_limit)
         self.running.append(sequence)
+        self._lines = np.append(self._lines, slot)
         self.version += 1
         return True
 
@@ -225,13 +262,11 @@ class Scheduler:
         if not sequence.digests:
             salt = sequence.request.params.cache_salt or ""
             sequence.digests = list(digests(sequence.ids, self.page_size, salt))
-        found = self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
-        if not sequence.num_preemptions:
-            sequence.cached_tokens = len(found) * self.page_size
-        return found
+        return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
 
     def _make_known(self, sequence: Sequence, computed: int) -> None:
-        """Its full pages, as far as they are computed, can be found from now on."""
+        """Its full pages, as far as they are computed, can be found from now on: by the next plan, so that
+        no step reads a page that another slot fills in the same step."""
         if not self.prefix_caching:
             return
         full = min(computed // self.page_size, len(sequence.digests))
@@ -245,7 +280,7 @@ class Scheduler:
         length, left = int(self.host.length[slot]), int(self.host.prompt_left[slot])
         computed = length - left if left else length - 1
         self.remember(sequence, self.slots.read(slot, length), computed)
-        sequence.num_preemptions += 1
+        sequence.stats.num_preemptions += 1
         self.num_preemptions += 1
         self.put_aside.append(sequence)
         self._leave(sequence)
@@ -275,6 +310,10 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
+
+    def doubt(self, sequence: Sequence) -> None:
+        """Something went wrong with its numbers: nobody shall build on them."""
+        self.pages.unlearn(sequence.pages)
 
     def retire(self, sequence: Sequence) -> None:
         """It ended; its pages are kept until `bury`."""

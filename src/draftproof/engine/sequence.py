@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftproof.engine.budget import Bools, Ints
+from draftproof.metrics import RequestStats
 from draftproof.types import Request, Wants
 from draftproof.verify.grammar import Guide
 
@@ -34,8 +35,7 @@ class Sequence:
     found: int = 0  # of `ids`, how many had KV when it sat down
     num_known: int = 0  # pages that others can find
     prompt_scored: int = 0  # prompt tokens whose logprobs were given out
-    cached_tokens: int = 0  # of its prompt, not computed because somebody had
-    num_preemptions: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:
         self.ids = self.request.prompt_token_ids
@@ -56,12 +56,15 @@ class Sequence:
         return self.hosted or self.request.params.prompt_logprobs is not None
 
     @property
+    def in_prompt(self) -> bool:
+        """Are logprobs of its prompt still to be given out?"""
+        asked = self.request.params.prompt_logprobs is not None
+        return asked and self.prompt_scored < len(self.request.prompt_token_ids) - 1
+
+    @property
     def cacheable(self) -> int:
         """Tokens of `ids` that need not be computed if they are found: the newest always is."""
-        params, prompt = self.request.params, len(self.request.prompt_token_ids)
-        if params.prompt_logprobs is not None and self.prompt_scored < prompt - 1:
-            return self.prompt_scored  # the rows of the others are wanted
-        return len(self.ids) - 1
+        return self.prompt_scored if self.in_prompt else len(self.ids) - 1
 
 
 class HostColumns:

@@ -32,10 +32,14 @@ class Seat(NamedTuple):
     request: Request
     pages: Sequence[int]
     max_length: int
-    strategy: int
-    wants: Wants
-    ids: Sequence[int]  # its committed tokens: the prompt, and what it said before it was put aside
-    computed: int  # of them, how many have KV on its pages
+    strategy: int = 0
+    wants: Wants = Wants.NONE
+    said: Sequence[int] = ()  # its committed tokens, prompt included, if it was here before
+    computed: int = 0  # committed tokens that have KV on its pages
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self.said or self.request.prompt_token_ids
 
 
 class Slots:
