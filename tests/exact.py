@@ -14,6 +14,7 @@ import grammars
 import proposers
 import tiny
 from draftproof.engine.engine import Engine
+from draftproof.metrics import RequestStats
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import LogprobRow, Request
@@ -88,6 +89,8 @@ class Ask:
     k: int | None = None
     prompt: bool = True  # its prompt's logprobs too: the host is then needed until they are there
     grammar: str = "none"  # one of those in `grammars`
+    priority: int = 0
+    salt: str | None = None
 
     def request(self, plain: bool = False) -> Request:
         options = dict(OPTIONS[self.option])
@@ -98,7 +101,12 @@ class Ask:
             wish |= {"enabled": self.enabled, "num_speculative_tokens": self.k}
         bias = grammars.BIAS.get(self.grammar, {})
         options["logit_bias"] = {**options.get("logit_bias", {}), **bias}
-        params = SamplingParams(**{"temperature": self.temperature, **base, **options}, speculative=wish)
+        params = SamplingParams(
+            **{"temperature": self.temperature, **base, **options},
+            speculative=wish,
+            priority=self.priority,
+            cache_salt=self.salt,
+        )
         made = grammars.grammar(self.grammar)
         return tiny.request(self.index, params, self.length, bad_word_ids=bad, grammar=made)
 
@@ -112,6 +120,42 @@ NEIGHBOURS = (
     Ask(5, "stop_ids", 1.3, length=1, k=1),
     Ask(6, "processed", 1.3, length=100),
 )
+
+
+def warm(target: Engine, asks: Sequence[Ask]) -> None:
+    """Others have said the beginnings of these prompts, each up to another place, and the whole of some."""
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, cache_salt=ask.salt) for ask in asks]
+    others = []
+    for i, ask in enumerate(asks):
+        ids = tiny.prompt(ask.index, ask.length)
+        cut = ids if i % 3 == 0 else [*ids[: len(ids) * (i % 3) // 3], 5, 6, 7]
+        others.append(tiny.request(500 + i, params[i], prompt_token_ids=cut))
+    tiny.run(target, others)
+
+
+def shake(target: Engine, every: int = 2) -> None:
+    """As if pages ran out again and again: everybody is put aside, the one in front too.
+
+    Each time a plan later, so that in the end also a long prompt without a cache gets through.
+    """
+    scheduler, plans = target.loop.scheduler, 0
+    plan, short_of = scheduler.plan, scheduler._short_of
+
+    def counted(idle: bool = True) -> Any:
+        nonlocal plans
+        plans += bool(scheduler.running)
+        return plan(idle)
+
+    def short(*arguments: Any) -> Any:
+        nonlocal plans, every
+        found = short_of(*arguments)
+        if plans > every and len(found):
+            return found + 10**9
+        if plans > every:
+            plans, every = 0, every + 1
+        return found
+
+    scheduler.plan, scheduler._short_of = counted, short  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -175,12 +219,20 @@ class Company:
     aborts: Mapping[int, int] = field(default_factory=dict)  # request index -> after which step
     overlap: bool = False
     engine: Engine | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    warm: bool = False  # the cache knows beginnings of the prompts
+    shaken: bool = False  # everybody is put aside again and again
+    stats: dict[str, RequestStats] = field(default_factory=dict)
 
     def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
         proposers.set_answers(answers)
-        sizes = {"max_num_batched_tokens": self.chunk, "overlap": self.overlap}
+        sizes = {"max_num_batched_tokens": self.chunk, "overlap": self.overlap, **self.sizes}
         target = self.engine or self.where.engine(self.speculative, **sizes)
         self.engine = target
+        if self.warm:
+            warm(target, self.asks)
+        if self.shaken:
+            shake(target)
         requests = [replace(a.request(), prediction_ids=edited(answers[str(a.index)])) for a in self.asks]
 
         def leave(step: int) -> None:
@@ -188,7 +240,7 @@ class Company:
                 if when == step:
                     target.abort(str(index))
 
-        records = tiny.run(target, requests, self.arrivals, leave)
+        records = tiny.run(target, requests, self.arrivals, leave, self.stats)
         check_empty(target)
         return records
 

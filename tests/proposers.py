@@ -123,6 +123,7 @@ class SelfModel(Proposer):
 
     sources = ("self",)
     needs_hidden = True
+    stores_kv = True
     reports_probs = True
     defaults = {"weights": "llama/float32", "same": True}
     hidden_rows_checked: ClassVar[int] = 0

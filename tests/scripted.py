@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.config import SpeculativeConfig
-from draftproof.engine.scheduler import Sequence as Running
+from draftproof.engine.sequence import Sequence as Running
 from draftproof.engine.slots import Seat, Slots
 from draftproof.engine.traits import traits_of
 from draftproof.ops import Layout, Ops, Rows, resolve

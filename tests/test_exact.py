@@ -42,6 +42,9 @@ FACTORS = {
     "dtype": ["float32", "bfloat16"],
     "adaptive": [True, False],
     "overlap": [False, True],  # of a proposer on the host it changes nothing
+    "prefix": ["miss", "hit", "other salts", "off"],
+    "pages": ["many", "few", "shaken"],  # few: requests are put aside; shaken: everybody is, again and again
+    "priority": ["equal", "shuffled"],
 }
 MATRIX = pairwise(FACTORS)
 DANGEROUS = {name: FACTORS[name] for name in ("method", "strategy", "k", "temperature")}
@@ -85,6 +88,14 @@ def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device:
         if case["option"] in FREE:  # then nobody else keeps the host in the loop either
             free = {"option": "eos", "grammar": "none"}
             asks = [replace(ask, **free) if ask.option == "mix" else ask for ask in asks]
+    if case["priority"] == "shuffled":
+        asks = [replace(ask, priority=ask.index * 5 % 3 - 1) for ask in asks]
+    if case["prefix"] == "other salts":
+        asks = [replace(ask, salt=f"tenant {ask.index % 2}") for ask in asks]
+    sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off"}
+    if case["pages"] != "many":
+        longest = max(ask.length for ask in asks) + 14
+        sizes["kv_cache_tokens"] = (longest + 15) // 8 * 8  # the longest just fits
     company = Company(
         asks,
         Where(case["arch"], case["dtype"], backend, threads, device),
@@ -96,9 +107,17 @@ def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device:
         },
         chunk=case["chunk"],
         overlap=case["overlap"],
+        sizes=sizes,
+        warm=case["prefix"] != "miss",
+        shaken=case["pages"] == "shaken",
         **TRAFFIC[case["traffic"]],
     )
     assert company.differences() == []
+    assert company.engine is not None
+    if case["pages"] == "shaken":
+        assert company.engine.stats().num_preemptions, "nobody was put aside"
+    if case["prefix"] == "off":
+        assert company.engine.stats().num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("case", MATRIX, ids=named)
@@ -110,7 +129,8 @@ def test_every_pair_of_factors(case):
 def test_method_strategy_length_and_heat_in_full(levels):
     case = dict(zip(DANGEROUS, levels, strict=True))
     rest = {"option": "mix", "arch": "qwen3", "batch": 2, "chunk": 16, "traffic": "arriving"}
-    check({**rest, **case, "dtype": "bfloat16", "adaptive": False, "overlap": False})
+    rest |= {"dtype": "bfloat16", "adaptive": False, "overlap": False}
+    check({**rest, **case, "prefix": "hit", "pages": "shaken", "priority": "equal"})
 
 
 @pytest.mark.parametrize("case", AHEAD, ids=named)
@@ -142,7 +162,51 @@ def test_a_sample_with_two_threads(case):
 def test_a_little_on_the_reference_backend(method):
     case = {"option": "mix", "arch": "mistral", "batch": 2, "chunk": 64, "traffic": "together"}
     rest = {"strategy": "target_match", "k": 3, "temperature": 0.7, "dtype": "float32", "adaptive": True}
-    check({**case, **rest, "method": method, "overlap": False}, "reference")
+    rest |= {"method": method, "overlap": False, "prefix": "hit", "pages": "many", "priority": "shuffled"}
+    check({**case, **rest}, "reference")
+
+
+# --- put aside and cached -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+@pytest.mark.parametrize("method", [None, *METHODS, *DEVICE[1:]])
+def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
+    """By hand, the first too; then because pages run out, where the one in front is spared."""
+    monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})
+    monkeypatch.setitem(OPTIONS, "frequency", {**OPTIONS["frequency"], "max_tokens": 30, "ignore_eos": True})
+    options = ["none", "frequency", "none", "frequency"]
+    asks = [
+        Ask(i, option, (0.7, 0.0, 1.3, 0.7)[i], strategy, 12 + 5 * i, prompt=i == 1)
+        for i, option in enumerate(options)
+    ]
+    spec = {"method": method, "verify_strategy": strategy, "num_speculative_tokens": 2, "adaptive": False}
+    for shaken, overlap in product((True, False), (False, True)):
+        where = Where("qwen3", "bfloat16")
+        sizes = {"page_size": 8, "kv_cache_tokens": 96}
+        company = Company(
+            asks, where, spec if method else None, chunk=32, overlap=overlap, sizes=sizes, shaken=shaken
+        )
+        if overlap:
+            company.asks = [replace(ask, prompt=False) for ask in asks]
+        assert company.differences() == []
+        counts = [company.stats[str(ask.index)].num_preemptions for ask in asks]
+        if shaken:
+            assert min(counts) >= 2, counts
+        else:
+            assert counts[0] == 0 and sum(counts) >= 2, counts
+
+
+def test_hits_are_hits(monkeypatch):
+    """What the matrix calls one: of the prompt all full pages but that of the newest token, or none."""
+    asks = [Ask(i, "no_logprobs", 0.7, length=40) for i in range(4)]  # prompts with logprobs are computed
+    for salts, other, hits in (((None,) * 4, (None,) * 4, 4), (("a",) * 4, ("b",) * 4, 0)):
+        known = [replace(ask, salt=salt) for ask, salt in zip(asks, salts, strict=True)]
+        engine = Where().engine(page_size=8)
+        Company(known, engine=engine).serve({str(i): [] for i in range(4)})
+        company = Company([replace(a, salt=s) for a, s in zip(asks, other, strict=True)], engine=engine)
+        assert company.differences() == []
+        assert [company.stats[str(i)].num_cached_tokens for i in range(4)] == [32] * hits + [0] * (4 - hits)
 
 
 # --- one batch, many wishes ---------------------------------------------------------------------------

@@ -306,14 +306,14 @@ def test_no_token_is_shown_after_the_end(spec):
 
 def test_control_a_request_that_is_not_let_go_is_seen(monkeypatch):
     """Its tenant stays although it ended: what is under way of it is told as well."""
-    whole = Scheduler.remove
+    whole = Scheduler._leave
 
     def broken(self, sequence):
         slot = sequence.slot
         whole(self, sequence)
         self.host.tenant[slot] -= 1
 
-    monkeypatch.setattr(Scheduler, "remove", broken)
+    monkeypatch.setattr(Scheduler, "_leave", broken)
     assert after_the_end(FLAKY)
 
 

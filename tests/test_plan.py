@@ -1,26 +1,40 @@
 """Planning ahead: random lives of many requests, with a device that is one step behind in telling.
 
-No model: the device here knows true lengths, drafts and ends, and takes whatever acceptance chance says.
-Every plan is made while the step before it is still unread, and must be right whatever that step did.
+No model: the device here knows true lengths, drafts and ends, takes whatever acceptance chance says, and
+remembers what lies on every page, so that a row which reads what nobody stored is seen. Every plan is made
+while the step before it is still unread, and must be right whatever that step did. Pages are so few that
+requests are put aside again and again; prefixes are shared, under two salts.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 import tiny
 from draftproof.engine.budget import DraftBudgets
-from draftproof.engine.pages import Pages
-from draftproof.engine.scheduler import Planned, Scheduler, Sequence
+from draftproof.engine.pages import Pages, digests
+from draftproof.engine.scheduler import Busy, Scheduler
+from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.slots import Slots
 from draftproof.sampling_params import SamplingParams
 from scripted import OPS
+from test_pages import STEADY
 
 K, SEATS, PAGE = 4, 5, 8
+Chance = random.Random
 
 
 @dataclass
@@ -31,37 +45,65 @@ class Truth:
     computed: int = 0
     drafts: int = 0
     ended: bool = False
+    ids: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
 
 
 class Life:
     """A scheduler, a device that never tells at once, and requests that come and go."""
 
-    def __init__(self, seed: int, overlap: bool = True) -> None:
-        self.chance = random.Random(seed)
+    def __init__(self, chance: Chance, overlap: bool = True) -> None:
+        self.chance = chance
         self.overlap = overlap
         self.max_rows = self.chance.choice([SEATS, 8, 16, 40])
         slots = Slots(SEATS, 64, K, 8, 16, OPS)
         budgets = DraftBudgets(SEATS, adaptive=self.chance.random() < 0.5)
-        self.scheduler = Scheduler(slots, Pages(1 + 5 * SEATS), PAGE, self.max_rows, budgets)
+        pages = Pages(1 + self.chance.choice([8, 10, 5 * SEATS]))
+        self.scheduler = Scheduler(
+            *(slots, pages, PAGE, self.max_rows, budgets),
+            prefix_caching=self.chance.random() < 0.8,
+            lookahead=self.chance.choice([0, K]),
+        )
+        slots.read = lambda slot, length: self.truth[slot].ids[:length]
+        self.stored: dict[tuple[int, int], tuple[object, ...]] = {}  # (page, place) -> what was said up to it
+        self.patience: dict[str, int] = {}
         self.truth: dict[int, Truth] = {}  # by slot
         self.flights: list[tuple[Planned, np.ndarray]] = []
         self.todo = [self.request(i) for i in range(14)]
         self.done: dict[str, str] = {}
         self.told: dict[str, int] = {}  # committed tokens that were read
-        self.steps = 0
+        self.steps = self.num_aside = 0
+        self.rush = self.chance.choice([0.3, 0.9])
+        self.shaken, self.whole_short = False, self.scheduler._short_of
+        self.scheduler._short_of = self.short_of
 
     def request(self, index: int) -> Sequence:
-        length = self.chance.choice([1, 2, 5, 13, 30])
-        tokens = self.chance.choice([1, 2, 3, 9, 20])
-        asked = tiny.request(index, SamplingParams(max_tokens=tokens), length, prompt_token_ids=[3] * length)
+        length = self.chance.choice([1, 2, 5, 7, 13, 30])
+        tokens = self.chance.choice([1, 2, 9, 20, 33])
+        params = SamplingParams(
+            max_tokens=tokens,
+            priority=self.chance.choice([0, 0, 1]),
+            cache_salt=self.chance.choice([None, "a"]),
+        )
+        ids = [3] * length if self.chance.random() < 0.7 else [4] * length
+        asked = tiny.request(index, params, prompt_token_ids=ids)
         return Sequence(asked, length + tokens, draft_limit=self.chance.choice([0, 1, K]))
+
+    def short_of(self, *arguments) -> np.ndarray:
+        """Now and then it is as if pages had run out, for all but the first."""
+        short = self.whole_short(*arguments)
+        return short + 10**6 if self.shaken and len(self.scheduler.running) > 1 else short
 
     # --- the device -----------------------------------------------------------------------------------
 
     def run(self, planned: Planned, budget: np.ndarray) -> np.ndarray:
         """[B, 4]: committed, drafts verified, accepted, ended."""
-        for sequence in planned.newcomers:
-            self.truth[sequence.slot] = Truth(len(sequence.request.prompt_token_ids))
+        for slot, place, page in planned.grown:
+            assert len(self.truth[slot].pages) == place, "a page in the wrong place"
+            self.truth[slot].pages.append(page)
+        for s in planned.newcomers:
+            self.truth[s.slot] = Truth(len(s.ids), s.found, ids=list(s.ids), pages=list(s.pages))
+        self.read_stored(planned)
         out = np.zeros((len(planned.slots), 4), np.int64)
         rows = 0
         for b, slot in enumerate(planned.slots.tolist()):
@@ -70,6 +112,8 @@ class Life:
                 continue
             fresh = chunk or truth.length - truth.computed
             assert fresh >= 1 and truth.computed + fresh <= truth.length, "rows past the newest token"
+            before = truth.computed
+            self.store(planned.sequences[b], truth, before, fresh)
             if truth.computed + fresh < truth.length:
                 assert not planned.samples[b]
                 truth.computed += fresh
@@ -78,20 +122,41 @@ class Life:
             assert planned.samples[b] and (chunk or fresh == 1)
             drafts = 0 if chunk else min(int(planned.drafts[b]), truth.drafts)
             rows += fresh + drafts
+            assert truth.length + drafts <= len(truth.pages) * PAGE, "rows without a page"
             out[b] = self.commit(planned.sequences[b], truth, drafts)
+            self.store(planned.sequences[b], truth, before + fresh, truth.computed - before - fresh)
             truth.drafts = 0 if truth.ended else self.guesses(planned.sequences[b], truth, int(budget[b]))
+            if self.scheduler.lookahead:
+                assert truth.length + truth.drafts - 1 <= len(truth.pages) * PAGE, "drafts without a page"
         assert rows <= planned.num_rows <= self.max_rows, "more rows than there are"
         return out
+
+    def said(self, sequence: Sequence, truth: Truth, length: int) -> tuple[object, ...]:
+        return sequence.request.params.cache_salt, *truth.ids[:length]
+
+    def store(self, sequence: Sequence, truth: Truth, first: int, rows: int) -> None:
+        for at in range(first, first + rows):
+            place = truth.pages[at // PAGE], at % PAGE
+            self.stored[place] = self.said(sequence, truth, at + 1)
+
+    def read_stored(self, planned: Planned) -> None:
+        """All that the rows of a step attend to was stored by steps before it, by whoever said the same."""
+        for b, slot in enumerate(planned.slots.tolist()):
+            truth = self.truth[slot]
+            for at in range(0 if truth.ended else truth.computed):
+                have = self.stored.get((truth.pages[at // PAGE], at % PAGE))
+                assert have == self.said(planned.sequences[b], truth, at + 1), "KV of another text"
 
     def commit(self, sequence: Sequence, truth: Truth, drafts: int) -> tuple[int, int, int, int]:
         room = sequence.max_length - truth.length
         assert room > 0 and drafts <= room - 1
         accepted = self.chance.choice([0, drafts, self.chance.randint(0, drafts)])
         count = accepted + 1
-        stops = self.chance.random() < 0.04
+        stops = self.chance.random() < 0.02
         if stops:
             count = self.chance.randint(1, count)
         truth.length += count
+        truth.ids += [5 + self.chance.randint(0, 1) for _ in range(count)]
         truth.computed = truth.length - 1
         truth.ended = stops or count == room
         return count, drafts, min(accepted, count), int(truth.ended)
@@ -104,11 +169,14 @@ class Life:
 
     def check_plan(self, planned: Planned) -> None:
         assert planned.num_rows <= self.max_rows, "the row budget is exceeded"
+        for sequence in planned.newcomers:
+            assert all(sequence.rank < s.rank for s in self.scheduler.waiting), "seated before its turn"
         assert len(set(planned.slots.tolist())) == len(planned.slots)
         for b, sequence in enumerate(planned.sequences):
             slot = sequence.slot
             assert slot == planned.slots[b] >= 0, "a request that is not seated"
             if not planned.chunk[b]:
+                assert sequence not in planned.newcomers, "seated without a row"
                 assert self.least(sequence) < sequence.max_length, "planned once it has surely ended"
             assert 0 <= planned.drafts[b] <= sequence.draft_limit
 
@@ -121,9 +189,15 @@ class Life:
 
     def check_bounds(self) -> None:
         host = self.scheduler.host
+        written: set[int] = set()
         for sequence in self.scheduler.running:
             slot = sequence.slot
             truth = self.truth[slot]
+            assert truth.pages == sequence.pages
+            own = sequence.pages[truth.computed // PAGE :]
+            assert not written & set(own), "two write to one page"
+            written |= set(own)
+            assert host.most[slot] >= truth.length
             assert host.num_draft[slot] >= truth.drafts, "more drafts than the host counts on"
             if not truth.ended:
                 assert host.length[slot] + host.under_way[slot] <= truth.length
@@ -143,18 +217,60 @@ class Life:
     def leave(self, sequence: Sequence, why: str) -> None:
         assert sequence.request.id not in self.done
         self.done[sequence.request.id] = why
-        self.scheduler.remove(sequence)
+        if why == "aborted" or self.chance.random() < 0.3:
+            self.scheduler.remove(sequence)
+        else:  # as the loop does it with what a follow-up may ask for
+            ids = self.truth[sequence.slot].ids
+            self.scheduler.retire(sequence)
+            self.scheduler.bury(sequence, ids)
+
+    def check_patience(self) -> None:
+        """The bounds of the scheduler's docstring, in plans."""
+        scheduler = self.scheduler
+        first = min(scheduler.running, key=lambda s: s.rank, default=None)
+        for who, limit in (
+            (first, first.max_length + 1 if first else 0),
+            (scheduler.waiting[0] if scheduler.waiting else None, self.bound()),
+        ):
+            if who is None:
+                continue
+            key = f"{who.request.id} {'runs' if who is first else 'waits'}"
+            left = self.patience.get(key, limit)
+            self.patience[key] = min(left, limit) - 1
+            assert left > 0, f"{key} for too long"
+
+    def bound(self) -> int:
+        return sum(s.max_length + 1 for s in self.scheduler.running) + 1
 
     def step(self) -> None:
         scheduler = self.scheduler
         self.steps += 1
-        while self.todo and self.chance.random() < 0.3:
+        while self.todo and self.chance.random() < self.rush:
             scheduler.add(self.todo.pop())
         here = [*scheduler.running, *scheduler.waiting]
         if here and self.chance.random() < 0.06 and list(self.done.values()).count("aborted") < 4:
             self.leave(self.chance.choice(here), "aborted")
-        planned = scheduler.plan()
+        self.shaken |= self.chance.random() < 0.04
+        self.tick()
+
+    def tick(self) -> None:
+        """A step as the loop makes it."""
+        scheduler = self.scheduler
+        first = min(scheduler.running, key=lambda s: s.rank, default=None)
+        try:
+            planned = scheduler.plan(idle=not self.flights)
+        except Busy:
+            assert self.flights
+            self.settle()
+            return
+        assert first is None or first.slot >= 0, "the first was put aside"
+        self.shaken = False
+        self.num_aside += len(scheduler.put_aside)
+        self.check_patience()
         if planned is not None:
+            best = min(scheduler.running, key=lambda s: s.rank)
+            part = best in planned.sequences or self.least(best) >= best.max_length
+            assert part, "the first has no row"
             self.check_plan(planned)
             budget = scheduler.budget(planned)
             table = self.run(planned, budget)
@@ -171,6 +287,9 @@ class Life:
             self.step()
             assert self.steps < 3000, "somebody is forgotten"
         assert len(self.done) == 14
+        self.check_empty()
+
+    def check_empty(self) -> None:
         pages, slots = self.scheduler.pages, self.scheduler.slots
         assert pages.num_free == pages.capacity and slots.num_free == SEATS
 
@@ -178,11 +297,74 @@ class Life:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_random_lives(overlap):
     ends = set()
+    aside = cached = 0
     for seed in range(60):
-        life = Life(seed, overlap)
+        life = Life(random.Random(seed), overlap)
         life.live()
         ends |= set(life.done.values())
-    assert ends == {"ended", "aborted"}
+        aside, cached = aside + life.num_aside, cached + life.scheduler.num_cached
+    assert ends == {"ended", "aborted"} and aside > 80 and cached > 500
+
+
+class Served(RuleBasedStateMachine):
+    """The same, with hypothesis in the place of chance for all that comes from outside."""
+
+    @initialize(seed=st.integers(0, 999), overlap=st.booleans())
+    def build(self, seed: int, overlap: bool) -> None:
+        self.life = Life(random.Random(seed), overlap)
+        self.life.todo.clear()
+        self.count = 0
+
+    @rule(several=st.integers(1, 4))
+    def come(self, several: int) -> None:
+        for _ in range(several):
+            self.life.scheduler.add(self.life.request(self.count))
+            self.count += 1
+
+    @rule(times=st.integers(1, 6))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.life.tick()
+
+    @rule()
+    def shake(self) -> None:
+        self.life.shaken = True
+        self.life.tick()
+
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        here = [*self.life.scheduler.running, *self.life.scheduler.waiting]
+        if here:
+            self.life.leave(here[which % len(here)], "aborted")
+
+    @invariant()
+    def pages_are_right(self) -> None:
+        if not hasattr(self, "life"):
+            return
+        pages = self.life.scheduler.pages
+        pages.check()
+        held = Counter(page for s in self.life.scheduler.running for page in s.pages)
+        assert held == pages._users, "users miscounted"
+        for page in (page for page, users in held.items() if users > 1):
+            assert page in pages._content, "a page is shared that is not full"
+
+    def teardown(self) -> None:
+        life = getattr(self, "life", None)
+        while life and (life.scheduler.running or life.scheduler.waiting or life.flights):
+            life.tick()
+            life.steps += 1
+            assert life.steps < 3000, "somebody is forgotten"
+        if life:
+            assert len(life.done) == self.count
+            life.check_empty()
+
+
+def machine() -> None:
+    run_state_machine_as_test(Served, settings=STEADY)
+
+
+def test_whatever_comes_from_outside():
+    machine()
 
 
 # --- controls -----------------------------------------------------------------------------------------
@@ -190,7 +372,7 @@ def test_random_lives(overlap):
 
 def lives() -> None:
     for seed in range(60):
-        Life(seed).live()
+        Life(random.Random(seed)).live()
 
 
 def test_control_steps_under_way_that_are_forgotten(monkeypatch):
@@ -210,10 +392,10 @@ def test_control_a_plan_that_goes_on_past_the_end(monkeypatch):
     """Of a request whose last token is under way another step is planned."""
     whole = Scheduler.plan
 
-    def broken(self):
+    def broken(self, idle=True):
         lines = self._lines.copy()
         self.host.max_length[lines] += 1
-        planned = whole(self)
+        planned = whole(self, idle)
         self.host.max_length[lines] -= 1
         return planned
 
@@ -239,8 +421,8 @@ def test_control_drafts_that_are_not_counted(monkeypatch):
 def test_control_rows_beyond_the_budget(monkeypatch):
     whole = Scheduler._planned
 
-    def broken(self, takes_part, chunk, drafts, newcomers):
-        return whole(self, takes_part, chunk, np.where(drafts > 0, drafts + 1, 0), newcomers)
+    def broken(self, takes_part, chunk, drafts, *rest):
+        return whole(self, takes_part, chunk, np.where(drafts > 0, drafts + 1, 0), *rest)
 
     monkeypatch.setattr(Scheduler, "_planned", broken)
     with pytest.raises(AssertionError):
@@ -255,4 +437,92 @@ def test_control_a_tenant_that_is_not_asked_for(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "settle", broken)
     with pytest.raises(AssertionError):
+        lives()
+
+
+def test_control_pages_found_before_they_are_stored(monkeypatch):
+    """A page is made known when its request sits down, so another in the same plan finds it."""
+    whole = Scheduler._admit
+
+    def broken(self, sequence):
+        seated = whole(self, sequence)
+        if seated:
+            self._make_known(sequence, len(sequence.ids))
+        return seated
+
+    monkeypatch.setattr(Scheduler, "_admit", broken)
+    with pytest.raises(AssertionError, match="KV of another text"):
+        lives()
+
+
+@pytest.mark.parametrize("page", ["chain", "salt"])
+def test_control_digests_that_say_too_little(monkeypatch, page):
+    """Without what comes before a page, or without the salt."""
+
+    def broken(tokens, size, salt=""):
+        for at, found in enumerate(digests(tokens, size, "" if page == "salt" else salt)):
+            yield repr((salt, tokens[at * size : (at + 1) * size])).encode() if page == "chain" else found
+
+    monkeypatch.setattr("draftproof.engine.scheduler.digests", broken)
+    with pytest.raises(AssertionError, match="KV of another text"):
+        lives()
+
+
+def test_control_a_victim_whose_pages_are_forgotten(monkeypatch):
+    whole = Scheduler._leave
+
+    def broken(self, sequence):
+        sequence.pages = sequence.pages[:-1]
+        whole(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_leave", broken)
+    with pytest.raises(AssertionError):
+        lives()
+
+
+def test_control_drafts_that_outgrow_their_pages(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_room", lambda self: np.full(len(self._lines), K))
+    whole = Scheduler._short_of
+    monkeypatch.setattr(
+        Scheduler, "_short_of", lambda self, who, drafts, ahead=0: whole(self, who, 0 * drafts)
+    )
+    with pytest.raises(AssertionError, match="rows without a page"):
+        lives()
+
+
+def test_control_a_page_given_back_twice(monkeypatch):
+    """A planted double free: who is put aside gives a shared page back once more."""
+    whole = Scheduler._leave
+
+    def broken(self, sequence):
+        shared = [page for page in sequence.pages if self.pages._users[page] > 1]
+        whole(self, sequence)
+        self.pages.give_back(shared[:1])
+
+    monkeypatch.setattr(Scheduler, "_leave", broken)
+    with pytest.raises(AssertionError, match="miscounted|given back twice"):
+        machine()
+
+
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_control_an_order_that_is_not_that_of_rank(monkeypatch, name):
+    """The best rank is put aside, or the queue is served from its end."""
+    if name == "first":
+        whole = Scheduler._put_aside
+        monkeypatch.setattr(
+            Scheduler,
+            "_put_aside",
+            lambda self, _: whole(self, min(self.running, key=lambda s: s.rank)),
+        )
+    else:
+        admit_all = Scheduler._admit_all
+
+        def broken(self, rows):
+            self.waiting.reverse()
+            newcomers = admit_all(self, rows)
+            self.waiting.sort(key=lambda s: s.rank)
+            return newcomers
+
+        monkeypatch.setattr(Scheduler, "_admit_all", broken)
+    with pytest.raises(AssertionError, match="put aside" if name == "first" else "before its turn"):
         lives()

@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from draftproof.engine.invariants import check_step
+from draftproof.errors import QueueFullError
 from draftproof.sampling_params import SamplingParams
 from exact import check_empty
 
@@ -21,8 +22,8 @@ def plans(engine, requests, arrivals=()):
     """Serve; per step, request id -> (rows, drafts, samples)."""
     seen, whole = [], engine.loop.scheduler.plan
 
-    def plan():
-        planned = whole()
+    def plan(idle=True):
+        planned = whole(idle)
         if planned is not None:
             names = [sequence.request.id for sequence in planned.sequences]
             rows = np.maximum(planned.chunk, 1) + planned.drafts
@@ -78,16 +79,126 @@ def test_a_large_request_waits_for_pages_and_is_not_overtaken():
     requests = asks([28, 40, 5])  # 2 pages, 3 pages, 1 page
     seen = plans(engine, requests)
     first = {name: next(i for i, step in enumerate(seen) if name in step) for name in "012"}
-    assert first["0"] == 0 and first["1"] == first["2"] == 4  # the third would have fitted, but is behind
+    assert first["0"] == 0 and first["1"] == 4  # the third would have fitted, but is behind
+    assert first["2"] == 8  # a page is kept free for the one that runs
 
 
-def test_a_request_holds_the_pages_it_can_ever_need():
-    engine = tiny.engine(page_size=16)
-    free = engine.loop.scheduler.pages.num_free
-    engine.add(asks([30], max_tokens=3)[0])
+def test_pages_are_taken_as_a_request_grows():
+    engine = tiny.engine(page_size=16, kv_cache_tokens=64)
+    pages = engine.loop.scheduler.pages
+    engine.add(asks([15], max_tokens=40)[0])
+    used = []
+    while engine.has_work:
+        engine.step()
+        used.append(pages.capacity - pages.num_free)
+    assert used[0] == 1 and used[-2] == 4 and sorted(used[:-1]) == used[:-1]
+    check_empty(engine)
+
+
+def test_a_request_that_fills_the_pool_is_served():
+    """Whatever ran before it, and with whatever the cache holds: alone it always fits."""
+    engine = tiny.engine(page_size=16, kv_cache_tokens=64, speculative={"method": "ngram"})
+    for lengths in ([60], [20, 30, 40], [61], [63]):
+        requests = asks(lengths, max_tokens=64 - max(lengths))
+        records = tiny.run(engine, requests)
+        assert all(record.finish[0] == "length" for record in records.values())
+        check_empty(engine)
+
+
+# --- priorities and preemption --------------------------------------------------------------------------
+
+
+def ranked(priorities, lengths, **options):
+    return [
+        tiny.request(
+            i,
+            SamplingParams(
+                **{"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "priority": priority, **options}
+            ),
+            length,
+        )
+        for i, (priority, length) in enumerate(zip(priorities, lengths, strict=True))
+    ]
+
+
+def test_the_smaller_priority_is_seated_first_then_the_earlier():
+    engine = tiny.engine(max_num_seqs=1)
+    seen = plans(engine, ranked([1, 0, -3, 0], [5, 6, 7, 8]))
+    order = list(dict.fromkeys(name for step in seen for name in step))
+    assert order == ["2", "1", "3", "0"]
+
+
+def test_a_prompt_of_better_rank_goes_before_one_that_is_under_way():
+    engine = tiny.engine(max_num_batched_tokens=16)
+    seen = plans(engine, ranked([0, -1, 0], [60, 20, 9]), arrivals=[0, 1, 1])
+    assert seen[0] == {"0": (16, 0, False)}
+    assert seen[1] == {"1": (16, 0, False)}
+    assert seen[2] == {"0": (12, 0, False), "1": (4, 0, True)}
+    assert [next(i for i, step in enumerate(seen) if name in step) for name in "012"] == [0, 1, 5]
+
+
+def test_the_worst_rank_is_put_aside_and_goes_on_later():
+    """Three that fit at first and not to the end; the one in front is never put aside."""
+    for priorities, loser in (([0, 0, 0], "2"), ([2, 0, 1], "0")):
+        engine = tiny.engine(kv_cache_tokens=96, page_size=8)
+        requests = ranked(priorities, [12, 12, 12], max_tokens=40)
+        stats = {r.id: engine.add(r) for r in requests}
+        records = {r.id: [] for r in requests}
+        while engine.has_work:
+            for out in engine.step():
+                records[out.request_id] += out.token_ids
+        best = min(requests, key=lambda r: (r.params.priority, int(r.id))).id
+        assert stats[best].num_preemptions == 0 and stats[loser].num_preemptions > 0
+        assert engine.stats().num_preemptions == sum(s.num_preemptions for s in stats.values())
+        alone = tiny.run(tiny.engine(), requests)
+        assert records == {name: record.token_ids for name, record in alone.items()}
+        check_empty(engine)
+
+
+def test_drafts_give_way_before_anybody_is_put_aside():
+    """Two requests, each of whose pages would end in the middle of a full window."""
+    spec = {"method": "proposers:Junk", "num_speculative_tokens": 8, "adaptive": False}
+    engine = tiny.engine(speculative=spec, page_size=8, kv_cache_tokens=64)
+    tiny.run(engine, asks([15, 15], max_tokens=17))
+    assert engine.stats().num_preemptions == 0
+    check_empty(engine)
+
+
+def test_an_abort_of_one_that_was_put_aside():
+    spec = {"method": "proposers:Flaky"}  # on the host: it is told who comes and goes
+    engine = tiny.engine(kv_cache_tokens=96, page_size=8, speculative=spec)
+    stats = [engine.add(request) for request in asks([12, 12, 12], max_tokens=40)]
+    while not stats[2].num_preemptions:
+        engine.step()
+    assert [s.request.id for s in engine.loop.scheduler.waiting] == ["2"]
+    assert engine.abort("2") and not engine.abort("2")
+    while engine.has_work:
+        assert all(out.request_id != "2" for out in engine.step())
+    assert engine.loop.proposer._requests == {}
+    check_empty(engine)
+
+
+# --- a bounded queue ------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_says_try_later_and_loses_nothing():
+    engine = tiny.engine(max_num_seqs=2, max_num_waiting=3)
+    requests = asks([5] * 9)
+    for request in requests[:5]:  # two have a slot
+        engine.add(request)
+    with pytest.raises(QueueFullError, match="5 requests are waiting already: try again later"):
+        engine.add(requests[5])
     engine.step()
-    assert free - engine.loop.scheduler.pages.num_free == 3  # 33 tokens
-    engine.abort("0")
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (2, 3)
+    with pytest.raises(QueueFullError):
+        engine.add(requests[6])
+    assert engine.abort("4")
+    engine.add(requests[7])
+    done = []
+    while engine.has_work:
+        done += [out.request_id for out in engine.step() if out.finish_reason]
+    assert done == ["0", "1", "2", "3", "7"]
+    tiny.run(engine, [requests[5], requests[6]])
     check_empty(engine)
 
 
@@ -110,11 +221,18 @@ def _column(name, add=1):
     return lambda e, s: getattr(e.loop.slots.columns, name)[s.slot].add_(add)
 
 
-def _host(name):
+def _host(name, add=1):
     def spoil(engine, sequence):
-        getattr(engine.loop.scheduler.host, name)[sequence.slot] += 1
+        getattr(engine.loop.scheduler.host, name)[sequence.slot] += add
 
     return spoil
+
+
+def _share(engine, sequence):
+    """Its page in the place of its neighbour's."""
+    other = engine.loop.scheduler.running[1]
+    other.pages[0] = sequence.pages[0]
+    engine.loop.slots.columns.page_table[other.slot, 0] = sequence.pages[0]
 
 
 @pytest.mark.parametrize(
@@ -124,16 +242,21 @@ def _host(name):
         (_host("length"), "lengths differ"),
         (_column("computed"), "KV of 13 tokens"),
         (_column("computed", -1), "KV of 11 tokens"),
-        (_host("prompt_left"), "KV of 12 tokens"),
+        (_host("prompt_left", 2), "KV of 12 tokens"),
         (_column("num_draft"), "more drafts than are known of"),
         (_column("prompt_len"), "prompt lengths differ"),
         (_column("ended"), "ended on the device alone"),
         (_host("under_way"), "a step is missing"),
         (lambda e, s: setattr(s, "max_length", 13), "ran past its end"),
         (lambda e, s: e.loop.slots.requests.__setitem__(s.slot, None), "its slot is another's"),
-        (lambda e, s: s.pages.pop(), "pages short"),
+        (lambda e, s: s.pages.clear(), "pages short"),
+        (lambda e, s: s.pages.append(7), "pages miscounted"),
+        (_host("num_pages"), "pages miscounted"),
+        (_host("most"), "something is under way"),
+        (_column("page_table"), "its page table differs"),
+        (_share, "shares a page that is written to"),
         (lambda e, s: e.loop.slots.columns.tokens[s.slot].fill_(97), "impossible token"),
-        (lambda e, s: e.loop.scheduler.pages.give_back(s.pages[:1]), "shares a page|free"),
+        (lambda e, s: e.loop.scheduler.pages.give_back(s.pages[:1]), "has no user"),
     ],
 )
 def test_the_invariants_see_what_is_wrong(spoil, message):
@@ -145,8 +268,6 @@ def test_the_invariants_see_what_is_wrong(spoil, message):
     check_step(scheduler, engine.loop.slots)
     with torch.inference_mode():
         spoil(engine, scheduler.running[0])
-    if "page" in message and "short" not in message:
-        scheduler.running[1].pages.append(scheduler.pages.take(1)[0])
     with pytest.raises(AssertionError, match=message):
         check_step(scheduler, engine.loop.slots)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.engine import Engine
+from draftproof.metrics import RequestStats
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.sampling_params import SamplingParams
@@ -110,15 +111,17 @@ def run(
     requests: Sequence[Request],
     arrivals: Sequence[int] = (),
     each_step: Callable[[int], None] | None = None,
+    stats: dict[str, RequestStats] | None = None,
 ) -> dict[str, Record]:
-    """Serve all; request i is added before step arrivals[i] (0 if not given)."""
+    """Serve all; request i is added before step arrivals[i] (0 if not given). `stats` is filled."""
+    counts = {} if stats is None else stats
     records = {r.id: Record() for r in requests}
     when = {r.id: (arrivals[i] if i < len(arrivals) else 0) for i, r in enumerate(requests)}
     step, waiting = 0, list(requests)
     while waiting or target.has_work:
         for item in [r for r in waiting if when[r.id] <= step]:
             waiting.remove(item)
-            target.add(item)
+            counts[item.id] = target.add(item)
         for out in target.step():
             record = records[out.request_id]
             record.steps.append(out)

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
         EngineClosedError,
         EngineDeadError,
         LoadError,
+        QueueFullError,
         RequestError,
     )
     from draftproof.llm import LLM
-    from draftproof.metrics import SpecStats
+    from draftproof.metrics import EngineStats, SpecStats
     from draftproof.sampling_params import SamplingParams, SpeculativeParams
     from draftproof.structured_outputs import StructuredOutputs
     from draftproof.types import CompletionOutput, Logprob, RequestOutput, TokenEvent
@@ -32,9 +33,11 @@ _HOMES = {
     "EngineClosedError": "errors",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
+    "EngineStats": "metrics",
     "LLM": "llm",
     "LoadError": "errors",
     "Logprob": "types",
+    "QueueFullError": "errors",
     "RequestError": "errors",
     "RequestOutput": "types",
     "SamplingParams": "sampling_params",
@@ -53,8 +56,10 @@ __all__ = [
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
+    "EngineStats",
     "LoadError",
     "Logprob",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

@@ -11,6 +11,7 @@ from draftproof.errors import ConfigError, nearest
 AcceptPolicy = Literal["normal", "accept_all", "reject_all", "synthetic"]
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 MAX_SPECULATIVE_TOKENS = 64
+_SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "max_num_waiting")
 
 # Other engines' names for the same thing.
 _KEY_ALIASES = {"max_ngram_size": "prompt_lookup_max", "min_ngram_size": "prompt_lookup_min"}
@@ -115,6 +116,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     page_size: int = 16
     kv_cache_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    max_num_waiting: int | None = None  # that may queue up for a slot; None: any number
     memory_utilization: float = 0.9  # of a device whose free memory is known, for weights and KV
     max_logprobs: int = 20  # -1: no limit
     seed: int | None = None  # of dummy weights, and of the seeds that requests without one are given
@@ -139,7 +142,7 @@ class EngineConfig:
         return cls(model=model, speculative=spec, **values)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens"):
+        for name in _SIZES:
             value = getattr(self, name)
             if value is None:
                 continue
@@ -153,6 +156,10 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization must lie in 0..1, got {share!r}")
         if self.page_size not in (8, 16, 32, 64):
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}"
+            )
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
             ("numerics", ("exact", "fast")),

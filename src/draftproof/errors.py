@@ -4,6 +4,7 @@ DraftproofError
 ├── ConfigError      the engine was set up wrongly (also a ValueError)
 ├── LoadError        a model, tokenizer or file cannot be used
 ├── RequestError     one request is wrong; nobody else is affected (also a ValueError)
+│   └── QueueFullError   nothing is wrong with it: too many wait already, try later
 └── EngineClosedError    nothing is taken in any more: it drains, or was shut down
     └── EngineDeadError  something broke that no request is to blame for
 
@@ -34,6 +35,10 @@ class RequestError(DraftproofError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as may; the same one can be served later."""
 
 
 class EngineClosedError(DraftproofError):

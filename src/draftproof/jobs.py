@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from draftproof.engine.engine import Engine
 from draftproof.engine.extras import needs_settling
 from draftproof.engine.settle import Ending, StepResults
-from draftproof.errors import RequestError
-from draftproof.metrics import SpecStats
+from draftproof.errors import QueueFullError, RequestError
+from draftproof.metrics import RequestStats, SpecStats
 from draftproof.text.ledger import Answer, Ledger
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.output import OutputBuilder
@@ -40,6 +40,7 @@ class Job:
     max_length: int = 0
     answers: Sequence[Answer | OutputBuilder] = ()  # none before it is opened
     prompt_rows: list[LogprobRow] = field(default_factory=list)
+    counts: list[RequestStats] = field(default_factory=list)  # of the requests that were let in
     num_ended: int = 0
 
     @property
@@ -85,13 +86,20 @@ class Jobs:
         job.answers = [make(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
 
     def add(self, job: Job) -> None:
-        """Let it in. If this raises, or whatever else happens, `drop` leaves nothing behind."""
+        """Let it in. If this raises, or whatever else happens, `drop` leaves nothing behind.
+
+        After QueueFullError it may be called again later: it goes on with those that are not in yet.
+        """
         self._company = NOBODY  # it may equal one that was here before, name and all
-        for index, request in enumerate(job.requests):
+        for request in job.requests[len(job.counts) :]:
             if request.id in self.owners:
                 raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
-            self.owners[request.id] = job, index
-            self.engine.add(request, job.max_length)
+            self.owners[request.id] = job, len(job.counts)
+            try:
+                job.counts.append(self.engine.add(request, job.max_length))
+            except QueueFullError:
+                del self.owners[request.id]
+                raise
 
     def drop(self, job: Job, reason: FinishReason = "abort", error: str | None = None) -> None:
         """Let it go, wherever it is; answers that have not ended end by this."""
@@ -132,6 +140,8 @@ class Jobs:
             outputs=[answer.output for answer in job.answers],
             finished=job.finished,
             metrics=total,
+            num_cached_tokens=job.counts[0].num_cached_tokens if job.counts else 0,
+            num_preemptions=sum(counts.num_preemptions for counts in job.counts),
             strategy=f"{self.engine.strategy_name_of(params)}: {strategy.label}",
             lossless=strategy.lossless_for(params.greedy),
         )

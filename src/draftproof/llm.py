@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count
 from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.errors import EngineClosedError, LoadError, RequestError
+from draftproof.errors import EngineClosedError, LoadError, QueueFullError, RequestError
 from draftproof.jobs import Job, Jobs, Tell
 from draftproof.metrics import SpecStats
 from draftproof.models.hub import find_model
@@ -99,10 +99,11 @@ class LLM:
 
     def _events(self, job: Job, events: deque[TokenEvent]) -> Iterator[TokenEvent]:
         """Apart from `stream`, so that a wrong request is refused there and not at the first token."""
+        queue = deque([job])
         try:
-            self._add([job])
             while events or not job.finished:
                 if not events:
+                    self._add(queue)
                     self.jobs.step()
                 while events:
                     yield events.popleft()
@@ -160,11 +161,11 @@ class LLM:
         return Job(name, text, ids, requests, self.tokenizer, tell)
 
     def _serve(self, jobs: list[Job], progress: bool) -> None:
-        left = {job.name for job in jobs}
+        left, queue = {job.name for job in jobs}, deque(jobs)
         try:
-            self._add(jobs)
             with progress_bar() if progress else nullcontext() as show:
                 while left:
+                    self._add(queue)
                     ended = self.jobs.step()
                     left.difference_update(job.name for job in ended)
                     if ended and show is not None:
@@ -173,11 +174,14 @@ class LLM:
             for job in jobs:
                 self.jobs.drop(job)
 
-    def _add(self, jobs: list[Job]) -> None:
+    def _add(self, queue: deque[Job]) -> None:
+        """As many as the engine lets wait; the others are still in `queue` afterwards."""
         if self.jobs.driver is not None:
             raise EngineClosedError(f"{self.jobs.driver} runs this engine: use it, or shut it down first")
-        for job in jobs:
-            self.jobs.add(job)
+        with suppress(QueueFullError):
+            while queue:
+                self.jobs.add(queue[0])
+                queue.popleft()
 
     # --- prompts ----------------------------------------------------------------------------------
 

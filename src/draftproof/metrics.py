@@ -1,4 +1,4 @@
-"""One definition of drafted, accepted and emitted, for every proposer, per request and in total."""
+"""One definition of what is counted, per request and in total: drafts, cached tokens, preemptions."""
 
 from __future__ import annotations
 
@@ -48,3 +48,25 @@ class SpecStats:
     def acceptance_rate(self) -> float:
         """Accepted / drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What the engine did for one request beside its tokens; kept up to date until it ends."""
+
+    num_cached_tokens: int = 0  # of its prompt, not computed when it was first seated: they were there
+    num_preemptions: int = 0  # how often it was put aside because pages ran out
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How an engine stands between two steps. Totals are since it was built."""
+
+    num_running: int
+    num_waiting: int  # those that were put aside among them
+    num_preemptions: int  # in total
+    num_queried_tokens: int  # in total: prompt tokens of seated requests, if prefixes are cached
+    num_cached_tokens: int  # in total: of those, how many were there
+    num_pages: int
+    num_used_pages: int  # by somebody
+    num_cached_pages: int  # by nobody, with content that can be found

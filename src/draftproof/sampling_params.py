@@ -84,6 +84,8 @@ class SamplingParams:
     speculative: SpeculativeParams | dict[str, Any] | bool | None = None
     prediction: str | Sequence[int] | None = None  # what the caller expects; for method "given"
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None  # what the answer must follow
+    priority: int = 0  # smaller ones are served first
+    cache_salt: str | None = None  # cached prefixes are found by requests with the same salt alone
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -106,6 +108,8 @@ class SamplingParams:
                 "logprob_token_ids names the tokens itself: leave logprobs unset or 0",
                 "logprob_token_ids",
             )
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise RequestError("cache_salt must be a non-empty string", "cache_salt")
         self._freeze()
 
     def _freeze(self) -> None:
@@ -211,6 +215,7 @@ _INTEGERS = (
     ("logprobs", -1),
     ("prompt_logprobs", -1),
     ("seed", None),
+    ("priority", None),
 )
 
 

@@ -334,6 +334,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: SpecStats
+    num_cached_tokens: int = 0  # of the prompt, not computed for the first answer: they were cached
+    num_preemptions: int = 0  # of all its answers
     strategy: str = ""  # the verification that served it, with its label
     lossless: bool = True
 

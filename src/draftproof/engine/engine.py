@@ -13,13 +13,15 @@ from draftproof.engine.budget import DraftBudgets, RowCosts
 from draftproof.engine.extras import needs_settling, wants_of
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
-from draftproof.engine.scheduler import Scheduler, Sequence
+from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.sequence import Sequence
 from draftproof.engine.settle import StepResults
 from draftproof.engine.sizes import resolve_sizes
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import DeviceStep, Progress
 from draftproof.engine.traits import rounded
-from draftproof.errors import ConfigError, RequestError, nearest
+from draftproof.errors import ConfigError, QueueFullError, RequestError, nearest
+from draftproof.metrics import EngineStats, RequestStats
 from draftproof.models.llama import Llama
 from draftproof.models.load import Checkpoint
 from draftproof.models.runner import Runner
@@ -66,7 +68,6 @@ class Engine:
         vocab = model_config.vocab_size
         slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
         budgets = DraftBudgets(sizes.num_seqs, config.speculative.adaptive if config.speculative else False)
-        scheduler = Scheduler(slots, Pages(sizes.num_pages), sizes.page_size, sizes.max_rows, budgets)
         env = ProposerEnv(
             ops=self.ops,
             k=sizes.k,
@@ -79,6 +80,15 @@ class Engine:
             max_rows=sizes.max_rows,
         )
         proposer = self._speculation(config.speculative, env)
+        scheduler = Scheduler(
+            slots,
+            Pages(sizes.num_pages),
+            sizes.page_size,
+            sizes.max_rows,
+            budgets,
+            config.enable_prefix_caching,
+            lookahead=sizes.k if proposer and proposer.stores_kv else 0,
+        )
         sampler = Sampler(self.ops, self._judges, config.speculative)
         step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
         ahead = self.ops.asynchronous if config.overlap is None else config.overlap
@@ -181,10 +191,35 @@ class Engine:
         self.strategy_of(request.params)
         return check_request(request, self.limits)
 
-    def add(self, request: Request, max_length: int | None = None) -> None:
-        """`max_length`: what `check` gave, where it was called before."""
+    def stats(self) -> EngineStats:
+        scheduler = self.loop.scheduler
+        pages = scheduler.pages
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preemptions=scheduler.num_preemptions,
+            num_queried_tokens=scheduler.num_queried,
+            num_cached_tokens=scheduler.num_cached,
+            num_pages=pages.capacity,
+            num_used_pages=pages.capacity - pages.num_free,
+            num_cached_pages=pages.num_idle,
+        )
+
+    def _check_queue(self) -> None:
+        """Those for whom a slot is free do not queue up: they are seated in the next step."""
+        most, scheduler = self.config.max_num_waiting, self.loop.scheduler
+        queue = len(scheduler.waiting) - self.loop.slots.num_free
+        if most is not None and queue >= most:
+            raise QueueFullError(f"{len(scheduler.waiting)} requests are waiting already: try again later")
+
+    def add(self, request: Request, max_length: int | None = None) -> RequestStats:
+        """What is counted for it, kept up to date. `max_length`: what `check` gave, if it was called before.
+
+        QueueFullError: `max_num_waiting` are waiting.
+        """
         if max_length is None or request.id in self._sequences:
             max_length = self.check(request)
+        self._check_queue()
         params, vocab = request.params, self.limits.vocab_size
         wish = params.speculation
         limit = 0
@@ -202,6 +237,7 @@ class Engine:
         )
         self._sequences[request.id] = sequence
         self.loop.scheduler.add(sequence)
+        return sequence.stats
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not (or no longer) here."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from draftproof.engine.budget import Bools, Ints
-from draftproof.engine.scheduler import Planned
+from draftproof.engine.sequence import Planned
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import DeviceStep
 from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS

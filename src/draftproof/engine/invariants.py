@@ -19,15 +19,21 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         assert slots.requests[slot] is sequence.request, f"{name}: its slot is another's"
         assert int(columns.ended[slot]) == 0, f"{name}: ended on the device alone"
         assert int(columns.length[slot]) == length, f"{name}: lengths differ"
-        computed = prompt - left if left else length - 1
+        computed = length - left if left else length - 1
         assert int(columns.computed[slot]) == computed, f"{name}: KV of {int(columns.computed[slot])} tokens"
         assert num_draft <= int(host.num_draft[slot]), f"{name}: more drafts than are known of"
         assert int(columns.prompt_len[slot]) == prompt, f"{name}: prompt lengths differ"
         assert host.under_way[slot] == 0, f"{name}: a step is missing"
         assert length < sequence.max_length, f"{name}: ran past its end"
         assert length + num_draft < sequence.max_length, f"{name}: drafts past its end"
-        assert len(sequence.pages) * scheduler.page_size >= sequence.max_length, f"{name}: pages short"
-        assert not owned & set(sequence.pages), f"{name}: shares a page"
-        owned |= set(sequence.pages)
+        assert len(sequence.pages) * scheduler.page_size >= computed, f"{name}: pages short"
+        assert len(sequence.pages) == host.num_pages[slot], f"{name}: pages miscounted"
+        assert host.most[slot] == length, f"{name}: something is under way"
+        assert all(scheduler.pages.is_used(page) for page in sequence.pages), f"{name}: a page has no user"
+        table = columns.page_table[slot, : len(sequence.pages)].tolist()
+        assert table == sequence.pages, f"{name}: its page table differs"
+        written = sequence.pages[computed // scheduler.page_size :]  # full ones may be shared
+        assert not owned & set(written), f"{name}: shares a page that is written to"
+        owned |= set(written)
         tokens = columns.tokens[slot, :length]
         assert int(tokens.min()) >= 0 and int(tokens.max()) < slots.vocab, f"{name}: impossible token"

@@ -23,7 +23,8 @@ from torch import Tensor
 from draftproof.engine import extras, guided
 from draftproof.engine.budget import Ints
 from draftproof.engine.invariants import check_step
-from draftproof.engine.scheduler import Planned, Scheduler, Sequence
+from draftproof.engine.scheduler import Busy, Scheduler
+from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults, ending_of
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import DeviceStep, Ran
@@ -35,6 +36,7 @@ from draftproof.types import (
     NUM_ACCEPTED,
     NUM_DRAFT,
     NUM_OUT,
+    End,
     LogprobRow,
     ProposeBatch,
     Traits,
@@ -78,6 +80,7 @@ class Loop:
         self.overlap = overlap
         self.debug = debug
         self._flights: deque[Flight] = deque()
+        self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
         self._last_read: float | None = None
         self._traits: tuple[int, Traits] | None = None
 
@@ -85,7 +88,10 @@ class Loop:
         """One step's results: of the one before, while the next is under way, if steps overlap."""
         if self._flights and self._host_is_needed():
             return self._settle(self._flights.popleft())
-        flight = self._launch()
+        try:
+            flight = self._launch()
+        except Busy:  # somebody must be put aside, and for that all must be known
+            return self._settle(self._flights.popleft())
         if flight is not None:
             self._flights.append(flight)
             if self.overlap and not flight.waits and len(self._flights) == 1:
@@ -94,10 +100,15 @@ class Loop:
 
     def end(self, sequence: Sequence) -> None:
         """Remove a request, finished or not; what is still under way of it is nobody's."""
-        if self._host_drafts and sequence.slot >= 0:
-            assert self.proposer is not None
-            self.proposer.stop(sequence.slot)
+        if sequence.slot >= 0:
+            self._stop(sequence.slot)
         self.scheduler.remove(sequence)
+        self._rest()
+
+    def _stop(self, slot: int) -> None:
+        if self._host_drafts:
+            assert self.proposer is not None
+            self.proposer.stop(slot)
 
     @property
     def _host_drafts(self) -> bool:
@@ -110,24 +121,21 @@ class Loop:
         scheduler = self.scheduler
         if not scheduler.num_hosted:
             return False
-        return any(s.hosted or self._in_prompt(s) for s in (*scheduler.running, *scheduler.waiting))
-
-    def _in_prompt(self, sequence: Sequence) -> bool:
-        """Is the host wanted for its prompt's logprobs?"""
-        if sequence.request.params.prompt_logprobs is None:
-            return False
-        return sequence.slot < 0 or bool(self.scheduler.host.prompt_left[sequence.slot])
+        return any(s.hosted or s.in_prompt for s in (*scheduler.running, *scheduler.waiting))
 
     def _launch(self) -> Flight | None:
         scheduler, host, started = self.scheduler, self.scheduler.host, time.perf_counter()
         waits = self._host_drafts or not self.overlap or self._host_is_needed()
         if waits and self.overlap and self.proposer is not None:
             self._count_drafts()
-        planned = scheduler.plan()
+        planned = scheduler.plan(idle=not self._flights)
+        for sequence in scheduler.put_aside:
+            self._stop(sequence.last_slot)
         if planned is None:
             return None
+        self.slots.grow(planned.grown)
         lines = planned.slots
-        before = host.length[lines] - host.prompt_left[lines] - planned.chunk
+        before = host.length[lines] - host.prompt_left[lines] - planned.chunk  # nothing of it is under way
         computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
         self.slots.seat(scheduler.seats(planned.newcomers))
         self._start(planned.newcomers)
@@ -168,6 +176,7 @@ class Loop:
         planned = flight.planned
         table, drafts, *found = flight.ran.decided.packed.open(flight.read())
         self._clock(flight)
+        self._reap()
         table = table[: len(planned.slots)]
         columns = self._columns(flight.ran, found)
         extras_of = self._extras(flight, table) if flight.waits and self.scheduler.num_hosted else {}
@@ -193,6 +202,7 @@ class Loop:
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
         if self._host_drafts:
             self._propose(flight)
+        self._rest()
         if self.debug and not self._flights:
             check_step(self.scheduler, self.slots)
         return results
@@ -228,8 +238,36 @@ class Loop:
             ending = ending_of(sequence.request, table[b], mine)
             assert ending is not None
             endings[b] = ending
-            self.end(sequence)
+            if ending.reason == "error":
+                if table[b, ENDED] == End.NOT_FINITE:
+                    self.scheduler.doubt(sequence)
+                self.end(sequence)
+            else:
+                self._retire(sequence)
         return endings
+
+    def _retire(self, sequence: Sequence) -> None:
+        """It ended by itself: what it said may be asked again. Its pages are free once that is read."""
+        scheduler = self.scheduler
+        length = int(scheduler.host.length[sequence.slot])
+        tokens = self.slots.columns.tokens[sequence.slot, :length]
+        if not scheduler.prefix_caching or not length // scheduler.page_size > sequence.num_known:
+            self.end(sequence)
+            return
+        self._retiring.append((sequence, self.device.ops.fetch(tokens)))
+        self._stop(sequence.slot)
+        scheduler.retire(sequence)
+
+    def _rest(self) -> None:
+        """Nothing is under way, or nobody is left to whom it matters: leave no page behind."""
+        if not self._flights or not (self.scheduler.running or self.scheduler.waiting):
+            self._reap()
+
+    def _reap(self) -> None:
+        """Those whose tokens have come."""
+        while self._retiring:
+            sequence, read = self._retiring.popleft()
+            self.scheduler.bury(sequence, read().tolist())
 
     def _extras(self, flight: Flight, table: Ints) -> dict[int, Extra]:
         """What the columns do not hold, for those who asked."""
@@ -254,8 +292,11 @@ class Loop:
         rows = np.maximum(planned.chunk, 1) + planned.drafts
         first = int(rows[:b].sum())
         mine = hidden[first : first + int(planned.chunk[b])]
-        request = planned.sequences[b].request
-        return extras.prompt_logprobs(self.device.runner, request, int(flight.computed[b]), mine)
+        sequence, computed = planned.sequences[b], int(flight.computed[b])
+        told = max(0, sequence.prompt_scored - computed)  # before it was put aside
+        lines = extras.prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
+        sequence.prompt_scored += len(lines)
+        return lines
 
     def _ask(self, flight: Flight, b: int, line: Ints, extra: Extra) -> None:
         sequence, decided = flight.planned.sequences[b], flight.ran.decided

@@ -1,162 +1,172 @@
 """Who runs in the next step, with how many rows and drafts, on which pages.
 
 Requests that decode come first, one row each, then their drafts, which take at most half of what is left
-while a prompt waits; the rest of the row budget goes to prompts, first come, first served. A request is
-admitted when a slot and all the pages it can ever need are free, so it never has to be put aside.
+while a prompt waits; the rest of the row budget goes to prompts, by rank: priority, then arrival. Nobody is
+seated before those of better rank that wait. Pages are taken as a request grows. When they run out, drafts
+go first; then the running request of the worst rank is put aside: it gives its pages back, waits at its old
+place, and goes on from its committed tokens, with the same bits.
+
+So nobody starves. Of those that run, the one of the best rank is never put aside and has a row in every
+plan: it is through after as many plans as it may have tokens (`max_length`), and one more, while its end is
+under way. Those that run cannot become more while the first in the queue waits. So the first in the queue
+is seated after at most the sum of (`max_length` + 1) over those that run. A worse rank waits for better
+ones, within a priority for earlier ones alone.
 
 A step may be planned while earlier ones are still under way. Of a request that decodes nothing need be
-known for that but bounds: each step adds one token at least, and one more for every draft at most.
+known for that but bounds: each step adds one token at least, and one more for every draft at most. Only to
+put one aside the host must know all: then what is under way is read first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from bisect import insort
 
 import numpy as np
 
 from draftproof.engine.budget import Bools, DraftBudgets, Ints
-from draftproof.engine.pages import Pages
+from draftproof.engine.pages import Pages, digests
+from draftproof.engine.sequence import HostColumns, Planned, Sequence
 from draftproof.engine.slots import Seat, Slots
-from draftproof.types import Request, Wants
-from draftproof.verify.grammar import Guide
+
+AHEAD = 8  # pages taken at a time, where there are plenty
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A request in the engine."""
-
-    request: Request
-    max_length: int
-    draft_limit: int = 0
-    strategy: int = 0
-    wants: Wants = Wants.NONE
-    processed_by_host: bool = False  # the user's code, or bad words, between logits and sampling
-    settled_by_host: bool = False  # logprobs that the device does not keep ready
-    guide: Guide | None = None  # its place in its grammar: the host makes masks before every step of it
-    traits: int = -1  # number of its own ones, once they were asked for
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-
-    @property
-    def hosted(self) -> bool:
-        """Is the host needed in every step of it?"""
-        return self.processed_by_host or self.settled_by_host or self.guide is not None
-
-    @property
-    def waited_for(self) -> bool:
-        """Or in some?"""
-        return self.hosted or self.request.params.prompt_logprobs is not None
-
-
-class HostColumns:
-    """What the host knows of each slot. Of steps that are under way it knows bounds alone."""
-
-    def __init__(self, num_slots: int) -> None:
-        def column() -> Ints:
-            return np.zeros(num_slots, np.int64)
-
-        self.length = column()  # committed tokens, as of the last step that was read
-        self.max_length = column()
-        self.prompt_left = column()  # prompt tokens that no step has been planned for
-        self.under_way = column()  # steps not read yet that commit tokens of it
-        self.num_draft = column()  # drafts it may have when the next step begins
-        self.tenant = column()  # changes with whoever sits there: results of a predecessor are known by it
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A step: B entries, in the order in which requests arrived."""
-
-    sequences: list[Sequence]  # [B]
-    slots: Ints  # [B]
-    chunk: Ints  # [B] prompt rows; 0: it decodes
-    drafts: Ints  # [B] drafts verified at most
-    samples: Bools  # [B]: its rows reach its newest committed token
-    tenants: Ints  # [B]
-    newcomers: list[Sequence]
-
-    def only(self, at: list[int]) -> Planned:
-        """Some of its entries."""
-        return Planned(
-            [self.sequences[i] for i in at],
-            self.slots[at],
-            self.chunk[at],
-            self.drafts[at],
-            self.samples[at],
-            self.tenants[at],
-            [],
-        )
-
-    @property
-    def num_rows(self) -> int:
-        """At most."""
-        return int(np.maximum(self.chunk, 1).sum() + self.drafts.sum())
-
-    @property
-    def num_logits(self) -> int:
-        return int(self.samples.sum() + self.drafts.sum())
+class Busy(Exception):
+    """The next step cannot be planned before the last one was read."""
 
 
 class Scheduler:
-    """Queues and admission."""
+    """Queues, admission and pages."""
 
     def __init__(
-        self, slots: Slots, pages: Pages, page_size: int, max_rows: int, budgets: DraftBudgets
+        self,
+        slots: Slots,
+        pages: Pages,
+        page_size: int,
+        max_rows: int,
+        budgets: DraftBudgets,
+        prefix_caching: bool = True,
+        lookahead: int = 0,
     ) -> None:
+        """`lookahead`: tokens behind the newest that a proposer with KV of its own wants pages for."""
         self.slots = slots
         self.pages = pages
         self.page_size = page_size
         self.max_rows = max_rows
         self.budgets = budgets
+        self.prefix_caching = prefix_caching
+        self.lookahead = lookahead
         self.host = HostColumns(len(slots.requests))
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
+        self.put_aside: list[Sequence] = []  # since the last plan
         self.version = 0  # changes with `running`
         self.num_hosted = 0  # requests here that are waited for
+        self.num_preemptions = 0
+        self.num_queried = 0  # prompt tokens that were looked for in the cache
+        self.num_cached = 0  # and found
+        self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        insort(self.waiting, sequence, key=lambda s: s.rank)
         self.num_hosted += sequence.waited_for
 
-    def pages_for(self, max_length: int) -> int:
-        return -(-max_length // self.page_size)
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
 
-    def plan(self) -> Planned | None:
-        """The next step; None if there is nothing to do that would not be in vain."""
-        rows = self.max_rows
-        lines, host = self._lines, self.host
-        left = host.prompt_left[lines]
-        # one that is under way and may still be short of its end; it may have ended by a stop token as well
-        decodes = (left == 0) & (host.length[lines] + host.under_way[lines] < host.max_length[lines])
-        rows -= int(decodes.sum())
-        prompts = bool(left.any()) or bool(self.waiting and self.slots.num_free)
-        room = rows // 2 if prompts else rows  # guesses must not keep prompts out
-        drafts = np.where(decodes, host.num_draft[lines], 0)
-        if drafts.sum() > room:
-            drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
-        rows -= int(drafts.sum())
-        chunk = np.zeros_like(left)
-        for i in left.nonzero()[0].tolist():
-            chunk[i] = min(int(left[i]), rows)
-            rows -= int(chunk[i])
-        newcomers, first = [], []
-        while rows and self._admit():
-            newcomers.append(self.running[-1])
-            first.append(min(rows, len(newcomers[-1].request.prompt_token_ids)))
-            rows -= first[-1]
+    # --- planning -----------------------------------------------------------------------------------
+
+    def plan(self, idle: bool = True) -> Planned | None:
+        """The next step; None if there is nothing to do that would not be in vain.
+
+        `idle`: nothing is under way. If it must be so and is not: Busy.
+        """
+        self.put_aside.clear()
+        while True:
+            decodes, drafts = self._decoding()
+            short = self._short_of(decodes, drafts, self.lookahead)
+            if short.sum() > self.pages.num_free:
+                drafts = np.minimum(drafts, self._room())  # guesses where there are pages for them
+                short = self._short_of(decodes, drafts)
+            if short.sum() <= self.pages.num_free:
+                break
+            if not idle:
+                raise Busy
+            self._put_aside(max(self.running, key=lambda s: s.rank))
+        grown = self._grow(short)
+        rows = self.max_rows - int(decodes.sum() + drafts.sum())
+        newcomers = [] if self.put_aside else self._admit_all(rows)
         if newcomers:
-            none = np.zeros(len(first), np.int64)
-            chunk, drafts = np.append(chunk, first), np.append(drafts, none)
-            decodes = np.append(decodes, none > 0)
-            self._lines = np.append(lines, [s.slot for s in newcomers])
+            none = np.zeros(len(newcomers), np.int64)
+            decodes, drafts = np.append(decodes, none > 0), np.append(drafts, none)
+        chunk = self._chunks(rows)
         takes_part = decodes | (chunk > 0)
         if not takes_part.any():
             return None
-        return self._planned(takes_part, chunk, drafts, newcomers)
+        return self._planned(takes_part, chunk, drafts, newcomers, grown)
 
-    def _planned(self, takes_part: Bools, chunk: Ints, drafts: Ints, newcomers: list[Sequence]) -> Planned:
+    def _decoding(self) -> tuple[Bools, Ints]:
+        """Which of the running ones decode, and with how many drafts."""
+        lines, host = self._lines, self.host
+        left = host.prompt_left[lines]
+        # one that is under way and may still be short of its end; it may have ended by a stop token as well
+        decodes: Bools = (left == 0) & (host.length[lines] + host.under_way[lines] < host.max_length[lines])
+        rows = self.max_rows - int(decodes.sum())
+        prompts = bool(left.any()) or bool(self.waiting and self.slots.num_free)
+        room = rows // 2 if prompts else rows  # guesses must not keep prompts out
+        drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
+        if drafts.sum() > room:
+            drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
+        return decodes, drafts
+
+    def _chunks(self, rows: int) -> Ints:
+        """Prompt rows of each: all that the best rank wants, then the next."""
+        left = self.host.prompt_left[self._lines]
+        chunk = np.zeros_like(left)
+        for i in sorted(left.nonzero()[0].tolist(), key=lambda i: self.running[i].rank):
+            chunk[i] = min(int(left[i]), rows)
+            rows -= int(chunk[i])
+        return chunk
+
+    def _room(self) -> Ints:
+        """Tokens that each can surely store on its pages beyond the newest."""
+        lines, host = self._lines, self.host
+        room: Ints = np.maximum(host.num_pages[lines] * self.page_size - host.most[lines], 0)
+        return room
+
+    def _short_of(self, decodes: Bools, drafts: Ints, lookahead: int = 0) -> Ints:
+        """Pages that each lacks for the rows of this step, if all that is under way has stood."""
+        lines, host = self._lines, self.host
+        rows = np.minimum(host.most[lines] + drafts + lookahead, host.max_length[lines])
+        need = -(-rows // self.page_size) - host.num_pages[lines]
+        short: Ints = np.where(decodes, np.maximum(need, 0), 0)
+        return short
+
+    def _grow(self, short: Ints) -> list[tuple[int, int, int]]:
+        grown = []
+        for i in short.nonzero()[0].tolist():
+            sequence, slot = self.running[i], int(self._lines[i])
+            most = self.pages_for(sequence.max_length) - len(sequence.pages)
+            plenty = self.pages.num_free // 2 // len(self.running)
+            count = min(most, max(int(short[i]), min(AHEAD, plenty)))
+            count = max(int(short[i]), min(count, self.pages.num_free - int(short[i + 1 :].sum())))
+            for page in self.pages.take(count):
+                grown.append((slot, len(sequence.pages), page))
+                sequence.pages.append(page)
+            self.host.num_pages[slot] = len(sequence.pages)
+        return grown
+
+    def _planned(
+        self,
+        takes_part: Bools,
+        chunk: Ints,
+        drafts: Ints,
+        newcomers: list[Sequence],
+        grown: list[tuple[int, int, int]],
+    ) -> Planned:
         """Keep the columns up to date with what is under way from now on."""
         host = self.host
         if takes_part.all():
@@ -168,14 +178,20 @@ class Scheduler:
         host.prompt_left[lines] -= chunk
         samples = host.prompt_left[lines] == 0
         host.under_way[lines] += samples
+        host.most[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
-        return Planned(sequences, lines, chunk, drafts, samples, host.tenant[lines], newcomers)
+        for i in chunk.nonzero()[0].tolist():
+            self._make_known(sequences[i], len(sequences[i].ids) - int(host.prompt_left[lines[i]]))
+        return Planned(sequences, lines, chunk, drafts, samples, host.tenant[lines], newcomers, grown)
 
     def budget(self, planned: Planned) -> Ints:
         """[B] drafts to ask for after this step. The last token of a request needs none."""
         host, lines = self.host, planned.slots
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
+        if self.lookahead:  # all but the last draft are stored before they are verified
+            stored = host.num_pages[lines] * self.page_size - host.most[lines]
+            room = np.minimum(room, np.maximum(stored + 1, 0))
         wanted = np.where(planned.samples & (room > 0), lines, -1)
         budget = np.zeros_like(lines)
         budget[wanted >= 0] = self.budgets.take(wanted[wanted >= 0])
@@ -189,32 +205,100 @@ class Scheduler:
         mine = lines[here]
         host.length[mine] += num_out[here]
         host.under_way[mine] -= planned.samples[here]
+        host.most[mine] -= np.where(planned.samples, 1 + planned.drafts - num_out, 0)[here]
         self.budgets.record(mine, planned.drafts[here], drafted[here], accepted[here])
         return here
 
-    def _admit(self) -> bool:
-        if not self.waiting or not self.slots.num_free:
+    # --- coming and going ---------------------------------------------------------------------------
+
+    def _admit_all(self, rows: int) -> list[Sequence]:
+        """Seat those who wait, as long as the next of them would have one of the rows in this step."""
+        newcomers: list[Sequence] = []
+        left = self.host.prompt_left
+        prompts = [(s.rank, int(left[s.slot])) for s in self.running if left[s.slot]] if self.waiting else []
+        while self.waiting and self.slots.num_free:
+            front = self.waiting[0]
+            wanted = sum(count for rank, count in prompts if rank < front.rank)
+            if wanted >= rows or not self._admit(front):
+                break
+            newcomers.append(front)
+            prompts.append((front.rank, int(left[front.slot])))
+        return newcomers
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Seat the first that waits, if there are pages for its tokens and the next one."""
+        found = self._find(sequence)
+        tokens = min(len(sequence.ids) + 1 + self.lookahead, sequence.max_length)
+        need = self.pages_for(tokens) - len(found)
+        spare = len(self.running)  # those that run will want a page soon, or the newcomer is out again
+        if need + spare > self.pages.num_free:
+            self.pages.give_back(found)
             return False
-        sequence = self.waiting[0]
-        need = self.pages_for(sequence.max_length)
-        if need > self.pages.num_free:
-            return False
-        self.waiting.popleft()
-        sequence.pages = self.pages.take(need)
-        slot = sequence.slot = self.slots.take(sequence.request)
-        prompt = len(sequence.request.prompt_token_ids)
+        del self.waiting[0]
+        sequence.pages = found + self.pages.take(need)
+        sequence.num_known, sequence.found = len(found), len(found) * self.page_size
+        if not sequence.stats.num_preemptions:
+            sequence.stats.num_cached_tokens = sequence.found
+            self.num_queried += len(sequence.ids) if self.prefix_caching else 0
+            self.num_cached += sequence.found
+        slot = sequence.slot = sequence.last_slot = self.slots.take(sequence.request)
         host = self.host
-        host.length[slot] = host.prompt_left[slot] = prompt
+        host.length[slot] = host.most[slot] = len(sequence.ids)
+        host.prompt_left[slot] = len(sequence.ids) - sequence.found
         host.max_length[slot] = sequence.max_length
         host.under_way[slot] = host.num_draft[slot] = 0
+        host.num_pages[slot] = len(sequence.pages)
         host.tenant[slot] += 1
         self.budgets.start(slot, sequence.draft_limit)
         self.running.append(sequence)
+        self._lines = np.append(self._lines, slot)
         self.version += 1
         return True
 
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Pages of its tokens that are there already."""
+        if not self.prefix_caching:
+            return []
+        if not sequence.digests:
+            salt = sequence.request.params.cache_salt or ""
+            sequence.digests = list(digests(sequence.ids, self.page_size, salt))
+        return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
+
+    def _make_known(self, sequence: Sequence, computed: int) -> None:
+        """Its full pages, as far as they are computed, can be found from now on: by the next plan, so that
+        no step reads a page that another slot fills in the same step."""
+        if not self.prefix_caching:
+            return
+        full = min(computed // self.page_size, len(sequence.digests))
+        for i in range(sequence.num_known, full):
+            self.pages.know(sequence.pages[i], sequence.digests[i])
+        sequence.num_known = max(sequence.num_known, full)
+
+    def _put_aside(self, sequence: Sequence) -> None:
+        """Nothing is under way: its tokens are known, and it goes on from them when its turn comes."""
+        slot = sequence.slot
+        length, left = int(self.host.length[slot]), int(self.host.prompt_left[slot])
+        computed = length - left if left else length - 1
+        self.remember(sequence, self.slots.read(slot, length), computed)
+        sequence.stats.num_preemptions += 1
+        self.num_preemptions += 1
+        self.put_aside.append(sequence)
+        self._leave(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.rank)
+
+    def remember(self, sequence: Sequence, ids: list[int], computed: int) -> None:
+        """What it has said so far; its pages can be found by whoever says the same."""
+        sequence.ids = ids
+        if self.prefix_caching:
+            salt = sequence.request.params.cache_salt or ""
+            sequence.digests = list(digests(ids, self.page_size, salt))
+            self._make_known(sequence, computed)
+
     def seats(self, newcomers: list[Sequence]) -> list[Seat]:
-        return [Seat(s.slot, s.request, s.pages, s.max_length, s.strategy, s.wants) for s in newcomers]
+        return [
+            Seat(s.slot, s.request, s.pages, s.max_length, s.strategy, s.wants, s.ids, s.found)
+            for s in newcomers
+        ]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is; its slot and pages are free at once.
@@ -224,7 +308,28 @@ class Scheduler:
         self.num_hosted -= sequence.waited_for
         if sequence.slot < 0:
             self.waiting.remove(sequence)
-            return
+        else:
+            self._leave(sequence)
+
+    def doubt(self, sequence: Sequence) -> None:
+        """Something went wrong with its numbers: nobody shall build on them."""
+        self.pages.unlearn(sequence.pages)
+
+    def retire(self, sequence: Sequence) -> None:
+        """It ended; its pages are kept until `bury`."""
+        self.num_hosted -= sequence.waited_for
+        pages, known = sequence.pages, sequence.num_known
+        sequence.pages = []
+        self._leave(sequence)
+        sequence.pages, sequence.num_known = pages, known
+
+    def bury(self, sequence: Sequence, ids: list[int]) -> None:
+        """`ids` is all it ever said."""
+        self.remember(sequence, ids, len(ids) - 1)
+        self.pages.give_back(sequence.pages)
+        sequence.pages = []
+
+    def _leave(self, sequence: Sequence) -> None:
         self.version += 1
         at = self.running.index(sequence)
         del self.running[at]
@@ -232,4 +337,4 @@ class Scheduler:
         self.host.tenant[sequence.slot] += 1
         self.slots.stand(sequence.slot)
         self.pages.give_back(sequence.pages)
-        sequence.slot, sequence.pages = -1, []
+        sequence.slot, sequence.pages, sequence.num_known = -1, [], 0

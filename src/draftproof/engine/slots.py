@@ -34,6 +34,12 @@ class Seat(NamedTuple):
     max_length: int
     strategy: int = 0
     wants: Wants = Wants.NONE
+    said: Sequence[int] = ()  # its committed tokens, prompt included, if it was here before
+    computed: int = 0  # committed tokens that have KV on its pages
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self.said or self.request.prompt_token_ids
 
 
 class Slots:
@@ -103,8 +109,8 @@ class Slots:
             self._seat_planes(seat)
 
     def _seat_prompts(self, seats: Sequence[Seat]) -> None:
-        """All prompts in two copies: the tokens, and where they go."""
-        prompts = [np.array(seat.request.prompt_token_ids, np.int64) for seat in seats]  # quicker than torch
+        """All their tokens in two copies: the tokens, and where they go."""
+        prompts = [np.array(seat.ids, np.int64) for seat in seats]  # quicker than torch
         counts = np.array([len(prompt) for prompt in prompts])
         starts = np.array([seat.slot for seat in seats]) * self.columns.tokens.shape[1]
         places = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
@@ -126,6 +132,17 @@ class Slots:
         if params.allowed_token_ids is not None:
             line = self.columns.banned[seat.slot].fill_(True)
             line[send(torch.tensor(list(params.allowed_token_ids)))] = False
+
+    def grow(self, pages: Sequence[tuple[int, int, int]]) -> None:
+        """More pages: (slot, place in its table, page)."""
+        if pages:
+            lines, places, ids = self.ops.send(torch.tensor(pages)).unbind(1)
+            self.columns.page_table[lines, places] = ids.to(torch.int32)
+
+    def read(self, slot: int, length: int) -> list[int]:
+        """Its first tokens. Waits for the device."""
+        ids: list[int] = self.ops.fetch(self.columns.tokens[slot, :length])().tolist()
+        return ids
 
     def poison(self) -> None:
         """For tests: fill everything that must not be read with impossible values."""
@@ -162,9 +179,9 @@ def _ints(seat: Seat) -> tuple[int, ...]:
     request, params = seat.request, seat.request.params
     prompt = len(request.prompt_token_ids)
     return (
+        len(seat.ids),
         prompt,
-        prompt,
-        0,
+        seat.computed,
         0,
         0,
         params.top_k,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftproof.engine.budget import Ints
 from draftproof.engine.packing import Packed
-from draftproof.engine.scheduler import Planned
+from draftproof.engine.sequence import Planned
 from draftproof.engine.slots import ALIGN, Slots
 from draftproof.errors import ConfigError
 from draftproof.models.runner import Runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from draftproof.engine.extras import top_of
-from draftproof.engine.scheduler import Sequence
+from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import adjustments
 from draftproof.types import Adjust, Traits, Wants
 from draftproof.verify import Strategy

@@ -42,6 +42,7 @@ class Proposer(ABC):
     sources: ClassVar[tuple[str, ...]]  # who may have proposed a token, for provenance
     needs_hidden: ClassVar[bool] = False  # wants the target's hidden rows
     reports_probs: ClassVar[bool] = False  # samples its drafts and says from which law
+    stores_kv: ClassVar[bool] = False  # keeps KV of its own on the engine's page ids, of drafts too
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
     takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults

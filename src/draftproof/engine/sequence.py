@@ -1,0 +1,120 @@
+"""A request in the engine, and what the host knows of every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from draftproof.engine.budget import Bools, Ints
+from draftproof.metrics import RequestStats
+from draftproof.types import Request, Wants
+from draftproof.verify.grammar import Guide
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request in the engine."""
+
+    request: Request
+    max_length: int
+    draft_limit: int = 0
+    strategy: int = 0
+    wants: Wants = Wants.NONE
+    processed_by_host: bool = False  # the user's code, or bad words, between logits and sampling
+    settled_by_host: bool = False  # logprobs that the device does not keep ready
+    guide: Guide | None = None  # its place in its grammar: the host makes masks before every step of it
+    traits: int = -1  # number of its own ones, once they were asked for
+    arrival: int = 0
+    slot: int = -1
+    last_slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    ids: Many[int] = ()  # committed tokens when it last sat down: the prompt, later also what it had said
+    digests: list[bytes] = field(default_factory=list)  # of the full pages of `ids`
+    found: int = 0  # of `ids`, how many had KV when it sat down
+    num_known: int = 0  # pages that others can find
+    prompt_scored: int = 0  # prompt tokens whose logprobs were given out
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    def __post_init__(self) -> None:
+        self.ids = self.request.prompt_token_ids
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who comes first: the smaller priority, then the earlier one."""
+        return self.request.params.priority, self.arrival
+
+    @property
+    def hosted(self) -> bool:
+        """Is the host needed in every step of it?"""
+        return self.processed_by_host or self.settled_by_host or self.guide is not None
+
+    @property
+    def waited_for(self) -> bool:
+        """Or in some?"""
+        return self.hosted or self.request.params.prompt_logprobs is not None
+
+    @property
+    def in_prompt(self) -> bool:
+        """Are logprobs of its prompt still to be given out?"""
+        asked = self.request.params.prompt_logprobs is not None
+        return asked and self.prompt_scored < len(self.request.prompt_token_ids) - 1
+
+    @property
+    def cacheable(self) -> int:
+        """Tokens of `ids` that need not be computed if they are found: the newest always is."""
+        return self.prompt_scored if self.in_prompt else len(self.ids) - 1
+
+
+class HostColumns:
+    """What the host knows of each slot. Of steps that are under way it knows bounds alone."""
+
+    def __init__(self, num_slots: int) -> None:
+        def column() -> Ints:
+            return np.zeros(num_slots, np.int64)
+
+        self.length = column()  # committed tokens, as of the last step that was read
+        self.most = column()  # committed tokens at most, once all that is under way has been read
+        self.max_length = column()
+        self.prompt_left = column()  # tokens to compute, before it decodes, that no step is planned for
+        self.under_way = column()  # steps not read yet that commit tokens of it
+        self.num_draft = column()  # drafts it may have when the next step begins
+        self.num_pages = column()
+        self.tenant = column()  # changes with whoever sits there: results of a predecessor are known by it
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step: B entries, those that came first in front."""
+
+    sequences: list[Sequence]  # [B]
+    slots: Ints  # [B]
+    chunk: Ints  # [B] rows of committed tokens that lack KV; 0: it decodes
+    drafts: Ints  # [B] drafts verified at most
+    samples: Bools  # [B]: its rows reach its newest committed token
+    tenants: Ints  # [B]
+    newcomers: list[Sequence]
+    grown: list[tuple[int, int, int]]  # (slot, place in its page table, page)
+
+    def only(self, at: list[int]) -> Planned:
+        """Some of its entries."""
+        return Planned(
+            [self.sequences[i] for i in at],
+            self.slots[at],
+            self.chunk[at],
+            self.drafts[at],
+            self.samples[at],
+            self.tenants[at],
+            [],
+            [],
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """At most."""
+        return int(np.maximum(self.chunk, 1).sum() + self.drafts.sum())
+
+    @property
+    def num_logits(self) -> int:
+        return int(self.samples.sum() + self.drafts.sum())
