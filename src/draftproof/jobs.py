@@ -40,6 +40,7 @@ class Job:
     max_length: int = 0
     answers: Sequence[Answer | OutputBuilder] = ()  # none before it is opened
     prompt_rows: list[LogprobRow] = field(default_factory=list)
+    num_added: int = 0  # requests that the engine has taken in
     num_ended: int = 0
 
     @property
@@ -85,13 +86,18 @@ class Jobs:
         job.answers = [make(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
 
     def add(self, job: Job) -> None:
-        """Let it in. If this raises, or whatever else happens, `drop` leaves nothing behind."""
+        """Let it in. If this raises, `drop` leaves nothing behind; called again, it goes on from there."""
         self._company = NOBODY  # it may equal one that was here before, name and all
-        for index, request in enumerate(job.requests):
+        for request in job.requests[job.num_added :]:
             if request.id in self.owners:
                 raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
-            self.owners[request.id] = job, index
-            self.engine.add(request, job.max_length)
+            self.owners[request.id] = job, job.num_added
+            try:
+                self.engine.add(request, job.max_length)
+            except RequestError:
+                del self.owners[request.id]
+                raise
+            job.num_added += 1
 
     def drop(self, job: Job, reason: FinishReason = "abort", error: str | None = None) -> None:
         """Let it go, wherever it is; answers that have not ended end by this."""
