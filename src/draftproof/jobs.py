@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from draftproof.engine.engine import Engine
 from draftproof.engine.extras import needs_settling
 from draftproof.engine.settle import Ending, StepResults
-from draftproof.errors import QueueFullError, RequestError
+from draftproof.errors import RequestError
 from draftproof.metrics import RequestStats, SpecStats
 from draftproof.text.ledger import Answer, Ledger
 from draftproof.text.logprobs import LogprobMaps
@@ -86,10 +86,7 @@ class Jobs:
         job.answers = [make(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
 
     def add(self, job: Job) -> None:
-        """Let it in. If this raises, or whatever else happens, `drop` leaves nothing behind.
-
-        After QueueFullError it may be called again later: it goes on with those that are not in yet.
-        """
+        """Let it in. If this raises, `drop` leaves nothing behind; called again, it goes on from there."""
         self._company = NOBODY  # it may equal one that was here before, name and all
         for request in job.requests[len(job.counts) :]:
             if request.id in self.owners:
@@ -97,7 +94,7 @@ class Jobs:
             self.owners[request.id] = job, len(job.counts)
             try:
                 job.counts.append(self.engine.add(request, job.max_length))
-            except QueueFullError:
+            except RequestError:
                 del self.owners[request.id]
                 raise
 
