@@ -133,10 +133,10 @@ def warm(target: Engine, asks: Sequence[Ask]) -> None:
     tiny.run(target, others)
 
 
-def shake(target: Engine, every: int = 2) -> None:
+def shake(target: Engine, later: int, every: int = 2) -> None:
     """As if pages ran out again and again: everybody is put aside, the one in front too.
 
-    Each time a plan later, so that in the end also a long prompt without a cache gets through.
+    Each time some plans `later`, so that in the end also a long prompt without a cache gets through.
     """
     scheduler, plans = target.loop.scheduler, 0
     plan, short_of = scheduler.plan, scheduler._short_of
@@ -152,7 +152,7 @@ def shake(target: Engine, every: int = 2) -> None:
         if plans > every and len(found):
             return found + 10**9
         if plans > every:
-            plans, every = 0, every + 1
+            plans, every = 0, every + later
         return found
 
     scheduler.plan, scheduler._short_of = counted, short  # type: ignore[method-assign]
@@ -222,6 +222,7 @@ class Company:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     warm: bool = False  # the cache knows beginnings of the prompts
     shaken: bool = False  # everybody is put aside again and again
+    later: int = 1  # each time by so many plans
     stats: dict[str, RequestStats] = field(default_factory=dict)
 
     def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
@@ -232,7 +233,7 @@ class Company:
         if self.warm:
             warm(target, self.asks)
         if self.shaken:
-            shake(target)
+            shake(target, self.later)
         requests = [replace(a.request(), prediction_ids=edited(answers[str(a.index)])) for a in self.asks]
 
         def leave(step: int) -> None:

@@ -25,7 +25,7 @@ from async_serving import (
     run,
     serve_all,
 )
-from draftproof import AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, RequestError
+from draftproof import AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, QueueFullError, RequestError
 from draftproof.driver import Driver
 from draftproof.text.ledger import Ledger
 from exact import check_empty
@@ -71,16 +71,16 @@ def test_a_full_engine_refuses_in_the_middle_of_n(
     llm, full = make("plain"), []
     add = llm.engine.add
 
-    def limited(request: Any, max_length: int | None = None) -> None:
+    def limited(request: Any, max_length: int | None = None) -> Any:
         if full and request.id.endswith("-2"):
-            raise RequestError("the queue is full: try later")
-        add(request, max_length)
+            raise QueueFullError("the queue is full: try later")
+        return add(request, max_length)
 
     monkeypatch.setattr(llm.engine, "add", limited)
 
     async def main(engine: AsyncLLM) -> None:
         full.append(1)
-        with pytest.raises(RequestError, match="try later"):
+        with pytest.raises(QueueFullError, match="try later"):
             await engine.generate(*ASKS[3])
         check_empty(llm.engine)
         full.clear()

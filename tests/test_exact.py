@@ -181,12 +181,12 @@ def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
         for i, option in enumerate(options)
     ]
     spec = {"method": method, "verify_strategy": strategy, "num_speculative_tokens": 2, "adaptive": False}
-    for shaken, overlap in product((True, False), (False, True)):
+    ahead = (False, True) if method in (None, *DEVICE) else (False,)  # a proposer on the host is waited for
+    for shaken, overlap in product((True, False), ahead):
         where = Where("qwen3", "bfloat16")
         sizes = {"page_size": 8, "kv_cache_tokens": 96}
-        company = Company(
-            asks, where, spec if method else None, chunk=32, overlap=overlap, sizes=sizes, shaken=shaken
-        )
+        how = {"overlap": overlap, "sizes": sizes, "shaken": shaken, "later": 0}
+        company = Company(asks, where, spec if method else None, chunk=32, **how)
         if overlap:
             company.asks = [replace(ask, prompt=False) for ask in asks]
         assert company.differences() == []
@@ -194,7 +194,7 @@ def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
         if shaken:
             assert min(counts) >= 2, counts
         else:
-            assert counts[0] == 0 and sum(counts) >= 2, counts
+            assert counts[0] == 0 and sum(counts) >= 1, counts
 
 
 def test_hits_are_hits(monkeypatch):

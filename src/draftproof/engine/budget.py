@@ -19,12 +19,12 @@ Bools = NDArray[np.bool_]
 FIRST = 2  # drafts of a request that has no history: a full window in every slot would be dear
 FIRST_PAUSE = 2
 MAX_PAUSE = 32
-HOPE = 0.7  # that a draft stands, before anything is known, and in a probe
+HOPE = 0.7  # that a draft stands, before anything is known
 SURE = 0.98  # that a draft stands, at most: later drafts are then less likely than earlier ones
 LEARN = 0.1  # weight of a new observation of a step's time
 SLOW = 5.0  # times what was expected: not a step's time any more
 MEMORY = 0.75  # weight of what was known, after each window
-PROBE = 64  # every so many steps all requests are tried again
+PROBE = 64  # every so many steps all requests are tried again, with one draft each
 
 
 class RowCosts:
@@ -99,10 +99,10 @@ class DraftBudgets:
     # --- with costs ---------------------------------------------------------------------------------
 
     def _afford(self, slots: Ints, costs: RowCosts) -> Ints:
-        likely = np.minimum(self._stood[slots] / (self._stood[slots] + self._fell[slots]), SURE)
-        if self._steps % PROBE == 0:
-            likely = np.maximum(likely, HOPE)
         limit = self._limit[slots]
+        if self._steps % PROBE == 0:  # whatever the prices say: they may be wrong as well
+            return np.minimum(limit, 1)
+        likely = np.minimum(self._stood[slots] / (self._stood[slots] + self._fell[slots]), SURE)
         place = np.arange(1, int(limit.max(initial=0)) + 1)
         survival = np.where(place <= limit[:, None], likely[:, None] ** place, 0.0)  # [B, K], falls along K
         gains = np.sort(survival[survival > 0])[::-1]

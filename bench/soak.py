@@ -1,0 +1,303 @@
+"""A long life of one engine on a tiny random model; the last line of stdout is JSON.
+
+    python bench/soak.py [--requests 2000] [--seed 0] [--pages 18] [--method ngram] [--no-overlap]
+
+Requests of random lengths, options, priorities, salts and grammars come and go through few pages; some are
+aborted, some bring a logits processor or a grammar that raises, some one that makes their logits NaN. They
+come in waves; after each wave every page, slot and index must be free. Every request that was not aborted is
+compared with its solo run (another engine, no drafts, no cache, nobody else) in every bit, its ending and
+its error included; an aborted one must have a beginning of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import resource
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import finish
+
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.engine.engine import Engine
+from draftproof.errors import QueueFullError
+from draftproof.models.config import ModelConfig
+from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import Request
+
+VOCAB, EOS, LONGEST = 97, 2, 120
+PAGE = resource.getpagesize()
+MODEL: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position": 256,
+    "eos_token_ids": (EOS,),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 5},
+    {"logprobs": 0, "prompt_logprobs": 3},
+    {"frequency_penalty": 1.2, "logprobs": 2, "logprobs_mode": "processed"},
+    {"top_k": 9, "top_p": 0.8},
+    {"min_p": 0.05, "repetition_penalty": 1.3},
+    {"logit_bias": {EOS: 4.0}},
+    {"stop_token_ids": list(range(5, VOCAB, 9))},
+    {"logprob_token_ids": [3, 50]},
+    {"include_draft_logprobs": True, "logprobs": 1},
+    {"speculative": False},
+]
+
+
+class Fault(Exception):
+    """Planted."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A logits processor that does no harm until the text has a certain length."""
+
+    length: int
+    kind: str
+
+    def __call__(self, tokens: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+        if len(tokens) >= self.length:
+            if self.kind == "raises":
+                raise Fault(f"at {self.length}")
+            return row * torch.nan
+        return row + 0.5 * (torch.arange(len(row), device=row.device) % 5 == len(tokens) % 5)
+
+
+class Steps:
+    """A grammar: every token is a multiple of three away from the one before; perhaps it breaks."""
+
+    def __init__(self, breaks_at: int | None) -> None:
+        self.breaks_at = breaks_at
+
+    def start(self) -> Steps:
+        made = Steps(self.breaks_at)
+        made.said = []
+        return made
+
+    said: list[int]
+
+    def fill(self, row: torch.Tensor) -> None:
+        if self.breaks_at is not None and len(self.said) >= self.breaks_at:
+            raise Fault(f"grammar at {self.breaks_at}")
+        first = self.said[-1] % 3 if self.said else 0
+        words = [0] * len(row)
+        for token in range(first, VOCAB, 3):
+            words[token // 32] |= 1 << token % 32
+        row.copy_(torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32))
+
+    def accept(self, token: int) -> bool:
+        self.said.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.said[len(self.said) - count :]
+
+
+@dataclass
+class Told:
+    """What a request was given."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt: list[Any] = field(default_factory=list)
+    end: tuple[Any, ...] = ()
+
+    def take(self, out: Any) -> None:
+        self.tokens += out.token_ids
+        self.logprobs += out.logprobs or []
+        self.prompt += out.prompt_logprobs or []
+        if out.finish_reason:
+            self.end = (out.finish_reason, out.stop_reason, out.error)
+
+    def begins(self, whole: Told) -> bool:
+        pairs = (self.tokens, whole.tokens), (self.logprobs, whole.logprobs), (self.prompt, whole.prompt)
+        return all(repr(mine) == repr(theirs[: len(mine)]) for mine, theirs in pairs)
+
+
+def weights() -> Checkpoint:
+    """Random and bold: as they come, logits hardly depend on the context."""
+    made = load_checkpoint(ModelConfig(**MODEL), dtype="float32", load_format="dummy", seed=3)
+    for name, tensor in made.tensors.items():
+        if tensor.dim() == 2:
+            tensor *= 16 if "embed" in name or "lm_head" in name else 8
+    return made
+
+
+def engine(**options: Any) -> Engine:
+    sizes = {"max_model_len": 192, "max_num_batched_tokens": 48, "page_size": 8, "max_logprobs": -1}
+    common = {"model": "tiny", "device": "cpu", "warm_up": False, **sizes}
+    return Engine(EngineConfig(**{**common, **options}), weights())
+
+
+class Soak:
+    """One engine, and what became of everybody."""
+
+    def __init__(self, seed: int = 0, pages: int = 18, method: str = "ngram", overlap: bool = True) -> None:
+        self.chance = random.Random(seed)
+        speculative = SpeculativeConfig(method=method, num_speculative_tokens=4)
+        self.target = engine(
+            max_num_seqs=8,
+            max_num_waiting=6,
+            kv_cache_tokens=pages * 8,
+            speculative=speculative,
+            overlap=overlap,
+            debug=True,
+        )
+        self.alone = engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
+        self.systems = [[self.chance.randrange(3, VOCAB) for _ in range(40)] for _ in range(3)]
+        self.count = 0
+        self.refused = self.aborted = 0
+        self.ends: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def request(self) -> Request:
+        chance, name = self.chance, str(self.count)
+        self.count += 1
+        prompt = chance.choice(self.systems)[: chance.randint(0, 40)]
+        prompt = prompt + [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 8))] * chance.randint(
+            1, 4
+        )
+        options = dict(chance.choice(OPTIONS))
+        most = chance.choice([1, 3, 10, 25, 25, LONGEST - len(prompt)])
+        trouble, grammar = chance.random(), None
+        if trouble < 0.08:
+            at = len(prompt) + chance.randint(0, 12)
+            options["logits_processors"] = [Trouble(at, chance.choice(["raises", "nan"]))]
+        elif trouble < 0.2:
+            grammar = Steps(chance.choice([None, None, chance.randint(0, 12)]))
+        params = SamplingParams(
+            temperature=chance.choice([0.0, 0.7, 1.3]),
+            max_tokens=most,
+            priority=chance.choice([0, 0, 0, 1, -1]),
+            cache_salt=chance.choice([None, None, "a"]),
+            **options,
+        )
+        seed = chance.randrange(2**40)
+        return Request(
+            id=name, prompt_token_ids=prompt, params=params, seed=seed, eos_token_ids=(EOS,), grammar=grammar
+        )
+
+    def wave(self, size: int) -> None:
+        """Serve so many, check that nothing is left, compare."""
+        todo = [self.request() for _ in range(size)]
+        requests = {r.id: r for r in todo}
+        told = {name: Told() for name in requests}
+        gone: set[str] = set()
+        todo.reverse()
+        while todo or self.target.has_work:
+            for _ in range(self.chance.choice([0, 1, 3])):
+                if not todo:
+                    break
+                try:
+                    self.target.add(todo[-1])
+                    todo.pop()
+                except QueueFullError:
+                    self.refused += 1
+                    break
+            for out in self.target.step():
+                if out.request_id in gone:
+                    self.wrong.append(f"{out.request_id}: told after its abort")
+                told[out.request_id].take(out)
+            if self.chance.random() < 0.04:
+                here = [name for name, t in told.items() if not t.end and name not in gone]
+                name = self.chance.choice(here) if here else ""
+                if name and self.target.abort(name):
+                    gone.add(name)
+        self.target.step()  # what was under way when the last one ended
+        self.check_empty()
+        for name, request in requests.items():
+            self.compare(request, told[name], name in gone)
+
+    def compare(self, request: Request, told: Told, gone: bool) -> None:
+        whole = Told()
+        self.alone.add(request)
+        while self.alone.has_work:
+            for out in self.alone.step():
+                whole.take(out)
+        if not told.begins(whole):
+            self.wrong.append(f"{request.id}: {told} is not {whole}")
+        if gone:
+            self.aborted += 1
+            return
+        if told.end != whole.end or len(told.tokens) != len(whole.tokens):
+            self.wrong.append(f"{request.id}: ended {told.end}, alone {whole.end}")
+        if told.end[0] == "error" and not told.end[2]:
+            self.wrong.append(f"{request.id}: failed without a reason")
+        self.ends[told.end[0]] += 1
+
+    def check_empty(self) -> None:
+        loop = self.target.loop
+        stats, slots = self.target.stats(), loop.slots
+        if stats.num_used_pages or stats.num_running or stats.num_waiting or loop._flights or loop._retiring:
+            self.wrong.append(f"left behind: {stats}")
+        if slots.num_free != len(slots.requests) or loop.scheduler.num_hosted or self.target._sequences:
+            self.wrong.append("a slot or an index is not free")
+        loop.scheduler.pages.check()
+
+
+def soak(requests: int, wave: int = 50, **options: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)  # a tiny model has no work for more
+    life = Soak(**options)
+    objects: list[int] = []
+    resident: list[float] = []
+    while life.count < requests:
+        life.wave(min(wave, requests - life.count))
+        gc.collect()
+        objects.append(len(gc.get_objects()))
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 2**20)
+    stats = life.target.stats()
+    half = max(1, len(objects) // 2)
+    return {
+        "requests": life.count,
+        "wrong": life.wrong[:5],
+        "num_wrong": len(life.wrong),
+        "ends": dict(life.ends),
+        "aborted": life.aborted,
+        "refused_for_now": life.refused,
+        "preemptions": stats.num_preemptions,
+        "cached_tokens": stats.num_cached_tokens,
+        "queried_tokens": stats.num_queried_tokens,
+        "objects_first_half": max(objects[:half]),
+        "objects_end": objects[-1],
+        "rss_mib_first_half": round(max(resident[:half]), 1),
+        "rss_mib_end": round(resident[-1], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pages", type=int, default=18)
+    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--no-overlap", action="store_true")
+    args = parser.parse_args()
+    figures = soak(
+        args.requests, seed=args.seed, pages=args.pages, method=args.method, overlap=not args.no_overlap
+    )
+    finish("soak", figures)
+    if figures["num_wrong"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A short life of bench/soak.py: few pages, aborts, faults; nothing is left, everybody has its solo bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import draftproof
+
+BENCH = Path(draftproof.__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import soak
+
+    return soak
+
+
+def test_a_short_soak(bench):
+    found = bench.soak(150)
+    assert found["num_wrong"] == 0, found["wrong"]
+    assert found["preemptions"] > 2 and found["cached_tokens"] > 100 and found["aborted"] > 3
+    assert found["refused_for_now"] > 0 and set(found["ends"]) == {"stop", "length", "error"}
+    assert found["objects_end"] < found["objects_first_half"] + 500
+
+
+def test_control_what_the_soak_would_find(bench, monkeypatch):
+    """Pages of a request that was put aside are kept, or its text is cut: both are seen."""
+    from draftproof.engine.scheduler import Scheduler
+
+    whole = Scheduler._put_aside
+
+    def broken(self, sequence):
+        self.pages.find(sequence.digests[:1])
+        whole(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_put_aside", broken)
+    assert bench.soak(60, wave=20)["num_wrong"]
