@@ -17,6 +17,7 @@ import json
 import pstats
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.engine.packing import Packed
 from draftproof.engine.settle import Ending, LogprobColumns, StepResults
 from draftproof.engine.step import Decided, Ran
+from draftproof.metrics import RequestStats
 from draftproof.types import (
     ENDED,
     NUM_ACCEPTED,
@@ -85,8 +87,9 @@ class Scripted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def add(self, request: Request, max_length: int | None = None) -> None:
+    def add(self, request: Request, max_length: int | None = None) -> RequestStats:
         self.requests.append(request)
+        return RequestStats()
 
     def abort(self, request_id: str) -> bool:
         return False
@@ -165,7 +168,7 @@ def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> 
     try:
         begin = time.thread_time()
         jobs = [llm._job(prompt, params) for prompt in prompts]
-        llm._add(jobs)
+        llm._add(deque(jobs))
         ready = time.thread_time()
         for _ in steps[:-1]:
             llm.jobs.step()
