@@ -114,7 +114,7 @@ def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device:
     )
     assert company.differences() == []
     assert company.engine is not None
-    if case["pages"] == "shaken":
+    if case["pages"] == "shaken" and case.get("grammar", "none") == "none":  # one may end an answer at once
         assert company.engine.stats().num_preemptions, "nobody was put aside"
     if case["prefix"] == "off":
         assert company.engine.stats().num_cached_tokens == 0
