@@ -94,3 +94,13 @@ def test_a_device_proposer_of_several_sources_is_refused() -> None:
     """A step would overwrite who proposed what before anybody has read it."""
     with pytest.raises(ConfigError, match="several sources"):
         tiny.engine(speculative={"method": "test_proposer_failures:TwoSources", "num_speculative_tokens": 2})
+
+
+class SafeByWord(proposers.Junk):
+    graph_safe = True
+
+
+def test_a_proposer_that_calls_itself_graph_safe_must_draft_on_the_device() -> None:
+    """It would never be asked."""
+    with pytest.raises(ConfigError, match="DeviceProposer"):
+        tiny.engine(speculative={"method": "test_proposer_failures:SafeByWord", "num_speculative_tokens": 2})

@@ -92,8 +92,11 @@ class DraftBudgets:
 
     def record(self, slots: Ints, granted: Ints, drafted: Ints, accepted: Ints) -> None:
         """What became of a window each: rows set aside for drafts, drafts there were, drafts that stood."""
-        if self.adaptive:
+        if not self.adaptive:
+            return
+        if self.costs is not None:
             self._remember(slots, granted, accepted)
+        else:
             self._climb(slots, drafted, accepted)
 
     # --- with costs ---------------------------------------------------------------------------------

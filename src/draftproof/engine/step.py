@@ -83,6 +83,8 @@ class DeviceStep:
         self.slots = slots
         self.sampler = sampler
         self.proposer = proposer if isinstance(proposer, DeviceProposer) else None
+        if proposer is not None and proposer.graph_safe and self.proposer is None:
+            raise ConfigError(f"{type(proposer).__name__} is graph_safe: it must be a DeviceProposer")
         if self.proposer is not None and (len(self.proposer.sources) > 1 or self.proposer.reports_probs):
             raise ConfigError(
                 f"{type(proposer).__name__} drafts on the device and has several sources or reports its "
