@@ -74,6 +74,7 @@ class Bench:
                 "load_format": options.load_format,
                 "max_model_len": options.max_len,
                 "max_num_seqs": max(options.batches),
+                "enable_prefix_caching": False,  # rounds repeat their prompts
                 "speculative_config": {"method": method, "num_speculative_tokens": K},
             }
             self._llm = key, LLM(options.model, **{**settings, **changes})
