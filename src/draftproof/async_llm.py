@@ -22,19 +22,23 @@ import asyncio
 import uuid
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.driver import Box, Driver
+from draftproof.engine.admission import Limits
 from draftproof.errors import ConfigError, RequestError
+from draftproof.jobs import Job
 from draftproof.llm import LLM, Messages, params_for
-from draftproof.metrics import SpecStats
+from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import SamplingParams
+from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.prompts import Prompt
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import RequestOutput, TokenEvent
+from draftproof.types import Logprob, RequestOutput, TokenEvent
 
 LONG_TEXT = 4096  # characters of a prompt that an event loop should not tokenise itself
 STOP_SECONDS = 30.0  # that the end of a program waits for a step under way
@@ -84,7 +88,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """The whole answer (n of them). Cancelling this aborts the request."""
         name = name_of(request_id)
-        box = await self._submit(prompt, sampling_params, name, stream=False)
+        _, box = await self._submit(prompt, sampling_params, name, stream=False)
         try:
             await box.wait()
         finally:
@@ -98,7 +102,7 @@ class AsyncLLM:
 
     async def _submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None, name: str, stream: bool
-    ) -> Box:
+    ) -> tuple[Job, Box]:
         error = self._driver.closed()
         if error is not None:
             raise error
@@ -107,7 +111,7 @@ class AsyncLLM:
         # a long text or a grammar takes a while: not on the caller's loop, and never on the engine's thread
         long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
         job = await asyncio.to_thread(make) if long or params.structure is not None else make()
-        return self._driver.submit(job, stream)
+        return job, self._driver.submit(job, stream)
 
     # --- ends ---------------------------------------------------------------------------------------
 
@@ -161,6 +165,15 @@ class AsyncLLM:
     def stats(self) -> SpecStats:
         return self._llm.stats
 
+    @property
+    def limits(self) -> Limits:
+        """What this engine can serve."""
+        return self._llm.engine.limits
+
+    def engine_stats(self) -> EngineStats:
+        """How the engine stands: who runs and waits, pages, cache hits."""
+        return self._llm.engine.stats()
+
     def describe(self) -> str:
         return self._llm.engine.describe()
 
@@ -184,6 +197,7 @@ class Stream:
         self.request_id = name_of(request_id)
         self._llm = llm  # which must not be collected before this
         self._asked = prompt, params
+        self._job: Job | None = None
         self._box: Box | None = None
         self._ready: deque[TokenEvent] = deque()
         self._closed = False
@@ -191,6 +205,13 @@ class Stream:
     @property
     def output(self) -> RequestOutput | None:
         return None if self._box is None else self._box.output
+
+    @property
+    def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None]:
+        """Of the prompt, as far as they are here: all of them when the first answer's first token is."""
+        if self._job is None:
+            return []
+        return LogprobMaps([None, *self._job.prompt_rows], self._job.tokenizer)
 
     def __aiter__(self) -> Stream:
         return self
@@ -216,7 +237,7 @@ class Stream:
             return False
         try:
             if self._box is None:
-                self._box = await self._llm._submit(*self._asked, self.request_id, stream=True)
+                self._job, self._box = await self._llm._submit(*self._asked, self.request_id, stream=True)
             await self._box.wait()
         except BaseException:  # cancelled: the reader is gone; refused: there is nothing to leave
             self._leave()

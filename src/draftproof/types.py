@@ -299,6 +299,8 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    num_draft: int = 0  # with `step_end`: the drafts that its step verified
+    drafts: list[DraftRecord] | None = None  # with `step_end`, on request
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from draftproof.text.stop import StopStrings
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import (
     CompletionOutput,
+    DraftRecord,
     FinishReason,
     LogprobRow,
     Request,
@@ -23,6 +24,7 @@ from draftproof.types import (
 )
 
 Ending = tuple[FinishReason | None, int | str | None, str | None]
+Drafted = tuple[int, list[DraftRecord] | None]  # how many drafts a step verified; which, if somebody asked
 
 
 class StepEvents(Sequence[TokenEvent]):
@@ -31,7 +33,7 @@ class StepEvents(Sequence[TokenEvent]):
     Until then they hold hardly more than the answer does anyway, so a reader may be late at no great cost.
     """
 
-    __slots__ = ("_ending", "_first", "_index", "_lines", "_origins", "_shown", "_tokens")
+    __slots__ = ("_drafted", "_ending", "_first", "_index", "_lines", "_origins", "_shown", "_tokens")
 
     def __init__(
         self,
@@ -42,9 +44,10 @@ class StepEvents(Sequence[TokenEvent]):
         lines: LogprobMaps | None,  # the whole answer's
         first: int,  # where these begin in them
         ending: Ending,
+        drafted: Drafted,
     ) -> None:
         self._index, self._tokens, self._shown, self._origins = index, tokens, shown, origins
-        self._lines, self._first, self._ending = lines, first, ending
+        self._lines, self._first, self._ending, self._drafted = lines, first, ending, drafted
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -55,6 +58,7 @@ class StepEvents(Sequence[TokenEvent]):
         i = range(len(self))[index]
         last = i == len(self) - 1
         reason, stop, error = self._ending if last else (None, None, None)
+        num_draft, drafts = self._drafted if last else (0, None)
         return TokenEvent(
             index=self._index,
             token_id=self._tokens[i],
@@ -65,6 +69,8 @@ class StepEvents(Sequence[TokenEvent]):
             finish_reason=reason,
             stop_reason=stop,
             error=error,
+            num_draft=num_draft,
+            drafts=drafts,
         )
 
 
@@ -102,15 +108,20 @@ class OutputBuilder:
         """
         shown = self._show(step)
         kept = len(shown)
-        self._count(step, kept)
+        drafts = self._count(step, kept)
         origins = provenance(step)[:kept]
         self._add(step, kept, origins)
         before = len(self.output.text)
         self._end(step, shown)
-        return self._events(step, shown, origins, before) if tell else []
+        return self._events(step, shown, origins, before, drafts) if tell else []
 
     def _events(
-        self, step: StepOutput, shown: list[str], origins: list[str], before: int
+        self,
+        step: StepOutput,
+        shown: list[str],
+        origins: list[str],
+        before: int,
+        drafts: list[DraftRecord] | None,
     ) -> Sequence[TokenEvent]:
         out = self.output
         if self.finished and not shown:
@@ -118,7 +129,8 @@ class OutputBuilder:
         ending = out.finish_reason, out.stop_reason, out.error
         lines = self._lines if step.logprobs is not None else None
         first = len(out.token_ids) - len(shown)
-        return StepEvents(out.index, step.token_ids, shown, origins, lines, first, ending)
+        drafted = step.num_draft, drafts
+        return StepEvents(out.index, step.token_ids, shown, origins, lines, first, ending, drafted)
 
     def _last_words(self, text: str) -> TokenEvent:
         """An end that comes without a token."""
@@ -156,16 +168,18 @@ class OutputBuilder:
             return ""  # a stop token is counted, not shown
         return self._detokenizer.push([token])[0]
 
-    def _count(self, step: StepOutput, kept: int) -> None:
+    def _count(self, step: StepOutput, kept: int) -> list[DraftRecord] | None:
+        """The step's drafts, if somebody asked for them."""
         if not kept:
-            return
+            return None
         self.output.metrics.record(step.num_draft, min(step.num_accepted, kept), kept)
-        if step.drafts is not None and self.output.drafts is not None:
-            end = len(self.output.token_ids) + kept
-            # behind a stop string no draft stood, as behind an end token
-            self.output.drafts.extend(
-                replace(d, accepted=d.accepted and d.position < end) for d in step.drafts
-            )
+        if step.drafts is None or self.output.drafts is None:
+            return None
+        end = len(self.output.token_ids) + kept
+        # behind a stop string no draft stood, as behind an end token
+        drafts = [replace(d, accepted=d.accepted and d.position < end) for d in step.drafts]
+        self.output.drafts.extend(drafts)
+        return drafts
 
     def _add(self, step: StepOutput, kept: int, origins: list[str]) -> None:
         out = self.output
