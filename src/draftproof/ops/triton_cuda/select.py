@@ -33,13 +33,33 @@ def best_of_groups(x, group, V, GROUP: tl.constexpr):
 
 @triton.jit
 def first_of(line, keys, V, groups, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Ids [K] of the first K of a row, from the keys [groups] of its groups."""
+    """Ids [K] of the first K of a row, from the keys [groups] of its groups, which are overwritten.
+
+    Each of the K groups has a member no worse than the worst of their best, and as a rule few have two: those
+    are gathered in the place of the keys, because to sort all members takes several times as long.
+    """
     at = tl.arange(0, BLOCK)
     best = tl.topk(tl.load(keys + at, mask=at < groups, other=LOWEST), K)
     members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
     x = tl.load(line + members, mask=members < V, other=float("-inf"))
-    key = tl.where(members < V, key_of(x, members), LOWEST)
-    return id_of(tl.topk(tl.reshape(key, (K * GROUP,)), K))
+    key = tl.reshape(tl.where(members < V, key_of(x, members), LOWEST), (K * GROUP,))
+    good = (key >> 32) >= (tl.min(best, axis=0) >> 32)  # by value alone: a group's key has its first id
+    place = tl.cumsum(good.to(tl.int32), axis=0)
+    count = tl.max(place, axis=0)
+    ROOM: tl.constexpr = 4 * K
+    if count <= tl.minimum(ROOM, groups):
+        tl.debug_barrier()  # everybody has read the keys
+        tl.store(keys + place - 1, key, mask=good)
+        tl.debug_barrier()
+        few = tl.arange(0, ROOM)
+        found = tl.topk(tl.load(keys + few, mask=few < count, other=LOWEST), K)
+    else:
+        found, turn = best, tl.arange(0, K)
+        for i in range(K):
+            top = tl.max(key, axis=0)
+            found = tl.where(turn == i, top, found)
+            key = tl.where(key == top, LOWEST, key)
+    return id_of(found)
 
 
 @triton.jit
