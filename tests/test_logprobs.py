@@ -11,7 +11,8 @@ from torch import Tensor
 from draftproof.engine.engine import Engine
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.verify.logprobs import Wanted, logprob_rows, rows_of
+from draftproof.types import LogprobRow
+from draftproof.verify.logprobs import Wanted, logprob_rows
 from opcheck import bits, importable
 from tiny import VOCAB, Record, engine, prompt, request, run
 
@@ -64,7 +65,7 @@ def test_several_requests_in_one_pass_equal_each_alone(ops: Any) -> None:
     found = ops.logprobs(logits, torch.tensor(rows), torch.tensor(tokens), 20)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
     for top in (0, 1, 5, 20):
-        lines = rows_of(*columns, tokens, top)
+        lines = LogprobRow.of_columns(*columns, tokens, top)
         for row, token, line in zip(rows, tokens, lines, strict=True):
             if row >= 0:
                 assert [line] == logprob_rows(ops, logits, Wanted([row], [token], top, ()))

@@ -31,8 +31,8 @@ from draftproof.config import EngineConfig
 from draftproof.driver import Box, Driver
 from draftproof.engine.admission import Limits
 from draftproof.errors import ConfigError, RequestError
+from draftproof.front import Front, Messages, params_for
 from draftproof.jobs import Job
-from draftproof.llm import LLM, Messages, params_for
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.logprobs import LogprobMaps
@@ -48,17 +48,19 @@ class AsyncLLM:
     """A model, ready to serve. Options are those of `LLM`."""
 
     def __init__(self, model: str = "smollm2-135m", **options: Any) -> None:
+        from draftproof.llm import LLM  # here: a process that has its engine elsewhere needs no torch
+
         self._own(LLM(model, **options))
         self._made_it = True
 
     @classmethod
-    def from_llm(cls, llm: LLM) -> AsyncLLM:
+    def from_llm(cls, llm: Front) -> AsyncLLM:
         """On the engine of an LLM, which can be used itself again after `shutdown`."""
         made = cls.__new__(cls)
         made._own(llm)
         return made
 
-    def _own(self, llm: LLM) -> None:
+    def _own(self, llm: Front) -> None:
         if llm.jobs.driver is not None or llm.jobs.owners:
             raise ConfigError("this LLM is in use: shut its AsyncLLM down, or read its streams to their ends")
         self._made_it = False

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
-from draftproof.errors import EngineClosedError, EngineDeadError, RequestError
+from draftproof.errors import EngineClosedError, EngineDeadError, EngineDownError, RequestError
 from draftproof.jobs import Job, Jobs
 from draftproof.types import RequestOutput, TokenEvent
 
@@ -194,6 +194,7 @@ class Driver:
 
     def _post(self, note: Callable[[], None]) -> None:
         self._inbox.put(note)
+        self._jobs.engine.wake()
         if self._gone:
             self._sweep()
 
@@ -210,7 +211,7 @@ class Driver:
         try:
             while not self._stopping:
                 self._listen()
-                if self._open and not self._stopping:
+                if (self._open or self._jobs.engine.waits) and not self._stopping:
                     self._step()
                 self._publish()
         except BaseException as error:
@@ -221,15 +222,23 @@ class Driver:
 
     def _listen(self) -> None:
         """Read the notes that are here by now; more of them keep no step waiting. Idle: wait for one."""
-        if not self._open:
+        if not self._open and not self._jobs.engine.waits:
             self._inbox.get()()
         with suppress(Empty):
             for _ in range(self._inbox.qsize()):
                 self._inbox.get_nowait()()
 
     def _step(self) -> None:
-        for job in self._jobs.step():
-            self._let_go(job)
+        try:
+            ended = self._jobs.step()
+        except EngineDownError as error:  # its process is gone: another one may come
+            self._lose(error)
+            return
+        for job in ended:
+            if job.refused is None:
+                self._let_go(job)
+            else:
+                self._refuse(job, job.refused)
         if self._open and not self._jobs.engine.has_work:  # better an error than readers who wait for ever
             raise AssertionError(f"the engine has lost {len(self._open)} requests")
 
@@ -240,6 +249,17 @@ class Driver:
             self._jobs.drop(job, reason, error)
         finally:
             self._tell_end(box, self._jobs.result(job))
+
+    def _refuse(self, job: Job, error: Exception) -> None:
+        _, box = self._open.pop(job.name)
+        job.tell = None  # nothing came of it, and nobody hears of its end but by the error
+        self._jobs.drop(job)
+        self._tell_end(box, None, error)
+
+    def _lose(self, error: EngineDownError) -> None:
+        """What was delivered stands; what has not ended never will."""
+        for job, _ in list(self._open.values()):
+            self._let_go(job, "error", str(error))
 
     def _hear(self, box: Box, events: Sequence[TokenEvent]) -> None:
         self._news.append((box, events))

@@ -5,7 +5,8 @@ DraftproofError
 ├── LoadError        a model, tokenizer or file cannot be used
 ├── RequestError     one request is wrong; nobody else is affected (also a ValueError)
 │   └── QueueFullError   nothing is wrong with it: too many wait already, try later
-└── EngineClosedError    nothing is taken in any more: it drains, or was shut down
+└── EngineClosedError    nothing is taken in: it drains, or was shut down
+    ├── EngineDownError  its process is starting, or starting again: try later
     └── EngineDeadError  something broke that no request is to blame for
 
 `assert` is for us; these are for people, so every message says what to do.
@@ -43,6 +44,10 @@ class QueueFullError(RequestError):
 
 class EngineClosedError(DraftproofError):
     """The engine takes no new requests."""
+
+
+class EngineDownError(EngineClosedError):
+    """The engine's process is not there at the moment; the same request can be served later."""
 
 
 class EngineDeadError(EngineClosedError):

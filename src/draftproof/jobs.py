@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.engine import Engine
-from draftproof.engine.extras import needs_settling
+from draftproof.engine.admission import Limits
+from draftproof.engine.asked import needs_settling
 from draftproof.engine.settle import Ending, StepResults
-from draftproof.errors import RequestError
-from draftproof.metrics import RequestStats, SpecStats
+from draftproof.errors import EngineClosedError, RequestError
+from draftproof.metrics import EngineStats, RequestStats, SpecStats
+from draftproof.sampling_params import SamplingParams
 from draftproof.text.ledger import Answer, Ledger
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.output import OutputBuilder
@@ -25,6 +26,33 @@ from draftproof.types import FinishReason, LogprobRow, Request, RequestOutput, T
 
 BY_STOP_STRING = Ending("stop")  # the engine knows none: the answer says which
 Tell = Callable[[Sequence[TokenEvent]], Any]
+
+
+class EngineLike(Protocol):
+    """What jobs are run on: `engine.Engine`, or one in another process."""
+
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Who may have proposed a draft."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def waits(self) -> bool:
+        """Does `step` wait for something to happen? Then `wake`, from any thread, ends that."""
+
+    def check(self, request: Request) -> int: ...
+    def add(self, request: Request, max_length: int | None = None) -> RequestStats: ...
+    def abort(self, request_id: str) -> bool: ...
+    def step(self) -> StepResults: ...
+    def wake(self) -> None: ...
+    def judged_by(self, params: SamplingParams) -> tuple[str, bool]: ...
+    def stats(self) -> EngineStats: ...
+    def describe(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -42,6 +70,7 @@ class Job:
     prompt_rows: list[LogprobRow] = field(default_factory=list)
     counts: list[RequestStats] = field(default_factory=list)  # of the requests that were let in
     num_ended: int = 0
+    refused: RequestError | EngineClosedError | None = None  # by an engine that is asked from afar
 
     @property
     def finished(self) -> bool:
@@ -65,13 +94,13 @@ NOBODY = Company([], np.zeros(0, np.int64), np.zeros(0, np.int64), [])
 class Jobs:
     """Who has which request in the engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineLike) -> None:
         self.engine = engine
         self.stats = SpecStats()  # of everything
         self.owners: dict[str, tuple[Job, int]] = {}
         self.driver: str | None = None  # who alone may run the engine, if somebody claims that
-        loop = engine.loop
-        self.ledger = Ledger(engine.limits.vocab_size, loop.slots.columns.draft.shape[1], loop.sources)
+        limits = engine.limits
+        self.ledger = Ledger(limits.vocab_size, limits.speculative_tokens, engine.sources)
         self._company = NOBODY
 
     # --- coming and going ---------------------------------------------------------------------------
@@ -124,7 +153,7 @@ class Jobs:
 
     def result(self, job: Job) -> RequestOutput:
         params = job.requests[0].params
-        strategy = self.engine.strategy_of(params)
+        strategy, lossless = self.engine.judged_by(params)
         total = SpecStats()
         for answer in job.answers:
             total.add(answer.output.metrics)
@@ -139,15 +168,18 @@ class Jobs:
             metrics=total,
             num_cached_tokens=job.counts[0].num_cached_tokens if job.counts else 0,
             num_preemptions=sum(counts.num_preemptions for counts in job.counts),
-            strategy=f"{self.engine.strategy_name_of(params)}: {strategy.label}",
-            lossless=strategy.lossless_for(params.greedy),
+            strategy=strategy,
+            lossless=lossless,
         )
 
     # --- steps --------------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """One step of the engine; each job gets what is its own. The jobs that it completed."""
+        """One step of the engine; each job gets what is its own. The jobs that it completed or refused."""
         results, company = self.engine.step(), self._company
+        completed = [self._refuse(*refusal) for refusal in results.refused.items()]
+        if not len(results):
+            return completed
         if results.requests != company.requests:
             company = self._company = self._meet(results.requests)
         matched = self._write_down(results, company) if len(company.lines) else []
@@ -155,7 +187,6 @@ class Jobs:
             job, index = self.owners[results.requests[i].id]
             if extra.prompt_logprobs is not None and index == 0:
                 job.prompt_rows.extend(extra.prompt_logprobs)
-        completed = []
         for i in company.singly:
             output = results[i]
             job, index = self.owners[output.request_id]
@@ -178,6 +209,12 @@ class Jobs:
                 completed += self._ended(job, index)
         self.ledger.tidy()
         return completed
+
+    def _refuse(self, request_id: str, error: RequestError | EngineClosedError) -> Job:
+        """All of the job: none of its requests was let in."""
+        job, _ = self.owners[request_id]
+        job.refused, job.tell = error, None
+        return job
 
     def _meet(self, requests: list[Request]) -> Company:
         """Who takes part in a step, for as long as it stays the same."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from draftproof.errors import RequestError, nearest
 from draftproof.structured_outputs import StructuredOutputs
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # tokens so far (prompt, output and the drafts before this row), logits [vocab] -> logits [vocab]
-LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 LogprobsMode = Literal["raw", "processed"]
 
 MAX_SEED = 2**63 - 1

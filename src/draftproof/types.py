@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any, Literal, NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # a process that serves text needs no torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -182,6 +182,8 @@ class Draft:
     @classmethod
     def of(cls, guesses: Sequence[Sequence[int]], k: int) -> Draft:
         """From plain lists, for proposers that work on the host."""
+        import torch
+
         tokens = torch.zeros((len(guesses), k), dtype=torch.int64)
         for line, guess in zip(tokens, guesses, strict=True):
             if len(guess):
@@ -247,6 +249,17 @@ class LogprobRow:
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int]
+
+    @classmethod
+    def of_columns(
+        cls, values: list[list[float]], ids: list[list[int]], ranks: list[int], tokens: list[int], top: int
+    ) -> list[LogprobRow]:
+        """From columns of at least `top` best: values [n, 1 + _], ids [n, _], ranks [n] of tokens [n]."""
+        below = list(range(1, top + 1))
+        return [
+            cls([token, *best[:top]], value[: top + 1], [rank, *below])
+            for token, value, best, rank in zip(tokens, values, ids, ranks, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.admission import Limits, check_request
+from draftproof.engine.asked import needs_settling, wants_of
 from draftproof.engine.budget import DraftBudgets, RowCosts
-from draftproof.engine.extras import needs_settling, wants_of
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
 from draftproof.engine.scheduler import Scheduler
@@ -37,6 +37,8 @@ from draftproof.verify.sampler import Sampler
 
 class Engine:
     """Serves token ids. `add` and `abort` at any time between steps; `step` does the work."""
+
+    waits = False
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress = lambda *_: None
@@ -170,6 +172,25 @@ class Engine:
 
     def strategy_of(self, params: SamplingParams) -> Strategy:
         return self._strategy(self.strategy_name_of(params))
+
+    def judged_by(self, params: SamplingParams) -> tuple[str, bool]:
+        """The strategy with its label, and whether it keeps the law of such a request's output."""
+        strategy = self.strategy_of(params)
+        name = f"{self.strategy_name_of(params)}: {strategy.label}"
+        return name, strategy.lossless_for(params.greedy)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Who may have proposed a draft."""
+        return self.loop.sources
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """As the model's configuration names them."""
+        return self.model_config.eos_token_ids
+
+    def wake(self) -> None:
+        """A step never waits for anything that somebody could end."""
 
     def describe(self) -> str:
         """One line for people: what runs, where, who guesses and who judges."""

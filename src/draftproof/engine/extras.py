@@ -1,7 +1,7 @@
 """What few requests ask for and the device does not keep ready: read from a step's own tensors, by the host.
 
-Logprobs of named tokens or of more than TOP of the best, of every draft, and of the prompt. A step that
-one of these takes part in is waited for.
+Logprobs of named tokens or of more than `asked.TOP` of the best, of every draft, and of the prompt. A step
+that one of these takes part in is waited for.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from draftproof.engine.asked import top_of
 from draftproof.models.runner import Runner
 from draftproof.ops import Ops
-from draftproof.sampling_params import SamplingParams
 from draftproof.types import (
     FIRST_ROW,
     NUM_ACCEPTED,
@@ -22,34 +22,10 @@ from draftproof.types import (
     DraftRecord,
     LogprobRow,
     Request,
-    Wants,
 )
 from draftproof.verify.logprobs import Wanted, logprob_rows
 
-TOP = 64  # of the best that the device lists
 PROMPT_ROWS = 64  # logits rows held at once for prompt logprobs
-
-
-def top_of(asked: int | None, vocab: int) -> int:
-    return vocab if asked == -1 else min(asked or 0, vocab)
-
-
-def wants_of(params: SamplingParams, vocab: int) -> Wants:
-    """What the device computes for a request by itself."""
-    if not params.wants_logprobs or by_host(params, vocab):
-        return Wants.NONE
-    return Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
-
-
-def by_host(params: SamplingParams, vocab: int) -> bool:
-    """Are the logprobs of its tokens the host's business?"""
-    many = top_of(params.logprobs, vocab) > TOP
-    return params.wants_logprobs and (many or bool(params.logprob_token_ids))
-
-
-def needs_settling(params: SamplingParams, vocab: int) -> bool:
-    """Must the host look at every step of it?"""
-    return by_host(params, vocab) or params.include_draft_logprobs
 
 
 def token_logprobs(ops: Ops, request: Request, line: Any, logits: Tensor) -> list[LogprobRow]:

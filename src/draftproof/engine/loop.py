@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftproof.engine import extras, guided
+from draftproof.engine.asked import by_host
 from draftproof.engine.budget import Ints
 from draftproof.engine.invariants import check_step
 from draftproof.engine.scheduler import Busy, Scheduler
@@ -303,7 +304,7 @@ class Loop:
         request, ops = sequence.request, self.device.ops
         assert decided.logits is not None and decided.sampled is not None
         logits = decided.logits if request.params.logprobs_mode == "raw" else decided.sampled.processed
-        if extras.by_host(request.params, self.slots.vocab):
+        if by_host(request.params, self.slots.vocab):
             extra.logprobs = extras.token_logprobs(ops, request, line, logits)
         if request.params.include_draft_logprobs:
             count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.engine.budget import Ints
+from draftproof.errors import EngineClosedError, RequestError
 from draftproof.types import (
     ENDED,
     FIRST_ROW,
@@ -29,7 +30,6 @@ from draftproof.types import (
     StepOutput,
     Wants,
 )
-from draftproof.verify.logprobs import rows_of
 
 REASONS = {
     End.FORBIDDEN: "no token is left to sample: the request's options forbid every one",
@@ -74,6 +74,8 @@ class StepResults(Sequence[StepOutput]):
     source: NDArray[np.int8] | None = None  # [n, K]; None: all are the first
     endings: dict[int, Ending] = field(default_factory=dict)
     extras: dict[int, Extra] = field(default_factory=dict)
+    # by the id of a job's first request: what an engine that is asked from afar says later than `add`
+    refused: dict[str, RequestError | EngineClosedError] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -124,7 +126,7 @@ class StepResults(Sequence[StepOutput]):
         found = self.columns[Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED]
         at = slice(int(self.table[i, PICK]), int(self.table[i, PICK]) + len(tokens))
         lines = found.values[at].tolist(), found.ids[at].tolist(), found.ranks[at].tolist()
-        return rows_of(*lines, tokens, params.logprobs or 0)
+        return LogprobRow.of_columns(*lines, tokens, params.logprobs or 0)
 
 
 def ending_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Ending | None:

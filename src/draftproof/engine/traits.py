@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from draftproof.engine.extras import top_of
+from draftproof.engine.asked import top_of
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import adjustments
 from draftproof.types import Adjust, Traits, Wants

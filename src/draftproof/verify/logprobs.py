@@ -33,7 +33,7 @@ def logprob_rows(ops: Ops, logits: Tensor, wanted: Wanted) -> list[LogprobRow]:
     tokens = torch.tensor(wanted.tokens, device=logits.device)
     found = ops.logprobs(logits, rows, tokens, wanted.top)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
-    lines = rows_of(*columns, wanted.tokens, wanted.top)
+    lines = LogprobRow.of_columns(*columns, wanted.tokens, wanted.top)
     for token in wanted.ids:
         named = ops.logprobs(logits, rows, torch.full_like(tokens, token), 0)
         values, ranks = named.values[:, 0].tolist(), named.ranks.tolist()
@@ -42,14 +42,3 @@ def logprob_rows(ops: Ops, logits: Tensor, wanted: Wanted) -> list[LogprobRow]:
             line.logprobs.append(value)
             line.ranks.append(rank)
     return lines
-
-
-def rows_of(
-    values: list[list[float]], ids: list[list[int]], ranks: list[int], tokens: list[int], top: int
-) -> list[LogprobRow]:
-    """From columns of at least `top` best: values [n, 1 + _], ids [n, _], ranks [n] of tokens [n]."""
-    below = list(range(1, top + 1))
-    return [
-        LogprobRow([token, *best[:top]], value[: top + 1], [rank, *below])
-        for token, value, best, rank in zip(tokens, values, ids, ranks, strict=True)
-    ]

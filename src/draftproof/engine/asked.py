@@ -1,0 +1,30 @@
+"""Which logprobs a request asked for, and whose business they are: the device's, or the host's."""
+
+from __future__ import annotations
+
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import Wants
+
+TOP = 64  # of the best that the device lists
+
+
+def top_of(asked: int | None, vocab: int) -> int:
+    return vocab if asked == -1 else min(asked or 0, vocab)
+
+
+def wants_of(params: SamplingParams, vocab: int) -> Wants:
+    """What the device computes for a request by itself."""
+    if not params.wants_logprobs or by_host(params, vocab):
+        return Wants.NONE
+    return Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
+
+
+def by_host(params: SamplingParams, vocab: int) -> bool:
+    """Are the logprobs of its tokens the host's business?"""
+    many = top_of(params.logprobs, vocab) > TOP
+    return params.wants_logprobs and (many or bool(params.logprob_token_ids))
+
+
+def needs_settling(params: SamplingParams, vocab: int) -> bool:
+    """Must the host look at every step of it?"""
+    return by_host(params, vocab) or params.include_draft_logprobs
