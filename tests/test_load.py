@@ -472,11 +472,10 @@ def test_dummy(tmp_path: Path) -> None:
 
 
 def test_large_dummy_tensors_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same seed, same numbers; no two rows of a tensor are alike, and no two tensors but the head."""
+    """Same seed, same numbers; no two rows of a tensor are alike, and no two tensors."""
     monkeypatch.setattr(model_tensors, "POOL", 1009)
     tensors = dummy_tensors(SMALL, torch.float32, 5)
     assert same(tensors, dummy_tensors(SMALL, torch.float32, 5))
-    assert torch.equal(tensors.pop("lm_head.weight"), tensors["model.embed_tokens.weight"])
     large = [t for t in tensors.values() if t.numel() > 1009]
     assert len(large) > 2 and len({tuple(t.view(-1)[:16].tolist()) for t in large}) == len(large)
     assert all(len(t.unique(dim=0)) == len(t) for t in large)

@@ -101,9 +101,9 @@ class DeviceStep:
             padded = -(-size // ALIGN) * ALIGN
             return torch.zeros((number, padded), dtype=torch.int64, device=device)[:, :size]
 
-        self._plan = lines(4, num_slots)
+        self._plan = torch.zeros((4, -(-num_slots // ALIGN) * ALIGN), dtype=torch.int64, device=device)
         self._plan[0] = -1
-        self.plan = Plan.of(self._plan)
+        self.plan = Plan.of(self._plan[:, :num_slots])
         self._rows = lines(4, self.max_rows)
         self._entries = lines(3, num_slots)
         self._logits = lines(5, self.max_logits)
