@@ -10,7 +10,8 @@ import torch
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.admission import Limits, check_request
 from draftproof.engine.asked import needs_settling, wants_of
-from draftproof.engine.budget import DraftBudgets, RowCosts
+from draftproof.engine.budget import DraftBudgets
+from draftproof.engine.costs import RowCosts
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
 from draftproof.engine.scheduler import Scheduler
@@ -45,8 +46,8 @@ class Engine:
     ) -> None:
         with torch.inference_mode():
             self._build(config, checkpoint)
-            adapts = config.speculative is not None and config.speculative.adaptive
-            if config.warm_up and (self.ops.asynchronous or adapts):
+            self._adaptive = config.speculative is not None and config.speculative.adaptive
+            if config.warm_up and (self.ops.asynchronous or self._adaptive):
                 with self.ops.stepping():
                     self._warm_up(progress)
 
@@ -69,7 +70,7 @@ class Engine:
         )
         vocab = model_config.vocab_size
         slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
-        budgets = DraftBudgets(sizes.num_seqs, config.speculative.adaptive if config.speculative else False)
+        budgets = DraftBudgets(sizes.num_seqs, RowCosts.guess(sizes.max_rows))
         env = ProposerEnv(
             ops=self.ops,
             k=sizes.k,
@@ -250,6 +251,7 @@ class Engine:
             request,
             max_length,
             draft_limit=limit,
+            adaptive=self._adaptive if wish.adaptive is None else wish.adaptive,
             strategy=self._judges.index(self.strategy_of(params)),
             wants=wants_of(params, vocab),
             processed_by_host=bool(params.logits_processors or request.bad_word_ids),

@@ -180,6 +180,7 @@ class Scheduler:
         host.under_way[lines] += samples
         host.most[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
+        self.budgets.pay(lines[chunk == 0], drafts[chunk == 0])
         for i in chunk.nonzero()[0].tolist():
             self._make_known(sequences[i], len(sequences[i].ids) - int(host.prompt_left[lines[i]]))
         return Planned(sequences, lines, chunk, drafts, samples, host.tenant[lines], newcomers, grown)
@@ -198,7 +199,7 @@ class Scheduler:
         allowed: Ints = np.minimum(budget, room)
         return allowed
 
-    def settle(self, planned: Planned, num_out: Ints, drafted: Ints, accepted: Ints) -> Bools:
+    def settle(self, planned: Planned, num_out: Ints, accepted: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
         host, lines = self.host, planned.slots
         here: Bools = host.tenant[lines] == planned.tenants
@@ -206,7 +207,7 @@ class Scheduler:
         host.length[mine] += num_out[here]
         host.under_way[mine] -= planned.samples[here]
         host.most[mine] -= np.where(planned.samples, 1 + planned.drafts - num_out, 0)[here]
-        self.budgets.record(mine, planned.drafts[here], drafted[here], accepted[here])
+        self.budgets.record(mine, planned.drafts[here], accepted[here])
         return here
 
     # --- coming and going ---------------------------------------------------------------------------
@@ -249,7 +250,7 @@ class Scheduler:
         host.under_way[slot] = host.num_draft[slot] = 0
         host.num_pages[slot] = len(sequence.pages)
         host.tenant[slot] += 1
-        self.budgets.start(slot, sequence.draft_limit)
+        self.budgets.start(slot, sequence.draft_limit, sequence.adaptive)
         self.running.append(sequence)
         self._lines = np.append(self._lines, slot)
         self.version += 1
