@@ -62,7 +62,7 @@ class Always:
 
     pay = record = start
 
-    def take(self, slots):
+    def take(self, slots, _):
         return np.full(len(slots), self.k)
 
 
@@ -75,7 +75,7 @@ def rate(policy, table, batch, task, overlap, longest=256, seed=0):
     stands = draw.random(likely.shape) < likely
     who, place, tenant = np.arange(batch), np.ones(batch, np.int64), np.zeros(batch, np.int64)
     slots, drafts, flights, waiting = np.arange(batch), np.zeros(batch, np.int64), [], batch
-    seconds, tokens, ahead = 0.0, 0, np.arange(K)
+    seconds, tokens, ahead, most = 0.0, 0, np.arange(K), np.full(batch, K)
     for slot in slots:
         policy.start(slot, K, True)
     while True:
@@ -90,7 +90,7 @@ def rate(policy, table, batch, task, overlap, longest=256, seed=0):
             before, granted, accepted = flights.pop(0)
             here = np.flatnonzero(before == tenant)
             policy.record(here, granted[here], accepted[here])
-        drafts = policy.take(slots)
+        drafts = policy.take(slots, most)
         for slot in np.flatnonzero(place >= lengths[who]):
             if waiting == total:
                 return tokens / seconds
@@ -124,8 +124,8 @@ def test_a_budget_that_hopes_and_probes_together_is_too_slow(monkeypatch):
         self._newcomer = np.full_like(self._newcomer, 1 / len(self._newcomer))
         start(self, slot, limit, adaptive)
 
-    def together(self, slots):
-        budget = take(self, slots)
+    def together(self, slots, most):
+        budget = take(self, slots, most)
         return np.full_like(budget, K) if self._steps % 64 == 0 else budget
 
     monkeypatch.setattr(DraftBudgets, "start", hopeful)

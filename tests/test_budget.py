@@ -26,11 +26,16 @@ def budgets(seconds, limits, adaptive=True):
     return made
 
 
+def ask(made):
+    """All slots."""
+    return made.take(np.arange(len(made.limit)), made.limit)
+
+
 def run(made, accepts, steps):
     """[steps, slots] the drafts of every window; accepts(step, granted) of them stand."""
-    slots, given = np.arange(len(made._limit)), []
+    slots, given = np.arange(len(made.limit)), []
     for step in range(steps):
-        granted = made.take(slots)
+        granted = ask(made)
         made.pay(slots, granted)
         made.record(slots, granted, np.minimum(accepts(step, granted), granted))
         given.append(granted)
@@ -49,11 +54,10 @@ def everything(_, granted):
 
 
 def test_free_rows_are_used_and_dear_ones_are_not():
-    slots = np.arange(4)
-    assert budgets(FLAT, [5, 3, 0, 8]).take(slots).tolist() == [5, 3, 0, 8]
-    assert budgets(STEEP, [5, 3, 0, 8]).take(slots).tolist() == [0, 0, 0, 0]
-    assert budgets(STEPS, [5] * 4).take(slots).sum() == 4  # the second size is nearly as quick
-    assert budgets(STEPS, [5] * 40).take(np.arange(40)).sum() == 0  # more rows than were ever measured
+    assert ask(budgets(FLAT, [5, 3, 0, 8])).tolist() == [5, 3, 0, 8]
+    assert ask(budgets(STEEP, [5, 3, 0, 8])).tolist() == [0, 0, 0, 0]
+    assert ask(budgets(STEPS, [5] * 4)).sum() == 4  # the second size is nearly as quick
+    assert ask(budgets(STEPS, [5] * 40)).sum() == 0  # more rows than were ever measured
 
 
 def test_drafts_go_to_those_whose_drafts_stand():
@@ -61,7 +65,7 @@ def test_drafts_go_to_those_whose_drafts_stand():
     slots = np.arange(4)
     for _ in range(20):
         made.record(slots, np.full(4, 5), np.array([5, 0, 0, 1]))
-    given = made.take(slots).tolist()
+    given = ask(made).tolist()
     assert given[0] >= 4 - 1 and given[1] == given[2] == 0 and sum(given) == 4
 
 
@@ -70,7 +74,7 @@ def test_rows_set_aside_for_nothing_count_against_a_request():
     made = budgets(STEPS, [4, 4])
     for _ in range(20):
         made.record(np.arange(2), np.array([4, 4]), np.array([4, 0]))
-    first, second = made.take(np.arange(2)).tolist()
+    first, second = ask(made).tolist()
     assert first > second
 
 
@@ -90,9 +94,9 @@ def test_newcomers_begin_with_what_was_learned():
     for made in (hopeful, sober):
         for slot in slots:
             made.start(slot, 5, True)
-    assert hopeful.take(slots).sum() > 4
+    assert ask(hopeful).sum() > 4
     sober._purse = 0.0
-    assert sober.take(slots).sum() == 0
+    assert ask(sober).sum() == 0
 
 
 def test_a_long_request_is_still_one_request():
@@ -108,7 +112,7 @@ def test_a_belief_fades_while_nothing_is_heard():
     made.record(np.array([0]), np.array([5]), np.array([0]))
     low = made._belief[0] @ RATES
     for _ in range(100):
-        made.take(np.arange(2))
+        ask(made)
     assert low < made._belief[0] @ RATES < made._newcomer @ RATES + 0.05
 
 
@@ -117,7 +121,7 @@ def test_a_slot_begins_anew_with_each_request():
     run(made, nothing, 60)
     made.start(1, 6, True)
     assert (made._belief[1] == made._newcomer).all()
-    assert made.take(np.arange(2))[1] <= 6
+    assert ask(made)[1] <= 6
 
 
 def test_a_fixed_budget_stays_whatever_happens_and_whatever_it_costs():
@@ -139,7 +143,7 @@ def test_no_other_number_of_drafts_is_quicker(seed):
     for _ in range(4):
         made.record(slots, np.full(len(limits), 4), np.array([chance.randint(0, 4) for _ in limits]))
     made._purse = -1.0  # no probes
-    given = made.take(slots)
+    given = ask(made)
     assert (given >= 0).all() and (given <= limits).all()
     chances = [[float(belief @ RATES**n) for n in range(1, 7)] for belief in made._belief]
     gains = sorted((p for ps, most in zip(chances, limits, strict=True) for p in ps[:most]), reverse=True)
@@ -195,7 +199,7 @@ def test_probes_that_find_no_drafts_cost_nothing():
     run(made, nothing, 200)
     slots, asked = np.arange(16), 0
     for _ in range(300):
-        asked += int(made.take(slots).sum() > 0)
+        asked += int(ask(made).sum() > 0)
         made.pay(slots, np.zeros(16, np.int64))
     assert asked > 200
 

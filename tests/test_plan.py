@@ -64,6 +64,7 @@ class Life:
             *(slots, pages, PAGE, self.max_rows, budgets),
             prefix_caching=self.chance.random() < 0.8,
             lookahead=self.chance.choice([0, K]),
+            asks_first=not overlap and self.chance.random() < 0.5,
         )
         slots.read = lambda slot, length: self.truth[slot].ids[:length]
         self.stored: dict[tuple[int, int], tuple[object, ...]] = {}  # (page, place) -> what was said up to it

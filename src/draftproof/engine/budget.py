@@ -39,7 +39,7 @@ class DraftBudgets:
 
     def __init__(self, num_slots: int, costs: RowCosts) -> None:
         self.costs = costs
-        self._limit, self._windows, self._turn, self._reach = np.zeros((4, num_slots), np.int64)
+        self.limit, self._windows, self._turn, self._reach = np.zeros((4, num_slots), np.int64)
         self._fixed, self._probed = np.zeros((2, num_slots), np.bool_)
         self._newcomer = np.full(len(RATES), 1 / len(RATES))
         self._belief = np.tile(self._newcomer, (num_slots, 1))  # [S, rates]
@@ -48,25 +48,25 @@ class DraftBudgets:
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """A request that may have `limit` drafts sits down; not adaptive: it always has them."""
-        self._limit[slot], self._fixed[slot] = limit, not adaptive
+        self.limit[slot], self._fixed[slot] = limit, not adaptive
         self._windows[slot] = self._turn[slot] = self._probed[slot] = 0
         self._reach[slot] = 1
         self._belief[slot] = self._newcomer
 
-    def take(self, slots: Ints) -> Ints:
-        """Drafts allowed to each in the coming step."""
+    def take(self, slots: Ints, most: Ints) -> Ints:
+        """Drafts allowed to each in the coming step, of the `most` that there may be."""
         self._steps += 1
         self._probed[slots] = False
-        budget = np.where(self._fixed[slots], self._limit[slots], 0)
+        budget = np.where(self._fixed[slots], most, 0)
         if self._fixed[slots].all():
             return budget
-        limit = self._limit[slots] - budget  # what is still to be decided
-        survival = self._survival(slots)
+        limit = most - budget  # what is still to be decided
+        survival = self._survival(slots, int(most.max(initial=0)))
         place = np.arange(1, survival.shape[1] + 1)
         rows = len(slots) + int(budget.sum())
         tokens = len(slots) + float(survival[place <= budget[:, None]].sum())
         budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0))
-        self._probe(slots, budget)
+        self._probe(slots, budget, limit)
         return budget
 
     def pay(self, slots: Ints, drafts: Ints) -> None:
@@ -90,7 +90,7 @@ class DraftBudgets:
         belief = belief / belief.sum(1, keepdims=True)
         self._belief[slots] = belief
         whole = accepted == granted  # if that was a probe: another at once, of twice the length
-        self._reach[slots] = np.where(whole, np.minimum(2 * granted, self._limit[slots]), 1)
+        self._reach[slots] = np.where(whole, np.minimum(2 * granted, self.limit[slots]), 1)
         self._turn[slots[whole]] = AT_ONCE
         new = self._windows[slots] < NEW
         self._windows[slots] += 1
@@ -99,12 +99,11 @@ class DraftBudgets:
             expected = np.maximum(keep * self._newcomer + (1 - keep) * belief[new].mean(0), LEAST)
             self._newcomer = expected / expected.sum()
 
-    def _survival(self, slots: Ints) -> Reals:
+    def _survival(self, slots: Ints, most: int) -> Reals:
         """[B, K] how likely each draft is to be reached and to stand; falls along K."""
         belief = self._belief[slots]
         belief += FADE * (self._newcomer - belief)
         self._belief[slots] = belief
-        most = int(self._limit[slots].max(initial=0))
         survival: Reals = belief @ POWERS[1 : most + 1].T
         return survival
 
@@ -120,21 +119,21 @@ class DraftBudgets:
         out: Ints = budget.astype(np.int64)
         return out
 
-    def _probe(self, slots: Ints, budget: Ints) -> None:
+    def _probe(self, slots: Ints, budget: Ints, limit: Ints) -> None:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
         one size larger; if there is money for it. `budget` is added to."""
         room, price = self.costs.beyond(len(slots) + int(budget.sum()))
         self._purse = min(self._purse, max(2 * price, SAVED * SHARE * self.costs.of(len(slots))))
         if not room or price > self._purse:
             return
-        idle = (budget == 0) & (self._limit[slots] > 0)
+        idle = (budget == 0) & (limit > 0)
         if 2 * price > self._purse:  # what is left is for those whose last probe stood
             idle &= self._turn[slots] == AT_ONCE
         who = np.flatnonzero(idle)
         who = who[np.argsort(self._turn[slots[who]], kind="stable")]
-        reach = np.cumsum(self._reach[slots[who]])
-        count = int(np.searchsorted(reach, room, side="right"))
-        chosen = who[: max(count, 1)]
-        budget[chosen] = np.minimum(self._reach[slots[chosen]], room)
+        reach = np.minimum(np.minimum(self._reach[slots], limit)[who], room)
+        count = max(1, int(np.searchsorted(np.cumsum(reach), room, side="right")))
+        chosen = who[:count]
+        budget[chosen] = reach[:count]
         self._turn[slots[chosen]] = self._steps
         self._probed[slots[chosen]] = True

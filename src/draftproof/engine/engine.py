@@ -83,6 +83,8 @@ class Engine:
             max_rows=sizes.max_rows,
         )
         proposer = self._speculation(config.speculative, env)
+        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
+        ahead = ahead and (proposer is None or proposer.graph_safe)
         scheduler = Scheduler(
             slots,
             Pages(sizes.num_pages),
@@ -91,12 +93,11 @@ class Engine:
             budgets,
             config.enable_prefix_caching,
             lookahead=sizes.k if proposer and proposer.stores_kv else 0,
+            asks_first=bool(proposer and proposer.cheap) and not ahead,
         )
         sampler = Sampler(self.ops, self._judges, config.speculative)
         step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
-        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
-        on_device = proposer is None or proposer.graph_safe
-        self.loop = Loop(scheduler, slots, step, proposer, ahead and on_device, config.debug)
+        self.loop = Loop(scheduler, slots, step, proposer, ahead, config.debug)
         self.limits = Limits(
             vocab_size=vocab,
             max_model_len=sizes.max_len,
