@@ -114,7 +114,7 @@ def _wrong(text: str, kind: type[Any]) -> Problem:
     found = _AT.search(text)
     place = _place(found[1]) if found else None
     what = text[: found.start()] if found else text
-    reason = NOT_HONOURED.get(place or "")
+    reason = NOT_HONOURED.get(re.split(r"[.\[]", place or "")[0])
     return Problem(400, f"{place or 'body'}: {what}" + (f" ({reason})" if reason else ""), place)
 
 
