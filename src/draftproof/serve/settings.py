@@ -52,8 +52,13 @@ def _check_positive(name: str, value: object) -> None:
 class Keys:
     """API keys, kept as digests. A comparison takes the same time whatever is sent and whatever is right."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in dict.fromkeys(keys)]
+    def __init__(self, keys: Iterable[str], digests: Iterable[str] = ()) -> None:
+        self._digests = [*map(bytes.fromhex, digests), *map(_digest, dict.fromkeys(keys))]
+
+    @property
+    def digests(self) -> list[str]:
+        """For another server process; no key can be told from them."""
+        return [digest.hex() for digest in self._digests]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
