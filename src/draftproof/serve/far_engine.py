@@ -44,7 +44,7 @@ from draftproof.types import Request
 
 CONNECT_SECONDS = 60.0
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
-NOBODY = Guests([], [], None, [])
+NOBODY = Guests.of([], {}, 1)
 IDLE = EngineStats(*[0] * 8)
 
 
@@ -279,7 +279,7 @@ class RemoteEngine:
             if end.status >= Status.REFUSED:
                 refused.update(self._refused(told.handles[i], end))
         if told.handles != self._guests.handles:
-            self._guests = Guests.of(told.handles, self._known)
+            self._guests = Guests.of(told.handles, self._known, self._bounds.vocab_size)
         for i, cached, preempted in told.counted:
             counts = self._counts.get(told.handles[i])
             if counts is not None:
