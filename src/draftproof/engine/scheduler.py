@@ -20,6 +20,7 @@ put one aside the host must know all: then what is under way is read first.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence as Many
 
 import numpy as np
 
@@ -247,7 +248,7 @@ class Scheduler:
         del self.waiting[0]
         sequence.pages = found + self.pages.take(need)
         sequence.num_known, sequence.found = len(found), len(found) * self.page_size
-        if not sequence.stats.num_preemptions:
+        if sequence.last_slot < 0:  # it was never seated before
             sequence.stats.num_cached_tokens = sequence.found
             self.num_queried += len(sequence.ids) if self.prefix_caching else 0
             self.num_cached += sequence.found
@@ -288,15 +289,26 @@ class Scheduler:
         """Nothing is under way: its tokens are known, and it goes on from them when its turn comes."""
         slot = sequence.slot
         length, left = int(self.host.length[slot]), int(self.host.prompt_left[slot])
-        computed = length - left if left else length - 1
-        self.remember(sequence, self.slots.read(slot, length), computed)
+        self._wait_again(sequence, length - left if left else length - 1)
         sequence.stats.num_preemptions += 1
         self.num_preemptions += 1
         self.put_aside.append(sequence)
+
+    def take_back(self, sequence: Sequence, computed: int) -> None:
+        """A step of it never came to be. It waits again; what that step was to fill is not to be found."""
+        full = computed // self.page_size
+        self.pages.unlearn(sequence.pages[full:])
+        sequence.num_known = min(sequence.num_known, full)
+        self._wait_again(sequence, computed)
+
+    def _wait_again(self, sequence: Sequence, computed: int) -> None:
+        length = int(self.host.length[sequence.slot])
+        ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
+        self.remember(sequence, ids, computed)
         self._leave(sequence)
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
-    def remember(self, sequence: Sequence, ids: list[int], computed: int) -> None:
+    def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
         """What it has said so far; its pages can be found by whoever says the same."""
         sequence.ids = ids
         if self.prefix_caching:
@@ -333,9 +345,10 @@ class Scheduler:
         self._leave(sequence)
         sequence.pages, sequence.num_known = pages, known
 
-    def bury(self, sequence: Sequence, ids: list[int]) -> None:
-        """`ids` is all it ever said."""
-        self.remember(sequence, ids, len(ids) - 1)
+    def bury(self, sequence: Sequence, ids: list[int] | None) -> None:
+        """`ids` is all it ever said; None: nobody knows."""
+        if ids is not None:
+            self.remember(sequence, ids, len(ids) - 1)
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 

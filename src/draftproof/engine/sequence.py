@@ -35,6 +35,8 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `ids`
     found: int = 0  # of `ids`, how many had KV when it sat down
     num_known: int = 0  # pages that others can find
+    num_faults: int = 0  # steps of it that failed under way, one after the other
+    fault_length: int = 0  # its committed tokens then
     prompt_scored: int = 0  # prompt tokens whose logprobs were given out
     stats: RequestStats = field(default_factory=RequestStats)
 

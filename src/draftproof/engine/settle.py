@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.engine.budget import Ints
-from draftproof.errors import NO_TOKEN_LEFT
-from draftproof.errors import EngineClosedError, RequestError
+from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
 from draftproof.types import (
     ENDED,
     FIRST_ROW,
@@ -46,6 +46,16 @@ class LogprobColumns:
     values: Reals  # [N, 1 + top]: the token's own, then the best
     ids: Ints  # [N, top]
     ranks: Ints  # [N]
+
+
+def columns_of(raw: object, processed: object, found: Sequence[NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+    """`found`: ids, ranks and values of the kinds that were computed, as they came from the device."""
+    columns, parts = {}, list(found)
+    for kind, table in ((Wants.RAW, raw), (Wants.PROCESSED, processed)):
+        if table is not None:
+            ids, ranks, values, *parts = parts
+            columns[kind] = LogprobColumns(values, ids, ranks)
+    return columns
 
 
 @dataclass(slots=True)
