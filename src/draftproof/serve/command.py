@@ -213,8 +213,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.server_processes < 1:
         raise ConfigError("--server-processes must be at least 1")
     listener = listen(options.host, options.port, settings.stall_seconds)
+    try:
+        supervisor = Supervisor(options.model, log_level=options.log_level.upper(), **engine)
+    except ConfigError:
+        listener.close()
+        raise
     set_up(options.log_level, options.log_file)
-    supervisor = Supervisor(options.model, log_level=options.log_level.upper(), **engine)
     try:
         with console.status(Text(f"loading {options.model}")):
             supervisor.start()

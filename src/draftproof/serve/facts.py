@@ -42,7 +42,9 @@ class Facts:
         self._llm, self._settings, self._desk, self._meters = llm, settings, desk, meters
         self._answers, self._wishes, self._names = answers, answers.wishes, names
         self._created = int(time.time())
-        self._document = msgspec.json.encode(document(names, llm.limits.vocab_size, bool(settings.api_keys)))
+        begins = bool(self._wishes.tokenizer.encode(""))
+        told = document(names, llm.limits.vocab_size, begins, bool(settings.api_keys))
+        self._document = msgspec.json.encode(told)
 
     def routes(self) -> dict[str, tuple[str, Handler]]:
         return {

@@ -68,12 +68,14 @@ class Fleet:
     def run(self, options: argparse.Namespace) -> None:
         """Until SIGTERM or SIGINT."""
         from draftproof.serve.remote import connect
+        from draftproof.serve.running import BACKLOG
 
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self._stop)
         self._log = options.log_level, options.log_file
         for number in range(self._count):
             self._start(number)
+        self._listener.listen(BACKLOG)
         self._ready(connect(self._address))  # for the banner alone
         while not self._stopping:
             time.sleep(LOOK_SECONDS)

@@ -14,8 +14,8 @@ from draftproof.sampling_params import LARGEST, MAX_SEED
 
 MOST_LOGPROBS = 20
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-OneOrMore = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+OneOrMore = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
