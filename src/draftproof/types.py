@@ -299,7 +299,7 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one for every token of every stream: freezing it would take three times as long
 class TokenEvent:
     """One committed token of a stream. `text` is what became certain with it; all of them make the answer."""
 

@@ -45,6 +45,7 @@ class Answers:
         self._models = names
         self.wishes = Wishes(llm, settings)
         self.token_names = TokenNames(self.wishes.tokenizer)
+        self._token_ids = TokenNames(self.wishes.tokenizer, as_ids=True)
         seed = llm.config.seed
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -103,7 +104,8 @@ class Answers:
             "system_fingerprint": f"draftproof-{__version__}",
         }
         make = ChatForm if wish.chat else TextForm
-        form = make(wish, self.token_names, head, self._llm.limits.speculative_tokens)
+        names = self._token_ids if wish.as_ids else self.token_names
+        form = make(wish, names, head, self._llm.limits.speculative_tokens)
         self._note(asked, wish, ticket)
         try:
             if wish.stream:
@@ -207,6 +209,9 @@ class Answers:
         made = 0 if wish.silent else sum(len(answer.token_ids) for answer in answers)
         self._meters.generated_tokens += made
         self._meters.whole_request.observe(time.perf_counter() - ticket.started)
+        for output in outputs:
+            if output.queue_seconds is not None:
+                self._meters.queue.observe(output.queue_seconds)
         ticket.facts.update(
             completion_tokens=made, finish_reasons=[answer.finish_reason for answer in answers]
         )

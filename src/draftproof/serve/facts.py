@@ -113,10 +113,10 @@ class Facts:
             )
         else:
             ids = await self._wishes.conversation(asked)
-        name_of = self._answers.token_names
+        names = self._answers.token_names
         reply = TokenizeReply(count=len(ids), max_model_len=self._llm.limits.max_model_len, tokens=ids)
         if asked.return_token_strs:
-            reply.token_strs = [name_of(i)[0] for i in ids]
+            reply.token_strs = [names[i][0] for i in ids]
         await send_json(send, reply)
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:

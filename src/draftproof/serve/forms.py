@@ -44,7 +44,7 @@ class Form:
         self.n = params.n
         self._most_drafts = most_drafts
         self._prompt_width = params.prompt_logprobs
-        self.teller = Teller(names, params.logprobs or 0, params.logprob_token_ids, wish.as_ids)
+        self.teller = Teller(names, params.logprobs or 0, params.logprob_token_ids)
         assert params.seed is not None
         self._seed = params.seed
 

@@ -22,6 +22,7 @@ SECONDS = (
 
 
 HISTOGRAMS = {
+    "queue": ("request_queue_time_seconds", "From a request's arrival in the engine to its first step."),
     "first_token": ("time_to_first_token_seconds", "From a request to the first token of its stream."),
     "between_tokens": ("inter_token_latency_seconds", "Of streams; tokens that came together share it."),
     "whole_request": ("e2e_request_latency_seconds", "From a request to the end of its answer."),
@@ -62,7 +63,8 @@ class Meters:
         board: Board | None = None,  # where other server processes tell theirs
     ) -> None:
         self._llm, self._model, self._vllm, self._board = llm, model, vllm_names, board
-        self.first_token, self.between_tokens, self.whole_request = Histogram(), Histogram(), Histogram()
+        self.queue, self.first_token = Histogram(), Histogram()
+        self.between_tokens, self.whole_request = Histogram(), Histogram()
         self.steps = steps or Histogram()
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.prompt_tokens = self.generated_tokens = self.disconnects = self.open = 0
