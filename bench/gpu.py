@@ -37,6 +37,7 @@ from draftproof.types import Draft, ProposeBatch, Request, RequestOutput
 
 K = 8
 ROUNDS = 3
+READ = 4 << 30  # bytes, at most, that the memory's rate is measured on
 
 
 class Junk(Proposer):
@@ -334,17 +335,20 @@ def steps_of(engine: Any, count: int) -> float:
 
 
 def floor(bench: Bench) -> dict[str, Any]:
-    """Tokens a second at batch 1 if a step did nothing but read the weights, at the rate measured here."""
+    """Tokens a second at batch 1 if a step did nothing but read the weights, at the rate measured here.
+
+    That is the rate of a plain reduction over one large piece of memory, longer than its start and its end.
+    """
     llm = bench.llm()
     model, ops = llm.engine.runner.model, llm.engine.ops
     layers = [layer for block in model.layers for layer in (block.qkv, block.out, block.gate_up, block.down)]
     weights = [packed.weight for packed in (*layers, model.head)]
     size = sum(w.numel() * w.element_size() for w in weights)
-    views = [w.view(-1).view(torch.float32).view(-1, 4096) for w in weights if w.numel() % 8192 == 0]
-    seen = sum(v.numel() * 4 for v in views)
-    readers = (lambda: [ops.argmax(v) for v in views], lambda: [v.amax() for v in views])
-    seconds = min(ops.seconds(ops.graph(reader)) for reader in readers) * size / seen
-    found = {"weights": size, "GB/s": round(size / seconds / 1e9), "tok/s": round(1 / seconds, 1)}
+    held = max((*weights, *llm.engine.runner.caches), key=lambda t: t.numel() * t.element_size())
+    large = held.view(-1).view(torch.int64)[: READ >> 3]
+    seconds = min(ops.seconds(reader, 10) for reader in (large.max, large.view(torch.float32).amax))
+    rate = large.numel() * 8 / seconds
+    found = {"weights": size, "GB/s": round(rate / 1e9), "tok/s": round(rate / size, 1)}
     print("floor", found, flush=True)
     return found
 
