@@ -118,13 +118,31 @@ def test_pages_of_a_step_that_never_ran_are_not_found(overlap, alone):
     assert stats.num_cached_tokens == 0 and stats.num_preemptions == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("when", ["queued", "aborted"])
+def test_nor_are_those_of_whoever_left_meanwhile(when, overlap, alone):
+    """Its prompt is under way, or was to be; it is aborted; then that step turns out to be lost."""
+    target, ops = build(overlap=overlap)
+    request = asks()[4]
+    target.add(replace(request, id="first", params=replace(request.params, max_tokens=40)))
+    target.step()
+    if when == "queued":
+        target.step()
+    ops.when = lambda _, op, count: op == "read" and count == 1
+    if when == "queued":
+        target.step()
+    target.abort("first")
+    stats = {}
+    assert served(target, [replace(request, id="4")], stats=stats)["4"] == alone["4"]
+
+
 @pytest.mark.parametrize("broken", ["unlearn", "computed"])
 def test_control_pages_that_were_never_filled_are_found(broken, monkeypatch, alone):
     if broken == "unlearn":
         monkeypatch.setattr(Pages, "unlearn", lambda *_: None)
     else:
-        whole = Scheduler.take_back
-        monkeypatch.setattr(Scheduler, "take_back", lambda self, s, computed: whole(self, s, computed + 24))
+        whole = Scheduler._wait_again
+        monkeypatch.setattr(Scheduler, "_wait_again", lambda self, s, computed: whole(self, s, computed + 24))
     same, _ = first_prefill_fails()
     assert same != alone["4"]
 

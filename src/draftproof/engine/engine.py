@@ -227,6 +227,7 @@ class Engine:
             num_pages=pages.capacity,
             num_used_pages=pages.capacity - pages.num_free,
             num_cached_pages=pages.num_idle,
+            timings=scheduler.timings.copy(),
         )
 
     def _check_alive(self) -> None:
@@ -271,12 +272,12 @@ class Engine:
         return sequence.stats
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; False if it is not (or no longer) here."""
+        """End a request now; False if it is not (or no longer) here. What it said may be found again."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
         if self._broken is None:
-            self.loop.end(sequence)
+            self.loop.leave(sequence)
         return True
 
     def step(self) -> StepResults:

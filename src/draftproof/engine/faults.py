@@ -45,6 +45,7 @@ def take_back(scheduler: Scheduler, lost: Many[tuple[Planned, Ints]]) -> list[Se
     """Those who took part, and are still here; they wait again."""
     computed: dict[Sequence, int] = {}  # before the first step that is lost
     for planned, before in lost:
+        scheduler.pages.unlearn(planned.known)
         here = scheduler.host.tenant[planned.slots] == planned.tenants
         for b in here.nonzero()[0].tolist():
             computed.setdefault(planned.sequences[b], int(before[b]))

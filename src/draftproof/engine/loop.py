@@ -79,7 +79,7 @@ class Loop:
         self.debug = debug
         self._flights: deque[Flight] = deque()
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
-        self._last_read: float | None = None
+        self._last_read = 0.0  # by the clock
         self._traits: tuple[int, Traits] | None = None
         self._faults = 0  # steps that failed running
         self._extras = Extras(device, slots, self.sources)
@@ -114,6 +114,14 @@ class Loop:
         self.scheduler.remove(sequence)
         self._rest()
 
+    def leave(self, sequence: Sequence) -> None:
+        """It is told to end, by a stop string or a caller; it may be in the middle of anything."""
+        if sequence.slot >= 0 and self.scheduler.host.prompt_left[sequence.slot] == 0:
+            self._retire(sequence)
+            self._rest()
+        else:
+            self.end(sequence)
+
     def _stop(self, slot: int) -> None:
         if self._host_drafts:
             assert self.proposer is not None
@@ -139,6 +147,9 @@ class Loop:
                 results = self._settle(self._flights.popleft())
         except StepFault as earlier:
             lost = earlier.lost + lost
+        for sequence, _ in self._retiring:  # its last step may be among those that are lost
+            self.scheduler.bury(sequence, None)
+        self._retiring.clear()
         slots = {s: s.slot for s in self.scheduler.running}
         back = take_back(self.scheduler, lost)
         for sequence in back:
@@ -267,13 +278,15 @@ class Loop:
 
     def _clock(self, flight: Flight) -> None:
         """What a step of so many rows costs: from the last one that was read, if it was queued by then."""
-        now = time.perf_counter()
-        decodes = not flight.planned.chunk.any()
-        since = self._last_read if flight.follows else flight.started
-        if decodes and since is not None:
-            rows = self.device.ops.bucket(flight.planned.num_rows)
-            self.scheduler.budgets.costs.observe(rows, now - since)
-        self._last_read = now if decodes else None
+        now, timings = time.perf_counter(), self.scheduler.timings
+        seconds = now - (self._last_read if flight.follows else flight.started)
+        self._last_read = now
+        if flight.planned.chunk.any():
+            timings.prompt_steps.observe(seconds)
+            return
+        timings.decode_steps.observe(seconds)
+        rows = self.device.ops.bucket(flight.planned.num_rows)
+        self.scheduler.budgets.costs.observe(rows, seconds)
 
     def _source(self, flight: Flight) -> np.ndarray:
         """Who proposed the drafts that were verified. Their proposer is on the host and has not gone on."""

@@ -99,6 +99,7 @@ class Planned:
     tenants: Ints  # [B]
     newcomers: list[Sequence]
     grown: list[tuple[int, int, int]]  # (slot, place in its page table, page)
+    known: list[int]  # pages that it fills and that can be found from the next plan on
 
     def only(self, at: list[int]) -> Planned:
         """Some of its entries."""
@@ -109,6 +110,7 @@ class Planned:
             self.drafts[at],
             self.samples[at],
             self.tenants[at],
+            [],
             [],
             [],
         )
