@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,18 @@ class Program:
         return self.http.post("/v1/completions", json=body, **more)
 
 
+def command_line(model: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "draftproof", "serve", model, "--port", "0", *options]
+
+
+def program(folder: Path, *options: str, **variables: str) -> AbstractContextManager[Program]:
+    """Of the tiny model."""
+    tiny = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--speculative-config", SPEC]
+    return started(command_line(str(folder), *tiny, *options), **variables)
+
+
 @contextmanager
-def program(folder: Path, *options: str, **variables: str) -> Iterator[Program]:
-    command = [sys.executable, "-m", "draftproof", "serve", str(folder), "--load-format", "dummy"]
-    command += [
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--port",
-        "0",
-        "--speculative-config",
-        SPEC,
-        *options,
-    ]
+def started(command: list[str], **variables: str) -> Iterator[Program]:
     pipe = subprocess.PIPE
     environment = {**os.environ, "COLUMNS": "200", **variables}
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def served(folder: Any) -> Any:
-    limits = Settings(max_body_bytes=20_000, max_n=4, max_choices=8, max_prompt_tokens=100, body_seconds=0.3)
+    limits = Settings(max_body_bytes=20_000, max_n=4, max_choices=8, max_prompt_tokens=100)
     with serving(tiny(folder, NGRAM), limits) as running:
         yield running
 
@@ -46,6 +46,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 2.5}, "max_tokens"),
     ({"max_tokens": "3"}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -157,11 +158,12 @@ def test_http(served: Served) -> None:
     assert got.status_code == 413
 
 
-def test_a_body_that_does_not_come(served: Served) -> None:
-    where, data = raw_request(served.url, {}, length=9)
-    with socket.create_connection(where, timeout=10) as line:
-        line.sendall(data)
-        assert b" 408 " in line.recv(1000).split(b"\r\n")[0]
+def test_a_body_that_does_not_come(folder: Any) -> None:
+    with serving(tiny(folder), Settings(body_seconds=0.2)) as running:
+        where, data = raw_request(running.url, {}, length=9)
+        with socket.create_connection(where, timeout=10) as line:
+            line.sendall(data)
+            assert b" 408 " in line.recv(1000).split(b"\r\n")[0]
 
 
 def test_an_id_is_used_once_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ class CompletionAsked(Asked, kw_only=True):
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     max_tokens: Count | None = None  # 16; 0 with echo: the prompt alone
+    max_completion_tokens: OneOrMore | None = None  # the same
     logprobs: Logprobs | None = None
     echo: bool | None = None
     best_of: OneOrMore | None = None

@@ -82,7 +82,8 @@ class Wishes:
                 400, "best_of: answers are not ranked here; ask for n", "best_of", "unsupported_option"
             )
         logprobs, echo = asked.logprobs, bool(asked.echo)
-        most = 16 if asked.max_tokens is None else asked.max_tokens
+        given = _one_limit(asked)
+        most = 16 if given is None else given
         if most == 0 and not echo:
             raise Problem(
                 400, "max_tokens must be at least 1, unless echo asks for the prompt alone", "max_tokens"
@@ -109,14 +110,12 @@ class Wishes:
         self._check(asked)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise Problem(400, "top_logprobs needs logprobs: true", "top_logprobs")
-        if None not in (asked.max_tokens, asked.max_completion_tokens):
-            raise Problem(400, "max_tokens is the old name of max_completion_tokens: give one", "max_tokens")
         if asked.prediction is not None and not self._llm.limits.takes_prediction:
             raise Problem(400, f"prediction: {START_FOR_PREDICTION}", "prediction", "unsupported_option")
         params = self._params(
             asked,
             seed,
-            max_tokens=asked.max_completion_tokens or asked.max_tokens,
+            max_tokens=_one_limit(asked),
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
             prompt_logprobs=asked.prompt_logprobs,
             prediction=None if asked.prediction is None else _text(asked.prediction.content),
@@ -239,6 +238,14 @@ def _several(prompt: Any) -> list[Any]:
     if len(kinds) > 1:
         raise Problem(400, "prompt: texts, token ids and lists of token ids do not mix", "prompt")
     return [prompt] if kinds == {int} else list(prompt)
+
+
+def _one_limit(asked: CompletionAsked | ChatAsked) -> int | None:
+    """Under its new name or its old one; some clients send both."""
+    old, new = asked.max_tokens, asked.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise Problem(400, f"max_tokens is {old} and max_completion_tokens {new}: give one", "max_tokens")
+    return new if old is None else old
 
 
 def _larger(left: int | None, right: int | None) -> int | None:
