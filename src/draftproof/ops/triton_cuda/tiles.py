@@ -21,7 +21,7 @@ class Tile(NamedTuple):
 
 
 # (N, K) -> number of equal spans of K whose sums are added in ascending order. Absent: 1.
-SPLITS: dict[tuple[int, int], int] = {(576, 1536): 2}
+SPLITS: dict[tuple[int, int], int] = {}
 
 # (N, K, largest M of the bucket) -> tile, for shapes that were measured; wins over the classes below.
 MEASURED: dict[tuple[int, int, int], Tile] = {
@@ -34,9 +34,9 @@ MEASURED: dict[tuple[int, int, int], Tile] = {
     (576, 1536, 16): Tile(16, 16, 256, 2, 3),
     (576, 1536, 32): Tile(32, 16, 256, 2, 3),
     (576, 1536, 64): Tile(64, 16, 128, 4, 4),
-    (576, 1536, 128): Tile(64, 32, 128, 4, 4),
-    (576, 1536, 256): Tile(64, 32, 128, 4, 4),
-    (576, 1536, 512): Tile(64, 32, 128, 4, 4),
+    (576, 1536, 128): Tile(64, 16, 256, 4, 3),
+    (576, 1536, 256): Tile(64, 32, 256, 4, 3),
+    (576, 1536, 512): Tile(64, 32, 256, 4, 3),
     (576, 1536, 1 << 30): Tile(128, 128, 64, 8, 3),
     (4096, 4096, 16): Tile(16, 32, 256, 2, 6),
     (4096, 4096, 32): Tile(64, 32, 128, 4, 8),
