@@ -45,7 +45,7 @@ FIELDS = 11  # of a layer in the table of addresses
 
 
 class Form(NamedTuple):
-    """How a number of rows is worked on: speed alone. Large kernels are slow: code has to be fetched."""
+    """How a number of rows is worked on: speed alone."""
 
     most: int  # rows
     widest: int  # columns of a layer: a tile of weights has to fit into shared memory together with its rows
