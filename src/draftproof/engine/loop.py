@@ -286,7 +286,7 @@ class Loop:
             return
         timings.decode_steps.observe(seconds)
         rows = self.device.ops.bucket(flight.planned.num_rows)
-        self.scheduler.budgets.costs.observe(rows, seconds)
+        self.scheduler.budgets.costs.observe(rows, seconds, flight.follows)
 
     def _source(self, flight: Flight) -> np.ndarray:
         """Who proposed the drafts that were verified. Their proposer is on the host and has not gone on."""
