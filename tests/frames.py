@@ -153,7 +153,10 @@ def random_step(
     results = StepResults(requests, table, columns, sources, source, endings, extras)
     handles = [2**40 + 7 * i for i in range(n)]
     chance.shuffle(handles)
-    counts = {i: RequestStats(chance.randint(0, 99), chance.randint(0, 3)) for i in range(0, n, 2)}
+    counts = {}
+    for i in range(0, n, 2):
+        times = {name: chance.choice([None, 0.0, chance.random()]) for name in ("seated", "spoke")}
+        counts[i] = RequestStats(chance.randint(0, 99), chance.randint(0, 3), 0.0, **times)
     return Step(results, handles, Bounds(vocab, k, len(sources)), counts)
 
 

@@ -94,6 +94,8 @@ def test_how_it_came_about_is_the_same(make: Any, alone: Any, tmp_path: Path, sp
     got = serve(there, tmp_path, main)
     assert [everything(one) for one in got] == [everything(one) for one in want]
     assert any(one.num_cached_tokens for one in got)
+    assert all(0 <= (one.queue_seconds or 0) <= (one.first_token_seconds or 0) for one in got)
+    assert all(one.queue_seconds and one.first_token_seconds for one in got)
     if spec != "plain":
         assert sum(one.metrics.num_draft_tokens for one in got) > 0
     if spec == "several":

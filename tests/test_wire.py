@@ -19,7 +19,7 @@ from draftproof.serve.telling import Refusal, refusal_frame
 from draftproof.serve.wire import COLUMNS, HEAD, VERSION, Bounds, FrameError, Status, pack, unpack
 from draftproof.types import NUM_OUT, TOKENS, DraftRecord, LogprobRow, Request, Wants
 from frames import STATS, Step, random_step, sealed
-from wire_fuzz import fuzz
+from fuzzing import fuzz
 
 
 def received(step: Step, frame: bytes) -> tuple[Told, StepResults]:
@@ -42,7 +42,7 @@ def check_same(step: Step, frame: bytes, at: list[int]) -> None:
         asked = step.results.requests[i].params.include_draft_logprobs and step.results.table[i, NUM_OUT]
         assert repr(mine) == repr(theirs) or (asked and not mine.drafts and not theirs.drafts)
     counts = [(place, step.counts[i]) for place, i in enumerate(at) if i in step.counts]
-    assert told.counted == [(place, c.num_cached_tokens, c.num_preemptions) for place, c in counts]
+    assert told.counted == counts
 
 
 steps = st.builds(
@@ -135,7 +135,7 @@ def test_refusals() -> None:
 # --- pinned -----------------------------------------------------------------------------------------------
 
 GOLDEN = """
-445052467df8cd06010001000200000080020000000000000500000000000000
+44505246694220d80100010002000000a0020000000000000500000000000000
 1100000000000000000000000000d03f00000000000012400300000000000000
 0100000000000000040000000000000001000000000000000500000000000000
 0900000000000000020000000000000006000000000000000400000007000000
@@ -149,6 +149,7 @@ GOLDEN = """
 0100000000000000200000000000000000000000000000000001000000000000
 0000000002000000000000000000000000000000000000000000000000000000
 0000000000000000010000000000000010000000000000000100000000000000
+0100000000000000000000000000044000000000000000000000000000000000
 0200000003000000010000000000000001000000010000000200000002000000
 0400000005000000250000000300000007000000010000000100000028000000
 000000000000f8bf00000000000004c00000000000000cc0000000000000f0ff
@@ -192,7 +193,7 @@ def golden_step() -> Step:
     columns = {Wants.RAW: raw, Wants.PROCESSED: processed}
     source = np.array([[1, 0], [0, 0], [0, 1], [0, 0]], np.int8)
     results = StepResults(requests, table, columns, ("one", "two"), source, endings, extras)
-    return Step(results, [9, 8, 2**63, 6], Bounds(40, 2, 2), {1: RequestStats(16, 1)})
+    return Step(results, [9, 8, 2**63, 6], Bounds(40, 2, 2), {1: RequestStats(16, 1, 0.0, seated=2.5)})
 
 
 def test_golden_bytes() -> None:
@@ -246,6 +247,7 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "an id of no vocabulary": ("raw_id", 97, "raw_id holds 97"),
     "a rank of no vocabulary": ("raw_rank", 98, "raw_rank holds 98"),
     "counts of nobody": ("counted_entry", 12, "counted_entry holds 12"),
+    "a time that is none": ("counted_seated", float("nan"), "counted_seated is no time"),
     "rows of nobody": ("set_entry", 12, "set_entry holds 12"),
     "rows of no kind": ("set_kind", 2, "set_kind holds 2"),
     "rows that are not there": ("set_length", 9, "rows, and the sets have"),

@@ -280,10 +280,14 @@ class RemoteEngine:
                 refused.update(self._refused(told.handles[i], end))
         if told.handles != self._guests.handles:
             self._guests = Guests.of(told.handles, self._known, self._bounds.vocab_size)
-        for i, cached, preempted in told.counted:
+        for i, news in told.counted:
             counts = self._counts.get(told.handles[i])
             if counts is not None:
-                counts.num_cached_tokens, counts.num_preemptions = cached, preempted
+                counts.num_cached_tokens, counts.num_preemptions = (
+                    news.num_cached_tokens,
+                    news.num_preemptions,
+                )
+                counts.seated, counts.spoke = news.seated, news.spoke
         results = results_of(told, self._guests, self.facts.sources, refused)
         for i in told.ends:
             self._forget(told.handles[i])

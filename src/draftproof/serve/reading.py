@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from draftproof.engine.asked import by_host, top_of, wants_of
 from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
-from draftproof.metrics import EngineStats
+from draftproof.metrics import EngineStats, RequestStats
 from draftproof.serve.wire import BLOCKS, Bounds, FrameError, Header, SetKind, Status, unpack
 from draftproof.types import (
     NUM_ACCEPTED,
@@ -56,7 +56,7 @@ class Told:
     columns: dict[Wants, LogprobColumns]
     source: NDArray[np.int8] | None  # [n, K]
     ends: dict[int, End]
-    counted: list[tuple[int, int, int]]  # entry, cached tokens, preemptions
+    counted: list[tuple[int, RequestStats]]  # by entry
     sets: dict[int, Extra] = field(default_factory=dict)
 
     @property
@@ -73,11 +73,6 @@ def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:
         source = np.zeros((header.requests, bounds.max_drafts), np.int8)
         stood = place < table[owner, NUM_ACCEPTED]
         source[owner[stood], place[stood]] = columns["source"]
-    counted: list[Any] = []
-    if header.counted:
-        counted = np.column_stack(
-            [columns[f"counted_{name}"] for name in ("entry", "cached", "preempted")]
-        ).tolist()
     extras: dict[int, Extra] = {}
     if header.sets:
         _read_sets(columns, extras)
@@ -91,7 +86,7 @@ def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:
         _blocks(header, columns),
         source,
         _read_ends(columns) if header.ends else {},
-        [tuple(line) for line in counted],
+        _read_counted(columns) if header.counted else [],
         extras,
     )
 
@@ -214,6 +209,16 @@ def _read_ends(columns: Mapping[str, NDArray[Any]]) -> dict[int, End]:
             param if has_param else None,
         )
     return ends
+
+
+def _read_counted(columns: Mapping[str, NDArray[Any]]) -> list[tuple[int, RequestStats]]:
+    names = ("entry", "cached", "preempted", "has_seated", "seated", "has_spoke", "spoke")
+    found = []
+    for line in zip(*(columns[f"counted_{name}"].tolist() for name in names), strict=True):
+        entry, cached, preempted, has_seated, seated, has_spoke, spoke = line
+        times = {"seated": seated if has_seated else None, "spoke": spoke if has_spoke else None}
+        found.append((entry, RequestStats(cached, preempted, 0.0, **times)))
+    return found
 
 
 def _read_sets(columns: Mapping[str, NDArray[Any]], extras: dict[int, Extra]) -> None:

@@ -294,7 +294,9 @@ class Worker:
             counted = []
             if self._untold:
                 counted = [(i, e.stats) for i, e in enumerate(entries) if e.request.id in self._untold]
-                self._untold.difference_update(entries[i].request.id for i, _ in counted)
+                self._untold.difference_update(
+                    entries[i].request.id for i, stats in counted if stats.spoke is not None
+                )
             frame = frame_of(client.sequence, standing, results, party, counted)
             self._try(client, client.send, self._socket, frame)
         self._told = time.monotonic()
