@@ -123,6 +123,7 @@ def _limits(group: Any) -> None:
         ("max_prompt_tokens", int, "of one prompt"),
         ("max_n", int, "answers to one prompt"),
         ("max_choices", int, "prompts times n of one request"),
+        ("max_logprob_entries", int, "tokens times logprobs of one request"),
         ("max_concurrent", int, "requests at once"),
         ("max_concurrent_per_key", int, "requests of one API key at once"),
         ("request_seconds", float, "from a request to the end of its answer"),

@@ -48,6 +48,10 @@ class Form:
         assert params.seed is not None
         self._seed = params.seed
 
+    @property
+    def num_entries(self) -> int:
+        return self.wish.num_entries
+
     def seed_of(self, index: int) -> int:
         """Of one of all the answers: each prompt has the seeds seed, seed + 1, …"""
         return (self._seed + index % self.n) % (MAX_SEED + 1)

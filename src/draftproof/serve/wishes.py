@@ -60,6 +60,7 @@ class Wish:
     as_ids: bool = False
     provenance: bool = False
     structure: str = "structured_outputs"  # the option that said what the answer must follow
+    num_entries: int = 0  # logprobs that may have to be told
 
     @property
     def tells_logprobs(self) -> bool:
@@ -104,7 +105,14 @@ class Wishes:
         )
         prompts = await self._prompts(asked, n)
         common = self._common(asked)
-        return Wish(False, prompts, params, echo=echo, silent=most == 0, echo_logprobs=echoed, **common)
+        entries = self._entries(prompts, params)
+        more: dict[str, Any] = {
+            "echo": echo,
+            "silent": most == 0,
+            "echo_logprobs": echoed,
+            "num_entries": entries,
+        }
+        return Wish(False, prompts, params, **common, **more)
 
     async def chat(self, asked: ChatAsked, seed: int) -> Wish:
         self._check(asked)
@@ -122,7 +130,8 @@ class Wishes:
         )
         prompt = PromptIn(await self.conversation(asked))
         self._check_length(prompt)
-        return Wish(True, [prompt], params, **self._common(asked))
+        entries = self._entries([prompt], params)
+        return Wish(True, [prompt], params, **self._common(asked), num_entries=entries)
 
     async def conversation(self, asked: ChatAsked | TokenizeAsked) -> list[int]:
         """A conversation in tokens, by the model's own template."""
@@ -208,6 +217,25 @@ class Wishes:
                 made.append(PromptIn(prompt))
             self._check_length(made[-1])
         return made
+
+    def _entries(self, prompts: list[PromptIn], params: SamplingParams) -> int:
+        """Logprobs that the answers may have; Problem if those are more than one request may ask for."""
+        length, most = self._llm.limits.max_model_len, self._settings.max_logprob_entries
+        count = 0
+        for prompt in prompts:
+            if params.prompt_logprobs is not None:
+                count += len(prompt.ids) * (1 + params.prompt_logprobs)
+            if params.wants_logprobs:
+                width = 1 + max(params.logprobs or 0, len(params.logprob_token_ids or ()))
+                count += width * params.n * min(params.max_tokens or length, length - len(prompt.ids))
+        if count > most:
+            raise Problem(
+                400,
+                f"this may be {count} logprobs, and {most} is the most in one request: ask for fewer, "
+                "lower the number of tokens, or send several requests",
+                "prompt_logprobs" if params.prompt_logprobs else "logprobs",
+            )
+        return count
 
     def _check_length(self, prompt: PromptIn) -> None:
         most, vocab = self._settings.max_prompt_tokens, self._llm.limits.vocab_size
