@@ -22,6 +22,7 @@ from draftproof import (
     SamplingParams,
 )
 from draftproof.serve import clients, telling, worker
+from draftproof.serve.messages import FAREWELL
 from draftproof.serve.reading import Guests, read, results_of
 from draftproof.serve.remote import RemoteLLM, connect
 from draftproof.serve.status import WorkerStatus, address_of, write_status
@@ -281,10 +282,10 @@ def test_a_server_that_is_stuck_for_good(
     put = clients.Client.put
 
     def full(self: clients.Client, socket: Any, data: bytes) -> bool:
-        return put(self, socket, data) if self.number > 1 or not self.sequence else False
+        return put(self, socket, data) if self.number > 1 or not self.sequence or awake else False
 
     monkeypatch.setattr(clients.Client, "put", full)
-    llm = make("plain")
+    llm, awake = make("plain"), []
     with working(llm, tmp_path) as served:
         stuck = RawServer(tmp_path)
         stuck.add(7, request(max_tokens=240))
@@ -296,6 +297,10 @@ def test_a_server_that_is_stuck_for_good(
                 assert far.engine_stats().num_running == 0
 
         asyncio.run(main())
+        awake.append(True)  # it hears that it was given up, and nothing else
+        assert stuck.socket.recv().startswith(FAREWELL)
+        stuck.abort(7)  # and again, should it not have listened
+        assert stuck.socket.recv().startswith(FAREWELL)
         stuck.close()
 
 
