@@ -136,7 +136,8 @@ def bits(bench: Bench) -> dict[str, Any]:
         print(cases[-1], flush=True)
 
     few = max(1, max(batches) * 3 // 4)  # of the largest batch some arrive midway
-    for method, midway in (("ngram", False), (f"{__name__}:Junk", False), ("ngram", True)):
+    ways = (("ngram", False), (f"{__name__}:Junk", False), ("ngram", True))
+    for method, midway in ways[: options.ways]:
         changes = {"max_num_seqs": few, "max_num_batched_tokens": 512} if midway else {}
         llm = bench.llm(method, **changes)
         for batch, heat in product(batches[-1:] if midway else batches, (0.0, 1.0)):
@@ -242,7 +243,7 @@ def compare(
 def speed(bench: Bench) -> dict[str, Any]:
     """Plain and with n-gram drafts, on chat prompts and on the copy task."""
     out = {}
-    for task, batch in product(("chat", "copy"), bench.options.batches):
+    for task, batch in product(bench.options.tasks, bench.options.batches):
         if not bench.late:
             out[f"{task} {batch}"] = compare(bench, task, batch, SETTINGS)
     return out
@@ -370,6 +371,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=["chat", "copy"])
+    parser.add_argument("--ways", type=int, default=3, help="bits: 1 n-gram drafts, 2 and junk, 3 and midway")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--bit-tokens", type=int, default=96)
     parser.add_argument("--max-len", type=int, default=2304)
