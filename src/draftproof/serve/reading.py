@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from draftproof.engine.asked import by_host, top_of, wants_of
 from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
-from draftproof.metrics import EngineStats, RequestStats
+from draftproof.metrics import EngineStats, RequestStats, Timings
 from draftproof.serve.wire import BLOCKS, Bounds, FrameError, Header, SetKind, Status, unpack
 from draftproof.types import (
     NUM_ACCEPTED,
@@ -59,9 +59,8 @@ class Told:
     counted: list[tuple[int, RequestStats]]  # by entry
     sets: dict[int, Extra] = field(default_factory=dict)
 
-    @property
-    def stats(self) -> EngineStats:
-        return EngineStats(*self.header[5:13])
+    def stats(self, timings: Timings) -> EngineStats:
+        return EngineStats(*self.header[5:13], timings=timings)
 
 
 def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:

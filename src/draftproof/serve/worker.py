@@ -30,6 +30,7 @@ from draftproof.serve.clients import Client, Entry, Gone, Stuck
 from draftproof.serve.line import QUEUED
 from draftproof.serve.messages import (
     FAREWELL,
+    TIMINGS,
     WELCOME,
     Abort,
     Add,
@@ -73,7 +74,7 @@ class Worker:
         self._untold: set[str] = set()  # whose counts are not told
         self._num_preemptions = 0
         self._num_steps, self._busy = 0, 0.0
-        self._told = time.monotonic()
+        self._told = self._timed = time.monotonic()
         self._cut_off: list[Client] = []  # to whom that is still to be said
         self._compilers = ThreadPoolExecutor(COMPILERS, "draftproof-grammar")
         self._compiled: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -122,6 +123,10 @@ class Worker:
         self._each(self._tell_refusals)
         if self._cut_off:
             self._cut_off = [client for client in self._cut_off if not self._dismiss(client)]
+        if self.turned - self._timed >= IDLE_SECONDS:
+            self._timed = self.turned
+            timings = TIMINGS + encode(self.engine.stats().timings)
+            self._each(lambda client: client.outbox or client.put(self._socket, timings))
         if any(client.outbox for client in self._clients.values()):
             self._each(lambda client: client.flush(self._socket))
         stuck = any(client.stuck for client in self._clients.values())
@@ -150,7 +155,7 @@ class Worker:
 
     # --- servers ------------------------------------------------------------------------------------
 
-    def _each(self, act: Callable[[Client], None]) -> None:
+    def _each(self, act: Callable[[Client], object]) -> None:
         for client in list(self._clients.values()):
             self._try(client, act, client)
 
