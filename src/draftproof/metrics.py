@@ -26,9 +26,9 @@ class Histogram:
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     total: float = 0.0  # seconds
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.total += seconds
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += times
+        self.total += seconds * times
 
     def add(self, other: Histogram) -> None:
         self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
@@ -145,4 +145,4 @@ class EngineStats:
     num_pages: int
     num_used_pages: int  # by somebody
     num_cached_pages: int  # by nobody, with content that can be found
-    timings: Timings = field(default_factory=Timings, kw_only=True)  # in total; empty where asked from afar
+    timings: Timings = field(default_factory=Timings, kw_only=True)  # in total; from afar, a second old

@@ -213,9 +213,8 @@ class Answers:
         self._meters.generated_tokens += made
         self._meters.whole_request.observe(time.perf_counter() - ticket.started)
         for output in outputs:
-            queued: float | None = getattr(output, "queue_seconds", None)
-            if queued is not None:
-                self._meters.queue.observe(queued)
+            if output.queue_seconds is not None:
+                self._meters.queue.observe(output.queue_seconds)
         ticket.facts.update(
             completion_tokens=made, finish_reasons=[answer.finish_reason for answer in answers]
         )

@@ -20,8 +20,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from draftproof.metrics import Histogram
 from draftproof.serve.board import Board
-from draftproof.serve.meters import Histogram, Meters
+from draftproof.serve.meters import Meters
 from draftproof.serve.settings import Keys, Settings
 
 LOOK_SECONDS = 0.2

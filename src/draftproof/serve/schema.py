@@ -42,6 +42,7 @@ class Speculative(Strict, kw_only=True):
     enabled: bool = True
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] | None = None
     verify_strategy: str | None = None
+    adaptive: bool | None = None  # false: always as many drafts as that
 
 
 class Structure(Strict, kw_only=True):
