@@ -85,7 +85,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"speculative": {"method": "ngram"}}, "speculative.method"),
     ({"speculative": {"verify_strategy": "hope"}}, "speculative"),
     ({"structured_outputs": {}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
 ]

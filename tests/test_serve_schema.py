@@ -56,7 +56,7 @@ def test_fuzzed(api: Any, path: str, mode: GenerationMode) -> None:
     method = "GET" if "{" in path else "POST"
 
     @given(api[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def ask(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=60)
 
