@@ -3,8 +3,8 @@
 Nothing that was decoded is ever thrown away, and nobody's memory grows without bound. A frame goes into the
 socket's queue; when that is full (the server does not read), it is kept here, up to OUTBOX bytes. Beyond that
 the server is stuck, and the engine waits; if it stays so for STUCK_SECONDS (OTHERS_SECONDS if another server
-has requests here), its requests are aborted, and should it wake up, that is the last thing it is told: it says
-so to its clients and begins anew.
+has requests here), its requests are aborted, and should it wake up, that is the last thing it is told: then
+it says so to its clients and begins anew.
 """
 
 from __future__ import annotations
