@@ -54,7 +54,7 @@ COMPILERS = 4  # threads that wait for grammars; one process compiles them
 IDLE_SECONDS = 1.0  # between two frames that tell an idle server how the engine stands
 FULL_SECONDS = 0.002  # between two looks at a server that did not read
 DRAIN_SECONDS = 60.0
-LINGER = 500  # milliseconds that the last words may take
+LINGER = 10_000  # milliseconds that the last frames and words may take, on a machine with much to do
 
 log = logging.getLogger("draftproof")
 
