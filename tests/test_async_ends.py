@@ -224,9 +224,9 @@ if {how!r} == "open":
         command = [sys.executable, "-W", "error", "-c", program]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         programs[how] = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
-    for how, running in programs.items():
-        told = running.communicate(timeout=120)
-        assert (running.returncode, *told) == (0, "", ""), how
+    told = {how: running.communicate(timeout=120) for how, running in programs.items()}
+    for how, (out, errors) in told.items():
+        assert (programs[how].returncode, errors.strip(), out) == (0, "", ""), how
 
 
 # --- an engine that breaks --------------------------------------------------------------------------------
