@@ -29,6 +29,7 @@ WRONG_PARAMS = [
     ("presence_penalty", {"presence_penalty": 2.5}),
     ("frequency_penalty", {"frequency_penalty": -3}),
     ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("repetition_penalty", {"repetition_penalty": 5e-324}),
     ("repetition_penalty", {"repetition_penalty": 1e39}),
     ("logit_bias", {"logit_bias": {3: math.nan}}),
     ("logit_bias", {"logit_bias": {3: math.inf}}),
@@ -237,6 +238,7 @@ def test_extreme_but_legal():
                 {"temperature": 1e-5},
                 {"top_k": 2**70},
                 {"repetition_penalty": 1e6},
+                {"repetition_penalty": 1e-6, "temperature": 0.01},
                 {"logprobs": 500, "prompt_logprobs": 500},
                 {"top_p": 1e-9, "min_p": 1.0},
                 {"logit_bias": {5: 1e6, 6: -math.inf}},
@@ -245,7 +247,7 @@ def test_extreme_but_legal():
     ]
     records = tiny.run(engine, requests)
     assert all(record.finish[0] in ("length", "stop") for record in records.values())
-    assert len(records["5"].logprobs[0].token_ids) == 1 + tiny.VOCAB
+    assert len(records["6"].logprobs[0].token_ids) == 1 + tiny.VOCAB
 
 
 # --- the engine's own configuration -------------------------------------------------------------------

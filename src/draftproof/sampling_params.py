@@ -95,8 +95,6 @@ class SamplingParams:
             _check_number(name, getattr(self, name), low, high)
         for name, low_int in _INTEGERS:
             _check_integer(name, getattr(self, name), low_int)
-        if self.repetition_penalty <= 0:
-            raise RequestError("repetition_penalty must be above 0", "repetition_penalty")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise RequestError(f"seed must lie in 0..{MAX_SEED}, got {self.seed}", "seed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -193,7 +191,7 @@ _RANGES = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, LARGEST),
+    ("repetition_penalty", 1 / LARGEST, LARGEST),  # what is divided by less has no room in fp32 either
 )
 _SEQUENCES = (
     "stop",

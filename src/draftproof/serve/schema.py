@@ -91,7 +91,7 @@ class Asked(Strict, kw_only=True):
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=LARGEST)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1 / LARGEST, le=LARGEST)] | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     min_tokens: Count | None = None
