@@ -121,10 +121,11 @@ class Program:
 
 
 @contextmanager
-def served(model: str, *options: str, errors: str = os.devnull) -> Iterator[Program]:
-    """On any free port; the file `errors` takes what it writes to standard error."""
+def served(model: str, *options: str, errors: str = os.devnull, **variables: str) -> Iterator[Program]:
+    """On any free port; the file `errors` takes what it writes to standard error, `variables` are for its
+    environment."""
     command = [sys.executable, "-m", "draftproof", "serve", model, "--port", "0", *options]
-    environment = {**os.environ, "COLUMNS": "200"}
+    environment = {**os.environ, "COLUMNS": "200", **variables}
     with open(errors, "a") as sink:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True, env=environment)
     assert process.stdout is not None
