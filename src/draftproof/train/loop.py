@@ -1,0 +1,247 @@
+"""The training loop: teacher, unrolled head, AdamW; cut anywhere, it goes on to the same weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftproof.errors import ConfigError, LoadError
+from draftproof.models.config import ModelConfig
+from draftproof.models.head import HeadConfig, Target
+from draftproof.models.load import DTYPES, Checkpoint
+from draftproof.ops import resolve
+from draftproof.train.config import TrainPlan, write_json
+from draftproof.train.evaluate import Acceptance, Examiner
+from draftproof.train.loss import Aim, unrolled_loss
+from draftproof.train.module import HeadModule, new_weights
+from draftproof.train.plot import curve_png
+from draftproof.train.teacher import Teacher
+from draftproof.train.texts import Batch, Batches, Text, frequent_ids
+
+Say = Callable[[str], None]
+STATE = "state.pt"
+SAY_EVERY = 10.0  # seconds between two lines
+SAVE_EVERY = 60.0  # seconds between two saved states
+
+
+def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> HeadConfig:
+    """The head that a plan means for this target."""
+    config = checkpoint.config
+    if config.rope_scaling.kind not in ("none", "linear", "llama3"):
+        raise ConfigError(
+            f"a head for rope scaling {config.rope_scaling.kind!r} is not made here: "
+            "default, linear and llama3 are"
+        )
+    return HeadConfig(
+        kind="eagle3",
+        hidden_size=config.hidden_size,
+        intermediate_size=plan.intermediate_size or config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        feature="aux",
+        aux_layers=plan.aux_layers or _three_layers(config),
+        draft_vocab_size=draft_vocab,
+        share_head=True,
+        target=Target.of(config, checkpoint.tensors),
+    )
+
+
+def _three_layers(config: ModelConfig) -> tuple[int, ...]:
+    """A low one, one in the middle, a high one; fewer if there are not so many."""
+    last = config.num_layers - 1
+    return tuple(sorted({min(2, last), last // 2, max(0, last - 2)}))
+
+
+class Trainer:
+    """One head on its way. `step` counts the updates that it has had."""
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        checkpoint: Checkpoint,
+        texts: Sequence[Text],
+        held: Sequence[Text],
+        device: torch.device,
+        say: Say,
+    ) -> None:
+        self.plan, self.say, self.held, self.device = plan, say, list(held), device
+        self.dtype = DTYPES[plan.dtype]
+        vocab = checkpoint.config.vocab_size
+        count = min(plan.draft_vocab or vocab, vocab)
+        self.d2t = torch.from_numpy(frequent_ids(texts, vocab, count)).to(device)
+        self.config = head_config(plan, checkpoint, count)
+        room = plan.max_len + plan.unroll + 64
+        self.teacher = Teacher(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
+        self.module = HeadModule(self.config, device, room)
+        self.head = self.teacher.head[self.d2t]  # [draft vocab, hidden]
+        self.examiner = Examiner(self.teacher, self.module, self.d2t, resolve("auto", device), plan.unroll)
+        self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
+        self.aim = Aim(plan.hard, plan.overlap)
+        self.step = self.tokens = 0
+        self.curve: list[dict[str, Any]] = []
+        fresh = new_weights(self.config, self._feature_sizes(), plan.seed)
+        self.weights = {name: weight.to(device).requires_grad_() for name, weight in fresh.items()}
+        self.optimizer = torch.optim.AdamW(
+            self.weights.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=plan.weight_decay
+        )
+
+    def _feature_sizes(self) -> Tensor:
+        """[layers]: of a typical row; the first rows of a text can be a hundred times as large."""
+        batch = next(self.batches.from_step(0))
+        tokens = torch.from_numpy(batch.tokens[:8]).to(self.device)
+        features = self.teacher(tokens, self.config.aux_layers).features.float()
+        rows = features.view(-1, len(self.config.aux_layers), self.config.hidden_size)
+        return rows.square().mean(-1).sqrt().cpu().median(dim=0).values
+
+    # --- learning -----------------------------------------------------------------------------------
+
+    def run(self, folder: Path, stop_at: float | None = None) -> bool:
+        """Train to the end, or until the time is up (`time.monotonic()`); the state is saved in both cases."""
+        began, said, saved = time.monotonic(), time.monotonic(), time.monotonic()
+        first, before, parts = self.step, self.tokens, None
+        if not self.curve:
+            self.examine(folder)
+        for batch in self.batches.from_step(self.step):
+            if self.step >= self.plan.steps or (stop_at is not None and time.monotonic() > stop_at):
+                break
+            parts = self.learn(batch)
+            if self.step % self.plan.eval_every == 0 or self.step == self.plan.steps:
+                self.examine(folder, parts)
+            now = time.monotonic()
+            if now - said > SAY_EVERY or self.step in (first + 1, first + 10):
+                said = now
+                self._report(parts, (now - began) / (self.step - first), (self.tokens - before) / (now - began))
+            if now - saved > SAVE_EVERY:
+                self.save(folder)
+                saved = time.monotonic()
+        self.save(folder)
+        done = self.step >= self.plan.steps
+        if not done:
+            self.say(f"train: stopped after step {self.step} of {self.plan.steps}; run it again to go on")
+        return done
+
+    def learn(self, batch: Batch) -> Tensor:
+        """One update; the loss of each step of a chain, [unroll], on the device."""
+        plan = self.plan
+        tokens = torch.from_numpy(batch.tokens).to(self.device)  # [B, T]
+        lesson = self.teacher(tokens, self.config.aux_layers)
+        embeds = F.embedding(F.pad(tokens, (0, plan.unroll)), self.teacher.embedding)
+        rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
+        outputs = self.module.unroll(rounded, lesson.features, embeds, plan.unroll)
+        student = self.module.normed(rounded, outputs)
+        weight = self._weight(batch)
+        loss, parts = unrolled_loss(student, lesson.hidden, self.head, weight, self.aim)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), plan.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        self.optimizer.step()
+        self.step += 1
+        self.tokens += int(batch.lengths.sum())
+        return parts / torch.tensor([plan.decay**j for j in range(plan.unroll)], device=self.device)
+
+    def _weight(self, batch: Batch) -> Tensor:
+        """[unroll, B, T]: chains that begin in an answer, as far as the answer goes."""
+        plan = self.plan
+        lengths = torch.from_numpy(batch.lengths)[:, None]
+        prompts = torch.from_numpy(batch.prompt_lengths)[:, None]
+        row = torch.arange(batch.tokens.shape[1])[None, :]
+        weights = []
+        for step in range(plan.unroll):
+            counts = (row >= prompts - 1) & (row + 2 + step < lengths)
+            weights.append(counts.float() * plan.decay**step)
+        weight = torch.stack(weights)
+        return (weight / weight[0].sum().clamp(min=1)).to(self.device)
+
+    def _rate(self) -> float:
+        """Up in a line, down in a cosine to a hundredth."""
+        plan = self.plan
+        if self.step < plan.warmup:
+            return plan.learning_rate * (self.step + 1) / plan.warmup
+        share = (self.step - plan.warmup) / max(1, plan.steps - plan.warmup)
+        return plan.learning_rate * (0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, share))) / 2)
+
+    # --- looking ------------------------------------------------------------------------------------
+
+    def rounded(self) -> dict[str, Tensor]:
+        """The weights as they will be stored, for trying."""
+        return {name: w.detach().to(torch.bfloat16).to(self.dtype) for name, w in self.weights.items()}
+
+    def accepted(self, texts: Sequence[Text]) -> dict[str, Acceptance]:
+        return self.examiner(self.rounded(), texts, self.plan.max_len)
+
+    def examine(self, folder: Path, parts: Tensor | None = None) -> None:
+        """A point of the curve: the loss now, and acceptance on held-out texts."""
+        found = self.accepted(self.held[: self.plan.eval_texts])
+        losses = [] if parts is None else [float(x) for x in parts.cpu()]
+        if any(not math.isfinite(x) for x in losses):
+            raise LoadError(f"the loss is not finite after step {self.step}: try a smaller learning rate")
+        self.curve.append(
+            {
+                "step": self.step,
+                "tokens": self.tokens,
+                "loss": losses,
+                "acceptance": {name: value.to_json() for name, value in found.items()},
+            }
+        )
+        write_json(folder / "curve.json", self.curve)
+        (folder / "curve.png").write_bytes(curve_png(self.curve))
+        words = ", ".join(f"{name} {value.length:.3f}" for name, value in found.items())
+        self.say(f"train: step {self.step}: acceptance length {words}")
+
+    def _report(self, parts: Tensor, pace: float, rate: float) -> None:
+        losses = " ".join(f"{float(x):.3f}" for x in parts.cpu())
+        left = pace * (self.plan.steps - self.step)
+        self.say(
+            f"train: step {self.step} of {self.plan.steps}, loss {losses}, {rate:,.0f} tokens/s, {left:.0f} s left"
+        )
+
+    # --- stopping and going on ----------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "curve": self.curve,
+            "config": self.config.to_json(),
+            "d2t": self.d2t.cpu(),
+            "weights": {name: weight.detach() for name, weight in self.weights.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+        half = folder / (STATE + ".part")
+        torch.save(state, half)
+        os.replace(half, folder / STATE)
+
+    def resume(self, folder: Path) -> bool:
+        """Go on from what was saved, if anything was."""
+        path = folder / STATE
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if HeadConfig.from_json(state["config"]) != self.config or not torch.equal(
+            state["d2t"].to(self.device), self.d2t
+        ):
+            raise LoadError(f"{path}: of another head or another text: use another work folder")
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
+        self.say(f"train: going on after step {self.step} of {self.plan.steps}")
+        return True
+
+
