@@ -1,4 +1,4 @@
-"""Heads for tiny models: texts that the engine wrote, a plan that trains in seconds, and the steps one by one."""
+"""Heads for tiny models: texts that the engine wrote, a plan of seconds, and the steps one by one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tiny
 from draftproof.models.head import HeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TrainPlan
 from draftproof.train.loop import Trainer
+from draftproof.train.telling import Telling
 from draftproof.train.texts import Text
 
 
@@ -57,7 +58,7 @@ def plan(**changes: Any) -> TrainPlan:
 def trainer(name: str = "llama", **changes: Any) -> Trainer:
     every = texts(name)
     cpu = torch.device("cpu")
-    return Trainer(plan(**changes), tiny.checkpoint(name), every[8:], every[:8], cpu, lambda words: None)
+    return Trainer(plan(**changes), tiny.checkpoint(name), every[8:], every[:8], cpu, Telling())
 
 
 def drafted_outputs(
@@ -79,10 +80,7 @@ def drafted_outputs(
     values: list[Tensor] = []
     outputs: list[Tensor] = []
     for position in range(row + steps):
-        if position <= row:
-            feature = weights["fc.weight"] @ features[position]
-        else:
-            feature = outputs[-1]
+        feature = weights["fc.weight"] @ features[position] if position <= row else outputs[-1]
         token = embeds[position + 1]
         eps, hidden = config.rms_norm_eps, (config.hidden_size,)
         x = torch.cat(

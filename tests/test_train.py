@@ -1,4 +1,4 @@
-"""Training a head: what is learnt is what the engine computes; the same seed, the same file; cut, the same too."""
+"""Training a head: what is learnt is what the engine computes; the same seed gives the same file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import heads
 import numpy as np
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
 
+import heads
+import tiny
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.head import HeadConfig, Target
 from draftproof.sampling_params import SamplingParams
@@ -201,7 +201,7 @@ def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:
 
 
 def test_acceptance_counts_as_the_engine_does() -> None:
-    """A head that is always right commits K + 1 a step, one that is always wrong one, to the text's last token."""
+    """A head that is always right commits K + 1 a step, one that is always wrong one."""
     made = heads.trainer(unroll=3)
     text = made.held[0]
     tokens = torch.from_numpy(text.tokens.astype(np.int64))
@@ -226,7 +226,14 @@ def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
     write_head(tmp_path / "ours", made.config, made.weights, made.d2t)
     config = made.teacher.config
     write_speculators(
-        tmp_path / "theirs", made.config, made.weights, made.d2t, config, made.head, verifier="some/model", drafts=3
+        tmp_path / "theirs",
+        made.config,
+        made.weights,
+        made.d2t,
+        config,
+        made.head,
+        verifier="some/model",
+        drafts=3,
     )
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert set(ours) == {*made.weights, "d2t"} and set(theirs) == {*ours, "t2d", "lm_head.weight"}

@@ -1,4 +1,4 @@
-"""The command line: generate, chat, info. Accepted drafts are shown in colour."""
+"""The command line: generate, chat, train, info. Accepted drafts are shown in colour."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from draftproof import __version__
 from draftproof.errors import DraftproofError, RequestError
+from draftproof.train import command as train_command
 
 if TYPE_CHECKING:
     from draftproof.llm import LLM
@@ -67,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_options(chat)
     chat.add_argument("--system", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+    train = commands.add_parser("train", help="make a draft head for a model")
+    train_command.add_options(train)
+    train.set_defaults(run=train_command.run)
     info = commands.add_parser("info", help="what a model is, without loading its weights")
     info.add_argument("model")
     info.set_defaults(run=_info)

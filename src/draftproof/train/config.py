@@ -1,4 +1,4 @@
-"""What a training run is made of: two frozen plans, kept in the work folder, so that a run resumes as itself."""
+"""What a training run is made of: two frozen plans, kept in the work folder: a run resumes as itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftproof.errors import ConfigError
+
+
+def _option(default: Any, words: str) -> Any:
+    """A setting that the command line offers too, with these words."""
+    return field(default=default, metadata={"help": words})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,23 +26,21 @@ class TextPlan:
     prompts: tuple[str, ...] = ()  # JSONL files
     prompts_digest: str = ""  # of their contents
     seed: int = 0
-    tokens: int = 1_000_000  # at least so many, prompts included
-    held_out: int = 64  # prompts of the files, and as many written ones, that are never trained on
-    shard: int = 1024  # texts that are written together
-    written: float = 0.8  # share of the prompts that the model writes itself; the others are the files'
-    systems: float = 0.3  # of those, the share that begin with a system message of the model's own
-    greedy: float = 0.5  # share of the answers at temperature 0; the others are at `temperature`
-    temperature: float = 1.0
-    prompt_tokens: int = 384  # longer prompts are left out
-    answer_tokens: int = 512  # longer answers are cut
+    tokens: int = _option(1_000_000, "write at least so many tokens, prompts included")
+    held_out: int = _option(64, "prompts of the files, and as many written ones, that are never trained on")
+    shard: int = _option(1024, "texts that are written and stored together")
+    written: float = _option(0.8, "share of the prompts that the model writes itself; others are the files'")
+    systems: float = _option(0.3, "of the written ones, the share with a system message of the model's own")
+    greedy: float = _option(0.5, "share of the answers at temperature 0")
+    temperature: float = _option(1.0, "of the other answers")
+    prompt_tokens: int = _option(384, "longer prompts are left out")
+    answer_tokens: int = _option(512, "longer answers are cut")
 
     def __post_init__(self) -> None:
         for name in ("written", "systems", "greedy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a share in 0..1, got {getattr(self, name)}")
-        for name in ("tokens", "shard", "prompt_tokens", "answer_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        _positive(self, ("tokens", "shard", "prompt_tokens", "answer_tokens", "temperature"))
         if not self.prompts and self.written < 1:
             raise ConfigError("give a file of --prompts, or --written 1: the model then writes all of them")
 
@@ -49,31 +52,40 @@ class TrainPlan:
     model: str
     seed: int = 0
     aux_layers: tuple[int, ...] = ()  # (): one low, one in the middle, one high
-    intermediate_size: int = 0  # 0: as the target has it
-    draft_vocab: int = 16384  # at most so many ids; 0: all
-    unroll: int = 5  # steps of a chain that are trained
-    steps: int = 1000
-    batch_tokens: int = 32768
-    max_len: int = 1024
-    learning_rate: float = 1e-3
-    warmup: int = 100
-    decay: float = 0.8  # of the weight of each further step of a chain
-    clip: float = 1.0
-    weight_decay: float = 0.0
-    hard: float = 0.1  # share of the target's law that is put on its best token
-    overlap: float = 0.0  # weight of the draws that differ, beside divergence
-    dtype: str = "bfloat16"  # of activations; weights are kept and updated in fp32
-    eval_every: int = 250
-    eval_texts: int = 48
+    intermediate_size: int = _option(0, "of the head's MLP; 0: as the target has it")
+    draft_vocab: int = _option(16384, "the head knows at most so many of the ids; 0: all")
+    unroll: int = _option(5, "drafts of a chain that are trained")
+    epochs: float = _option(4.0, "how often all of the text is seen, unless --steps is given")
+    steps: int = _option(0, "updates; 0: as many as --epochs need")
+    batch_tokens: int = _option(32768, "tokens of an update, padding included")
+    max_len: int = _option(1024, "longer texts are cut")
+    learning_rate: float = _option(1e-3, "at its highest")
+    warmup: int = _option(100, "updates until it is there")
+    decay: float = _option(0.8, "of the weight of each further draft of a chain")
+    clip: float = _option(1.0, "longest gradient")
+    weight_decay: float = _option(0.0, "of AdamW")
+    hard: float = _option(0.1, "share of the target's law that is put on its best token")
+    overlap: float = _option(0.0, "weight of 1 - sum min(p, q) beside divergence")
+    dtype: str = _option("bfloat16", "of activations: bfloat16 or float32; weights are trained in fp32")
+    eval_every: int = _option(250, "updates between two points of the curve")
+    eval_texts: int = _option(48, "held-out texts that a point is measured on")
 
     def __post_init__(self) -> None:
-        for name in ("unroll", "steps", "batch_tokens", "max_len", "eval_every", "eval_texts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        _positive(
+            self, ("unroll", "batch_tokens", "max_len", "eval_every", "learning_rate", "epochs", "clip")
+        )
+        if min(self.draft_vocab, self.intermediate_size, self.steps, self.eval_texts, self.warmup) < 0:
+            raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
         if self.dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if not 0 <= self.hard < 1 or self.overlap < 0:
             raise ConfigError("hard is a share in 0..1, overlap a weight from 0 up")
+
+
+def _positive(plan: TextPlan | TrainPlan, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not getattr(plan, name) > 0:
+            raise ConfigError(f"{name} must be positive, got {getattr(plan, name)}")
 
 
 def settle(path: Path, plan: TextPlan | TrainPlan) -> None:

@@ -1,4 +1,4 @@
-"""Acceptance of a head on held-out texts, without the engine: what the engine would have accepted, step by step.
+"""Acceptance of a head on held-out texts, without the engine: what the engine would have accepted.
 
 The texts are what the target wrote. A chain of drafts that has been right so far has been fed the text's own
 tokens, so one teacher-forced pass gives every chain up to its first miss, which is all that counts.
@@ -21,7 +21,9 @@ from draftproof.train.module import HeadModule, Weights
 from draftproof.train.teacher import Teacher
 from draftproof.train.texts import Batch, Text
 
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits [R, draft vocab], seeds [R], positions [R] -> ids [R]
+Rule = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # logits [R, draft vocab], seeds [R], positions [R] -> ids [R]
 CHUNK = 512  # rows of logits over the whole vocabulary at a time
 
 
@@ -47,6 +49,9 @@ class Examiner:
         self.head = teacher.head[d2t]
         self.ops = ops
         self.drafts = drafts
+        # where each id of the target stands among the head's; those it does not know get one column more
+        self.t2d = d2t.new_full((len(teacher.head),), len(d2t))
+        self.t2d[d2t] = torch.arange(len(d2t), device=d2t.device)
 
     def __call__(self, weights: Weights, texts: Sequence[Text], max_len: int) -> dict[str, Acceptance]:
         """By name: "greedy" of texts at temperature 0; "coupled" and "argmax" of those above it."""
@@ -70,10 +75,8 @@ class Examiner:
             picked = []
             for begin in range(0, len(logits), CHUNK):
                 some = slice(begin, begin + CHUNK)
-                scaled = logits.new_full(
-                    (len(logits[some]), len(self.teacher.head)), -torch.inf, dtype=torch.float32
-                )
-                scaled[:, self.d2t] = logits[some].float() / temperature
+                scaled = F.pad(logits[some].float() / temperature, (0, 1), value=-torch.inf)
+                scaled = scaled[:, self.t2d].contiguous()  # [rows, vocab]
                 picked.append(self.ops.gumbel_argmax(scaled, seeds[some], positions[some], STREAM_SAMPLE))
             return torch.cat(picked)
 

@@ -1,8 +1,8 @@
 """Text to train on, written by the model itself: answers to prompts of a file, and to prompts of its own.
 
-An instruct model given only the opening of a user turn writes what a user might say; sampled at temperature 1
-it never runs out. The engine is the generator: a text depends on its prompt and seed alone, so shards are the same
-whatever ran beside them, and a run that was cut goes on with the next one.
+An instruct model given only the opening of a user turn writes what a user might say; sampled at temperature
+1 it never runs out. The engine is the generator: a text depends on its prompt and seed alone, so shards are
+the same whatever ran beside them, and a run that was cut goes on with the next one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from draftproof.errors import ConfigError
 from draftproof.llm import LLM
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TextPlan
+from draftproof.train.telling import Telling
 from draftproof.train.texts import Text, shard_tokens, write_shard
 
 Messages = list[dict[str, str]]
-Say = Callable[[str], None]
-HELD = 1 << 20  # number of the shard of held-out texts, in seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +63,10 @@ def _prompt(row: dict[str, Any]) -> Messages | list[int]:
 class Generator:
     """Writes shards until there is enough text."""
 
-    def __init__(self, llm: LLM, plan: TextPlan, say: Say) -> None:
+    def __init__(self, llm: LLM, plan: TextPlan, telling: Telling) -> None:
         self.llm = llm
         self.plan = plan
-        self.say = say
+        self.telling = telling
         prompts = read_prompts(plan.prompts)
         random.Random(f"{plan.seed} prompts").shuffle(prompts)
         held = plan.held_out if prompts else 0
@@ -83,14 +82,15 @@ class Generator:
         began, before = time.monotonic(), sum(sizes)
         while sum(sizes) < self.plan.tokens:
             if stop_at is not None and time.monotonic() > stop_at:
-                self.say(f"generate: stopped at {sum(sizes):,} tokens; run it again to go on")
+                self.telling.say(f"generate: stopped at {sum(sizes):,} tokens; run it again to go on")
                 return False
             texts = self._shard(len(sizes))
             write_shard(folder, len(sizes), texts, self.llm.engine.limits.vocab_size)
             sizes.append(sum(len(text.tokens) for text in texts))
+            self.telling.show("generate", min(sum(sizes), self.plan.tokens), self.plan.tokens)
             rate = (sum(sizes) - before) / (time.monotonic() - began)
             left = max(0, self.plan.tokens - sum(sizes)) / rate if rate else 0.0
-            self.say(
+            self.telling.say(
                 f"generate: shard {len(sizes) - 1}, {sum(sizes):,} of {self.plan.tokens:,} tokens, "
                 f"{rate:,.0f} tokens/s, {left:.0f} s left"
             )
@@ -146,7 +146,7 @@ class Generator:
 
     def _ids(self, prompt: Messages | list[int]) -> list[int]:
         if prompt and isinstance(prompt[0], int):
-            return list(prompt)  # type: ignore[arg-type]
+            return list(prompt)
         return self.llm.chat_token_ids(prompt)  # type: ignore[arg-type]
 
     def _written(self, rng: random.Random, count: int) -> Iterator[list[int]]:

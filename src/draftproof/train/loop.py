@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from draftproof.train.loss import Aim, unrolled_loss
 from draftproof.train.module import HeadModule, new_weights
 from draftproof.train.plot import curve_png
 from draftproof.train.teacher import Teacher
+from draftproof.train.telling import Telling
 from draftproof.train.texts import Batch, Batches, Text, frequent_ids
 
-Say = Callable[[str], None]
 STATE = "state.pt"
 SAY_EVERY = 10.0  # seconds between two lines
 SAVE_EVERY = 60.0  # seconds between two saved states
+MEASURE_EVERY = 10  # updates; the others go without the value of their loss
 
 
 def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> HeadConfig:
@@ -74,9 +75,9 @@ class Trainer:
         texts: Sequence[Text],
         held: Sequence[Text],
         device: torch.device,
-        say: Say,
+        telling: Telling,
     ) -> None:
-        self.plan, self.say, self.held, self.device = plan, say, list(held), device
+        self.plan, self.telling, self.held, self.device = plan, telling, list(held), device
         self.dtype = DTYPES[plan.dtype]
         vocab = checkpoint.config.vocab_size
         count = min(plan.draft_vocab or vocab, vocab)
@@ -88,10 +89,13 @@ class Trainer:
         self.head = self.teacher.head[self.d2t]  # [draft vocab, hidden]
         self.examiner = Examiner(self.teacher, self.module, self.d2t, resolve("auto", device), plan.unroll)
         self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
+        self.steps = plan.steps or math.ceil(plan.epochs * len(self.batches.epoch(0)))
         self.aim = Aim(plan.hard, plan.overlap)
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
-        fresh = new_weights(self.config, self._feature_sizes(), plan.seed)
+        fresh = new_weights(
+            self.config, self._feature_sizes(), checkpoint.tensors["model.norm.weight"], plan.seed
+        )
         self.weights = {name: weight.to(device).requires_grad_() for name, weight in fresh.items()}
         self.optimizer = torch.optim.AdamW(
             self.weights.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=plan.weight_decay
@@ -108,31 +112,38 @@ class Trainer:
     # --- learning -----------------------------------------------------------------------------------
 
     def run(self, folder: Path, stop_at: float | None = None) -> bool:
-        """Train to the end, or until the time is up (`time.monotonic()`); the state is saved in both cases."""
+        """Train to the end, or until the time is up (`time.monotonic()`); the state is saved either way."""
         began, said, saved = time.monotonic(), time.monotonic(), time.monotonic()
-        first, before, parts = self.step, self.tokens, None
+        first, before = self.step, self.tokens
+        parts: Tensor | None = None
         if not self.curve:
             self.examine(folder)
         for batch in self.batches.from_step(self.step):
-            if self.step >= self.plan.steps or (stop_at is not None and time.monotonic() > stop_at):
+            if self.step >= self.steps or (stop_at is not None and time.monotonic() > stop_at):
                 break
-            parts = self.learn(batch)
-            if self.step % self.plan.eval_every == 0 or self.step == self.plan.steps:
+            last = self.step + 1 == self.steps or (self.step + 1) % self.plan.eval_every == 0
+            measured = last or self.step % MEASURE_EVERY == 0
+            found = self.learn(batch, measured)
+            parts = found if measured else parts
+            if last:
                 self.examine(folder, parts)
+            self.telling.show("train", self.step, self.steps)
             now = time.monotonic()
-            if now - said > SAY_EVERY or self.step in (first + 1, first + 10):
+            if parts is not None and (now - said > SAY_EVERY or self.step == first + 1):
                 said = now
-                self._report(parts, (now - began) / (self.step - first), (self.tokens - before) / (now - began))
+                self._report(
+                    parts, (now - began) / (self.step - first), (self.tokens - before) / (now - began)
+                )
             if now - saved > SAVE_EVERY:
                 self.save(folder)
                 saved = time.monotonic()
         self.save(folder)
-        done = self.step >= self.plan.steps
+        done = self.step >= self.steps
         if not done:
-            self.say(f"train: stopped after step {self.step} of {self.plan.steps}; run it again to go on")
+            self.telling.say(f"train: stopped after step {self.step} of {self.steps}; run it again to go on")
         return done
 
-    def learn(self, batch: Batch) -> Tensor:
+    def learn(self, batch: Batch, measure: bool = True) -> Tensor:
         """One update; the loss of each step of a chain, [unroll], on the device."""
         plan = self.plan
         tokens = torch.from_numpy(batch.tokens).to(self.device)  # [B, T]
@@ -142,7 +153,7 @@ class Trainer:
         outputs = self.module.unroll(rounded, lesson.features, embeds, plan.unroll)
         student = self.module.normed(rounded, outputs)
         weight = self._weight(batch)
-        loss, parts = unrolled_loss(student, lesson.hidden, self.head, weight, self.aim)
+        loss, parts = unrolled_loss(student, lesson.hidden, self.head, weight, self.aim, measure)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), plan.clip)
@@ -171,7 +182,7 @@ class Trainer:
         plan = self.plan
         if self.step < plan.warmup:
             return plan.learning_rate * (self.step + 1) / plan.warmup
-        share = (self.step - plan.warmup) / max(1, plan.steps - plan.warmup)
+        share = (self.step - plan.warmup) / max(1, self.steps - plan.warmup)
         return plan.learning_rate * (0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, share))) / 2)
 
     # --- looking ------------------------------------------------------------------------------------
@@ -200,13 +211,13 @@ class Trainer:
         write_json(folder / "curve.json", self.curve)
         (folder / "curve.png").write_bytes(curve_png(self.curve))
         words = ", ".join(f"{name} {value.length:.3f}" for name, value in found.items())
-        self.say(f"train: step {self.step}: acceptance length {words}")
+        self.telling.say(f"train: step {self.step}: acceptance length {words}")
 
     def _report(self, parts: Tensor, pace: float, rate: float) -> None:
         losses = " ".join(f"{float(x):.3f}" for x in parts.cpu())
-        left = pace * (self.plan.steps - self.step)
-        self.say(
-            f"train: step {self.step} of {self.plan.steps}, loss {losses}, {rate:,.0f} tokens/s, {left:.0f} s left"
+        left = pace * (self.steps - self.step)
+        self.telling.say(
+            f"train: step {self.step} of {self.steps}, loss {losses}, {rate:,.0f} tokens/s, {left:.0f} s left"
         )
 
     # --- stopping and going on ----------------------------------------------------------------------
@@ -241,7 +252,5 @@ class Trainer:
                 weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-        self.say(f"train: going on after step {self.step} of {self.plan.steps}")
+        self.telling.say(f"train: going on after step {self.step} of {self.steps}")
         return True
-
-

@@ -1,8 +1,9 @@
 """The head as it is trained: weights in fp32, its step over whole texts, unrolled as it drafts.
 
-Row p of step j is what the engine computes j steps after row p of the target: it takes the output of step j - 1
-at row p as its feature, the embedding of token p + 1 + j, rope position p + j, and attends to the keys that would
-then be stored: those of step 0 up to row p, made of the target's own features, and its own of steps 1 to j.
+Row p of step j is what the engine computes j steps after row p of the target: it takes the output of step
+j - 1 at row p as its feature, the embedding of token p + 1 + j, rope position p + j, and attends to the keys
+that would then be stored: those of step 0 up to row p, made of the target's own features, and its own of
+steps 1 to j.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def new_weights(config: HeadConfig, feature_rms: Tensor, seed: int) -> dict[str, Tensor]:
+def new_weights(config: HeadConfig, feature_rms: Tensor, norm: Tensor, seed: int) -> dict[str, Tensor]:
     """Weights to begin with, fp32 on the CPU. feature_rms [layers]: how large the features of each layer are.
 
     `fc` begins as the mean of the layers, each brought to the size of one: the head then starts from what the
-    target already knows, and what attention and MLP add starts small.
+    target already knows, and what attention and MLP add starts small. norm [hidden]: the target's last one,
+    which its LM head is used to.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -64,6 +66,7 @@ def new_weights(config: HeadConfig, feature_rms: Tensor, seed: int) -> dict[str,
     fc = weights["fc.weight"].view(hidden, layers, hidden).mul_(0.1)
     fc += torch.eye(hidden)[:, None] / math.sqrt(layers)
     fc /= feature_rms.view(1, layers, 1).clamp(min=1e-6)
+    weights["norm.weight"] = norm.detach().cpu().float().clone()
     return weights
 
 
@@ -77,8 +80,8 @@ class HeadModule:
     def unroll(self, weights: Weights, features: Tensor, embeds: Tensor, steps: int) -> Tensor:
         """Outputs of every step, before the norm: [steps, B, T, hidden].
 
-        features [B, T, layers * hidden]: of the target's rows. embeds [B, T + steps, hidden]: of the tokens, with
-        anything after the text: rows whose token is not there mean nothing.
+        features [B, T, layers * hidden]: of the target's rows. embeds [B, T + steps, hidden]: of the tokens,
+        with anything after the text: rows whose token is not there mean nothing.
         """
         length = features.shape[1]
         feature = F.linear(features, weights["fc.weight"])
@@ -139,8 +142,8 @@ def visible(length: int, device: torch.device) -> Tensor:
 def attend(q: Tensor, stored: list[Keys]) -> Tensor:
     """Row p over step 0's keys up to p, and over its own of the later steps: [B, heads, T, dim].
 
-    Written out, because a library's attention would need the later steps' keys as T columns each, all but one of
-    them masked. Scores are the only thing of size T * T here.
+    Written out, because a library's attention would need the later steps' keys as T columns each, all but one
+    of them masked. Scores are the only thing of size T * T here.
     """
     (keys, values), own = stored[0], stored[1:]
     batch, heads, length, dim = q.shape

@@ -12,7 +12,11 @@ COLOURS: tuple[Colour, ...] = (
     (31, 119, 180), (214, 90, 20), (44, 140, 44), (190, 40, 40), (120, 80, 170), (110, 80, 60), (90, 90, 90),
 )  # fmt: skip
 Line = Sequence[tuple[float, float]]
-NAMES = {"greedy": "temperature 0", "coupled": "temperature 1, shared noise", "argmax": "temperature 1, argmax"}
+NAMES = {
+    "greedy": "temperature 0",
+    "coupled": "temperature 1, shared noise",
+    "argmax": "temperature 1, argmax",
+}
 
 
 def curve_png(curve: Sequence[Mapping[str, Any]]) -> bytes:

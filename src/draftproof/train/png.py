@@ -31,7 +31,9 @@ class Canvas:
     def __init__(self, width: int, height: int) -> None:
         self.pixels: NDArray[np.uint8] = np.full((height, width, 3), 255, np.uint8)
 
-    def line(self, begin: tuple[float, float], end: tuple[float, float], colour: Colour, thick: int = 1) -> None:
+    def line(
+        self, begin: tuple[float, float], end: tuple[float, float], colour: Colour, thick: int = 1
+    ) -> None:
         count = int(max(abs(end[0] - begin[0]), abs(end[1] - begin[1]))) + 1
         xs = np.rint(np.linspace(begin[0], end[0], count)).astype(int)
         ys = np.rint(np.linspace(begin[1], end[1], count)).astype(int)

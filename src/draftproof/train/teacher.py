@@ -1,7 +1,7 @@
 """The teacher: the target's forward pass over whole texts, in plain torch, for the rows a head learns from.
 
-The engine computes rows of many requests with bits that depend on nothing else. Here whole batches of texts of
-one length are wanted, as quickly as libraries can, and nobody compares bits.
+The engine computes rows of many requests with bits that depend on nothing else. Here whole batches of texts
+of one length are wanted, as quickly as libraries can, and nobody compares bits.
 """
 
 from __future__ import annotations

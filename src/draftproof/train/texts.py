@@ -48,7 +48,7 @@ def _write(path: Path, array: NDArray[Any]) -> None:
 
 def shard_tokens(folder: Path) -> list[int]:
     """How many tokens each shard has, up to the first that is missing."""
-    sizes = []
+    sizes: list[int] = []
     while (path := folder / f"{len(sizes):05}.facts.npy").exists():
         sizes.append(int(np.load(path)[:, 0].sum()))
     return sizes
@@ -64,7 +64,9 @@ def read_texts(folder: Path, shards: int | None = None) -> list[Text]:
         flat = np.load(folder / f"{index:05}.tokens.npy")
         facts = np.load(folder / f"{index:05}.facts.npy")
         ends = np.cumsum(facts[:, 0])
-        for (length, prompt_length, temperature, seed), end in zip(facts.tolist(), ends.tolist(), strict=True):
+        for (length, prompt_length, temperature, seed), end in zip(
+            facts.tolist(), ends.tolist(), strict=True
+        ):
             texts.append(Text(flat[end - length : end], prompt_length, temperature / 1000, seed))
     return texts
 
@@ -102,7 +104,9 @@ class Batches:
 
     def __init__(self, texts: Sequence[Text], batch_tokens: int, max_len: int, seed: int) -> None:
         # a text whose answer is cut off by max_len altogether teaches nothing
-        self.texts = [t for t in texts if 3 <= len(t.tokens) and t.prompt_length < min(len(t.tokens), max_len)]
+        self.texts = [
+            t for t in texts if len(t.tokens) >= 3 and t.prompt_length < min(len(t.tokens), max_len)
+        ]
         self.batch_tokens = batch_tokens
         self.max_len = max_len
         self.seed = seed

@@ -39,7 +39,7 @@ def write_speculators(
     verifier: str | None,  # where others find the target: a hub id or a folder
     drafts: int,
 ) -> None:
-    """Theirs has an LM head of its own, offsets in d2t, the mask t2d, and takes the embedding of the verifier."""
+    """Theirs has its own LM head, offsets in d2t, the mask t2d, and takes the verifier's embedding."""
     ids = d2t.detach().cpu().to(torch.int64)
     tensors = {name: _stored(weight) for name, weight in weights.items()}
     tensors["lm_head.weight"] = _stored(lm_head)
