@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import heads
+import trained
 import tiny
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.head import HeadConfig, Target
@@ -43,7 +43,7 @@ def test_the_teacher_says_what_the_engine_says(name: str) -> None:
 
 def worst_difference(steps: int = 4) -> float:
     """Between the unrolled pass and the same chains, row by row with stored keys."""
-    made = heads.trainer(unroll=steps)
+    made = trained.trainer(unroll=steps)
     weights = {name: weight.detach() for name, weight in made.weights.items()}
     tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
     lesson = made.teacher(tokens, made.config.aux_layers)
@@ -51,7 +51,7 @@ def worst_difference(steps: int = 4) -> float:
     unrolled = made.module.unroll(weights, lesson.features, embeds, steps)
     worst = 0.0
     for row in (0, 1, 7, 20):
-        chain = heads.drafted_outputs(made.config, weights, lesson.features[0], embeds[0], row, steps)
+        chain = trained.drafted_outputs(made.config, weights, lesson.features[0], embeds[0], row, steps)
         for step, output in enumerate(chain):
             worst = max(worst, float((unrolled[step, 0, row] - output).abs().max()))
     return worst
@@ -122,7 +122,7 @@ def test_the_loss_has_its_own_slope(aim: Aim, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shards_come_back_as_they_were(tmp_path: Path) -> None:
-    some = heads.texts()[:5]
+    some = trained.texts()[:5]
     write_shard(tmp_path, 0, some[:3], 97)
     write_shard(tmp_path, 1, some[3:], 70000)
     assert len(shard_tokens(tmp_path)) == 2
@@ -167,7 +167,7 @@ def written(made: Any, folder: Path) -> bytes:
 
 
 def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
-    one = heads.trainer(steps=30, eval_every=10)
+    one = trained.trainer(steps=30, eval_every=10)
     assert one.run(tmp_path / "one")
     points = [point["acceptance"] for point in one.curve]
     assert [point["step"] for point in one.curve] == [0, 10, 20, 30]
@@ -178,7 +178,7 @@ def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "curve.png").read_bytes().startswith(b"\x89PNG")
     # once more, but cut twice on the way
     for stop in (7, 21, 30):
-        part = heads.trainer(steps=30, eval_every=10)
+        part = trained.trainer(steps=30, eval_every=10)
         assert part.resume(tmp_path / "two") == (stop > 7)
         for batch in part.batches.from_step(part.step):
             if part.step == stop:
@@ -186,23 +186,23 @@ def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
             part.learn(batch)
         part.save(tmp_path / "two")
     assert written(part, tmp_path / "head two") == written(one, tmp_path / "head one")
-    other = heads.trainer(steps=30, seed=1)
+    other = trained.trainer(steps=30, seed=1)
     other.run(tmp_path / "other")
     assert written(other, tmp_path / "head other") != written(one, tmp_path / "head one")
 
 
 def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:
-    made = heads.trainer()
+    made = trained.trainer()
     assert not made.run(tmp_path, stop_at=0.0)
-    again = heads.trainer()
+    again = trained.trainer()
     assert again.resume(tmp_path) and again.step == 0 and len(again.curve) == 1
     with pytest.raises(LoadError, match="of another head"):
-        heads.trainer(draft_vocab=60).resume(tmp_path)
+        trained.trainer(draft_vocab=60).resume(tmp_path)
 
 
 def test_acceptance_counts_as_the_engine_does() -> None:
     """A head that is always right commits K + 1 a step, one that is always wrong one."""
-    made = heads.trainer(unroll=3)
+    made = trained.trainer(unroll=3)
     text = made.held[0]
     tokens = torch.from_numpy(text.tokens.astype(np.int64))
     left = len(tokens) - 1 - text.prompt_length  # the first token of an answer comes without a draft
@@ -222,7 +222,7 @@ def test_acceptance_counts_as_the_engine_does() -> None:
 
 
 def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
-    made = heads.trainer()
+    made = trained.trainer()
     write_head(tmp_path / "ours", made.config, made.weights, made.d2t)
     config = made.teacher.config
     write_speculators(
@@ -251,14 +251,14 @@ def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
 
 def test_a_head_knows_its_target() -> None:
     one, other = (tiny.checkpoint(name) for name in ("llama", "qwen2"))
-    target = heads.trainer().config.target
+    target = trained.trainer().config.target
     assert target == Target.of(one.config, one.tensors) != Target.of(other.config, other.tensors)
     tensors = {name: tensor.bfloat16() for name, tensor in one.tensors.items()}
     assert Target.of(one.config, tensors) == target
 
 
 def test_another_plan_needs_another_folder(tmp_path: Path) -> None:
-    settle(tmp_path / "train.json", heads.plan())
-    settle(tmp_path / "train.json", heads.plan())
+    settle(tmp_path / "train.json", trained.plan())
+    settle(tmp_path / "train.json", trained.plan())
     with pytest.raises(ConfigError, match="steps was 12 and is 13.*another work folder"):
-        settle(tmp_path / "train.json", heads.plan(steps=13))
+        settle(tmp_path / "train.json", trained.plan(steps=13))
