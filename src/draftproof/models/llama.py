@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,12 +50,26 @@ class Llama:
             ),
         )
 
-    def forward(self, rows: Rows, caches: list[Tensor]) -> Tensor:
-        """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row."""
-        self.ops.begin(rows)
-        residual = self.ops.embed(rows.tokens, self.embedding)
-        eps = self.config.norm_eps
-        return self.ops.blocks(residual, self.layers, self.norm, rows, self.rope, caches, eps)
+    def forward(self, rows: Rows, caches: list[Tensor], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row.
+
+        Then the residual rows after each layer of `taps`, for which the layers run in ranges.
+        """
+        ops, eps = self.ops, self.config.norm_eps
+        ops.begin(rows)
+        residual = ops.embed(rows.tokens, self.embedding)
+        tapped: dict[int, Tensor] = {}
+        hidden, begin = residual, 0
+        for end in sorted({layer + 1 for layer in taps} | {len(self.layers)}):
+            last = end == len(self.layers)
+            norm = self.norm if last else self.layers[end].attention_norm
+            layers, mine = self.layers[begin:end], caches[begin:end]
+            hidden, residual = ops.blocks(residual, layers, norm, rows, self.rope, mine, eps)
+            if end - 1 in taps:
+                tapped[end - 1] = residual
+                residual = residual.clone() if ops.overwrites and not last else residual
+            begin = end
+        return hidden, *(tapped[layer] for layer in taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""
