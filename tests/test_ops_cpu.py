@@ -348,7 +348,7 @@ def test_captured_is_eager_at_any_thread_count(kind: str) -> None:
         ops, dtype = make(kind, threads)
         model = Tiny(ops, dtype)
         paged = Paged(model.heads, [290, 30], dtype)
-        captured = ops.capture(lambda rows: (model.forward(rows),), 300)
+        captured = ops.capture(lambda rows, model=model: (model.forward(rows),), 300)
         chunk = [(0, p) for p in range(280)] + [(1, p) for p in range(20)]
         step = [(0, p) for p in range(280, 288)] + [(1, 20)]
         eager = [model.forward(tokens_of(places, paged)).clone() for places in (chunk, step)]

@@ -300,9 +300,7 @@ class CpuOps(CpuBookkeeping):
 class Captured:
     """A forward pass that is recorded at its first call and replayed from then on."""
 
-    def __init__(
-        self, ops: CpuOps, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int
-    ) -> None:
+    def __init__(self, ops: CpuOps, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int) -> None:
         self._ops, self._forward, self._max_rows = ops, forward, max_rows
         self._ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
         self._ints = self._ints.view(4, max_rows)  # tokens, positions, slots, kv_index
