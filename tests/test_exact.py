@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import heads
 import proposers
 import tiny
 from covering import pairwise
@@ -48,7 +49,9 @@ FACTORS = {
 }
 MATRIX = pairwise(FACTORS)
 DANGEROUS = {name: FACTORS[name] for name in ("method", "strategy", "k", "temperature")}
-DEVICE = ["ngram", *(f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky"))]
+FOLLOW = list(heads.WITH_MODELS)  # on the device, with models of their own
+SCRIPTED = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
+DEVICE = ["ngram", *FOLLOW, *SCRIPTED]
 # nothing in them keeps the host in the loop, so that steps do overlap
 FREE = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens", "max_tokens"]
 FREE += ["eos", "stop_ids", "no_logprobs", "processed"]
@@ -69,7 +72,7 @@ GUIDED = pairwise(
         ]
         + ["processor", "draft_logprobs", "mix"],
         "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none"],
-        "method": [*METHODS, *DEVICE[1:]],
+        "method": [*METHODS, *SCRIPTED],
     }
 )
 
@@ -170,7 +173,7 @@ def test_a_little_on_the_reference_backend(method):
 
 
 @pytest.mark.parametrize("strategy", EXACT)
-@pytest.mark.parametrize("method", [None, *METHODS, *DEVICE[1:]])
+@pytest.mark.parametrize("method", [None, *METHODS, *SCRIPTED])
 def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
     """By hand, the first too; then because pages run out, where the one in front is spared."""
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})

@@ -10,7 +10,8 @@ import torch
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.admission import Limits, check_request
 from draftproof.engine.asked import needs_settling, wants_of
-from draftproof.engine.budget import DraftBudgets, RowCosts
+from draftproof.engine.budget import DraftBudgets
+from draftproof.engine.costs import RowCosts
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
 from draftproof.engine.scheduler import Scheduler
@@ -22,11 +23,13 @@ from draftproof.engine.step import DeviceStep, Progress
 from draftproof.engine.traits import rounded
 from draftproof.errors import ConfigError, QueueFullError, RequestError, nearest
 from draftproof.metrics import EngineStats, RequestStats
+from draftproof.models.head import Target
+from draftproof.models.head_model import TargetParts
 from draftproof.models.llama import Llama
 from draftproof.models.load import Checkpoint
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve, resolve_device
-from draftproof.propose import PROPOSERS, Proposer, ProposerEnv
+from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request, Traits
@@ -45,8 +48,8 @@ class Engine:
     ) -> None:
         with torch.inference_mode():
             self._build(config, checkpoint)
-            adapts = config.speculative is not None and config.speculative.adaptive
-            if config.warm_up and (self.ops.asynchronous or adapts):
+            self._adaptive = config.speculative is not None and config.speculative.adaptive
+            if config.warm_up and (self.ops.asynchronous or self._adaptive):
                 with self.ops.stepping():
                     self._warm_up(progress)
 
@@ -57,19 +60,13 @@ class Engine:
         self.dtype = checkpoint.dtype
         device = resolve_device(config.device)
         self.ops = resolve(config.backend, device, config.numerics)
-        sizes = resolve_sizes(config, checkpoint, self.ops)
+        sizes = resolve_sizes(config, checkpoint, self.ops, _drafter(config.speculative, checkpoint))
+        heads = [checkpoint.tensors.get("lm_head.weight", checkpoint.tensors["model.embed_tokens.weight"])]
+        facts = Target.of(model_config, checkpoint.tensors)
         model = Llama(model_config, checkpoint.tensors, self.ops, sizes.max_len)
-        self.runner = Runner(
-            model,
-            self.ops,
-            checkpoint.dtype,
-            num_pages=sizes.num_pages,
-            page_size=sizes.page_size,
-            max_rows=sizes.max_rows,
-        )
         vocab = model_config.vocab_size
         slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
-        budgets = DraftBudgets(sizes.num_seqs, config.speculative.adaptive if config.speculative else False)
+        budgets = DraftBudgets(sizes.num_seqs, RowCosts.guess(sizes.max_rows))
         env = ProposerEnv(
             ops=self.ops,
             k=sizes.k,
@@ -80,8 +77,24 @@ class Engine:
             page_size=sizes.page_size,
             max_len=sizes.max_len,
             max_rows=sizes.max_rows,
+            target=TargetParts(
+                *(model_config, facts, checkpoint.dtype, model.embedding, model.head),
+                head_rows=lambda ids: heads[0][ids.to(heads[0].device)].to(ids.device, checkpoint.dtype),
+            ),
         )
         proposer = self._speculation(config.speculative, env)
+        heads.clear()  # its packed form is enough from now on
+        self.runner = Runner(
+            model,
+            self.ops,
+            checkpoint.dtype,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            max_rows=sizes.max_rows,
+            taps=proposer.taps if isinstance(proposer, DeviceProposer) else (),
+        )
+        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
+        ahead = ahead and (proposer is None or proposer.graph_safe)
         scheduler = Scheduler(
             slots,
             Pages(sizes.num_pages),
@@ -90,12 +103,11 @@ class Engine:
             budgets,
             config.enable_prefix_caching,
             lookahead=sizes.k if proposer and proposer.stores_kv else 0,
+            asks_first=bool(proposer and proposer.cheap) and not ahead,
         )
         sampler = Sampler(self.ops, self._judges, config.speculative)
         step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
-        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
-        on_device = proposer is None or proposer.graph_safe
-        self.loop = Loop(scheduler, slots, step, proposer, ahead and on_device, config.debug)
+        self.loop = Loop(scheduler, slots, step, proposer, ahead, config.debug)
         self.limits = Limits(
             vocab_size=vocab,
             max_model_len=sizes.max_len,
@@ -250,6 +262,7 @@ class Engine:
             request,
             max_length,
             draft_limit=limit,
+            adaptive=self._adaptive if wish.adaptive is None else wish.adaptive,
             strategy=self._judges.index(self.strategy_of(params)),
             wants=wants_of(params, vocab),
             processed_by_host=bool(params.logits_processors or request.bad_word_ids),
@@ -274,6 +287,14 @@ class Engine:
         for i in results.endings:
             del self._sequences[results.requests[i].id]
         return results
+
+
+def _drafter(config: SpeculativeConfig | None, checkpoint: Checkpoint) -> tuple[int, int]:
+    """Bytes that the proposer needs for each token, and besides."""
+    if config is None:
+        return 0, 0
+    kind: type[Proposer] = lookup(PROPOSERS, config.method, "speculative method")
+    return kind.storage(config.options, checkpoint.config, checkpoint.dtype)
 
 
 def _owner(key: str) -> str | None:
