@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import trained
 import tiny
+import trained
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.head import HeadConfig, Target
 from draftproof.sampling_params import SamplingParams
@@ -202,7 +202,7 @@ def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:
 
 def test_acceptance_counts_as_the_engine_does() -> None:
     """A head that is always right commits K + 1 a step, one that is always wrong one."""
-    made = trained.trainer(unroll=3)
+    made = trained.trainer(drafts=3)
     text = made.held[0]
     tokens = torch.from_numpy(text.tokens.astype(np.int64))
     left = len(tokens) - 1 - text.prompt_length  # the first token of an answer comes without a draft
@@ -216,6 +216,37 @@ def test_acceptance_counts_as_the_engine_does() -> None:
     assert best.rates[0] == 1.0
     worst = made.examiner._walk(weights, [text], 64, lambda *a: right(*a) + 1)
     assert worst.steps == left and worst.length == 1.0 and set(worst.rates) == {0.0}
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1}])
+def test_the_engine_accepts_what_training_counted(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The head in the engine: the same texts as without it, in as many steps as were foretold."""
+    made = trained.trainer(steps=25, drafts=3, **options)
+    for batch in made.batches.from_step(0):
+        if made.step == 25:
+            break
+        made.learn(batch)
+    write_head(tmp_path, made.config, made.weights, made.d2t)
+    foretold = made.accepted(made.held)
+    spec = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive": False}
+    for name, temperature in (("greedy", 0.0), ("coupled", 1.0)):
+        texts = [text for text in made.held if text.temperature == temperature]
+        requests = [
+            tiny.request(
+                i,
+                SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True),
+                prompt_token_ids=text.tokens[: text.prompt_length].tolist(),
+                seed=text.seed,
+            )
+            for i, text in enumerate(texts)
+        ]
+        records = tiny.run(tiny.engine("llama", speculative=spec), requests)
+        steps = 0
+        for request, text in zip(requests, texts, strict=True):
+            record = records[request.id]
+            assert record.token_ids == text.tokens[text.prompt_length :].tolist()
+            steps += len([step for step in record.steps if step.token_ids]) - 1  # the first has no drafts
+        assert steps == foretold[name].steps and foretold[name].length > 1.1
 
 
 # --- files ----------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if "train" in wanted and not work.train(train_plan(options), stop_at, options.verifier):
             return CUT
         if "eval" in wanted:
-            work.evaluate(train_plan(options))
+            work.evaluate(train_plan(options), options.verifier)
     return 0
 
 

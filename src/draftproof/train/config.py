@@ -53,8 +53,11 @@ class TrainPlan:
     seed: int = 0
     aux_layers: tuple[int, ...] = ()  # (): one low, one in the middle, one high
     intermediate_size: int = _option(0, "of the head's MLP; 0: as the target has it")
+    feature_norm: str = _option("none", "of the rows of each layer before they are joined: none or each")
+    norm_output: int = _option(0, "1: a draft's row goes on after the head's last norm, 0: before it")
     draft_vocab: int = _option(16384, "the head knows at most so many of the ids; 0: all")
-    unroll: int = _option(5, "drafts of a chain that are trained")
+    unroll: int = _option(4, "drafts of a chain that are trained")
+    drafts: int = _option(4, "drafts of a chain whose acceptance is measured")
     epochs: float = _option(4.0, "how often all of the text is seen, unless --steps is given")
     steps: int = _option(0, "updates; 0: as many as --epochs need")
     batch_tokens: int = _option(32768, "tokens of an update, padding included")
@@ -72,10 +75,13 @@ class TrainPlan:
 
     def __post_init__(self) -> None:
         _positive(
-            self, ("unroll", "batch_tokens", "max_len", "eval_every", "learning_rate", "epochs", "clip")
+            self,
+            ("unroll", "drafts", "batch_tokens", "max_len", "eval_every", "learning_rate", "epochs", "clip"),
         )
         if min(self.draft_vocab, self.intermediate_size, self.steps, self.eval_texts, self.warmup) < 0:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
+        if self.feature_norm not in ("none", "each") or self.norm_output not in (0, 1):
+            raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
         if self.dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if not 0 <= self.hard < 1 or self.overlap < 0:

@@ -55,6 +55,8 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> He
         aux_layers=plan.aux_layers or _three_layers(config),
         draft_vocab_size=draft_vocab,
         share_head=True,
+        feature_norm=plan.feature_norm,
+        norm_output=bool(plan.norm_output),
         target=Target.of(config, checkpoint.tensors),
     )
 
@@ -83,11 +85,11 @@ class Trainer:
         count = min(plan.draft_vocab or vocab, vocab)
         self.d2t = torch.from_numpy(frequent_ids(texts, vocab, count)).to(device)
         self.config = head_config(plan, checkpoint, count)
-        room = plan.max_len + plan.unroll + 64
+        room = plan.max_len + plan.unroll + plan.drafts + 64
         self.teacher = Teacher(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
         self.module = HeadModule(self.config, device, room)
         self.head = self.teacher.head[self.d2t]  # [draft vocab, hidden]
-        self.examiner = Examiner(self.teacher, self.module, self.d2t, resolve("auto", device), plan.unroll)
+        self.examiner = Examiner(self.teacher, self.module, self.d2t, resolve("auto", device), plan.drafts)
         self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
         self.steps = plan.steps or math.ceil(plan.epochs * len(self.batches.epoch(0)))
         self.aim = Aim(plan.hard, plan.overlap)

@@ -15,34 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.models.config import ModelConfig
 from draftproof.models.head import HeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.train.teacher import rotate, rotation
 
 Weights = Mapping[str, Tensor]
 Keys = tuple[Tensor, Tensor]  # K and V [B, kv heads, T, dim] of one step
-
-
-def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """What is trained, by the names of our format."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    at = "layers.0."
-    return {
-        "fc.weight": (hidden, len(config.aux_layers) * hidden),
-        at + "hidden_norm.weight": (hidden,),
-        at + "input_layernorm.weight": (hidden,),
-        at + "self_attn.q_proj.weight": (q_size, 2 * hidden),
-        at + "self_attn.k_proj.weight": (kv_size, 2 * hidden),
-        at + "self_attn.v_proj.weight": (kv_size, 2 * hidden),
-        at + "self_attn.o_proj.weight": (hidden, q_size),
-        at + "post_attention_layernorm.weight": (hidden,),
-        at + "mlp.gate_proj.weight": (inner, hidden),
-        at + "mlp.up_proj.weight": (inner, hidden),
-        at + "mlp.down_proj.weight": (hidden, inner),
-        "norm.weight": (hidden,),
-    }
 
 
 def new_weights(config: HeadConfig, feature_rms: Tensor, norm: Tensor, seed: int) -> dict[str, Tensor]:
@@ -54,8 +32,10 @@ def new_weights(config: HeadConfig, feature_rms: Tensor, norm: Tensor, seed: int
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in head_shapes(config).items():
-        if name.endswith("norm.weight"):
+    for name, shape in config.tensors().items():
+        if name == "d2t":
+            continue
+        if len(shape) == 1:
             weights[name] = torch.ones(shape)
             continue
         std = 1 / math.sqrt(shape[1])
@@ -65,7 +45,8 @@ def new_weights(config: HeadConfig, feature_rms: Tensor, norm: Tensor, seed: int
     layers, hidden = len(config.aux_layers), config.hidden_size
     fc = weights["fc.weight"].view(hidden, layers, hidden).mul_(0.1)
     fc += torch.eye(hidden)[:, None] / math.sqrt(layers)
-    fc /= feature_rms.view(1, layers, 1).clamp(min=1e-6)
+    if config.feature_norm == "none":
+        fc /= feature_rms.view(1, layers, 1).clamp(min=1e-6)
     weights["norm.weight"] = norm.detach().cpu().float().clone()
     return weights
 
@@ -75,7 +56,7 @@ class HeadModule:
 
     def __init__(self, config: HeadConfig, device: torch.device, max_len: int) -> None:
         self.config = config
-        self.rope = _rope(config, max_len).to(device)  # [max_len, head_dim] fp32
+        self.rope = rope_table(config.decoder(), max_len).to(device)  # [max_len, head_dim] fp32
 
     def unroll(self, weights: Weights, features: Tensor, embeds: Tensor, steps: int) -> Tensor:
         """Outputs of every step, before the norm: [steps, B, T, hidden].
@@ -84,7 +65,7 @@ class HeadModule:
         with anything after the text: rows whose token is not there mean nothing.
         """
         length = features.shape[1]
-        feature = F.linear(features, weights["fc.weight"])
+        feature = self.feature(weights, features)
         stored: list[Keys] = []
         outputs = []
         for step in range(steps):
@@ -92,7 +73,22 @@ class HeadModule:
             rope = rotation(self.rope[step : step + length], features.dtype)
             feature = self.step(weights, feature, token, rope, stored)
             outputs.append(feature)
+            feature = self.normed(weights, feature) if self.config.norm_output else feature
         return torch.stack(outputs)
+
+    def feature(self, weights: Weights, features: Tensor) -> Tensor:
+        """What the head makes of the target's rows: [..., layers * hidden] -> [..., hidden]."""
+        config = self.config
+        if config.feature_norm == "each":
+            rows = features.chunk(len(config.aux_layers), dim=-1)
+            features = torch.cat(
+                [
+                    F.rms_norm(row, row.shape[-1:], weights[f"feature_norm.{i}.weight"], config.rms_norm_eps)
+                    for i, row in enumerate(rows)
+                ],
+                dim=-1,
+            )
+        return F.linear(features, weights["fc.weight"])
 
     def step(
         self,
@@ -163,21 +159,3 @@ def attend(q: Tensor, stored: list[Keys]) -> Tensor:
     for index, (_, v) in enumerate(own):
         out = out + shares[..., length + index, None] * v[:, :, None]
     return out.reshape(batch, heads, length, dim)
-
-
-def _rope(config: HeadConfig, max_len: int) -> Tensor:
-    """The rotary table of a model whose attention is shaped like the head's."""
-    shape = ModelConfig(
-        architecture=config.target.model_type,
-        vocab_size=config.target.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=1,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
-        max_position=max_len,
-    )
-    return rope_table(shape, max_len)

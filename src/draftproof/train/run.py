@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import utils
 
 from draftproof.llm import LLM
+from draftproof.metrics import SpecStats
 from draftproof.models.load import load_checkpoint
 from draftproof.ops import resolve_device
+from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TextPlan, TrainPlan, settle, write_json
 from draftproof.train.generate import Generator
 from draftproof.train.loop import Trainer
@@ -58,60 +62,103 @@ class Run:
         finally:
             llm.close()
 
-    def train(
-        self,
-        plan: TrainPlan,
-        stop_at: float | None = None,
-        verifier: str | None = None,
-        load: Mapping[str, Any] | None = None,
-    ) -> bool:
+    def train(self, plan: TrainPlan, stop_at: float | None = None, verifier: str | None = None) -> bool:
         """The head, written when it is done; whether it is. `verifier`: the target's name elsewhere."""
         settle(self.work / "train.json", plan)
-        trainer = self._trainer(plan, load or {})
-        trainer.resume(self.work / "train")
-        began = time.monotonic()
-        if not trainer.run(self.work / "train", stop_at):
+        with repeatable():
+            trainer = self._trainer(plan)
+            trainer.resume(self.work / "train")
+            began = time.monotonic()
+            done = trainer.run(self.work / "train", stop_at)
+        if not done:
             return False
-        self.telling.say(
-            f"train: {trainer.tokens:,} tokens in {trainer.step} steps, {time.monotonic() - began:.0f} s"
+        spent = time.monotonic() - began
+        self.telling.say(f"train: {trainer.tokens:,} tokens in {trainer.step} steps; {spent:.0f} s this time")
+        self._write(trainer, verifier)
+        return True
+
+    def evaluate(self, plan: TrainPlan, verifier: str | None = None) -> dict[str, Any]:
+        """Acceptance of the trained weights, cut short or not, on every held-out text, twice: as training
+        counts it, and in the engine, whose answers must be the texts."""
+        settle(self.work / "train.json", plan)
+        trainer = self._trainer(plan)
+        trainer.resume(self.work / "train")
+        self._write(trainer, verifier)
+        found: dict[str, Any] = {}
+        for name, value in trainer.accepted(trainer.held).items():
+            found[name] = value.to_json()
+            rates = " ".join(f"{rate:.3f}" for rate in value.rates)
+            self.telling.say(f"eval: {name}: acceptance length {value.length:.3f}, drafts stood: {rates}")
+        held, kind = trainer.held, trainer.config.kind
+        del trainer  # its memory: the engine comes next
+        found["engine"] = self._in_engine(plan, kind, held)
+        write_json(self.work / "eval.json", found)
+        return found
+
+    def _in_engine(self, plan: TrainPlan, kind: str, held: Sequence[Text]) -> dict[str, Any]:
+        """Answer the held-out prompts again, with the head: the same answers, in fewer steps."""
+        room = max(len(text.tokens) for text in held) + plan.drafts + 1
+        speculation = {
+            "method": kind,
+            "model": str(self.work / "head"),
+            "num_speculative_tokens": plan.drafts,
+            "adaptive": False,
+        }
+        seqs = min(32, len(held))
+        llm = LLM(
+            plan.model,
+            device=self.device,
+            speculative_config=speculation,
+            max_model_len=room,
+            max_num_seqs=seqs,
+            kv_cache_tokens=room * seqs,
         )
-        config = trainer.teacher.config
-        write_head(self.work / "head", trainer.config, trainer.weights, trainer.d2t)
+        found = {}
+        for temperature in sorted({text.temperature for text in held}):
+            some = [text for text in held if text.temperature == temperature]
+            llm.jobs.stats = SpecStats()
+            asked = [{"prompt_token_ids": text.tokens[: text.prompt_length].tolist()} for text in some]
+            params = [
+                SamplingParams(
+                    temperature=temperature, seed=text.seed, max_tokens=len(text.tokens) - text.prompt_length
+                )
+                for text in some
+            ]
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            same = sum(
+                out.outputs[0].token_ids == text.tokens[text.prompt_length :].tolist()
+                for out, text in zip(outputs, some, strict=True)
+            )
+            length = llm.stats.acceptance_length
+            found[f"{temperature:g}"] = {"length": length, "texts": len(some), "same": same}
+            self.telling.say(
+                f"eval: in the engine at temperature {temperature:g}: acceptance length {length:.3f}; "
+                f"{same} of {len(some)} answers are those without drafts"
+            )
+        llm.close()
+        return found
+
+    def _write(self, trainer: Trainer, verifier: str | None) -> None:
+        head, other = self.work / "head", self.work / "speculators"
+        write_head(head, trainer.config, trainer.weights, trainer.d2t)
         write_speculators(
-            self.work / "speculators",
+            other,
             trainer.config,
             trainer.weights,
             trainer.d2t,
-            config,
+            trainer.teacher.config,
             trainer.head,
             verifier=verifier,
-            drafts=plan.unroll,
+            drafts=trainer.plan.drafts,
         )
-        self.telling.say(f"train: written to {self.work / 'head'} and {self.work / 'speculators'}")
-        return True
+        self.telling.say(f"written: {head} and {other}")
 
-    def evaluate(self, plan: TrainPlan, load: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Acceptance of the trained weights, cut short or not, on every held-out text."""
-        settle(self.work / "train.json", plan)
-        trainer = self._trainer(plan, load or {})
-        trainer.resume(self.work / "train")
-        found = {name: value.to_json() for name, value in trainer.accepted(trainer.held).items()}
-        for name, value in found.items():
-            rates = " ".join(f"{rate:.3f}" for rate in value["rates"])
-            self.telling.say(f"eval: {name}: acceptance length {value['length']:.3f}, drafts stood: {rates}")
-        write_json(self.work / "eval.json", {"step": trainer.step, **found})
-        return found
-
-    def _trainer(self, plan: TrainPlan, load: Mapping[str, Any]) -> Trainer:
-        # cuBLAS repeats its bits only with a workspace of its own; it reads this when it is first used
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    def _trainer(self, plan: TrainPlan) -> Trainer:
         folder = self.work / "text"
         texts = read_texts(folder)
-        held: list[Text] = read_texts(folder / "held") if shard_tokens(folder / "held") else []
-        checkpoint = load_checkpoint(plan.model, **load)
-        device = resolve_device(self.device)
-        trainer = Trainer(plan, checkpoint, texts, held, device, self.telling)
+        held = read_texts(folder / "held") if shard_tokens(folder / "held") else []
+        checkpoint = load_checkpoint(plan.model)
+        trainer = Trainer(plan, checkpoint, texts, held, resolve_device(self.device), self.telling)
         tokens = sum(len(text.tokens) for text in texts)
         size = 2 * sum(weight.numel() for weight in trainer.weights.values()) / 1e6
         self.telling.say(
@@ -120,3 +167,19 @@ class Run:
             f"layers {list(trainer.config.aux_layers)}, {len(trainer.d2t):,} ids, {size:.1f} MB"
         )
         return trainer
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """The same bits from the same run. What has no such way raises, instead of doing it another way."""
+    # cuBLAS repeats its bits only with a workspace of its own; it reads this when it is first used
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    deterministic: Any = utils.deterministic
+    modes = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # nothing is read before it is written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(modes[0])
+        deterministic.fill_uninitialized_memory = modes[1]

@@ -23,7 +23,8 @@ SPECULATORS_VERSION = "0.3.0"  # of the format that is written: the first with e
 def write_head(folder: Path, config: HeadConfig, weights: Mapping[str, Tensor], d2t: Tensor) -> None:
     """Ours: bf16, the target's embedding and LM head left out. The same weights give the same bytes."""
     tensors = {name: _stored(weight) for name, weight in weights.items()}
-    tensors["d2t"] = d2t.detach().cpu().to(torch.int64).contiguous()
+    if config.reduced:
+        tensors["d2t"] = d2t.detach().cpu().to(torch.int64).contiguous()
     _save(folder, tensors)
     write_json(folder / CONFIG, config.to_json())
 
@@ -41,9 +42,9 @@ def write_speculators(
 ) -> None:
     """Theirs has its own LM head, offsets in d2t, the mask t2d, and takes the verifier's embedding."""
     ids = d2t.detach().cpu().to(torch.int64)
-    tensors = {name: _stored(weight) for name, weight in weights.items()}
+    tensors = {name.replace("feature_norm.", "fc_norm."): _stored(weight) for name, weight in weights.items()}
     tensors["lm_head.weight"] = _stored(lm_head)
-    if config.draft_vocab_size != target.vocab_size:
+    if config.reduced:
         used = torch.zeros(target.vocab_size, dtype=torch.bool)
         used[ids] = True
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -62,7 +63,9 @@ def _speculators_config(
         "draft_vocab_size": config.draft_vocab_size,
         # they count what goes into a layer, we what comes out of one
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.aux_layers],
-        "norm_before_residual": False,
+        "norm_before_residual": config.norm_before_residual,
+        "fc_norm": config.feature_norm == "each",
+        "norm_output": config.norm_output,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
