@@ -211,10 +211,11 @@ def test_acceptance_counts_as_the_engine_does() -> None:
         return tokens[positions + text.prompt_length]
 
     weights = made.rounded()
-    best = made.examiner._walk(weights, [text], 64, right)
+    rules = {"right": right, "wrong": lambda *a: right(*a) + 1}
+    found = made.examiner.walk(weights, [text], 64, rules)
+    best, worst = found["right"], found["wrong"]
     assert best.steps == -(-left // 4) and best.length == pytest.approx(left / best.steps)
     assert best.rates[0] == 1.0
-    worst = made.examiner._walk(weights, [text], 64, lambda *a: right(*a) + 1)
     assert worst.steps == left and worst.length == 1.0 and set(worst.rates) == {0.0}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help=f"stop about then, with exit status {CUT}; the same command again goes on",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="choose --steps so that training takes about so long here, and say how many",
     )
     parser.add_argument("--max-num-seqs", type=int, default=256, help="texts that are written side by side")
     parser.add_argument("--verifier", metavar="NAME", help="the model's name for other engines (hub id)")
@@ -86,10 +91,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
             engine = {"max_num_seqs": options.max_num_seqs}
             if not work.generate(text_plan(options), stop_at, engine):
                 return CUT
-        if "train" in wanted and not work.train(train_plan(options), stop_at, options.verifier):
+        plan = train_plan(options)
+        if options.seconds is not None and options.phase != "generate":
+            plan = replace(plan, steps=work.steps_for(plan, options.seconds))
+        if "train" in wanted and not work.train(plan, stop_at, options.verifier):
             return CUT
         if "eval" in wanted:
-            work.evaluate(train_plan(options), options.verifier)
+            work.evaluate(plan, options.verifier)
     return 0
 
 

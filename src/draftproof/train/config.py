@@ -33,11 +33,12 @@ class TextPlan:
     systems: float = _option(0.3, "of the written ones, the share with a system message of the model's own")
     greedy: float = _option(0.5, "share of the answers at temperature 0")
     temperature: float = _option(1.0, "of the other answers")
-    prompt_tokens: int = _option(384, "longer prompts are left out")
-    answer_tokens: int = _option(512, "longer answers are cut")
+    follow: float = _option(0.3, "share of the answers that the model, as the user, asks on after")
+    prompt_tokens: int = _option(640, "longer prompts are left out")
+    answer_tokens: int = _option(384, "longer answers are cut")
 
     def __post_init__(self) -> None:
-        for name in ("written", "systems", "greedy"):
+        for name in ("written", "systems", "greedy", "follow"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a share in 0..1, got {getattr(self, name)}")
         _positive(self, ("tokens", "shard", "prompt_tokens", "answer_tokens", "temperature"))

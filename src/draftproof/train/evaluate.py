@@ -6,7 +6,7 @@ tokens, so one teacher-forced pass gives every chain up to its first miss, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ Rule = Callable[
     [Tensor, Tensor, Tensor], Tensor
 ]  # logits [R, draft vocab], seeds [R], positions [R] -> ids [R]
 CHUNK = 512  # rows of logits over the whole vocabulary at a time
+GROUP = 8  # texts at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,10 @@ class Examiner:
         """By name: "greedy" of texts at temperature 0; "coupled" and "argmax" of those above it."""
         cold = [text for text in texts if text.temperature == 0]
         warm = [text for text in texts if text.temperature > 0]
-        found = {}
-        if cold:
-            found["greedy"] = self._walk(weights, cold, max_len, self._best)
+        found = self.walk(weights, cold, max_len, {"greedy": self._best}) if cold else {}
         if warm:
-            found["coupled"] = self._walk(weights, warm, max_len, self._coupled(warm[0].temperature))
-            found["argmax"] = self._walk(weights, warm, max_len, self._best)
+            rules = {"coupled": self._coupled(warm[0].temperature), "argmax": self._best}
+            found |= self.walk(weights, warm, max_len, rules)
         return found
 
     def _best(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -83,41 +82,57 @@ class Examiner:
         return rule
 
     @torch.no_grad()
-    def _walk(self, weights: Weights, texts: Sequence[Text], max_len: int, rule: Rule) -> Acceptance:
-        stood = np.zeros(self.drafts, np.int64)
-        steps = committed = 0
-        for text in texts:
-            hits = self._hits(weights, text, max_len, rule)
-            done, newest, last = 0, text.prompt_length, min(len(text.tokens), max_len) - 1
-            while newest < last:  # the token at `newest` is the newest the engine has
-                right = hits[newest - 1, : last - newest]
-                count = int(right.argmin()) if not right.all() else len(right)
-                stood[:count] += 1
-                newest += min(count + 1, last - newest)
-                done += 1
-            steps += done
-            committed += max(0, last - text.prompt_length)
-        rates = tuple(float(x) for x in stood / max(1, steps))
-        return Acceptance(committed / max(1, steps), rates, steps)
+    def walk(
+        self, weights: Weights, texts: Sequence[Text], max_len: int, rules: Mapping[str, Rule]
+    ) -> dict[str, Acceptance]:
+        """Through every text as an engine would go, for each way to draft."""
+        stood = {name: np.zeros(self.drafts, np.int64) for name in rules}
+        steps, committed = dict.fromkeys(rules, 0), 0
+        for begin in range(0, len(texts), GROUP):
+            some = texts[begin : begin + GROUP]
+            for text, hits in zip(some, self._hits(weights, some, max_len, rules), strict=True):
+                last = min(len(text.tokens), max_len) - 1
+                committed += max(0, last - text.prompt_length)
+                for name in rules:
+                    newest = text.prompt_length  # the newest token that the engine has
+                    while newest < last:
+                        right = hits[name][newest - 1, : last - newest]
+                        count = len(right) if right.all() else int(right.argmin())
+                        stood[name][:count] += 1
+                        newest += min(count + 1, last - newest)
+                        steps[name] += 1
+        return {
+            name: Acceptance(
+                committed / max(1, steps[name]),
+                tuple(float(x) for x in stood[name] / max(1, steps[name])),
+                steps[name],
+            )
+            for name in rules
+        }
 
-    def _hits(self, weights: Weights, text: Text, max_len: int, rule: Rule) -> NDArray[np.bool_]:
-        """[T, K]: whether the draft of step j from row p is the text's token p + 2 + j."""
-        batch = Batch.of([text], max_len)
-        tokens = torch.from_numpy(batch.tokens).to(self.d2t.device)
-        length = int(batch.lengths[0])
+    def _hits(
+        self, weights: Weights, texts: Sequence[Text], max_len: int, rules: Mapping[str, Rule]
+    ) -> list[dict[str, NDArray[np.bool_]]]:
+        """[T, K] of each text and rule: is the draft of step j from row p the text's token p + 2 + j?"""
+        batch = Batch.of(texts, max_len)
+        tokens = self.ops.send(torch.from_numpy(batch.tokens))  # [B, T]
         lesson = self.teacher(tokens, self.module.config.aux_layers)
         embeds = F.embedding(F.pad(tokens, (0, self.drafts)), self.teacher.embedding)
         outputs = self.module.unroll(weights, lesson.features, embeds, self.drafts)
-        normed = self.module.normed(weights, outputs)[:, 0]  # [K, T, hidden]
-        hits = np.zeros((tokens.shape[1], self.drafts), np.bool_)
-        first = text.prompt_length - 1
-        for step in range(self.drafts):
-            rows = torch.arange(first, length - 2 - step, device=tokens.device)
-            if not len(rows):
-                break
-            logits = F.linear(normed[step, rows], self.head)
-            positions = rows + 2 + step - text.prompt_length
-            drafts = rule(logits, torch.full_like(rows, text.seed), positions)
-            right = drafts == tokens[0, rows + 2 + step]
-            hits[first : first + len(rows), step] = right.cpu().numpy()
-        return hits
+        normed = self.module.normed(weights, outputs)  # [K, B, T, hidden]
+        found = []
+        for index, text in enumerate(texts):
+            hits = {name: np.zeros((tokens.shape[1], self.drafts), np.bool_) for name in rules}
+            first, length = text.prompt_length - 1, int(batch.lengths[index])
+            for step in range(self.drafts):
+                rows = torch.arange(first, length - 2 - step, device=tokens.device)
+                if not len(rows):
+                    break
+                logits = F.linear(normed[step, index, first : first + len(rows)], self.head)
+                positions, seeds = rows + 2 + step - text.prompt_length, torch.full_like(rows, text.seed)
+                said = tokens[index, first + 2 + step : length]
+                for name, rule in rules.items():
+                    right = rule(logits, seeds, positions) == said
+                    hits[name][first : first + len(rows), step] = right.cpu().numpy()
+            found.append(hits)
+        return found

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
@@ -25,20 +25,21 @@ from draftproof.train.telling import Telling
 from draftproof.train.texts import Text, shard_tokens, write_shard
 
 Messages = list[dict[str, str]]
+Talk = Messages | list[int]  # a conversation, or the ids of any prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, ready to be answered."""
+    """A prompt to be answered."""
 
-    ids: list[int]
+    talk: Talk
     temperature: float
     seed: int
 
 
-def read_prompts(paths: Sequence[str]) -> list[Any]:
+def read_prompts(paths: Sequence[str]) -> list[Talk]:
     """One a line: {"prompt": text}, {"prompt_token_ids": ids}, {"messages": […]} or {"turns": [text, …]}."""
-    prompts: list[Any] = []
+    prompts: list[Talk] = []
     for path in paths:
         for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
@@ -51,7 +52,7 @@ def read_prompts(paths: Sequence[str]) -> list[Any]:
     return prompts
 
 
-def _prompt(row: dict[str, Any]) -> Messages | list[int]:
+def _prompt(row: dict[str, Any]) -> Talk:
     if "prompt_token_ids" in row:
         return [int(token) for token in row["prompt_token_ids"]]
     if "messages" in row:
@@ -102,66 +103,71 @@ class Generator:
         plan = self.plan
         rng = random.Random(f"{plan.seed} shard {index}")
         own = round(plan.shard * plan.written)
-        greedy, warm = self._answers(rng)
-        asked = [Asked(ids, greedy(), _seed(rng)) for ids in self._written(rng, own)]
+        asked = [Asked(talk, self._temperature(rng), _seed(rng)) for talk in self._written(rng, own)]
         for number in range(index * (plan.shard - own), (index + 1) * (plan.shard - own)):
             again, place = divmod(number, len(self.prompts))
-            ids = self._ids(self.prompts[place])
-            # a second answer at temperature 0 would be the first one again
-            asked.append(Asked(ids, warm() if again else greedy(), _seed(rng)))
-        return self._answer(asked)
+            temperature = self._temperature(rng)
+            if again and plan.greedy < 1:  # a second answer at temperature 0 would be the first one again
+                temperature = plan.temperature
+            asked.append(Asked(self.prompts[place], temperature, _seed(rng)))
+        texts, talks = self._answer(asked)
+        return texts + self._followed(texts, talks, rng)
 
     def _held(self) -> list[Text]:
         """Each held-out prompt is answered at both temperatures."""
         plan = self.plan
         rng = random.Random(f"{plan.seed} held out")
         own = plan.held_out if plan.written else 0
-        prompts = [self._ids(prompt) for prompt in self.held] + list(self._written(rng, own))
-        asked = [Asked(ids, t, _seed(rng)) for ids in prompts for t in (0.0, plan.temperature)]
-        return self._answer(asked)
+        prompts = [*self.held, *self._written(rng, own)]
+        asked = [Asked(prompt, t, _seed(rng)) for prompt in prompts for t in (0.0, plan.temperature)]
+        return self._answer(asked)[0]
 
-    def _answers(self, rng: random.Random) -> tuple[Callable[[], float], Callable[[], float]]:
-        """Draw the temperature of an answer: as the plan has it; never 0 if another is in the plan."""
-        plan = self.plan
+    def _temperature(self, rng: random.Random) -> float:
+        return 0.0 if rng.random() < self.plan.greedy else self.plan.temperature
 
-        def greedy() -> float:
-            return 0.0 if rng.random() < plan.greedy else plan.temperature
-
-        return greedy, (lambda: plan.temperature) if plan.greedy < 1 else (lambda: 0.0)
-
-    def _answer(self, asked: list[Asked]) -> list[Text]:
-        asked = [a for a in asked if 0 < len(a.ids) <= self.plan.prompt_tokens]
+    def _answer(self, asked: list[Asked]) -> tuple[list[Text], list[Messages]]:
+        """The answers to what is not too long, and the conversations: [] where none can go on."""
+        kept = [(a, ids) for a in asked if 0 < len(ids := self._ids(a.talk)) <= self.plan.prompt_tokens]
         params = [
             SamplingParams(temperature=a.temperature, seed=a.seed, max_tokens=self.plan.answer_tokens)
-            for a in asked
+            for a, _ in kept
         ]
-        prompts = [{"prompt_token_ids": a.ids} for a in asked]
-        texts = []
-        for a, out in zip(asked, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
-            tokens = np.asarray([*a.ids, *out.outputs[0].token_ids], np.int64)
-            texts.append(Text(tokens, len(a.ids), a.temperature, a.seed))
-        return texts
+        prompts = [{"prompt_token_ids": ids} for _, ids in kept]
+        texts, talks = [], []
+        outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        for (a, ids), out in zip(kept, outputs, strict=True):
+            answer = out.outputs[0]
+            tokens = np.asarray([*ids, *answer.token_ids], np.int64)
+            texts.append(Text(tokens, len(ids), a.temperature, a.seed))
+            ended = answer.finish_reason == "stop" and _is_talk(a.talk)
+            talks.append([*a.talk, {"role": "assistant", "content": answer.text}] if ended else [])
+        return texts, talks
+
+    def _followed(self, texts: list[Text], talks: list[Messages], rng: random.Random) -> list[Text]:
+        """Some conversations go on: the model asks as the user, and answers."""
+        room = self.plan.prompt_tokens - 32  # a question needs some
+        chosen = [rng.random() < self.plan.follow for _ in texts]
+        on = [i for i, text in enumerate(texts) if chosen[i] and talks[i] and len(text.tokens) < room]
+        self._write("user", talks, on, rng)
+        asked = [Asked(talks[i], self._temperature(rng), _seed(rng)) for i in on if talks[i]]
+        return self._answer(asked)[0]
 
     # --- prompts ------------------------------------------------------------------------------------
 
-    def _ids(self, prompt: Messages | list[int]) -> list[int]:
-        if prompt and isinstance(prompt[0], int):
-            return list(prompt)
-        return self.llm.chat_token_ids(prompt)  # type: ignore[arg-type]
+    def _ids(self, talk: Talk) -> list[int]:
+        return self.llm.chat_token_ids(talk) if _is_talk(talk) else cast("list[int]", talk)
 
-    def _written(self, rng: random.Random, count: int) -> Iterator[list[int]]:
+    def _written(self, rng: random.Random, count: int) -> Iterator[Messages]:
         """Prompts of the model's own, fewer than asked for: what does not come to an end is left out."""
         if not count:
             return
         with_system = [rng.random() < self.plan.systems for _ in range(count)]
         talks: list[Messages] = [[] for _ in range(count)]
-        systems = [i for i in range(count) if with_system[i]]
-        self._write("system", talks, systems, rng)
-        users = [i for i in range(count) if talks[i] or not with_system[i]]
-        self._write("user", talks, users, rng)
+        self._write("system", talks, [i for i in range(count) if with_system[i]], rng)
+        self._write("user", talks, [i for i in range(count) if talks[i] or not with_system[i]], rng)
         for talk in talks:
             if talk and talk[-1]["role"] == "user":
-                yield self._ids(talk)
+                yield talk
 
     def _write(self, role: str, talks: list[Messages], which: list[int], rng: random.Random) -> None:
         """Let the model write the next message of these conversations, and add it where it has an end."""
@@ -187,3 +193,7 @@ class Generator:
 
 def _seed(rng: random.Random) -> int:
     return rng.getrandbits(48)
+
+
+def _is_talk(prompt: Talk) -> TypeGuard[Messages]:
+    return bool(prompt) and not isinstance(prompt[0], int)

@@ -89,10 +89,12 @@ class Trainer:
         self.teacher = Teacher(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
         self.module = HeadModule(self.config, device, room)
         self.head = self.teacher.head[self.d2t]  # [draft vocab, hidden]
-        self.examiner = Examiner(self.teacher, self.module, self.d2t, resolve("auto", device), plan.drafts)
+        self.ops = resolve("auto", device)
+        self.examiner = Examiner(self.teacher, self.module, self.d2t, self.ops, plan.drafts)
         self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
         self.steps = plan.steps or math.ceil(plan.epochs * len(self.batches.epoch(0)))
         self.aim = Aim(plan.hard, plan.overlap)
+        self.decays = torch.tensor([plan.decay**j for j in range(plan.unroll)], device=device)
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
         fresh = new_weights(
@@ -145,10 +147,22 @@ class Trainer:
             self.telling.say(f"train: stopped after step {self.step} of {self.steps}; run it again to go on")
         return done
 
+    def pace(self, updates: int = 24) -> float:
+        """Seconds of an update on this machine. Spoils the weights."""
+        batches = self.batches.from_step(0)
+        for _ in range(4):  # the first ones compile and allocate
+            self.learn(next(batches), False)
+        self.decays.cpu()  # wait for the device
+        began = time.monotonic()
+        for _ in range(updates):
+            self.learn(next(batches), False)
+        next(iter(self.weights.values())).detach().cpu()
+        return (time.monotonic() - began) / updates
+
     def learn(self, batch: Batch, measure: bool = True) -> Tensor:
         """One update; the loss of each step of a chain, [unroll], on the device."""
         plan = self.plan
-        tokens = torch.from_numpy(batch.tokens).to(self.device)  # [B, T]
+        tokens = self.ops.send(torch.from_numpy(batch.tokens))  # [B, T]
         lesson = self.teacher(tokens, self.config.aux_layers)
         embeds = F.embedding(F.pad(tokens, (0, plan.unroll)), self.teacher.embedding)
         rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
@@ -164,7 +178,7 @@ class Trainer:
         self.optimizer.step()
         self.step += 1
         self.tokens += int(batch.lengths.sum())
-        return parts / torch.tensor([plan.decay**j for j in range(plan.unroll)], device=self.device)
+        return parts / self.decays
 
     def _weight(self, batch: Batch) -> Tensor:
         """[unroll, B, T]: chains that begin in an answer, as far as the answer goes."""
@@ -177,7 +191,7 @@ class Trainer:
             counts = (row >= prompts - 1) & (row + 2 + step < lengths)
             weights.append(counts.float() * plan.decay**step)
         weight = torch.stack(weights)
-        return (weight / weight[0].sum().clamp(min=1)).to(self.device)
+        return self.ops.send(weight / weight[0].sum().clamp(min=1))
 
     def _rate(self) -> float:
         """Up in a line, down in a cosine to a hundredth."""

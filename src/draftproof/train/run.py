@@ -10,6 +10,7 @@ work/eval.json               acceptance on all held-out texts
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ class Run:
     """One work folder."""
 
     def __init__(self, work: Path, telling: Telling, device: str = "auto") -> None:
+        # cuBLAS repeats its bits only with a workspace of its own, and reads this when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.work = work
         self.telling = telling
         self.device = device
@@ -61,6 +64,19 @@ class Run:
             return Generator(llm, plan, self.telling).run(folder, stop_at)
         finally:
             llm.close()
+
+    def steps_for(self, plan: TrainPlan, seconds: float) -> int:
+        """How many updates this machine does in so long; as they were counted before, if they were."""
+        path = self.work / "train.json"
+        if path.exists():
+            return int(json.loads(path.read_text())["steps"])
+        with repeatable():
+            pace = self._trainer(plan).pace()
+        steps = max(1, int(seconds / pace))
+        self.telling.say(
+            f"train: an update takes {1000 * pace:.0f} ms here: {steps} of them in {seconds:.0f} s"
+        )
+        return steps
 
     def train(self, plan: TrainPlan, stop_at: float | None = None, verifier: str | None = None) -> bool:
         """The head, written when it is done; whether it is. `verifier`: the target's name elsewhere."""
@@ -172,8 +188,6 @@ class Run:
 @contextmanager
 def repeatable() -> Iterator[None]:
     """The same bits from the same run. What has no such way raises, instead of doing it another way."""
-    # cuBLAS repeats its bits only with a workspace of its own; it reads this when it is first used
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     deterministic: Any = utils.deterministic
     modes = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
