@@ -281,6 +281,41 @@ def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/model"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1}])
+def test_speculators_read_what_was_written(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Their own class loads the file and, over the same rows, gives the logits that training had."""
+    pytest.importorskip("speculators")
+    from speculators import SpeculatorModelConfig
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    made = trained.trainer(unroll=3, **options)
+    model = made.teacher.config
+    trained.write_model(tmp_path)
+    more = {"verifier": str(tmp_path), "drafts": 3}
+    head = tmp_path / "head"
+    write_speculators(head, made.config, made.weights, made.d2t, model, made.head, **more)
+    config = SpeculatorModelConfig.from_pretrained(str(head))
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = Eagle3DraftModel.from_pretrained(str(head), config=config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs.embed_tokens.weight.copy_(made.teacher.embedding)  # is the verifier's, and not in the file
+    tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
+    lesson = made.teacher(tokens, made.config.aux_layers)
+    logits: list[torch.Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out))
+    with torch.no_grad():
+        following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+        theirs(lesson.features, following, torch.zeros_like(tokens), ttt_steps=3)
+        weights = made.rounded()
+        embeds = made.teacher.embedding[torch.nn.functional.pad(tokens, (0, 3))]
+        outputs = made.module.unroll(weights, lesson.features, embeds, 3)
+        ours = made.module.normed(weights, outputs) @ made.head.bfloat16().float().T
+    for step in range(3):
+        rows = tokens.shape[1] - 1 - step  # the others' tokens are not there
+        torch.testing.assert_close(ours[step, :, :rows], logits[step][:, :rows], atol=1e-4, rtol=1e-4)
+
+
 def test_a_head_knows_its_target() -> None:
     one, other = (tiny.checkpoint(name) for name in ("llama", "qwen2"))
     target = trained.trainer().config.target

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from safetensors.torch import save_file
 
-import tiny
+import trained
 from draftproof.cli import main
 from draftproof.errors import ConfigError
 from draftproof.train.command import CUT
@@ -26,22 +25,7 @@ TEMPLATE = (
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a folder. Its 97 ids are three special ones and the printable letters of ASCII."""
     folder = tmp_path_factory.mktemp("model")
-    made = tiny.checkpoint("llama")
-    save_file(made.tensors, folder / "model.safetensors")
-    c = made.config
-    config = {
-        "architectures": [c.architecture],
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size,
-        "max_position_embeddings": c.max_position,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    trained.write_model(folder)
     letters = ["Ġ", *map(chr, range(33, 126))]
     vocab = {letter: i for i, letter in enumerate(["<u>", "<b>", "<e>", *letters])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))

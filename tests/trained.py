@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 import tiny
@@ -18,6 +21,27 @@ from draftproof.train.config import TrainPlan
 from draftproof.train.loop import Trainer
 from draftproof.train.telling import Telling
 from draftproof.train.texts import Text
+
+
+def write_model(folder: Path) -> None:
+    """The tiny model as others would find it."""
+    made = tiny.checkpoint("llama")
+    save_file(made.tensors, folder / "model.safetensors")
+    c = made.config
+    config = {
+        "architectures": [c.architecture],
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.intermediate_size,
+        "max_position_embeddings": c.max_position,
+        "eos_token_id": 2,
+        "model_type": "llama",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @cache
