@@ -20,7 +20,15 @@ from draftproof.train import module
 from draftproof.train.config import settle
 from draftproof.train.loss import Aim, unrolled_loss
 from draftproof.train.teacher import Teacher
-from draftproof.train.texts import Batches, Text, frequent_ids, read_texts, shard_tokens, write_shard
+from draftproof.train.texts import (
+    Batches,
+    Text,
+    coverage,
+    frequent_ids,
+    read_texts,
+    shard_tokens,
+    write_shard,
+)
 from draftproof.train.write import write_head, write_speculators
 
 
@@ -77,9 +85,9 @@ def test_a_position_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: later steps turned as if they stood where the first did."""
     rotation, seen = module.rotation, []
 
-    def stuck(table: torch.Tensor, dtype: torch.dtype) -> Any:
+    def stuck(table: torch.Tensor) -> Any:
         seen.append(table)
-        return rotation(seen[0], dtype)
+        return rotation(seen[0])
 
     monkeypatch.setattr(module, "rotation", stuck)
     assert worst_difference() > 1e-3
@@ -156,6 +164,7 @@ def test_frequent_ids_are_those_of_answers() -> None:
     some = [Text(np.asarray([9, 9, 9, 5, 5, 3]), 3, 0.0, 0), Text(np.asarray([8, 5, 3, 7]), 1, 0.0, 0)]
     assert frequent_ids(some, 12, 3).tolist() == [3, 5, 7]
     assert frequent_ids(some, 12, 5).tolist() == [0, 1, 3, 5, 7]
+    assert coverage(some, np.asarray([3, 7]), 12) == 3 / 6
 
 
 # --- training -------------------------------------------------------------------------------------------

@@ -81,6 +81,14 @@ def test_cut_or_not_it_is_the_same(
     texts = read_texts(tmp_path / "one" / "text")
     assert sum(len(text.tokens) for text in texts) >= 900
     assert {text.temperature for text in texts} == {0.0, 1.0}
+    # as many steps as fit; they are counted once
+    timed = ("--phase", "train", "--seconds", "0.3", "--stop-after")
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "text").symlink_to(tmp_path / "one" / "text")
+    assert train(model, prompts, tmp_path / "three", *timed, "0") == CUT
+    kept = (tmp_path / "three" / "train.json").read_bytes()
+    assert train(model, prompts, tmp_path / "three", *timed, "60") == 0
+    assert (tmp_path / "three" / "train.json").read_bytes() == kept and b'"steps": 0' not in kept
     # other settings in the same folder
     assert train(model, prompts, tmp_path / "two", "--phase", "train", "--clip", "2") == 2
     assert "clip was 1.0 and is 2.0" in " ".join(capsys.readouterr().err.split())

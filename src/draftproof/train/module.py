@@ -70,7 +70,7 @@ class HeadModule:
         outputs = []
         for step in range(steps):
             token = embeds[:, 1 + step : 1 + step + length]
-            rope = rotation(self.rope[step : step + length], features.dtype)
+            rope = rotation(self.rope[step : step + length])
             feature = self.step(weights, feature, token, rope, stored)
             outputs.append(feature)
             feature = self.normed(weights, feature) if self.config.norm_output else feature

@@ -30,7 +30,7 @@ from draftproof.train.config import TextPlan, TrainPlan, settle, write_json
 from draftproof.train.generate import Generator
 from draftproof.train.loop import Trainer
 from draftproof.train.telling import Telling
-from draftproof.train.texts import Text, read_texts, shard_tokens
+from draftproof.train.texts import Text, coverage, read_texts, shard_tokens
 from draftproof.train.write import write_head, write_speculators
 
 
@@ -177,10 +177,12 @@ class Run:
         trainer = Trainer(plan, checkpoint, texts, held, resolve_device(self.device), self.telling)
         tokens = sum(len(text.tokens) for text in texts)
         size = 2 * sum(weight.numel() for weight in trainer.weights.values()) / 1e6
+        share = coverage(held, trainer.d2t.cpu().numpy(), checkpoint.config.vocab_size)
         self.telling.say(
             f"train: {len(texts):,} texts, {tokens:,} tokens; {trainer.steps:,} steps, "
             f"{len(trainer.batches.epoch(0)):,} see all of it; "
-            f"layers {list(trainer.config.aux_layers)}, {len(trainer.d2t):,} ids, {size:.1f} MB"
+            f"layers {list(trainer.config.aux_layers)}, {size:.1f} MB; "
+            f"{len(trainer.d2t):,} ids cover {100 * share:.2f} % of held-out answers"
         )
         return trainer
 

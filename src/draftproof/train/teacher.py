@@ -50,7 +50,7 @@ class Teacher:
         config, kept = self.config, []
         length = tokens.shape[1]
         x = F.embedding(tokens, self.embedding)
-        rope = rotation(self.rope[:length], self.dtype)
+        rope = rotation(self.rope[:length])
         for index in range(config.num_layers):
             x = self._block(x, index, rope)
             if index in layers:
@@ -87,16 +87,16 @@ class Teacher:
         return x + self._linear(gate * self._linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
 
 
-def rotation(table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """table [T, dim] fp32 (cosines, then sines) -> what `rotate` multiplies by: two of [T, dim]."""
+def rotation(table: Tensor) -> tuple[Tensor, Tensor]:
+    """table [T, dim] fp32 (cosines, then sines) -> what `rotate` multiplies by: two of [T, dim] fp32."""
     cos, sin = table.chunk(2, dim=-1)
-    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """x [..., T, dim] turned by its position; halves convention."""
+    """x [..., T, dim] turned by its position, in fp32 as the engine does it; halves convention."""
     low, high = x.chunk(2, dim=-1)
-    return x * rope[0] + torch.cat([high, low], dim=-1) * rope[1]
+    return (x * rope[0] + torch.cat([high, low], dim=-1) * rope[1]).to(x.dtype)
 
 
 def _banded(length: int, window: int, device: torch.device) -> Tensor:

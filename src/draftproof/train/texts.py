@@ -81,6 +81,14 @@ def frequent_ids(texts: Sequence[Text], vocab_size: int, count: int) -> NDArray[
     return np.sort(order[:count]).astype(np.int64)
 
 
+def coverage(texts: Sequence[Text], ids: NDArray[np.int64], vocab_size: int) -> float:
+    """Share of the tokens of these answers that are among `ids`: no draft can be one of the others."""
+    known = np.zeros(vocab_size, np.bool_)
+    known[ids] = True
+    answers = [text.tokens[text.prompt_length :] for text in texts]
+    return float(known[np.concatenate(answers)].mean()) if answers else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Texts of nearly one length, padded at the end with id 0."""
