@@ -119,6 +119,7 @@ class Generator:
         rng = random.Random(f"{plan.seed} held out")
         own = plan.held_out if plan.written else 0
         prompts = [*self.held, *self._written(rng, own)]
+        rng.shuffle(prompts)  # the first ones alone are measured while training
         asked = [Asked(prompt, t, _seed(rng)) for prompt in prompts for t in (0.0, plan.temperature)]
         return self._answer(asked)[0]
 

@@ -26,6 +26,7 @@ from draftproof.train.plot import curve_png
 from draftproof.train.teacher import Teacher
 from draftproof.train.telling import Telling
 from draftproof.train.texts import Batch, Batches, Text, frequent_ids
+from draftproof.train.write import write_head
 
 STATE = "state.pt"
 SAY_EVERY = 10.0  # seconds between two lines
@@ -249,6 +250,7 @@ class Trainer:
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
             "optimizer": self.optimizer.state_dict(),
         }
+        write_head(folder / "head", self.config, self.weights, self.d2t)
         half = folder / (STATE + ".part")
         torch.save(state, half)
         os.replace(half, folder / STATE)

@@ -2,7 +2,7 @@
 
 work/text.json train.json    the plans
 work/text/                   shards of token ids; text/held: those never trained on
-work/train/                  state.pt, curve.json, curve.png
+work/train/                  state.pt, curve.json, curve.png; head/ as it was saved last
 work/head/                   the head in our format
 work/speculators/            the same for other engines
 work/eval.json               acceptance on all held-out texts
@@ -107,7 +107,8 @@ class Run:
             self.telling.say(f"eval: {name}: acceptance length {value.length:.3f}, drafts stood: {rates}")
         held, kind = trainer.held, trainer.config.kind
         del trainer  # its memory: the engine comes next
-        found["engine"] = self._in_engine(plan, kind, held)
+        if held:
+            found["engine"] = self._in_engine(plan, kind, held)
         write_json(self.work / "eval.json", found)
         return found
 
