@@ -21,6 +21,7 @@ from draftproof.train.config import settle
 from draftproof.train.loss import Aim, unrolled_loss
 from draftproof.train.teacher import Teacher
 from draftproof.train.texts import (
+    Batch,
     Batches,
     Text,
     coverage,
@@ -198,6 +199,18 @@ def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
     other = trained.trainer(steps=30, seed=1)
     other.run(tmp_path / "other")
     assert written(other, tmp_path / "head other") != written(one, tmp_path / "head one")
+
+
+def test_what_counts() -> None:
+    """Chains of answers in full, of prompts less, none beyond the text."""
+    made = trained.trainer(unroll=2, decay=0.5, prompt_weight=0.25)
+    batch = Batch.of([Text(np.arange(7), 4, 0.0, 0), Text(np.arange(5), 1, 0.0, 0)], 64, multiple=8)
+    weight = made._weight(batch)
+    total = 3 * 0.25 + 2 + 3
+    first = torch.tensor([[0.25, 0.25, 0.25, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(weight[0] * total, first)
+    second = torch.tensor([[0.25, 0.25, 0.25, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(weight[1] * total, 0.5 * second)
 
 
 def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class TrainPlan:
     learning_rate: float = _option(1e-3, "at its highest")
     warmup: int = _option(100, "updates until it is there")
     decay: float = _option(0.8, "of the weight of each further draft of a chain")
+    prompt_weight: float = _option(0.2, "of chains that begin in a prompt; those of answers have 1")
     clip: float = _option(1.0, "longest gradient")
     weight_decay: float = _option(0.0, "of AdamW")
     hard: float = _option(0.1, "share of the target's law that is put on its best token")
@@ -85,8 +86,8 @@ class TrainPlan:
             raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
         if self.dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
-        if not 0 <= self.hard < 1 or self.overlap < 0:
-            raise ConfigError("hard is a share in 0..1, overlap a weight from 0 up")
+        if not 0 <= self.hard < 1 or self.overlap < 0 or self.prompt_weight < 0:
+            raise ConfigError("hard is a share in 0..1, overlap and prompt_weight are not negative")
 
 
 def _positive(plan: TextPlan | TrainPlan, names: tuple[str, ...]) -> None:

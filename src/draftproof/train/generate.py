@@ -24,6 +24,7 @@ from draftproof.train.config import TextPlan
 from draftproof.train.telling import Telling
 from draftproof.train.texts import Text, shard_tokens, write_shard
 
+TURNS = 4  # of a conversation, at most
 Messages = list[dict[str, str]]
 Talk = Messages | list[int]  # a conversation, or the ids of any prompt
 
@@ -111,7 +112,11 @@ class Generator:
                 temperature = plan.temperature
             asked.append(Asked(self.prompts[place], temperature, _seed(rng)))
         texts, talks = self._answer(asked)
-        return texts + self._followed(texts, talks, rng)
+        every = list(texts)
+        for _ in range(TURNS - 1):
+            texts, talks = self._followed(texts, talks, rng)
+            every += texts
+        return every
 
     def _held(self) -> list[Text]:
         """Each held-out prompt is answered at both temperatures."""
@@ -144,14 +149,15 @@ class Generator:
             talks.append([*a.talk, {"role": "assistant", "content": answer.text}] if ended else [])
         return texts, talks
 
-    def _followed(self, texts: list[Text], talks: list[Messages], rng: random.Random) -> list[Text]:
+    def _followed(
+        self, texts: list[Text], talks: list[Messages], rng: random.Random
+    ) -> tuple[list[Text], list[Messages]]:
         """Some conversations go on: the model asks as the user, and answers."""
         room = self.plan.prompt_tokens - 32  # a question needs some
         chosen = [rng.random() < self.plan.follow for _ in texts]
         on = [i for i, text in enumerate(texts) if chosen[i] and talks[i] and len(text.tokens) < room]
         self._write("user", talks, on, rng)
-        asked = [Asked(talks[i], self._temperature(rng), _seed(rng)) for i in on if talks[i]]
-        return self._answer(asked)[0]
+        return self._answer([Asked(talks[i], self._temperature(rng), _seed(rng)) for i in on if talks[i]])
 
     # --- prompts ------------------------------------------------------------------------------------
 

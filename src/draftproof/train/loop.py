@@ -182,16 +182,15 @@ class Trainer:
         return parts / self.decays
 
     def _weight(self, batch: Batch) -> Tensor:
-        """[unroll, B, T]: chains that begin in an answer, as far as the answer goes."""
+        """[unroll, B, T]: of chains as far as the text goes; where an answer begins they count in full."""
         plan = self.plan
         lengths = torch.from_numpy(batch.lengths)[:, None]
         prompts = torch.from_numpy(batch.prompt_lengths)[:, None]
         row = torch.arange(batch.tokens.shape[1])[None, :]
-        weights = []
-        for step in range(plan.unroll):
-            counts = (row >= prompts - 1) & (row + 2 + step < lengths)
-            weights.append(counts.float() * plan.decay**step)
-        weight = torch.stack(weights)
+        whole = torch.where(row >= prompts - 1, 1.0, plan.prompt_weight)
+        weight = torch.stack(
+            [whole * (row + 2 + step < lengths) * plan.decay**step for step in range(plan.unroll)]
+        )
         return self.ops.send(weight / weight[0].sum().clamp(min=1))
 
     def _rate(self) -> float:
