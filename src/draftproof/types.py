@@ -163,7 +163,7 @@ class DraftTraits:
     """What is wanted of a proposer that follows the rows; captured drafts are kept by it."""
 
     rounds: int  # drafts of whoever may have most of them, or a few more; 0: keep up, draft nothing
-    prompts: bool = True  # some entries have chunks
+    prompts: bool = False  # some entries have chunks, and the proposer minds
     scales: bool = False  # some truncate what they sample from
     logprobs: bool = False  # the drafter's own are read
     probs: bool = False  # so are its probabilities, over the whole vocabulary

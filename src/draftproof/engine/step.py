@@ -30,6 +30,7 @@ from draftproof.types import (
     TOKENS,
     Choice,
     Draft,
+    DraftTraits,
     Outcome,
     Plan,
     Request,
@@ -144,6 +145,9 @@ class DeviceStep:
             return lambda: None
         entries = min(self.ops.bucket(len(planned.slots)), len(self.plan.slots))
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
+        return self._drafts(rows, entries, wanted)
+
+    def _drafts(self, rows: int, entries: int, wanted: DraftTraits) -> Callable[[], None]:
         draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
         return self._graph(("draft", rows, entries, wanted), draft, apart=True)
 
@@ -182,6 +186,10 @@ class DeviceStep:
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]
         work += [(kind, n, t) for t in traits for n in decoding for kind in ("decode", "judge")]
+        behind = self.drafting.usual(self.ops, decoding)
+        for done, sizes_of_one in enumerate(behind):
+            tick("capturing drafts", done, len(behind))
+            self._drafts(*sizes_of_one)
         for done, (kind, size, trait) in enumerate(work):
             tick("capturing", done, len(work))
             layout = self._layout(size, min(size, self.max_logits))
