@@ -9,6 +9,7 @@ through the forward graph of its rows, and judged by the graph of its logits row
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +100,8 @@ class DeviceStep:
         self._entries = lines(3, num_slots)
         self._logits = lines(5, self.max_logits)
         self._picks = lines(2, self.max_logits)
-        self._table = torch.zeros((num_slots, TOKENS + k + 1), dtype=torch.int64, device=device)
+        self.width = TOKENS + k + 1
+        self._table = torch.zeros((num_slots, self.width), dtype=torch.int64, device=device)
         self._picked = torch.zeros(
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
@@ -225,7 +227,12 @@ class DeviceStep:
             self._load(None)
             layout = self._layout(self.max_rows, self.max_logits)
             self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
-            self._graphs[key] = self.ops.graph(function, apart)
+            try:
+                self._graphs[key] = self.ops.graph(function, apart)
+            except RuntimeError as error:  # no memory for it, most likely; without it the step is slower
+                log = logging.getLogger("draftproof")
+                log.warning("a step cannot be captured and runs op by op: %s", error)
+                self._graphs[key] = function
         return self._graphs[key]
 
     # --- the stages ---------------------------------------------------------------------------------
