@@ -71,5 +71,6 @@ class Ticket:
             "seconds": round(seconds, 6),
             **self.facts,
         }
-        level = logging.ERROR if self.status >= 500 else logging.INFO
+        quiet = self.method == "GET" and self.status < 400  # somebody asks every few seconds
+        level = logging.ERROR if self.status >= 500 else logging.DEBUG if quiet else logging.INFO
         LOGGER.log(level, "request", extra={"facts": facts})

@@ -24,6 +24,7 @@ class Settings:
     max_prompt_tokens: int | None = None  # None: what the model takes
     max_n: int = 16
     max_choices: int = 256  # prompts times n, of one request
+    max_logprob_entries: int = 4_000_000  # tokens times logprobs, of one request
     max_concurrent: int = 1024
     max_concurrent_per_key: int | None = None
     request_seconds: float = 600.0  # from its last byte to the last of the answer
@@ -34,7 +35,7 @@ class Settings:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_n", "max_choices", "max_concurrent"):
+        for name in ("max_body_bytes", "max_n", "max_choices", "max_logprob_entries", "max_concurrent"):
             _check_positive(name, getattr(self, name))
         for name in ("max_prompt_tokens", "max_concurrent_per_key"):
             if getattr(self, name) is not None:
@@ -52,8 +53,13 @@ def _check_positive(name: str, value: object) -> None:
 class Keys:
     """API keys, kept as digests. A comparison takes the same time whatever is sent and whatever is right."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in dict.fromkeys(keys)]
+    def __init__(self, keys: Iterable[str], digests: Iterable[str] = ()) -> None:
+        self._digests = [*map(bytes.fromhex, digests), *map(_digest, dict.fromkeys(keys))]
+
+    @property
+    def digests(self) -> list[str]:
+        """For another server process; no key can be told from them."""
+        return [digest.hex() for digest in self._digests]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
