@@ -76,6 +76,9 @@ def test_cut_or_not_it_is_the_same(
         assert train(model, prompts, tmp_path / "two", "--phase", phase, "--stop-after", "0") == CUT
         assert train(model, prompts, tmp_path / "two", "--phase", phase) == 0
     assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 0
+    for path in (tmp_path / "two" / "speculators").iterdir():
+        path.unlink()
+    assert train(model, prompts, tmp_path / "two", "--phase", "write") == 0
     again = files(tmp_path / "two")
     assert made == again
     texts = read_texts(tmp_path / "one" / "text")

@@ -25,7 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a built-in name, a folder, a .gguf file or a hub id")
     parser.add_argument("--work", required=True, type=Path, metavar="FOLDER", help="everything is kept here")
     parser.add_argument(
-        "--phase", choices=(*PHASES, "all"), default="all", help="do this one alone (default: all three)"
+        "--phase",
+        choices=(*PHASES, "all", "write"),
+        default="all",
+        help="do this one alone (default: the first three); write: the head for other engines once more",
     )
     parser.add_argument("--prompts", nargs="*", default=[], metavar="JSONL", help="prompts to be answered")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … or auto")
@@ -92,6 +95,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
             if not work.generate(text_plan(options), stop_at, engine):
                 return CUT
         plan = train_plan(options)
+        if options.phase == "write":
+            work.write(plan, options.verifier)
+            return 0
         if options.seconds is not None and options.phase != "generate":
             plan = replace(plan, steps=work.steps_for(plan, options.seconds))
         if "train" in wanted and not work.train(plan, stop_at, options.verifier):

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import utils
+from torch import Tensor, utils
 
 from draftproof.llm import LLM
 from draftproof.metrics import SpecStats
+from draftproof.models.config import ModelConfig
+from draftproof.models.head import Target
+from draftproof.models.head_formats import load_head, read_head
 from draftproof.models.load import load_checkpoint
 from draftproof.ops import resolve_device
 from draftproof.sampling_params import SamplingParams
@@ -30,7 +33,7 @@ from draftproof.train.config import TextPlan, TrainPlan, settle, write_json
 from draftproof.train.generate import Generator
 from draftproof.train.loop import Trainer
 from draftproof.train.telling import Telling
-from draftproof.train.texts import Text, coverage, read_texts, shard_tokens
+from draftproof.train.texts import Text, coverage, frequent_ids, read_texts, shard_tokens
 from draftproof.train.write import write_head, write_speculators
 
 
@@ -61,9 +64,23 @@ class Run:
         llm = LLM(plan.model, **options)
         self.telling.say(f"generate: {llm.engine.describe()}")
         try:
-            return Generator(llm, plan, self.telling).run(folder, stop_at)
+            done = Generator(llm, plan, self.telling).run(folder, stop_at)
         finally:
             llm.close()
+        if done and plan.held_out:
+            self._tell_coverage(folder, llm.engine.limits.vocab_size)
+        return done
+
+    def _tell_coverage(self, folder: Path, vocab_size: int) -> None:
+        """What to know before a draft vocabulary is chosen."""
+        texts, held = read_texts(folder), read_texts(folder / "held")
+        sizes = [size for size in (4096, 8192, 16384, 32768) if size < vocab_size]
+        words = [
+            f"{size:,}: {100 * coverage(held, frequent_ids(texts, vocab_size, size), vocab_size):.2f} %"
+            for size in sizes
+        ]
+        if words:
+            self.telling.say(f"generate: share of held-out answers by draft vocabulary: {', '.join(words)}")
 
     def steps_for(self, plan: TrainPlan, seconds: float) -> int:
         """How many updates this machine does in so long; as they were counted before, if they were."""
@@ -156,19 +173,27 @@ class Run:
         return found
 
     def _write(self, trainer: Trainer, verifier: str | None) -> None:
-        head, other = self.work / "head", self.work / "speculators"
-        write_head(head, trainer.config, trainer.weights, trainer.d2t)
-        write_speculators(
-            other,
-            trainer.config,
-            trainer.weights,
-            trainer.d2t,
-            trainer.teacher.config,
-            trainer.head,
-            verifier=verifier,
-            drafts=trainer.plan.drafts,
-        )
-        self.telling.say(f"written: {head} and {other}")
+        write_head(self.work / "head", trainer.config, trainer.weights, trainer.d2t)
+        target = trainer.teacher.config, trainer.teacher.head
+        self._write_speculators(target, verifier, trainer.plan.drafts)
+
+    def write(self, plan: TrainPlan, verifier: str | None = None) -> None:
+        """The head of the work folder for other engines, once more; it takes the model, and no text."""
+        checkpoint = load_checkpoint(plan.model)
+        tensors, config = checkpoint.tensors, checkpoint.config
+        load_head(self.work / "head", Target.of(config, tensors))  # is it this model's?
+        rows = tensors["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
+        self._write_speculators((config, rows), verifier, plan.drafts)
+
+    def _write_speculators(
+        self, target: tuple[ModelConfig, Tensor], verifier: str | None, drafts: int
+    ) -> None:
+        """target: its description and its LM head [vocab, hidden]."""
+        config, weights = read_head(self.work / "head", target[0].num_layers)
+        ids = weights.pop("d2t") if config.reduced else torch.arange(config.draft_vocab_size)
+        other, rows = self.work / "speculators", target[1][ids.to(target[1].device)]
+        write_speculators(other, config, weights, ids, target[0], rows, verifier=verifier, drafts=drafts)
+        self.telling.say(f"written: {self.work / 'head'} and {other}")
 
     def _trainer(self, plan: TrainPlan) -> Trainer:
         folder = self.work / "text"

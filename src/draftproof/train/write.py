@@ -125,4 +125,5 @@ def _save(folder: Path, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     half = folder / (WEIGHTS + ".part")
     save_file(dict(sorted(tensors.items())), half, metadata={"format": "pt"})
+    half.chmod(0o644)  # the library writes for the owner alone
     os.replace(half, folder / WEIGHTS)
