@@ -79,10 +79,10 @@ def plan(**changes: Any) -> TrainPlan:
     return TrainPlan(**{**values, **changes})
 
 
-def trainer(name: str = "llama", **changes: Any) -> Trainer:
+def trainer(name: str = "llama", device: str = "cpu", **changes: Any) -> Trainer:
     every = texts(name)
-    cpu = torch.device("cpu")
-    return Trainer(plan(**changes), tiny.checkpoint(name), every[8:], every[:8], cpu, Telling())
+    where = torch.device(device)
+    return Trainer(plan(**changes), tiny.checkpoint(name), every[8:], every[:8], where, Telling())
 
 
 def drafted_outputs(
