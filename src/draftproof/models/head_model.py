@@ -49,7 +49,10 @@ class HeadModel:
         decoder, take = config.decoder(), Weights(tensors, ops)
         self.vocab = config.target.vocab_size
         self.rope = rope_table(decoder, max_len).to(ops.device)
-        self.embedding = take.tensor("embed_tokens.weight") if config.own_embedding else target.embedding
+        self.embedding = target.embedding
+        if config.own_embedding:  # many a public head has a copy of its target's
+            own = take.tensor("embed_tokens.weight")
+            self.embedding = self.embedding if torch.equal(own, self.embedding) else own
         self.ids = take.tensor("d2t") if config.reduced else None  # [draft vocab] target ids
         if self.ids is not None:  # ids that it does not know stay as they are
             self._logits = torch.full((most, self.vocab), -math.inf, device=ops.device)
