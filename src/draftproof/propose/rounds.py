@@ -17,15 +17,15 @@ from draftproof.errors import ConfigError
 from draftproof.ops import Ops, Rows
 from draftproof.types import DeviceBatch, Draft, DraftTraits, End, Windows
 
-SAMPLING = {"draft_sampling": "shared"}  # "greedy": the likeliest token at any temperature
-_WAYS = ("shared", "greedy")
+SAMPLING = {"draft_sampling": "shared"}  # "argmax": the likeliest token at any temperature
+_WAYS = ("shared", "argmax")
 
 
 def drafts_greedily(options: Mapping[str, Any]) -> bool:
     way = options["draft_sampling"]
     if way not in _WAYS:
         raise ConfigError(f"draft_sampling must be one of {', '.join(_WAYS)}, got {way!r}")
-    return bool(way == "greedy")
+    return bool(way == "argmax")
 
 
 class Rounds:
