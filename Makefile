@@ -31,6 +31,7 @@ bench: setup
 # On a machine with a GPU, with its own python: needs torch, triton, pytest and what pyproject.toml lists.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_train_gpu.py
 
 # The page in the Chromium of this machine (Debian: apt install chromium).
 test-page: setup

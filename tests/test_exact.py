@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import heads
 import proposers
 import tiny
 from covering import pairwise
@@ -20,7 +21,10 @@ from draftproof.registry import lookup
 from draftproof.verify import STRATEGIES
 from exact import NEIGHBOURS, OPTIONS, Ask, Company, Where, solo
 
-METHODS = [*PROPOSERS, *(f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "SelfModel"))]
+MADE_UP = [f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "SelfModel")]
+METHODS = [*PROPOSERS, *MADE_UP]
+# of proposers that share their code, the first: enough where options are tried out
+UNLIKE = [*{heads.code_of(name): name for name in reversed(PROPOSERS)}.values(), *MADE_UP]
 EXACT = [name for name in STRATEGIES if lookup(STRATEGIES, name, "strategy").seed_exact]
 LENGTH = {16: 40, 64: 100, 512: 120}  # the prompt is longer than the chunk; at 512, seven together are
 TRAFFIC: dict[str, dict[str, Any]] = {
@@ -32,7 +36,7 @@ FACTORS = {
     "option": list(OPTIONS),
     "grammar": ["none"],
     "arch": list(tiny.ARCHITECTURES),
-    "method": METHODS,
+    "method": UNLIKE,
     "k": [1, 3, 5, 8],
     "temperature": [0.0, 0.7, 1.3],
     "batch": [1, 2, 7],
@@ -47,8 +51,10 @@ FACTORS = {
     "priority": ["equal", "shuffled"],
 }
 MATRIX = pairwise(FACTORS)
-DANGEROUS = {name: FACTORS[name] for name in ("method", "strategy", "k", "temperature")}
-DEVICE = ["ngram", *(f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky"))]
+DANGEROUS = {name: FACTORS[name] for name in ("strategy", "k", "temperature")}
+FOLLOW = list(heads.WITH_MODELS)  # on the device, with models of their own
+SCRIPTED = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
+DEVICE = ["ngram", *FOLLOW, *SCRIPTED]
 # nothing in them keeps the host in the loop, so that steps do overlap
 FREE = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens", "max_tokens"]
 FREE += ["eos", "stop_ids", "no_logprobs", "processed"]
@@ -69,7 +75,7 @@ GUIDED = pairwise(
         ]
         + ["processor", "draft_logprobs", "mix"],
         "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none"],
-        "method": [*METHODS, *DEVICE[1:]],
+        "method": [*UNLIKE, *SCRIPTED],
     }
 )
 
@@ -125,9 +131,13 @@ def test_every_pair_of_factors(case):
     check(case)
 
 
-@pytest.mark.parametrize("levels", list(product(*DANGEROUS.values())), ids=str)
+# with a model every round is like the second: few lengths are enough
+IN_FULL = [x for x in product(METHODS, *DANGEROUS.values()) if x[0] not in FOLLOW or x[2] in (1, 5)]
+
+
+@pytest.mark.parametrize("levels", IN_FULL, ids=str)
 def test_method_strategy_length_and_heat_in_full(levels):
-    case = dict(zip(DANGEROUS, levels, strict=True))
+    case = dict(zip(("method", *DANGEROUS), levels, strict=True))
     rest = {"option": "mix", "arch": "qwen3", "batch": 2, "chunk": 16, "traffic": "arriving"}
     rest |= {"dtype": "bfloat16", "adaptive": False, "overlap": False}
     check({**rest, **case, "prefix": "hit", "pages": "shaken", "priority": "equal"})
@@ -169,8 +179,13 @@ def test_a_little_on_the_reference_backend(method):
 # --- put aside and cached -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", EXACT)
-@pytest.mark.parametrize("method", [None, *METHODS, *DEVICE[1:]])
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [
+        *product([None, *(m for m in METHODS if m not in FOLLOW), *SCRIPTED], EXACT),
+        *product(FOLLOW, EXACT[:1]),
+    ],
+)
 def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
     """By hand, the first too; then because pages run out, where the one in front is spared."""
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})

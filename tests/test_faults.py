@@ -65,7 +65,7 @@ def test_steps_that_fail_change_nothing(name, late, overlap, alone):
     ops.late, ops.when = late, lambda _, op, count: op == name and count in counts
     assert served(target, asks(), arrivals=[0, 0, 2, 2, 5]) == alone
     assert ops.raised >= 1 + (name != "put_draft")
-    proposer_failed = target.loop.device.failure is not None
+    proposer_failed = target.loop.device.drafting.failure is not None
     assert proposer_failed == (name == "put_draft")  # its own business: it is switched off
 
 
@@ -152,7 +152,7 @@ def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
     monkeypatch.setattr(faults, "take_back", lambda *_: [])
     monkeypatch.setattr("draftproof.engine.loop.take_back", lambda *_: [])
     target, ops = build(debug=False)
-    ops.when = lambda _, op, count: op == "read" and count == 9
+    ops.when = lambda _, op, count: op == "read" and count == 10
     with pytest.raises(AssertionError):
         assert served(target, asks()) == alone
 

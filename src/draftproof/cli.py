@@ -1,4 +1,4 @@
-"""The command line: generate, chat, serve, info. Accepted drafts are shown in colour."""
+"""The command line: generate, chat, serve, train, info. Accepted drafts are shown in colour."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.text import Text
 from draftproof import __version__
 from draftproof.errors import DraftproofError, RequestError
 from draftproof.serve import command
+from draftproof.train import command as train_command
 
 if TYPE_CHECKING:
     from draftproof.llm import LLM
@@ -83,6 +84,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     chat.add_argument("--system", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+    train = commands.add_parser("train", help="make a draft head for a model")
+    train_command.add_options(train)
+    train.set_defaults(run=train_command.run)
     info = commands.add_parser("info", help="what a model is, without loading its weights")
     info.add_argument("model")
     info.set_defaults(run=_info)

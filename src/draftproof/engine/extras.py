@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftproof.engine.asked import by_host, top_of
@@ -43,9 +44,19 @@ class Extras:
         self.sources = sources
 
     def of(
-        self, planned: Planned, computed: Ints, lengths: Ints, ran: Ran, table: Ints, by_hand: bool
+        self,
+        planned: Planned,
+        computed: Ints,
+        lengths: Ints,
+        ran: Ran,
+        table: Ints,
+        own: NDArray[Any] | None,
+        source: NDArray[Any] | None,
     ) -> dict[int, Extra]:
-        """By entry. `computed`, `lengths`: [B] before the step; `by_hand`: drafts came from the host."""
+        """By entry. `computed`, `lengths`: [B] before the step.
+
+        own, source [B, K]: what the drafter thought of its drafts, and who it was, if anybody wants to know.
+        """
         found = {}
         for b, sequence in enumerate(planned.sequences):
             prompts = sequence.request.params.prompt_logprobs is not None and planned.chunk[b] > 0
@@ -55,7 +66,9 @@ class Extras:
             if prompts:
                 extra.prompt_logprobs = self._prompt(planned, int(computed[b]), ran, b) or None
             if planned.samples[b] and sequence.settled_by_host:
-                self._tokens(planned, int(lengths[b]), ran, b, table[b], by_hand, extra)
+                names = [0] * table.shape[1] if source is None else source[b].tolist()
+                told = [] if own is None else own[b].tolist()
+                self._tokens(planned, int(lengths[b]), ran, b, table[b], told, names, extra)
             if extra != Extra():
                 found[b] = extra
         return found
@@ -70,14 +83,17 @@ class Extras:
         return prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
 
     def _tokens(
-        self, planned: Planned, length: int, ran: Ran, b: int, line: Ints, by_hand: bool, extra: Extra
+        self,
+        planned: Planned,
+        length: int,
+        ran: Ran,
+        b: int,
+        line: Ints,
+        own: list[float],
+        source: list[int],
+        extra: Extra,
     ) -> None:
-        request, slot, decided, ops = (
-            planned.sequences[b].request,
-            planned.slots[b],
-            ran.decided,
-            self.device.ops,
-        )
+        request, decided, ops = planned.sequences[b].request, ran.decided, self.device.ops
         assert decided.logits is not None and decided.sampled is not None
         logits = decided.logits if request.params.logprobs_mode == "raw" else decided.sampled.processed
         if by_host(request.params, self.slots.vocab):
@@ -85,12 +101,7 @@ class Extras:
         if request.params.include_draft_logprobs:
             count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
             drafts = decided.windows.draft[first : first + count].tolist()
-            own = [float("nan")] * count
-            sources = [self.sources[0]] * count if self.sources else []
-            if by_hand:
-                columns = self.slots.columns
-                own = columns.draft_logprob[slot, :count].tolist()
-                sources = [self.sources[n] for n in columns.draft_source[slot, :count].tolist()]
+            sources = [self.sources[n] for n in source[:count]]
             start = length - len(request.prompt_token_ids)
             extra.drafts = draft_records(ops, line, start, drafts, own, sources, logits)
 

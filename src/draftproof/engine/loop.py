@@ -131,6 +131,10 @@ class Loop:
     def _host_drafts(self) -> bool:
         return self.proposer is not None and not self.proposer.graph_safe
 
+    @property
+    def _device_drafts(self) -> bool:
+        return self.device.drafting.proposer is not None
+
     def _recover(self, fault: StepFault) -> StepResults:
         """Go on without the steps that are lost; what was queued before them is read. See `faults`."""
         error, lost, results = fault.__cause__, fault.lost, NOTHING
@@ -174,7 +178,7 @@ class Loop:
         scheduler, host, started = self.scheduler, self.scheduler.host, time.perf_counter()
         waits = self._host_drafts or not self.overlap or self._host_is_needed()
         try:
-            if waits and self.overlap and self.proposer is not None:
+            if waits and self._device_drafts:
                 self._count_drafts()
             planned = scheduler.plan(idle=not self._flights)
         except FAULTS as error:  # of what was to be read for it; nobody has begun anything
@@ -190,8 +194,8 @@ class Loop:
             flight = self._queue(planned, computed, waits, started)
         except FAULTS as error:
             raise StepFault([(planned, computed)]) from error
-        if self.device.failure is not None and self.proposer is not None:
-            self._give_up(self.device.failure)
+        if self.device.drafting.failure is not None and self.proposer is not None:
+            self._give_up(self.device.drafting.failure)
         return flight
 
     def _queue(self, planned: Planned, computed: Ints, waits: bool, started: float) -> Flight:
@@ -200,17 +204,17 @@ class Loop:
         self.slots.seat(scheduler.seats(planned.newcomers))
         self._start(planned.newcomers)
         budget = np.zeros_like(planned.slots)
-        if self.device.proposer is not None:
+        if self._device_drafts:
             budget = scheduler.budget(planned)
         middle = {}
         complaints: guided.Complaints = {}
         if scheduler.num_hosted:
             complaints = guided.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
-        keep = bool(self.proposer and self.proposer.needs_hidden)
+        keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
-        host.num_draft[planned.slots] = budget if self.device.proposer is not None else 0
+        host.num_draft[planned.slots] = budget if self._device_drafts else 0
         return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints)
 
     def _count_drafts(self) -> None:
@@ -233,16 +237,16 @@ class Loop:
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
         try:
-            table, drafts, *found = flight.ran.decided.packed.open(flight.read())
-            table = table[: len(planned.slots)]
-            columns = columns_of(flight.ran.decided.raw, flight.ran.decided.processed, found)
+            found = flight.ran.decided.packed.open(flight.read())
+            table, columns = found["table"][: len(planned.slots)], columns_of(found)
+            own, source = (
+                found[name][planned.slots] if name in found else None
+                for name in ("draft logprobs", "draft sources")
+            )
             extras_of = {}
             if flight.waits and self.scheduler.num_hosted:
                 starts = self.scheduler.host.length[planned.slots]
-                extras_of = self._extras.of(
-                    planned, flight.computed, starts, flight.ran, table, self._host_drafts
-                )
-            source = self._source(flight) if len(self.sources) > 1 else None
+                extras_of = self._extras.of(planned, flight.computed, starts, flight.ran, table, own, source)
         except FAULTS as error:  # those that were queued behind it went on from what nobody knows
             lost = [flight, *self._flights]
             self._flights.clear()
@@ -267,9 +271,6 @@ class Loop:
             table, source = table[at], None if source is None else source[at]
         else:
             requests = [s.request for s in planned.sequences]
-        if flight.waits and self.device.proposer is not None:
-            lines = planned.slots[here]
-            self.scheduler.host.num_draft[lines] = drafts[lines]
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
         if self._host_drafts:
             self._propose(flight)
@@ -287,10 +288,6 @@ class Loop:
         timings.decode_steps.observe(seconds)
         rows = self.device.ops.bucket(flight.planned.num_rows)
         self.scheduler.budgets.costs.observe(rows, seconds, flight.follows)
-
-    def _source(self, flight: Flight) -> np.ndarray:
-        """Who proposed the drafts that were verified. Their proposer is on the host and has not gone on."""
-        return self.slots.columns.draft_source.cpu().numpy()[flight.planned.slots]
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""

@@ -49,14 +49,13 @@ class LogprobColumns:
     ranks: Ints  # [N]
 
 
-def columns_of(raw: object, processed: object, found: Sequence[NDArray[Any]]) -> dict[Wants, LogprobColumns]:
-    """`found`: ids, ranks and values of the kinds that were computed, as they came from the device."""
-    columns, parts = {}, list(found)
-    for kind, table in ((Wants.RAW, raw), (Wants.PROCESSED, processed)):
-        if table is not None:
-            ids, ranks, values, *parts = parts
-            columns[kind] = LogprobColumns(values, ids, ranks)
-    return columns
+def columns_of(found: Mapping[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+    """Of the kinds that were computed, as they came from the device."""
+    return {
+        kind: LogprobColumns(found[name], found[f"{name} ids"], found[f"{name} ranks"])
+        for kind, name in ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
+        if name in found
+    }
 
 
 @dataclass(slots=True)

@@ -11,13 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from draftproof.errors import ConfigError
+from draftproof.models.config import ModelConfig
+from draftproof.models.head_model import TargetParts
 from draftproof.ops import Ops
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
 PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
     "given": "draftproof.propose.given:GivenProposer",
+    "mtp": "draftproof.propose.head:MtpProposer",
+    "eagle": "draftproof.propose.head:EagleProposer",
+    "eagle3": "draftproof.propose.head:Eagle3Proposer",
+    "draft_model": "draftproof.propose.draft_model:DraftModelProposer",
 }
 
 
@@ -34,16 +42,18 @@ class ProposerEnv:
     page_size: int
     max_len: int
     max_rows: int
+    target: TargetParts | None = None  # of the model that it drafts for
 
 
 class Proposer(ABC):
     """One way to guess. Capabilities are class attributes; nobody asks for its name."""
 
     sources: ClassVar[tuple[str, ...]]  # who may have proposed a token, for provenance
-    needs_hidden: ClassVar[bool] = False  # wants the target's hidden rows
+    needs_hidden: bool = False  # wants the target's hidden rows
     reports_probs: ClassVar[bool] = False  # samples its drafts and says from which law
     stores_kv: ClassVar[bool] = False  # keeps KV of its own on the engine's page ids, of drafts too
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
+    follows_rows: ClassVar[bool] = False  # on the device: is given every step's rows, prompts included
     cheap: ClassVar[bool] = False  # asking it costs next to nothing: only what is verified does
     takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
@@ -51,6 +61,11 @@ class Proposer(ABC):
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         self.env = env
         self.options = {**self.defaults, **options}
+
+    @classmethod
+    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes that it needs of the device for each token that can be stored, and besides."""
+        return 0, 0
 
     def start(self, slot: int, request: Request) -> None:
         """A request sits down in `slot`."""
@@ -69,10 +84,16 @@ class DeviceProposer(Proposer):
     """A proposer whose code is tensor code that waits for no device: it runs inside a captured step."""
 
     graph_safe = True
+    taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
+    minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
 
     @abstractmethod
     def draft(self, batch: DeviceBatch) -> Draft:
-        """Guesses for every entry of the batch; what is beyond its budget is cut off."""
+        """Guesses for every entry of the batch; what is beyond its budget is cut off.
+
+        With `follows_rows` it is asked after every step, also one in which nobody may have drafts. The
+        features are then the last hidden rows (`needs_hidden`, after the norm), and those of its `taps`.
+        """
 
     def propose(self, batch: ProposeBatch) -> Draft:
         raise TypeError(f"{type(self).__name__} drafts on the device")

@@ -1,0 +1,1 @@
+"""Makes a draft head: text from the model itself, its features, an unrolled loss, a checkpoint."""

@@ -1,0 +1,273 @@
+"""The training loop: teacher, unrolled head, AdamW; cut anywhere, it goes on to the same weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftproof.errors import ConfigError, LoadError
+from draftproof.models.config import ModelConfig
+from draftproof.models.head import HeadConfig, Target
+from draftproof.models.load import DTYPES, Checkpoint
+from draftproof.ops import resolve
+from draftproof.train.config import TrainPlan, write_json
+from draftproof.train.evaluate import Acceptance, Examiner
+from draftproof.train.loss import Aim, unrolled_loss
+from draftproof.train.module import HeadModule, new_weights
+from draftproof.train.plot import curve_png
+from draftproof.train.teacher import Teacher
+from draftproof.train.telling import Telling
+from draftproof.train.texts import Batch, Batches, Text, frequent_ids
+from draftproof.train.write import write_head
+
+STATE = "state.pt"
+SAY_EVERY = 10.0  # seconds between two lines
+SAVE_EVERY = 60.0  # seconds between two saved states
+MEASURE_EVERY = 10  # updates; the others go without the value of their loss
+
+
+def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> HeadConfig:
+    """The head that a plan means for this target."""
+    config = checkpoint.config
+    if config.rope_scaling.kind not in ("none", "linear", "llama3"):
+        raise ConfigError(
+            f"a head for rope scaling {config.rope_scaling.kind!r} is not made here: "
+            "default, linear and llama3 are"
+        )
+    return HeadConfig(
+        kind="eagle3",
+        hidden_size=config.hidden_size,
+        intermediate_size=plan.intermediate_size or config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        feature="aux",
+        aux_layers=plan.aux_layers or _three_layers(config),
+        draft_vocab_size=draft_vocab,
+        share_head=True,
+        feature_norm=plan.feature_norm,
+        norm_output=bool(plan.norm_output),
+        target=Target.of(config, checkpoint.tensors),
+    )
+
+
+def _three_layers(config: ModelConfig) -> tuple[int, ...]:
+    """A low one, one in the middle, a high one; fewer if there are not so many."""
+    last = config.num_layers - 1
+    return tuple(sorted({min(2, last), last // 2, max(0, last - 2)}))
+
+
+class Trainer:
+    """One head on its way. `step` counts the updates that it has had."""
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        checkpoint: Checkpoint,
+        texts: Sequence[Text],
+        held: Sequence[Text],
+        device: torch.device,
+        telling: Telling,
+    ) -> None:
+        self.plan, self.telling, self.held, self.device = plan, telling, list(held), device
+        self.dtype = DTYPES[plan.dtype]
+        vocab = checkpoint.config.vocab_size
+        count = min(plan.draft_vocab or vocab, vocab)
+        self.d2t = torch.from_numpy(frequent_ids(texts, vocab, count)).to(device)
+        self.config = head_config(plan, checkpoint, count)
+        room = plan.max_len + plan.unroll + plan.drafts + 64
+        self.teacher = Teacher(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
+        self.module = HeadModule(self.config, device, room)
+        self.head = self.teacher.head[self.d2t]  # [draft vocab, hidden]
+        self.ops = resolve("auto", device)
+        self.examiner = Examiner(self.teacher, self.module, self.d2t, self.ops, plan.drafts)
+        self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
+        self.steps = plan.steps or math.ceil(plan.epochs * len(self.batches.epoch(0)))
+        self.aim = Aim(plan.hard, plan.overlap)
+        self.decays = torch.tensor([plan.decay**j for j in range(plan.unroll)], device=device)
+        self.step = self.tokens = 0
+        self.curve: list[dict[str, Any]] = []
+        fresh = new_weights(
+            self.config, self._feature_sizes(), checkpoint.tensors["model.norm.weight"], plan.seed
+        )
+        self.weights = {name: weight.to(device).requires_grad_() for name, weight in fresh.items()}
+        self.optimizer = torch.optim.AdamW(
+            self.weights.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=plan.weight_decay
+        )
+
+    def _feature_sizes(self) -> Tensor:
+        """[layers]: of a typical row; the first rows of a text can be a hundred times as large."""
+        batch = next(self.batches.from_step(0))
+        tokens = torch.from_numpy(batch.tokens[:8]).to(self.device)
+        features = self.teacher(tokens, self.config.aux_layers).features.float()
+        rows = features.view(-1, len(self.config.aux_layers), self.config.hidden_size)
+        return rows.square().mean(-1).sqrt().cpu().median(dim=0).values
+
+    # --- learning -----------------------------------------------------------------------------------
+
+    def run(self, folder: Path, stop_at: float | None = None) -> bool:
+        """Train to the end, or until the time is up (`time.monotonic()`); the state is saved either way."""
+        began, said, saved = time.monotonic(), time.monotonic(), time.monotonic()
+        first, before = self.step, self.tokens
+        parts: Tensor | None = None
+        if not self.curve:
+            self.examine(folder)
+        for batch in self.batches.from_step(self.step):
+            if self.step >= self.steps or (stop_at is not None and time.monotonic() > stop_at):
+                break
+            last = self.step + 1 == self.steps or (self.step + 1) % self.plan.eval_every == 0
+            measured = last or self.step % MEASURE_EVERY == 0
+            found = self.learn(batch, measured)
+            parts = found if measured else parts
+            if last:
+                self.examine(folder, parts)
+            self.telling.show("train", self.step, self.steps)
+            now = time.monotonic()
+            if parts is not None and (now - said > SAY_EVERY or self.step == first + 1):
+                said = now
+                self._report(
+                    parts, (now - began) / (self.step - first), (self.tokens - before) / (now - began)
+                )
+            if now - saved > SAVE_EVERY:
+                self.save(folder)
+                saved = time.monotonic()
+        self.save(folder)
+        done = self.step >= self.steps
+        if not done:
+            self.telling.say(f"train: stopped after step {self.step} of {self.steps}; run it again to go on")
+        return done
+
+    def pace(self, updates: int = 24) -> float:
+        """Seconds of an update on this machine. Spoils the weights."""
+        batches = self.batches.from_step(0)
+        for _ in range(4):  # the first ones compile and allocate
+            self.learn(next(batches), False)
+        self.decays.cpu()  # wait for the device
+        began = time.monotonic()
+        for _ in range(updates):
+            self.learn(next(batches), False)
+        next(iter(self.weights.values())).detach().cpu()
+        return (time.monotonic() - began) / updates
+
+    def learn(self, batch: Batch, measure: bool = True) -> Tensor:
+        """One update; the loss of each step of a chain, [unroll], on the device."""
+        plan = self.plan
+        tokens = self.ops.send(torch.from_numpy(batch.tokens))  # [B, T]
+        lesson = self.teacher(tokens, self.config.aux_layers)
+        embeds = F.embedding(F.pad(tokens, (0, plan.unroll)), self.teacher.embedding)
+        rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
+        outputs = self.module.unroll(rounded, lesson.features, embeds, plan.unroll)
+        student = self.module.normed(rounded, outputs)
+        weight = self._weight(batch)
+        loss, parts = unrolled_loss(student, lesson.hidden, self.head, weight, self.aim, measure)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), plan.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        self.optimizer.step()
+        self.step += 1
+        self.tokens += int(batch.lengths.sum())
+        return parts / self.decays
+
+    def _weight(self, batch: Batch) -> Tensor:
+        """[unroll, B, T]: of chains as far as the text goes; where an answer begins they count in full."""
+        plan = self.plan
+        lengths = torch.from_numpy(batch.lengths)[:, None]
+        prompts = torch.from_numpy(batch.prompt_lengths)[:, None]
+        row = torch.arange(batch.tokens.shape[1])[None, :]
+        whole = torch.where(row >= prompts - 1, 1.0, plan.prompt_weight)
+        weight = torch.stack(
+            [whole * (row + 2 + step < lengths) * plan.decay**step for step in range(plan.unroll)]
+        )
+        return self.ops.send(weight / weight[0].sum().clamp(min=1))
+
+    def _rate(self) -> float:
+        """Up in a line, down in a cosine to a hundredth."""
+        plan = self.plan
+        if self.step < plan.warmup:
+            return plan.learning_rate * (self.step + 1) / plan.warmup
+        share = (self.step - plan.warmup) / max(1, self.steps - plan.warmup)
+        return plan.learning_rate * (0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, share))) / 2)
+
+    # --- looking ------------------------------------------------------------------------------------
+
+    def rounded(self) -> dict[str, Tensor]:
+        """The weights as they will be stored, for trying."""
+        return {name: w.detach().to(torch.bfloat16).to(self.dtype) for name, w in self.weights.items()}
+
+    def accepted(self, texts: Sequence[Text]) -> dict[str, Acceptance]:
+        return self.examiner(self.rounded(), texts, self.plan.max_len)
+
+    def examine(self, folder: Path, parts: Tensor | None = None) -> None:
+        """A point of the curve: the loss now, and acceptance on held-out texts."""
+        found = self.accepted(self.held[: self.plan.eval_texts])
+        losses = [] if parts is None else [float(x) for x in parts.cpu()]
+        if any(not math.isfinite(x) for x in losses):
+            raise LoadError(f"the loss is not finite after step {self.step}: try a smaller learning rate")
+        self.curve.append(
+            {
+                "step": self.step,
+                "tokens": self.tokens,
+                "loss": losses,
+                "acceptance": {name: value.to_json() for name, value in found.items()},
+            }
+        )
+        write_json(folder / "curve.json", self.curve)
+        (folder / "curve.png").write_bytes(curve_png(self.curve))
+        words = ", ".join(f"{name} {value.length:.3f}" for name, value in found.items())
+        self.telling.say(f"train: step {self.step}: acceptance length {words}")
+
+    def _report(self, parts: Tensor, pace: float, rate: float) -> None:
+        losses = " ".join(f"{float(x):.3f}" for x in parts.cpu())
+        left = pace * (self.steps - self.step)
+        self.telling.say(
+            f"train: step {self.step} of {self.steps}, loss {losses}, {rate:,.0f} tokens/s, {left:.0f} s left"
+        )
+
+    # --- stopping and going on ----------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "curve": self.curve,
+            "config": self.config.to_json(),
+            "d2t": self.d2t.cpu(),
+            "weights": {name: weight.detach() for name, weight in self.weights.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+        write_head(folder / "head", self.config, self.weights, self.d2t)
+        half = folder / (STATE + ".part")
+        torch.save(state, half)
+        os.replace(half, folder / STATE)
+
+    def resume(self, folder: Path) -> bool:
+        """Go on from what was saved, if anything was."""
+        path = folder / STATE
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if HeadConfig.from_json(state["config"]) != self.config or not torch.equal(
+            state["d2t"].to(self.device), self.d2t
+        ):
+            raise LoadError(f"{path}: of another head or another text: use another work folder")
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
+        self.telling.say(f"train: going on after step {self.step} of {self.steps}")
+        return True

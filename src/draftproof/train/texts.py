@@ -1,0 +1,156 @@
+"""Texts on disk: token ids in numbered shards, and batches of them in an order given by the seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.errors import LoadError
+
+FIELDS = ("length", "prompt_length", "temperature", "seed")  # of a text; temperature in thousandths
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A conversation that the model wrote, or wrote the end of."""
+
+    tokens: NDArray[Any]  # [length] uint16 or int32: the prompt, then the answer
+    prompt_length: int
+    temperature: float  # of the answer
+    seed: int  # of the answer's noise
+
+
+def write_shard(folder: Path, index: int, texts: Sequence[Text], vocab_size: int) -> None:
+    """Both files or none: the second one makes a shard whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = np.uint16 if vocab_size <= 1 << 16 else np.int32
+    tokens = [np.asarray(text.tokens, kind) for text in texts]
+    facts = [
+        (len(text.tokens), text.prompt_length, round(1000 * text.temperature), text.seed) for text in texts
+    ]
+    flat = np.concatenate(tokens) if tokens else np.zeros(0, kind)
+    _write(folder / f"{index:05}.tokens.npy", flat)
+    _write(folder / f"{index:05}.facts.npy", np.asarray(facts, np.int64).reshape(-1, len(FIELDS)))
+
+
+def _write(path: Path, array: NDArray[Any]) -> None:
+    half = path.with_suffix(".part")
+    with half.open("wb") as file:
+        np.save(file, array)
+    os.replace(half, path)
+
+
+def shard_tokens(folder: Path) -> list[int]:
+    """How many tokens each shard has, up to the first that is missing."""
+    sizes: list[int] = []
+    while (path := folder / f"{len(sizes):05}.facts.npy").exists():
+        sizes.append(int(np.load(path)[:, 0].sum()))
+    return sizes
+
+
+def read_texts(folder: Path, shards: int | None = None) -> list[Text]:
+    """All texts of a folder, or those of its first shards."""
+    count = len(shard_tokens(folder)) if shards is None else shards
+    if not count:
+        raise LoadError(f"{folder}: there is no text here: run the phase `generate` first")
+    texts = []
+    for index in range(count):
+        flat = np.load(folder / f"{index:05}.tokens.npy")
+        facts = np.load(folder / f"{index:05}.facts.npy")
+        ends = np.cumsum(facts[:, 0])
+        for (length, prompt_length, temperature, seed), end in zip(
+            facts.tolist(), ends.tolist(), strict=True
+        ):
+            texts.append(Text(flat[end - length : end], prompt_length, temperature / 1000, seed))
+    return texts
+
+
+def frequent_ids(texts: Sequence[Text], vocab_size: int, count: int) -> NDArray[np.int64]:
+    """The ids that answers use most, ascending; those never used come last, by id."""
+    uses = np.zeros(vocab_size, np.int64)
+    for begin in range(0, len(texts), 4096):
+        answers = [text.tokens[text.prompt_length :] for text in texts[begin : begin + 4096]]
+        uses += np.bincount(np.concatenate(answers), minlength=vocab_size)
+    order = np.lexsort((np.arange(vocab_size), -uses))
+    return np.sort(order[:count]).astype(np.int64)
+
+
+def coverage(texts: Sequence[Text], ids: NDArray[np.int64], vocab_size: int) -> float:
+    """Share of the tokens of these answers that are among `ids`: no draft can be one of the others."""
+    known = np.zeros(vocab_size, np.bool_)
+    known[ids] = True
+    answers = [text.tokens[text.prompt_length :] for text in texts]
+    return float(known[np.concatenate(answers)].mean()) if answers else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts of nearly one length, padded at the end with id 0."""
+
+    tokens: NDArray[np.int64]  # [B, T]
+    lengths: NDArray[np.int64]  # [B]
+    prompt_lengths: NDArray[np.int64]  # [B]
+
+    @classmethod
+    def of(cls, texts: Sequence[Text], max_len: int, multiple: int = 64) -> Batch:
+        lengths = np.asarray([min(len(text.tokens), max_len) for text in texts], np.int64)
+        width = -(-int(lengths.max()) // multiple) * multiple
+        tokens = np.zeros((len(texts), width), np.int64)
+        for row, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
+            tokens[row, :length] = text.tokens[:length]
+        return cls(tokens, lengths, np.asarray([text.prompt_length for text in texts], np.int64))
+
+
+class Batches:
+    """Which texts are in which step: a function of seed and step alone, so a resumed run goes on exactly."""
+
+    def __init__(self, texts: Sequence[Text], batch_tokens: int, max_len: int, seed: int) -> None:
+        # a text whose answer is cut off by max_len altogether teaches nothing
+        self.texts = [
+            t for t in texts if len(t.tokens) >= 3 and t.prompt_length < min(len(t.tokens), max_len)
+        ]
+        self.batch_tokens = batch_tokens
+        self.max_len = max_len
+        self.seed = seed
+        if not self.texts:
+            raise LoadError("there is no text to train on: all of it is too long, or empty")
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """Indices of the texts of each batch: shuffled, then neighbours of one length put together."""
+        rng = np.random.default_rng([self.seed, number])
+        order = rng.permutation(len(self.texts))
+        lengths = np.asarray([min(len(t.tokens), self.max_len) for t in self.texts], np.int64)
+        # sorted within stretches of some 32 batches: little padding, and no batch is the same in two epochs
+        stretch = max(1, int(32 * self.batch_tokens / max(1.0, float(lengths.mean()))))
+        groups: list[list[int]] = []
+        for begin in range(0, len(order), stretch):
+            some = order[begin : begin + stretch]
+            groups += self._cut(some[np.argsort(lengths[some], kind="stable")].tolist(), lengths)
+        return [groups[i] for i in rng.permutation(len(groups))]
+
+    def _cut(self, ordered: list[int], lengths: NDArray[np.int64]) -> list[list[int]]:
+        groups: list[list[int]] = []
+        current: list[int] = []
+        for index in ordered:
+            width = -(-int(lengths[index]) // 64) * 64  # the longest so far: they ascend
+            if current and width * (len(current) + 1) > self.batch_tokens:
+                groups.append(current)
+                current = []
+            current.append(index)
+        return [*groups, current] if current else groups
+
+    def from_step(self, step: int) -> Iterator[Batch]:
+        """The batches of step `step`, `step + 1`, …, without end."""
+        number = 0
+        while True:
+            groups = self.epoch(number)
+            for group in groups[step:]:
+                yield Batch.of([self.texts[i] for i in group], self.max_len)
+            step = max(0, step - len(groups))
+            number += 1

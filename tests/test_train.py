@@ -1,0 +1,353 @@
+"""Training a head: what is learnt is what the engine computes; the same seed gives the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+import trained
+from draftproof.errors import ConfigError, LoadError
+from draftproof.models.head import HeadConfig, Target
+from draftproof.sampling_params import SamplingParams
+from draftproof.train import module
+from draftproof.train.config import settle
+from draftproof.train.loss import Aim, unrolled_loss
+from draftproof.train.teacher import Teacher
+from draftproof.train.texts import (
+    Batch,
+    Batches,
+    Text,
+    coverage,
+    frequent_ids,
+    read_texts,
+    shard_tokens,
+    write_shard,
+)
+from draftproof.train.write import write_head, write_speculators
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_the_teacher_says_what_the_engine_says(name: str) -> None:
+    made = tiny.checkpoint(name)
+    teacher = Teacher(made.config, made.tensors, torch.device("cpu"), torch.float32, 64)
+    wanted = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    record = tiny.run(tiny.engine(name), [tiny.request(3, wanted)])["3"]
+    prompt = tiny.prompt(3)
+    tokens = torch.tensor([[*prompt, *record.token_ids]])
+    lesson = teacher(tokens, (0, 1))
+    said = teacher.logits(lesson.hidden)[0].argmax(-1)[len(prompt) - 1 : -1]
+    assert said.tolist() == record.token_ids
+    assert lesson.features.shape == (1, tokens.shape[1], 2 * made.config.hidden_size)
+
+
+# --- the convention -------------------------------------------------------------------------------------
+
+
+def worst_difference(steps: int = 4) -> float:
+    """Between the unrolled pass and the same chains, row by row with stored keys."""
+    made = trained.trainer(unroll=steps)
+    weights = {name: weight.detach() for name, weight in made.weights.items()}
+    tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
+    lesson = made.teacher(tokens, made.config.aux_layers)
+    embeds = made.teacher.embedding[torch.nn.functional.pad(tokens, (0, steps))]
+    unrolled = made.module.unroll(weights, lesson.features, embeds, steps)
+    worst = 0.0
+    for row in (0, 1, 7, 20):
+        chain = trained.drafted_outputs(made.config, weights, lesson.features[0], embeds[0], row, steps)
+        for step, output in enumerate(chain):
+            worst = max(worst, float((unrolled[step, 0, row] - output).abs().max()))
+    return worst
+
+
+def test_unrolled_is_what_is_drafted() -> None:
+    assert worst_difference() < 1e-5
+
+
+def test_a_mask_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: one key too few for the rows of step 0."""
+
+    def short(length: int, device: torch.device) -> torch.Tensor:
+        see = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
+        see[0, 0] = True
+        return see
+
+    monkeypatch.setattr(module, "visible", short)
+    assert worst_difference() > 1e-3
+
+
+def test_a_position_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: later steps turned as if they stood where the first did."""
+    rotation, seen = module.rotation, []
+
+    def stuck(table: torch.Tensor) -> Any:
+        seen.append(table)
+        return rotation(seen[0])
+
+    monkeypatch.setattr(module, "rotation", stuck)
+    assert worst_difference() > 1e-3
+
+
+# --- the loss -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aim", [Aim(), Aim(hard=0.3), Aim(hard=0.1, overlap=0.7)])
+def test_the_loss_has_its_own_slope(aim: Aim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd over the definition, in pieces of one text as well."""
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).float()
+
+    student, teacher, head = numbers(3, 2, 6, 5).requires_grad_(), numbers(2, 6, 5), numbers(11, 5)
+    weight = numbers(3, 2, 6).abs()
+    expected = torch.zeros(3)
+    for step in range(3):
+        law = (teacher @ head.T).softmax(-1)
+        best = torch.nn.functional.one_hot(law.argmax(-1), 11)
+        law = ((1 - aim.hard) * law + aim.hard * best)[:, 1 + step :]
+        said = (student[step, :, : 5 - step] @ head.T).softmax(-1)
+        apart = (law * (law.log() - said.log())).sum(-1)
+        apart = apart + aim.overlap * (1 - torch.minimum(law, said).sum(-1))
+        expected[step] = (weight[step, :, : 5 - step] * apart).sum()
+    expected.sum().backward()
+    slope = student.grad
+    for size in (1, 1 << 29):
+        monkeypatch.setattr("draftproof.train.loss.CHUNK_BYTES", size)
+        again = student.detach().requires_grad_()
+        total, parts = unrolled_loss(again, teacher, head, weight, aim)
+        total.backward()
+        torch.testing.assert_close(parts, expected.detach())
+        torch.testing.assert_close(again.grad, slope)
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+def test_shards_come_back_as_they_were(tmp_path: Path) -> None:
+    some = trained.texts()[:5]
+    write_shard(tmp_path, 0, some[:3], 97)
+    write_shard(tmp_path, 1, some[3:], 70000)
+    assert len(shard_tokens(tmp_path)) == 2
+    for old, new in zip(some, read_texts(tmp_path), strict=True):
+        assert old.tokens.tolist() == new.tokens.tolist()
+        facts = (old.prompt_length, old.temperature, old.seed)
+        assert facts == (new.prompt_length, new.temperature, new.seed)
+    with pytest.raises(LoadError, match="run the phase `generate` first"):
+        read_texts(tmp_path / "nothing")
+
+
+def test_every_text_once_an_epoch() -> None:
+    every = [Text(np.arange(3 + i % 90), 1, 0.0, i) for i in range(300)]
+    batches = Batches(every, 512, 80, seed=4)
+    for number in (0, 1):
+        groups = batches.epoch(number)
+        assert sorted(i for group in groups for i in group) == list(range(300))
+        for group in groups:
+            width = -(-max(min(len(every[i].tokens), 80) for i in group) // 64) * 64
+            assert width * len(group) <= 512
+    assert batches.epoch(0) != batches.epoch(1)
+    # and from a later step on it is the same order
+    ahead, whole = batches.from_step(70), batches.from_step(0)
+    for _ in range(70):
+        next(whole)
+    for _ in range(60):
+        assert next(ahead).tokens.tolist() == next(whole).tokens.tolist()
+
+
+def test_frequent_ids_are_those_of_answers() -> None:
+    some = [Text(np.asarray([9, 9, 9, 5, 5, 3]), 3, 0.0, 0), Text(np.asarray([8, 5, 3, 7]), 1, 0.0, 0)]
+    assert frequent_ids(some, 12, 3).tolist() == [3, 5, 7]
+    assert frequent_ids(some, 12, 5).tolist() == [0, 1, 3, 5, 7]
+    assert coverage(some, np.asarray([3, 7]), 12) == 3 / 6
+
+
+# --- training -------------------------------------------------------------------------------------------
+
+
+def written(made: Any, folder: Path) -> bytes:
+    write_head(folder, made.config, made.weights, made.d2t)
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
+    one = trained.trainer(steps=30, eval_every=10)
+    assert one.run(tmp_path / "one")
+    points = [point["acceptance"] for point in one.curve]
+    assert [point["step"] for point in one.curve] == [0, 10, 20, 30]
+    assert points[-1]["greedy"]["length"] > points[0]["greedy"]["length"] + 0.15
+    assert points[-1]["coupled"]["length"] > points[-1]["argmax"]["length"] + 0.25
+    losses = [point["loss"] for point in one.curve[1:]]
+    assert all(last < first for first, last in zip(losses[0], losses[-1], strict=True))
+    assert (tmp_path / "one" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    # once more, but cut twice on the way
+    for stop in (7, 21, 30):
+        part = trained.trainer(steps=30, eval_every=10)
+        assert part.resume(tmp_path / "two") == (stop > 7)
+        for batch in part.batches.from_step(part.step):
+            if part.step == stop:
+                break
+            part.learn(batch)
+        part.save(tmp_path / "two")
+    assert written(part, tmp_path / "head two") == written(one, tmp_path / "head one")
+    other = trained.trainer(steps=30, seed=1)
+    other.run(tmp_path / "other")
+    assert written(other, tmp_path / "head other") != written(one, tmp_path / "head one")
+
+
+def test_what_counts() -> None:
+    """Chains of answers in full, of prompts less, none beyond the text."""
+    made = trained.trainer(unroll=2, decay=0.5, prompt_weight=0.25)
+    batch = Batch.of([Text(np.arange(7), 4, 0.0, 0), Text(np.arange(5), 1, 0.0, 0)], 64, multiple=8)
+    weight = made._weight(batch)
+    total = 3 * 0.25 + 2 + 3
+    first = torch.tensor([[0.25, 0.25, 0.25, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(weight[0] * total, first)
+    second = torch.tensor([[0.25, 0.25, 0.25, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(weight[1] * total, 0.5 * second)
+
+
+def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:
+    made = trained.trainer()
+    assert not made.run(tmp_path, stop_at=0.0)
+    again = trained.trainer()
+    assert again.resume(tmp_path) and again.step == 0 and len(again.curve) == 1
+    with pytest.raises(LoadError, match="of another head"):
+        trained.trainer(draft_vocab=60).resume(tmp_path)
+
+
+def test_acceptance_counts_as_the_engine_does() -> None:
+    """A head that is always right commits K + 1 a step, one that is always wrong one."""
+    made = trained.trainer(drafts=3)
+    text = made.held[0]
+    tokens = torch.from_numpy(text.tokens.astype(np.int64))
+    left = len(tokens) - 1 - text.prompt_length  # the first token of an answer comes without a draft
+
+    def right(logits: Any, seeds: Any, positions: torch.Tensor) -> torch.Tensor:
+        return tokens[positions + text.prompt_length]
+
+    weights = made.rounded()
+    rules = {"right": right, "wrong": lambda *a: right(*a) + 1}
+    found = made.examiner.walk(weights, [text], 64, rules)
+    best, worst = found["right"], found["wrong"]
+    assert best.steps == -(-left // 4) and best.length == pytest.approx(left / best.steps)
+    assert best.rates[0] == 1.0
+    assert worst.steps == left and worst.length == 1.0 and set(worst.rates) == {0.0}
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1}])
+def test_the_engine_accepts_what_training_counted(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The head in the engine: the same texts as without it, in as many steps as were foretold."""
+    made = trained.trainer(steps=25, drafts=3, **options)
+    for batch in made.batches.from_step(0):
+        if made.step == 25:
+            break
+        made.learn(batch)
+    write_head(tmp_path, made.config, made.weights, made.d2t)
+    foretold = made.accepted(made.held)
+    spec = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive": False}
+    for name, temperature in (("greedy", 0.0), ("coupled", 1.0)):
+        texts = [text for text in made.held if text.temperature == temperature]
+        requests = [
+            tiny.request(
+                i,
+                SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True),
+                prompt_token_ids=text.tokens[: text.prompt_length].tolist(),
+                seed=text.seed,
+            )
+            for i, text in enumerate(texts)
+        ]
+        records = tiny.run(tiny.engine("llama", speculative=spec), requests)
+        steps = 0
+        for request, text in zip(requests, texts, strict=True):
+            record = records[request.id]
+            assert record.token_ids == text.tokens[text.prompt_length :].tolist()
+            steps += len([step for step in record.steps if step.token_ids]) - 1  # the first has no drafts
+        assert steps == foretold[name].steps and foretold[name].length > 1.1
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
+    made = trained.trainer()
+    write_head(tmp_path / "ours", made.config, made.weights, made.d2t)
+    config = made.teacher.config
+    write_speculators(
+        tmp_path / "theirs",
+        made.config,
+        made.weights,
+        made.d2t,
+        config,
+        made.head,
+        verifier="some/model",
+        drafts=3,
+    )
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert set(ours) == {*made.weights, "d2t"} and set(theirs) == {*ours, "t2d", "lm_head.weight"}
+    for name in made.weights:
+        assert torch.equal(ours[name], theirs[name])
+    ids = theirs["d2t"] + torch.arange(80)
+    assert torch.equal(ids, ours["d2t"]) and torch.equal(theirs["t2d"].nonzero()[:, 0], ids)
+    assert torch.equal(theirs["lm_head.weight"], made.teacher.head[ids].bfloat16())
+    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert HeadConfig.from_json(raw) == made.config
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in made.config.aux_layers]
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/model"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1}])
+def test_speculators_read_what_was_written(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Their own class loads the file and, over the same rows, gives the logits that training had."""
+    pytest.importorskip("speculators")
+    from speculators import SpeculatorModelConfig
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    made = trained.trainer(unroll=3, **options)
+    model = made.teacher.config
+    trained.write_model(tmp_path)
+    more = {"verifier": str(tmp_path), "drafts": 3}
+    head = tmp_path / "head"
+    write_speculators(head, made.config, made.weights, made.d2t, model, made.head, **more)
+    config = SpeculatorModelConfig.from_pretrained(str(head))
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = Eagle3DraftModel.from_pretrained(str(head), config=config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs.embed_tokens.weight.copy_(made.teacher.embedding)  # is the verifier's, and not in the file
+    tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
+    lesson = made.teacher(tokens, made.config.aux_layers)
+    logits: list[torch.Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out))
+    with torch.no_grad():
+        following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+        theirs(lesson.features, following, torch.zeros_like(tokens), ttt_steps=3)
+        weights = made.rounded()
+        embeds = made.teacher.embedding[torch.nn.functional.pad(tokens, (0, 3))]
+        outputs = made.module.unroll(weights, lesson.features, embeds, 3)
+        ours = made.module.normed(weights, outputs) @ made.head.bfloat16().float().T
+    for step in range(3):
+        rows = tokens.shape[1] - 1 - step  # the others' tokens are not there
+        torch.testing.assert_close(ours[step, :, :rows], logits[step][:, :rows], atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_knows_its_target() -> None:
+    one, other = (tiny.checkpoint(name) for name in ("llama", "qwen2"))
+    target = trained.trainer().config.target
+    assert target == Target.of(one.config, one.tensors) != Target.of(other.config, other.tensors)
+    tensors = {name: tensor.bfloat16() for name, tensor in one.tensors.items()}
+    assert Target.of(one.config, tensors) == target
+
+
+def test_another_plan_needs_another_folder(tmp_path: Path) -> None:
+    settle(tmp_path / "train.json", trained.plan())
+    settle(tmp_path / "train.json", trained.plan())
+    with pytest.raises(ConfigError, match="steps was 12 and is 13.*another work folder"):
+        settle(tmp_path / "train.json", trained.plan(steps=13))

@@ -1,0 +1,112 @@
+"""`draftproof train` from end to end on a tiny model: all phases, cut and resumed, the same twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+import trained
+from draftproof.cli import main
+from draftproof.errors import ConfigError
+from draftproof.train.command import CUT
+from draftproof.train.generate import read_prompts
+from draftproof.train.texts import read_texts
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder. Its 97 ids are three special ones and the printable letters of ASCII."""
+    folder = tmp_path_factory.mktemp("model")
+    trained.write_model(folder)
+    letters = ["Ġ", *map(chr, range(33, 126))]
+    vocab = {letter: i for i, letter in enumerate(["<u>", "<b>", "<e>", *letters])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<u>", "<b>", "<e>"])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<e>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt": f"what is {i} and {i * i}?"} for i in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def train(model: Path, prompts: Path, work: Path, *more: str) -> int:
+    options = {
+        "--tokens": 900, "--held-out": 2, "--shard": 8, "--written": 0.5, "--prompt-tokens": 90,
+        "--answer-tokens": 24, "--max-num-seqs": 4, "--steps": 6, "--batch-tokens": 512, "--max-len": 128,
+        "--eval-every": 3, "--eval-texts": 2, "--draft-vocab": 64, "--warmup": 1, "--unroll": 2,
+        "--drafts": 2,
+    }  # fmt: skip
+    fixed = [str(word) for pair in options.items() for word in pair]
+    where = ["--prompts", str(prompts), "--work", str(work), "--device", "cpu", "--dtype", "float32"]
+    return main(["train", str(model), *fixed, *where, *more])
+
+
+def files(work: Path) -> dict[str, bytes]:
+    """What a run leaves behind, but for its state, which holds no promise about bytes."""
+    every = [path for path in work.rglob("*") if path.is_file() and path.name != "state.pt"]
+    return {str(path.relative_to(work)): path.read_bytes() for path in every}
+
+
+def test_cut_or_not_it_is_the_same(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, prompts, tmp_path / "one") == 0
+    said = capsys.readouterr().out
+    assert said.count("2 of 2 answers are those without drafts") == 2, said
+    made = files(tmp_path / "one")
+    assert {"head/model.safetensors", "speculators/config.json", "train/curve.png", "eval.json"} <= set(made)
+    for phase in ("generate", "train"):
+        assert train(model, prompts, tmp_path / "two", "--phase", phase, "--stop-after", "0") == CUT
+        assert train(model, prompts, tmp_path / "two", "--phase", phase) == 0
+    assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 0
+    for path in (tmp_path / "two" / "speculators").iterdir():
+        path.unlink()
+    assert train(model, prompts, tmp_path / "two", "--phase", "write") == 0
+    again = files(tmp_path / "two")
+    assert made == again
+    texts = read_texts(tmp_path / "one" / "text")
+    assert sum(len(text.tokens) for text in texts) >= 900
+    assert {text.temperature for text in texts} == {0.0, 1.0}
+    # as many steps as fit; they are counted once
+    timed = ("--phase", "train", "--seconds", "0.3", "--stop-after")
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "text").symlink_to(tmp_path / "one" / "text")
+    assert train(model, prompts, tmp_path / "three", *timed, "0") == CUT
+    kept = (tmp_path / "three" / "train.json").read_bytes()
+    assert train(model, prompts, tmp_path / "three", *timed, "60") == 0
+    assert (tmp_path / "three" / "train.json").read_bytes() == kept and b'"steps": 0' not in kept
+    # other settings in the same folder
+    assert train(model, prompts, tmp_path / "two", "--phase", "train", "--clip", "2") == 2
+    assert "clip was 1.0 and is 2.0" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_no_prompt_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "a\u2028b"}\n\n{"turns": ["c", "d"]}\n{"prompt_token_ids": [3, 4]}\n', "utf-8"
+    )
+    assert read_prompts([str(path)]) == [
+        [{"role": "user", "content": "a\u2028b"}],
+        [{"role": "user", "content": "c"}],
+        [3, 4],
+    ]
+    path.write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    with pytest.raises(ConfigError, match="line 2: not a prompt"):
+        read_prompts([str(path)])
