@@ -10,7 +10,7 @@ Activations have the model's dtype (fp32 or bf16); sums are accumulated in fp32;
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
+from draftproof.ops.drafting import SuffixSearch
 from draftproof.registry import lookup
 from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
@@ -95,7 +96,7 @@ class Layer:
     heads: Heads
 
 
-class Ops(ABC):
+class Ops(SuffixSearch):
     """What a backend provides. Shapes are the contract; `R` rows, `V` vocabulary."""
 
     name: ClassVar[str]

@@ -1,0 +1,82 @@
+"""What a suffix search looks in, and its contract: the longest matches of a text's end, and how they went on.
+
+Two places are searched: the request's own tokens, and a pool of lines that other requests have said. The
+pool is found by hash: for each of `SIZES` a table of buckets, each with the places of the last `WAYS`
+n-grams that fell into it. An entry is only a hint, because tokens and owner are compared before it counts:
+a line that has been given to somebody else needs no entry removed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from draftproof.types import SlotColumns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIZES = (3, 6, 12)  # tokens that are hashed: from the newest back
+WAYS = 8  # places a bucket holds
+OWN = 4  # places in the request's own tokens that are followed
+NEAR = 8  # by so many matched tokens these are chosen
+DEPTH = 32  # a match is not measured beyond
+HEAVY = 16  # a line that was said more often counts as much as one that was said so often
+UNIT = 1 << 16  # of a score: one token that is sure to stand
+MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as an int64
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixPool:
+    """N lines of `wide` tokens, and where their n-grams are. The tensors never move."""
+
+    tokens: Tensor  # [N, wide] int32
+    filled: Tensor  # [N] int64: tokens of the line
+    owner: Tensor  # [N] int64: whose requests may use it; -1: nobody's
+    weight: Tensor  # [N] int64: how often it was said
+    used: Tensor  # [N] int64: `clock` when drafts were last taken from it; written by the search
+    table: Tensor  # [SIZES, buckets, WAYS] int32: line * wide + the place where the n-gram goes on; -1: none
+    slot_owner: Tensor  # [S] int64: whose request is in a slot
+    clock: Tensor  # [1] int64
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixRule:
+    """What a match is worth. A draft behind m matched tokens is thought to stand with m / (m + doubt)."""
+
+    smallest: int  # matched tokens in the request's own text, at least
+    doubt: float
+    floor: float  # a draft that is reached and stands with less is not made
+
+
+class SuffixSearch(ABC):
+    """A part of the ops contract."""
+
+    @abstractmethod
+    def suffix(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,  # [B] int64
+        budget: Tensor,  # [B] int64
+        pool: SuffixPool,
+        rule: SuffixRule,
+        begun: tuple[Tensor, Tensor] | None = None,  # drafts [B, K] and how many [B] are there already
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Drafts [B, K], their number [B], and what those made here are worth [B], in `UNIT`.
+
+        The text is the committed tokens and the drafts begun. Followed are (a) the OWN places of the text
+        with most matched tokens before them (counted up to NEAR, at least `smallest`), of those the latest
+        first; (b) of the longest size that has any, the places in its bucket whose line the slot's owner
+        owns and whose last n tokens are the text's. They vote on the next token, each with its line's
+        weight (1 in the text, HEAVY at most) times its matched tokens (up to DEPTH) squared; the first in
+        the order told wins a tie. The chance of the draft is the share of its votes times m / (m + doubt),
+        m being the longest match that votes for it and the drafts made since; it is multiplied with that of
+        those before it, in fp32, share first. If the product is below `floor`, or nobody is left, or the
+        budget is used up, that is all; else those who voted for it go on. Past its end the text goes on with
+        what was drafted; a line of the pool does not. The worth is the sum of the products, each rounded
+        down to 1 / UNIT. Lines that voted for the first draft made have `used` set to `clock`.
+
+        Without a slot, a budget beyond what was begun, or if the request has ended: what was begun, worth 0.
+        Beyond the number: any token.
+        """
