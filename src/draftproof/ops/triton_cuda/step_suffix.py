@@ -159,19 +159,19 @@ def suffix_kernel(
         theirs = tl.load(pool_tokens + where * LINE + at + made, mask=alive & (own == 0), other=-1)
         next_of = tl.where(own, text, theirs.to(tl.int64))
         votes = tl.where(alive, vote, 0)
-        agree = (next_of[:, None] == next_of[None, :]) & alive[:, None] & alive[None, :]
-        support = tl.sum(tl.where(agree, votes[None, :], 0), axis=1)
+        together = (next_of[:, None] == next_of[None, :]) & alive[:, None] & alive[None, :]
+        support = tl.sum(tl.where(together, votes[None, :], 0), axis=1)
         most = tl.max(support, axis=0)
         winner = tl.min(tl.where(support == most, lane, LANES), axis=0)
-        token = tl.sum(tl.where(lane == winner, next_of, 0), axis=0)
-        alive = alive & (next_of == token)
+        guess = tl.sum(tl.where(lane == winner, next_of, 0), axis=0)
+        alive = alive & (next_of == guess)
         m = (tl.max(tl.where(alive, matched, 0), axis=0) + made).to(tl.float32)
         total = tl.maximum(tl.sum(votes, axis=0), 1)
         chance = chance * tl.div_rn(most.to(tl.float32), total.to(tl.float32))
         chance = chance * tl.div_rn(m, m + doubt)
         going = (most > 0) & (chance >= floor)
         if going:
-            tl.store(out + me * K + had + made, token)
+            tl.store(out + me * K + had + made, guess)
             tl.store(used + where, now, mask=alive & (own == 0) & (made == 0))
             worth += (chance * UNIT).to(tl.int64)
             made += 1
