@@ -1,4 +1,4 @@
-"""Prompts of the GPU benchmark: chat requests of 50 to 1000 tokens, and text that wants to be repeated.
+"""Prompts of the benchmarks: chat requests of 50 to 1000 tokens, text that wants to be repeated, and others.
 
 Lengths are spread evenly on a logarithmic scale. With a tokenizer the prompts are text in the model's chat
 format; without one (dummy weights) they are random tokens of the same lengths.
@@ -90,4 +90,37 @@ def copy_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
         text = f"Note {i}. " + " ".join(draw.sample(PASSAGES, 2)) + "\n"
         passage = tokenizer.encode(text, add_special_tokens=False)
         prompts.append(passage * 3 + passage[:12])
+    return prompts
+
+
+def _asked(text: str, tokenizer: Any) -> list[int]:
+    chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    return list(tokenizer.encode(chat, add_special_tokens=False))
+
+
+def edit_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
+    """A passage with mistakes to put right: most of the answer is in the prompt."""
+    if tokenizer is None:
+        return copy_prompts(count, vocab, None)
+    draw, prompts = random.Random(3), []
+    for i in range(count):
+        words = " ".join(draw.sample(PASSAGES, 2)).split()
+        for at in draw.sample(range(len(words)), 6):
+            words[at] = words[at][::-1]
+        task = "Correct the spelling of the following text. Repeat the whole text and change nothing else."
+        prompts.append(_asked(f"{task} Text {i}:\n\n{' '.join(words)}", tokenizer))
+    return prompts
+
+
+def free_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
+    """Nothing to copy from."""
+    draw, prompts = random.Random(4), []
+    people = ("a tired baker", "two sisters", "an old sailor", "a clockmaker")
+    places = ("a lighthouse", "a city on Mars", "a night train", "an empty theatre")
+    for i in range(count):
+        if tokenizer is None:
+            prompts.append([draw.randrange(3, vocab) for _ in range(24)])
+            continue
+        who, where = draw.choice(people), draw.choice(places)
+        prompts.append(_asked(f"Make up a story about {who} in {where}. It begins on day {i}.", tokenizer))
     return prompts

@@ -1,4 +1,4 @@
-"""Draft budgets: fewer for those whose drafts fall, and no more than pay for their rows."""
+"""Draft budgets: beliefs, prices, and probes that cost what they may. What it gains: test_adaptive.py."""
 
 from __future__ import annotations
 
@@ -9,150 +9,127 @@ import pytest
 
 import proposers
 import tiny
-from draftproof.engine.budget import MAX_PAUSE, PROBE, DraftBudgets, RowCosts
+from draftproof.engine.budget import RATES, SHARE, WORTH, DraftBudgets
+from draftproof.engine.costs import RowCosts
+from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 
-SLOT = np.array([1])
+FLAT = {1: 1.0, 8: 1.0, 64: 1.0}  # rows are free: the weights are what takes time
+STEEP = {n: float(n) for n in range(1, 129)}  # every row costs as much as the first
+STEPS = {4: 1.0, 8: 1.1, 16: 2.0, 32: 4.0}
 
 
-def budgets(limit, adaptive):
-    """Of three slots; the middle one is looked at, its neighbours live differently."""
-    made = DraftBudgets(3, adaptive)
-    for slot, most in enumerate((64, limit, 0)):
-        made.start(slot, most)
-    return made
-
-
-def take(made):
-    return int(made.take(SLOT)[0])
-
-
-def record(made, drafted, accepted):
-    granted = np.array([7, drafted, 0])
-    made.record(np.arange(3), granted, granted, np.array([7, accepted, 0]))
-
-
-def taken(made, accepts, steps):
-    """The draft lengths of `steps` windows in which `accepts(n)` of n drafts stand."""
-    lengths = []
-    for _ in range(steps):
-        lengths.append(take(made))
-        record(made, lengths[-1], accepts(lengths[-1]))
-    return lengths
-
-
-def test_the_budget_backs_off_and_pauses_longer_each_time():
-    lengths = taken(budgets(8, True), lambda n: 0, 400)
-    assert lengths[:5] == [2, 1, 0, 0, 1]
-    assert max(lengths[2:]) == 1
-    probes = [i for i, n in enumerate(lengths) if n == 1]
-    gaps = [b - a - 1 for a, b in zip(probes, probes[1:], strict=False)]
-    assert gaps[:5] == [2, 4, 8, 16, MAX_PAUSE] and set(gaps[5:]) == {MAX_PAUSE}
-
-
-def test_the_budget_doubles_while_drafts_stand():
-    made = budgets(8, True)
-    assert taken(made, lambda n: n, 4) == [2, 4, 8, 8]
-    taken(made, lambda n: 0, 50)
-    lengths = taken(made, lambda n: n, 60)
-    begin = lengths.index(1)
-    assert lengths[begin:] == [1, 2, 4] + [8] * (60 - begin - 3)
-    assert taken(made, lambda n: 0, 7) == [8, 4, 2, 1, 0, 0, 1]  # the pause is short again
-
-
-def test_the_budget_follows_what_stood():
-    made = budgets(8, True)
-    record(made, 8, 3)
-    assert take(made) == 4
-    record(made, 2, 2)  # cut short by the rows of a step: all stood
-    assert take(made) == 8
-
-
-def test_windows_without_drafts_say_nothing_and_a_fixed_budget_stays():
-    made = budgets(8, True)
-    for _ in range(20):
-        record(made, 0, 0)
-    assert take(made) == 2
-    assert set(taken(budgets(5, False), lambda n: 0, 50)) == {5}
-    assert set(taken(budgets(0, True), lambda n: 0, 5)) == {0}
-
-
-def test_a_slot_begins_anew_with_each_request():
-    made = budgets(8, True)
-    taken(made, lambda n: 0, 60)
-    made.start(1, 6)
-    assert taken(made, lambda n: n, 4) == [2, 4, 6, 6]
-    made.start(1, 1)
-    assert taken(made, lambda n: n, 2) == [1, 1]
-
-
-def test_budgets_are_each_slots_own():
-    """Hundreds of slots in any order and company: each as if it were alone."""
-    chance = random.Random(6)
-    together, alone = DraftBudgets(40, True), [DraftBudgets(1, True) for _ in range(40)]
-    for slot in range(40):
-        together.start(slot, 1 + slot % 9)
-        alone[slot].start(0, 1 + slot % 9)
-    zero = np.array([0])
-    for _ in range(60):
-        slots = np.array(chance.sample(range(40), chance.randint(1, 40)))
-        got = together.take(slots)
-        assert got.tolist() == [int(alone[s].take(zero)[0]) for s in slots]
-        stood = np.array([chance.choice([0, 0, n, chance.randint(0, n)]) for n in got.tolist()])
-        together.record(slots, got, got, stood)
-        for s, drafted, accepted in zip(slots, got, stood, strict=True):
-            alone[s].record(zero, drafted[None], drafted[None], accepted[None])
-
-
-# --- where rows have a price ----------------------------------------------------------------------------
-
-FLAT = RowCosts({1: 1.0, 8: 1.0, 64: 1.0})  # rows are free: the weights are what takes time
-STEEP = RowCosts({n: float(n) for n in range(1, 129)})  # every row costs as much as the first
-STEPS = RowCosts({4: 1.0, 8: 1.1, 16: 2.0, 32: 4.0})
-
-
-def priced(costs, limits):
-    made = DraftBudgets(len(limits), True)
-    made.costs = costs
+def budgets(seconds, limits, adaptive=True):
+    made = DraftBudgets(len(limits), RowCosts(seconds, learns=False))
     for slot, limit in enumerate(limits):
-        made.start(slot, limit)
+        made.start(slot, limit, adaptive)
     return made
+
+
+def ask(made):
+    """All slots."""
+    return made.take(np.arange(len(made.limit)), made.limit)
+
+
+def run(made, accepts, steps):
+    """[steps, slots] the drafts of every window; accepts(step, granted) of them stand."""
+    slots, given = np.arange(len(made.limit)), []
+    for step in range(steps):
+        granted = ask(made)
+        made.pay(slots, granted)
+        made.record(slots, granted, np.minimum(accepts(step, granted), granted))
+        given.append(granted)
+    return np.array(given)
+
+
+def nothing(_, granted):
+    return 0 * granted
+
+
+def everything(_, granted):
+    return granted
+
+
+# --- beliefs --------------------------------------------------------------------------------------------
 
 
 def test_free_rows_are_used_and_dear_ones_are_not():
-    slots = np.arange(4)
-    assert priced(FLAT, [5, 3, 0, 8]).take(slots).tolist() == [5, 3, 0, 8]
-    assert priced(STEEP, [5, 3, 0, 8]).take(slots).tolist() == [0, 0, 0, 0]
-    assert priced(STEPS, [5] * 4).take(slots).sum() == 4  # the second size is nearly as quick
-    assert priced(STEPS, [5] * 40).take(np.arange(40)).sum() == 0  # more rows than were ever measured
+    assert ask(budgets(FLAT, [5, 3, 0, 8])).tolist() == [5, 3, 0, 8]
+    assert ask(budgets(STEEP, [5, 3, 0, 8])).tolist() == [0, 0, 0, 0]
+    assert ask(budgets(STEPS, [5] * 4)).sum() == 4  # the second size is nearly as quick
+    assert ask(budgets(STEPS, [5] * 40)).sum() == 0  # more rows than were ever measured
 
 
 def test_drafts_go_to_those_whose_drafts_stand():
-    made = priced(STEPS, [5] * 4)
+    made = budgets(STEPS, [5] * 4)
     slots = np.arange(4)
     for _ in range(20):
-        made.record(slots, np.full(4, 5), np.full(4, 5), np.array([5, 0, 0, 1]))
-    given = made.take(slots).tolist()
+        made.record(slots, np.full(4, 5), np.array([5, 0, 0, 1]))
+    given = ask(made).tolist()
     assert given[0] >= 4 - 1 and given[1] == given[2] == 0 and sum(given) == 4
 
 
 def test_rows_set_aside_for_nothing_count_against_a_request():
     """Its proposer found no drafts: the rows were there all the same."""
-    made = priced(FLAT, [4, 4])
+    made = budgets(STEPS, [4, 4])
     for _ in range(20):
-        made.record(np.arange(2), np.array([4, 4]), np.array([4, 0]), np.array([4, 0]))
-    made.costs = STEPS
-    assert made.take(np.arange(2)).tolist()[0] > made.take(np.arange(2)).tolist()[1]
+        made.record(np.arange(2), np.array([4, 4]), np.array([4, 0]))
+    first, second = ask(made).tolist()
+    assert first > second
 
 
-def test_those_who_were_given_up_are_tried_again():
-    made = priced(RowCosts({2: 1.0, 4: 1.3, 8: 2.5}), [4, 4])
-    slots, given = np.arange(2), []
-    for _ in range(3 * PROBE):
-        given.append(int(made.take(slots).sum()))
-        made.record(slots, np.array([2, 2]), np.array([2, 2]), np.array([0, 0]))
-    late = given[PROBE:]
-    assert 0 < sum(n > 0 for n in late) <= 4
+def test_windows_without_rows_say_nothing():
+    made = budgets(STEPS, [4, 4])
+    before = made._belief.copy()
+    made.record(np.arange(2), np.array([0, 0]), np.array([0, 0]))
+    assert (made._belief == before).all()
+
+
+def test_newcomers_begin_with_what_was_learned():
+    """Where all drafts fell nobody hopes that the next text is different; and the other way round."""
+    hopeful, sober = budgets(STEPS, [5] * 4), budgets(STEPS, [5] * 4)
+    run(hopeful, everything, 40)
+    run(sober, nothing, 400)
+    slots = np.arange(4)
+    for made in (hopeful, sober):
+        for slot in slots:
+            made.start(slot, 5, True)
+    assert ask(hopeful).sum() > 4
+    sober._purse = 0.0
+    assert ask(sober).sum() == 0
+
+
+def test_a_long_request_is_still_one_request():
+    """What newcomers are expected to do is not decided by one that has talked for hours."""
+    made = budgets(FLAT, [5, 5])
+    run(made, lambda _, granted: np.array([granted[0], 0]), 2000)
+    alike = made._newcomer @ RATES
+    assert 0.2 < alike < 0.8
+
+
+def test_a_belief_fades_while_nothing_is_heard():
+    made = budgets(STEEP, [5] * 2)
+    made.record(np.array([0]), np.array([5]), np.array([0]))
+    low = made._belief[0] @ RATES
+    for _ in range(100):
+        ask(made)
+    assert low < made._belief[0] @ RATES < made._newcomer @ RATES + 0.05
+
+
+def test_a_slot_begins_anew_with_each_request():
+    made = budgets(FLAT, [8, 8])
+    run(made, nothing, 60)
+    made.start(1, 6, True)
+    assert (made._belief[1] == made._newcomer).all()
+    assert ask(made)[1] <= 6
+
+
+def test_a_fixed_budget_stays_whatever_happens_and_whatever_it_costs():
+    made = budgets(STEEP, [5, 3], adaptive=False)
+    assert (run(made, nothing, 50) == [5, 3]).all()
+    made.start(1, 3, True)  # beside one that adapts
+    given = run(made, nothing, 50)
+    assert (given[:, 0] == 5).all() and given[:, 1].sum() < 10
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -161,18 +138,16 @@ def test_no_other_number_of_drafts_is_quicker(seed):
     chance = random.Random(seed)
     limits = [chance.randint(0, 6) for _ in range(chance.randint(1, 6))]
     seconds = {n: 1 + chance.random() * n / 9 for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)}
-    costs = RowCosts(seconds)
-    made = priced(costs, limits)
+    made = budgets(seconds, limits)
     slots = np.arange(len(limits))
     for _ in range(4):
-        stood = np.array([chance.randint(0, 4) for _ in limits])
-        made.record(slots, np.full(len(limits), 4), np.full(len(limits), 4), stood)
-    likely = np.minimum(made._stood / (made._stood + made._fell), 0.98)
-    given = made.take(slots)
+        made.record(slots, np.full(len(limits), 4), np.array([chance.randint(0, 4) for _ in limits]))
+    made._purse = -1.0  # no probes
+    given = ask(made)
     assert (given >= 0).all() and (given <= limits).all()
-    gains = sorted(
-        (likely[i] ** n for i, most in enumerate(limits) for n in range(1, most + 1)), reverse=True
-    )
+    chances = [[float(belief @ RATES**n) for n in range(1, 7)] for belief in made._belief]
+    gains = sorted((p for ps, most in zip(chances, limits, strict=True) for p in ps[:most]), reverse=True)
+    gains = [p for p in gains if p > WORTH]
 
     def rate(count):
         rows = len(limits) + count
@@ -180,32 +155,127 @@ def test_no_other_number_of_drafts_is_quicker(seed):
         slowest = max(t for n, t in seconds.items() if n <= size) if size else np.inf
         return (len(limits) + sum(gains[:count])) / slowest
 
+    free = int(given.sum()) - sum(p > WORTH for ps, n in zip(chances, given, strict=True) for p in ps[:n])
     best = max(rate(count) for count in range(len(gains) + 1))
-    assert rate(int(given.sum())) == pytest.approx(best)
-    kept = sorted((likely[i] ** n for i, most in enumerate(given) for n in range(1, most + 1)), reverse=True)
-    assert kept == pytest.approx(gains[: len(kept)])
+    assert rate(int(given.sum()) - free) == pytest.approx(best)
+    kept = sorted((p for ps, n in zip(chances, given, strict=True) for p in ps[:n]), reverse=True)
+    assert kept[: len(kept) - free] == pytest.approx(gains[: len(kept) - free])
+
+
+# --- probes ---------------------------------------------------------------------------------------------
+
+PRICES = {
+    "steep": STEEP,
+    "steps": {16: 1.0, 32: 1.4, 48: 1.7, 64: 2.0, 128: 3.0},
+    "a cliff": {16: 1.0, 24: 2.0, 32: 2.1, 64: 2.2},
+    "fine": {n: 1 + n / 50 for n in range(1, 200)},
+}
+
+
+@pytest.mark.parametrize("name", PRICES)
+def test_probes_cost_what_they_may_and_everybody_has_a_turn(name):
+    seconds = PRICES[name]
+    made = budgets(seconds, [8] * 16)
+    run(made, nothing, 200)  # until nobody expects anything any more
+    given = run(made, nothing, 4000)
+    costs = RowCosts(seconds)
+    plain, spent = costs.of(16), sum(costs.of(16 + int(n.sum())) for n in given)
+    assert given.max() <= 1
+    assert 0.5 * SHARE < spent / (4000 * plain) - 1 <= 1.2 * SHARE
+    turns = given.sum(0)
+    assert turns.min() > 0 and turns.max() - turns.min() <= 1  # in turn
+
+
+def test_without_a_purse_probes_cost_more_than_they_may(monkeypatch):
+    """Control: the test above sees it."""
+    monkeypatch.setattr(DraftBudgets, "pay", lambda self, *_: setattr(self, "_purse", 10.0))
+    with pytest.raises(AssertionError):
+        test_probes_cost_what_they_may_and_everybody_has_a_turn("steps")
+
+
+def test_probes_that_find_no_drafts_cost_nothing():
+    """Their rows were not planned: the purse keeps its money."""
+    made = budgets(PRICES["steps"], [8] * 16)
+    run(made, nothing, 200)
+    slots, asked = np.arange(16), 0
+    for _ in range(300):
+        asked += int(ask(made).sum() > 0)
+        made.pay(slots, np.zeros(16, np.int64))
+    assert asked > 200
+
+
+@pytest.mark.parametrize(("name", "steps"), [("steps", 60), ("fine", 60), ("a cliff", 120)])
+def test_texts_that_turn_into_copies_are_soon_noticed(name, steps):
+    """Half of them do, all at once, after all had long been given up."""
+    made = budgets(PRICES[name], [8] * 16)
+    run(made, nothing, 500)
+    copies = np.arange(16) % 2 == 1
+    given = run(made, lambda _, granted: np.where(copies, granted, 0), 300)
+    late = given[-100:].sum(1).mean()  # what it comes to, once all is known
+    assert late > 30
+    assert (given.sum(1) >= 0.7 * late)[steps:].mean() > 0.95
+
+
+def test_a_probe_that_stands_is_followed_by_longer_ones_at_once():
+    """Though the purse is too empty for another round of probes, and one of 16 that copies hardly pays."""
+    made = budgets(PRICES["steps"], [8] * 16)
+    run(made, nothing, 500)
+    one = np.arange(16) == 11
+    given = run(made, lambda _, granted: np.where(one, granted, 0), 120)[:, 11]
+    first = int(np.argmax(given > 0))
+    assert given[first : first + 2].tolist() == [1, 2]
+
+
+# --- costs ----------------------------------------------------------------------------------------------
 
 
 def test_real_steps_correct_the_table():
     """Empty steps said that 16 rows cost as much as 8; real ones say twice as much; 12 lie between."""
     costs = RowCosts({1: 1.0, 8: 1.0, 12: 1.0, 16: 1.0, 32: 1.0})
     gains = np.full(24, 0.5)
-    assert costs.best(8, gains) == 24
-    for _ in range(60):
+    assert costs.best(8, 8.0, gains) == 24
+    for _ in range(90):
         costs.observe(8, 2.0)
         costs.observe(16, 4.0)
-    assert costs._seconds.tolist() == pytest.approx([2.0, 2.0, 3.0, 4.0, 4.0])
-    assert costs.best(8, gains[:8]) == 0  # twice the time for one and a half times the tokens
-    assert costs.best(8, gains) == 24  # of 32 rows nothing else is known than that 16 took twice as long
+    assert costs._seconds.tolist() == pytest.approx([2.0, 2.0, 3.0, 4.0, 4.0], rel=1e-3)
+    assert costs.best(8, 8.0, gains[:8]) == 0  # twice the time for one and a half times the tokens
+    assert costs.best(8, 8.0, gains) == 24  # of 32 rows nothing else is known than that 16 took twice as long
 
 
 def test_a_pause_is_no_cost_and_larger_steps_are_never_quicker():
     costs = RowCosts({1: 1.0, 8: 1.2})
+    costs.observe(8, 1.2)
     costs.observe(8, 100.0)
     assert costs._seconds.tolist() == [1.0, 1.2]
     costs.observe(1, 2.0)
+    assert costs._seconds.tolist() == pytest.approx([1.5, 1.5])
+
+
+def test_one_slow_step_is_soon_forgotten():
+    """Another program had the machine. Steps of that size are then rare: a few must be enough."""
+    costs = RowCosts({8: 1.0, 16: 1.1})
     costs.observe(8, 1.0)
-    assert costs._seconds.tolist() == [2.0, 2.0]
+    costs.observe(16, 3.0)
+    for _ in range(4):
+        costs.observe(16, 1.1)
+    assert costs.of(16) == pytest.approx(1.1, rel=0.06)
+
+
+def test_where_nothing_was_measured_the_clock_is_not_asked():
+    costs = RowCosts.guess(24)
+    before = costs.of(8)
+    costs.observe(8, 100.0)
+    assert costs.of(8) == before and costs.of(24) > costs.of(8) > costs.of(1)
+    assert costs.of(100) == costs.of(24)
+
+
+def test_room_beside_the_rows_of_a_step():
+    costs = RowCosts({4: 1.0, 8: 1.5, 16: 2.0})
+    beyond = {3: (1, 0), 4: (4, 0.5), 5: (3, 0), 8: (8, 0.5), 16: (0, 0), 20: (0, 0)}
+    assert {rows: costs.beyond(rows) for rows in beyond} == beyond
+
+
+# --- in a run -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -216,34 +286,31 @@ def test_an_engine_on_the_cpu_knows_what_rows_cost(overlap):
     spec = {"method": "ngram", "num_speculative_tokens": 4}
     target = tiny.engine(speculative=spec, warm_up=True, overlap=overlap)
     costs = target.loop.scheduler.budgets.costs
-    assert costs is not None and costs._sizes[0] == 1 and costs._sizes[-1] == 8 * 5
+    assert costs._sizes[0] == 1 and costs._sizes[-1] == 8 * 5
     got = tiny.run(target, asks)
     assert all(got[name].same() == want[name].same() for name in want)
     assert not np.isnan(costs._ratio).all()
     fixed = tiny.engine(speculative={**spec, "adaptive": False}, warm_up=True)
-    assert fixed.loop.scheduler.budgets.costs is None
+    assert not fixed.loop.scheduler.budgets.costs._learns
 
 
-def test_a_fixed_budget_has_no_price():
-    made = DraftBudgets(2, False)
-    made.costs = STEEP
-    made.start(0, 5)
-    made.start(1, 3)
-    assert made.take(np.arange(2)).tolist() == [5, 3]
-
-
-# --- in a run -------------------------------------------------------------------------------------------
-
-
-def test_junk_costs_little():
-    """Backing off in a real run: far fewer drafts than a fixed length asks for, and the same tokens."""
-    params = SamplingParams(max_tokens=60, temperature=0.7, ignore_eos=True)
-    drafted, tokens = [], []
-    for adaptive in (True, False):
-        proposers.set_answers({})
-        spec = {"method": "proposers:Flaky", "num_speculative_tokens": 8, "adaptive": adaptive}
-        record = tiny.run(tiny.engine(speculative=spec), [tiny.request(0, params)])["0"]
-        drafted.append(sum(step.num_draft for step in record.steps))
+def test_junk_costs_little_and_a_request_may_ask_for_a_fixed_number():
+    """In a real run: far fewer drafts than a fixed length asks for, and the same tokens."""
+    spec = {"method": "proposers:Flaky", "num_speculative_tokens": 8}
+    drafted, tokens = {}, []
+    proposers.set_answers({})
+    for engine, wish in ((True, None), (False, None), (True, False), (False, True)):
+        speculative = {} if wish is None else {"adaptive": wish}
+        params = SamplingParams(max_tokens=60, temperature=0.7, ignore_eos=True, speculative=speculative)
+        target = tiny.engine(speculative={**spec, "adaptive": engine})
+        record = tiny.run(target, [tiny.request(0, params)])["0"]
+        drafted[engine, wish] = sum(step.num_draft for step in record.steps)
         tokens.append(record.token_ids)
-    assert tokens[0] == tokens[1]
-    assert drafted[0] < drafted[1] / 5
+    assert all(line == tokens[0] for line in tokens)
+    assert drafted[True, None] == drafted[False, True] < drafted[False, None] / 3
+    assert drafted[False, None] == drafted[True, False]
+
+
+def test_a_wish_that_is_no_wish_is_refused():
+    with pytest.raises(RequestError, match="adaptive must be true or false, not 'yes'"):
+        SamplingParams(speculative={"adaptive": "yes"})

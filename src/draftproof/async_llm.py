@@ -67,7 +67,7 @@ class AsyncLLM:
         self._llm = llm
         self._driver = Driver(llm.jobs, type(self).__name__)
         # when nobody has it any more, or at the end of the program; the thread does not hold it
-        self._stop = weakref.finalize(self, self._driver.stop, STOP_SECONDS)
+        self._stop: weakref.finalize[..., Any] = weakref.finalize(self, self._driver.stop, STOP_SECONDS)
 
     # --- requests -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The command line: generate, chat, info. Accepted drafts are shown in colour."""
+"""The command line: generate, chat, serve, info. Accepted drafts are shown in colour."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from draftproof import __version__
 from draftproof.errors import DraftproofError, RequestError
+from draftproof.serve import command
 
 if TYPE_CHECKING:
     from draftproof.llm import LLM
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 7}'
+Answerer = Callable[[list[dict[str, str]]], "tuple[Shown, str]"]
 STYLES = {"plain": "", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the exit status."""
-    options = _parser().parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
+        options = _options(sys.argv[1:] if arguments is None else arguments)
         status: int = options.run(options, console)
         return status
     except DraftproofError as error:
@@ -45,7 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser, serve = _parsers()
+    if arguments and arguments[0] == "serve":
+        arguments = ["serve", *command.with_file(serve, arguments[1:])]
+    return parser.parse_args(arguments)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """All of it, and the part for `serve`, whose options may come from a file."""
     parser = argparse.ArgumentParser(
         prog="draftproof", description="LLM inference in which speculation changes nothing but the speed."
     )
@@ -62,15 +72,21 @@ def _parser() -> argparse.ArgumentParser:
         help="answer without and with speculation; exit status 1 if tokens or logprobs differ",
     )
     generate.set_defaults(run=_generate)
+    serve = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI does")
+    command.add_options(serve, DEFAULT_MODEL, DEFAULT_SPECULATION)
+    serve.set_defaults(run=command.run)
     chat = commands.add_parser("chat", help="talk to the model")
     _model_options(chat)
     _sampling_options(chat)
+    chat.add_argument(
+        "--url", help="of a server, such as http://127.0.0.1:8000: its model talks, none is loaded"
+    )
     chat.add_argument("--system", help="a system message to begin with")
     chat.set_defaults(run=_chat)
     info = commands.add_parser("info", help="what a model is, without loading its weights")
     info.add_argument("model")
     info.set_defaults(run=_info)
-    return parser
+    return parser, serve
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
@@ -260,8 +276,8 @@ def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Con
 def _chat(options: argparse.Namespace, console: Console) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    llm = _load(options, console)
-    console.print(f"{options.model}. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C ends an answer.")
+    answer = _remote(options, console) if options.url else _local(options, console)
+    console.print("/reset starts over, /exit or Ctrl-D leaves, Ctrl-C ends an answer.")
     console.print(_legend())
     opening = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
@@ -278,13 +294,37 @@ def _chat(options: argparse.Namespace, console: Console) -> int:
         elif line:
             messages.append({"role": "user", "content": line})
             try:
-                shown, figures = _answer(llm, llm.chat_token_ids(messages), _params(options), console)
-            except RequestError as error:
+                shown, figures = answer(messages)
+            except DraftproofError as error:
                 messages.pop()
                 console.print(Text(f"{error}", style="red"))
                 continue
             messages.append({"role": "assistant", "content": shown.text})
             console.print(Text(figures, style="dim"))
+
+
+def _local(options: argparse.Namespace, console: Console) -> Answerer:
+    llm = _load(options, console)
+    return lambda messages: _answer(llm, llm.chat_token_ids(messages), _params(options), console)
+
+
+def _remote(options: argparse.Namespace, console: Console) -> Answerer:
+    """A server's model, by its stream."""
+    from draftproof.serve.client import Client
+
+    client = Client(options.url)
+    console.print(Text(client.describe(), style="dim"))
+    wish = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+    wish |= {"repetition_penalty": options.repetition_penalty, "max_completion_tokens": options.max_tokens}
+    if options.stop:
+        wish["stop"] = options.stop
+
+    def answer(messages: list[dict[str, str]]) -> tuple[Shown, str]:
+        stream = client.chat(messages, wish)
+        shown = _show(stream, console)
+        return shown, _figures(shown, stream.stats)
+
+    return answer
 
 
 def _info(options: argparse.Namespace, console: Console) -> int:

@@ -28,7 +28,7 @@ class SpeculativeConfig:
     accept_policy: AcceptPolicy = "normal"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    adaptive: bool = True  # shorten a request's drafts while they keep falling
+    adaptive: bool = True  # as many drafts as pay, at most so many; False: always so many
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -18,6 +18,10 @@ import difflib
 from collections.abc import Iterable
 
 
+# why an answer ends that cannot go on; its request is to blame, as for a RequestError
+NO_TOKEN_LEFT = "no token is left to sample: the request's options forbid every one"
+
+
 class DraftproofError(Exception):
     """Base of every error that Draftproof raises on purpose."""
 

@@ -60,7 +60,7 @@ class Front:
         if params.stop:
             self._need_tokenizer("stop")
         bad_words, prediction = self._bad_words(params), self._prediction(params)
-        eos, grammar = self._eos_token_ids(), self._grammar(params)
+        eos, grammar = self._eos_token_ids(), self.grammar_of(params)
         seed = self._seeds.randrange(MAX_SEED - params.n) if params.seed is None else params.seed
         requests = [
             Request(
@@ -97,7 +97,7 @@ class Front:
             )
         return None, token_ids(prompt)
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def grammar_of(self, params: SamplingParams) -> Grammar | None:
         """What `params.structured_outputs` is for the engine."""
         raise NotImplementedError
 

@@ -108,7 +108,7 @@ class LLM(Front):
         """End the process that compiles grammars, if there is one. Else it ends with this program."""
         self._grammars.close()
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def grammar_of(self, params: SamplingParams) -> Grammar | None:
         return self._grammars.of(params)
 
     # --- serving ----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class SpeculativeParams:
     enabled: bool = True
     num_speculative_tokens: int | None = None
     verify_strategy: str | None = None
+    adaptive: bool | None = None  # as many drafts as pay; False: always `num_speculative_tokens`
 
     @classmethod
     def parse(cls, value: SpeculativeParams | dict[str, Any] | bool | None) -> SpeculativeParams:
@@ -45,10 +46,11 @@ class SpeculativeParams:
                 raise RequestError(
                     f"unknown key {key!r} in speculative: {nearest(key, known)}", "speculative"
                 )
-        if not isinstance(value.get("enabled", True), bool):
-            raise RequestError(
-                f"speculative: enabled must be true or false, not {value['enabled']!r}", "speculative"
-            )
+        for key in ("enabled", "adaptive"):
+            if not isinstance(value.get(key, True), bool):
+                raise RequestError(
+                    f"speculative: {key} must be true or false, not {value[key]!r}", "speculative"
+                )
         return cls(**value)
 
 

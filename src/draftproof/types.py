@@ -312,6 +312,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    text_offset: int = 0  # the character of the answer at which it begins, if no stop string cuts it off
     num_draft: int = 0  # with `step_end`: the drafts that its step verified
     drafts: list[DraftRecord] | None = None  # with `step_end`, on request
 

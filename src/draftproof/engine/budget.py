@@ -1,153 +1,139 @@
 """How many drafts a request may have. Output never depends on this.
 
-Where the cost of rows is known (a table of step times, measured when steps are captured), drafts are given
-to whoever is likeliest to keep them, as many in all as make the most committed tokens a second. Where it is
-not, each request is on its own: fewer while its drafts keep falling, more when they stand again.
+Of each request the engine holds a belief: how likely is it that its drafts stand? It begins with what was
+learned of the requests before it, is sharpened by every window, and fades back as long as nothing is heard.
+With the cost of rows, beliefs say which drafts make the most committed tokens a second, and those are given.
+
+A belief that is low is not tested by that, and may be wrong, or become so: a free text may turn into a copy.
+So requests without drafts are probed, in turn and with one draft each; where that stands, again at once and
+with more. Probes are paid from a purse that one per cent of the time goes into: that is what they can cost,
+whatever the requests and the prices are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.config import MAX_SPECULATIVE_TOKENS
+from draftproof.engine.costs import Reals, RowCosts
+
 Ints = NDArray[np.int64]
-Reals = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-FIRST = 2  # drafts of a request that has no history: a full window in every slot would be dear
-FIRST_PAUSE = 2
-MAX_PAUSE = 32
-HOPE = 0.7  # that a draft stands, before anything is known
-SURE = 0.98  # that a draft stands, at most: later drafts are then less likely than earlier ones
-LEARN = 0.1  # weight of a new observation of a step's time
-SLOW = 5.0  # times what was expected: not a step's time any more
-MEMORY = 0.75  # weight of what was known, after each window
-PROBE = 64  # every so many steps all requests are tried again, with one draft each
-
-
-class RowCosts:
-    """Seconds of a step by its rows: measured at start on empty steps, then corrected by real ones.
-
-    An empty step reads no keys and waits for no host, so it says how costs grow with rows, not what they
-    are. What was observed at some sizes corrects the sizes between and beside them.
-    """
-
-    def __init__(self, seconds: Mapping[int, float]) -> None:
-        self._sizes = np.array(sorted(seconds), np.int64)
-        self._empty = np.array([seconds[size] for size in self._sizes.tolist()])
-        self._ratio = np.full(len(self._sizes), np.nan)  # real over empty, where it is known
-        self._seconds = np.maximum.accumulate(self._empty)
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """A real step of that size took so long."""
-        at = int(np.searchsorted(self._sizes, rows))
-        if at == len(self._sizes) or seconds > SLOW * self._seconds[at]:
-            return  # a pause of whoever calls, not a cost
-        new, old = seconds / self._empty[at], self._ratio[at]
-        self._ratio[at] = new if np.isnan(old) else old + (new - old) * LEARN
-        known = np.flatnonzero(~np.isnan(self._ratio))
-        ratio = np.interp(np.arange(len(self._sizes)), known, self._ratio[known])
-        # a larger step is never quicker: what the clock says to the contrary is noise
-        self._seconds = np.maximum.accumulate(self._empty * ratio)
-
-    def best(self, rows: int, gains: Reals) -> int:
-        """How many drafts to add to `rows` rows, if the n-th adds gains[n - 1] committed tokens."""
-        sizes = self._sizes[np.searchsorted(self._sizes, rows) :]
-        if not len(sizes) or not len(gains):
-            return 0
-        counts = np.minimum(sizes - rows, len(gains))
-        total = np.append(0.0, np.cumsum(gains))
-        rates = (rows + total[counts]) / self._seconds[-len(sizes) :]
-        return int(counts[rates.argmax()])
+# A belief is one weight for each of these chances that a draft stands whose predecessors stood.
+RATES = np.array([0.005, 0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
+POWERS = RATES ** np.arange(MAX_SPECULATIVE_TOKENS + 1)[:, None]  # [n, rates]: n drafts stand
+LEAST = 0.002  # what is never quite ruled out of what the engine expects of a newcomer
+LEARN = 1 / 32  # weight of a newcomer's window in that
+NEW = 32  # windows for which a request counts as a newcomer: a long one is still one request
+FADE = 0.02  # of a belief, at every step
+WORTH = 0.01  # a draft that is less likely to stand is not given, but for a probe
+SHARE = 0.01  # of the time, for probes
+SAVED = 64  # steps for which the purse may fill up
+AT_ONCE = -1  # before everybody whose turn it is
 
 
 class DraftBudgets:
     """One line a slot, and whole columns at a time: a step asks for all its requests at once."""
 
-    def __init__(self, num_slots: int, adaptive: bool) -> None:
-        self.adaptive = adaptive
-        self.costs: RowCosts | None = None
-        self._limit, self._level, self._pause, self._next_pause = np.zeros((4, num_slots), np.int64)
-        self._stood, self._fell = np.zeros((2, num_slots))
+    def __init__(self, num_slots: int, costs: RowCosts) -> None:
+        self.costs = costs
+        self.limit, self._windows, self._turn, self._reach = np.zeros((4, num_slots), np.int64)
+        self._fixed, self._probed = np.zeros((2, num_slots), np.bool_)
+        self._newcomer = np.full(len(RATES), 1 / len(RATES))
+        self._belief = np.tile(self._newcomer, (num_slots, 1))  # [S, rates]
+        self._purse = 0.0  # seconds
         self._steps = 0
 
-    def start(self, slot: int, limit: int) -> None:
-        """A request that may have `limit` drafts sits down."""
-        self._limit[slot] = limit
-        self._level[slot] = min(limit, FIRST) if self.adaptive else limit
-        self._pause[slot], self._next_pause[slot] = 0, FIRST_PAUSE
-        self._stood[slot], self._fell[slot] = HOPE, 1 - HOPE
+    def start(self, slot: int, limit: int, adaptive: bool) -> None:
+        """A request that may have `limit` drafts sits down; not adaptive: it always has them."""
+        self.limit[slot], self._fixed[slot] = limit, not adaptive
+        self._windows[slot] = self._turn[slot] = self._probed[slot] = 0
+        self._reach[slot] = 1
+        self._belief[slot] = self._newcomer
 
-    def take(self, slots: Ints) -> Ints:
-        """Drafts allowed to each in the coming step."""
+    def take(self, slots: Ints, most: Ints) -> Ints:
+        """Drafts allowed to each in the coming step, of the `most` that there may be."""
         self._steps += 1
-        if self.costs is not None and self.adaptive:
-            return self._afford(slots, self.costs)
-        pause = self._pause[slots]
-        self._pause[slots] = np.maximum(pause - 1, 0)
-        level: Ints = np.where(pause > 0, 0, self._level[slots])
-        return level
+        self._probed[slots] = False
+        budget = np.where(self._fixed[slots], most, 0)
+        if self._fixed[slots].all():
+            return budget
+        limit = most - budget  # what is still to be decided
+        survival = self._survival(slots, int(most.max(initial=0)))
+        place = np.arange(1, survival.shape[1] + 1)
+        rows = len(slots) + int(budget.sum())
+        tokens = len(slots) + float(survival[place <= budget[:, None]].sum())
+        budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0))
+        self._probe(slots, budget, limit)
+        return budget
 
-    def record(self, slots: Ints, granted: Ints, drafted: Ints, accepted: Ints) -> None:
-        """What became of a window each: rows set aside for drafts, drafts there were, drafts that stood."""
-        if not self.adaptive:
+    def pay(self, slots: Ints, drafts: Ints) -> None:
+        """A step is planned, with so many of them: those that were found and had room."""
+        rows = len(slots) + int(drafts.sum())
+        seconds = self.costs.of(rows)
+        without = self.costs.of(rows - int(drafts[self._probed[slots]].sum()))
+        self._purse += SHARE * without - (seconds - without)
+
+    def record(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
+        """What became of a window each: rows set aside for drafts, and drafts that stood.
+
+        A row that was set aside and had no draft in it did not stand.
+        """
+        told = granted > 0
+        if not told.any():
             return
-        if self.costs is not None:
-            self._remember(slots, granted, accepted)
-        else:
-            self._climb(slots, drafted, accepted)
+        slots, granted, accepted = slots[told], granted[told], accepted[told]
+        seen = POWERS[accepted] * np.where((accepted < granted)[:, None], 1 - RATES, 1.0)
+        belief: Reals = self._belief[slots] * seen
+        belief = belief / belief.sum(1, keepdims=True)
+        self._belief[slots] = belief
+        whole = accepted == granted  # if that was a probe: another at once, of twice the length
+        self._reach[slots] = np.where(whole, np.minimum(2 * granted, self.limit[slots]), 1)
+        self._turn[slots[whole]] = AT_ONCE
+        new = self._windows[slots] < NEW
+        self._windows[slots] += 1
+        if new.any():
+            keep = (1 - LEARN) ** int(new.sum())
+            expected = np.maximum(keep * self._newcomer + (1 - keep) * belief[new].mean(0), LEAST)
+            self._newcomer = expected / expected.sum()
 
-    # --- with costs ---------------------------------------------------------------------------------
+    def _survival(self, slots: Ints, most: int) -> Reals:
+        """[B, K] how likely each draft is to be reached and to stand; falls along K."""
+        belief = self._belief[slots]
+        belief += FADE * (self._newcomer - belief)
+        self._belief[slots] = belief
+        survival: Reals = belief @ POWERS[1 : most + 1].T
+        return survival
 
-    def _afford(self, slots: Ints, costs: RowCosts) -> Ints:
-        limit = self._limit[slots]
-        if self._steps % PROBE == 0:  # whatever the prices say: they may be wrong as well
-            return np.minimum(limit, 1)
-        likely = np.minimum(self._stood[slots] / (self._stood[slots] + self._fell[slots]), SURE)
-        place = np.arange(1, int(limit.max(initial=0)) + 1)
-        survival = np.where(place <= limit[:, None], likely[:, None] ** place, 0.0)  # [B, K], falls along K
-        gains = np.sort(survival[survival > 0])[::-1]
-        count = costs.best(len(slots), gains)
+    def _afford(self, rows: int, tokens: float, survival: Reals) -> Ints:
+        """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`."""
+        gains = np.sort(survival[survival > WORTH])[::-1]
+        count = self.costs.best(rows, tokens, gains)
         if count == 0:
-            return np.zeros_like(slots)
-        given = survival >= gains[count - 1]
-        over = int(given.sum()) - count  # ties: the last of them go without
-        budget = given.sum(1)
-        for i in np.flatnonzero((survival == gains[count - 1]).any(1))[::-1][:over].tolist():
-            budget[i] -= 1
+            return np.zeros(len(survival), np.int64)
+        budget = (survival >= gains[count - 1]).sum(1)
+        ties = np.flatnonzero((survival == gains[count - 1]).any(1))[::-1]
+        budget[ties[: int(budget.sum()) - count]] -= 1  # the last of them go without
         out: Ints = budget.astype(np.int64)
         return out
 
-    def _remember(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
-        """A row that was set aside and had no draft in it did not stand."""
-        told = granted > 0
-        slots, granted, accepted = slots[told], granted[told], accepted[told]
-        self._stood[slots] = MEMORY * self._stood[slots] + accepted
-        self._fell[slots] = MEMORY * self._fell[slots] + (accepted < granted)
-
-    # --- without ------------------------------------------------------------------------------------
-
-    def _climb(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
-        """Double while whole windows stand; halve when all fall; at zero pause, then probe.
-
-        Rows cost time, so a request whose drafts fall must soon stop paying for them, and one that meets
-        a repeating passage must get its full length back within two or three windows. Windows without
-        drafts say nothing.
-        """
-        told = drafted > 0
-        if not told.any():
+    def _probe(self, slots: Ints, budget: Ints, limit: Ints) -> None:
+        """A few drafts for those who have none and waited longest, as many as a step has room for that is
+        one size larger; if there is money for it. `budget` is added to."""
+        room, price = self.costs.beyond(len(slots) + int(budget.sum()))
+        self._purse = min(self._purse, max(2 * price, SAVED * SHARE * self.costs.of(len(slots))))
+        if not room or price > self._purse:
             return
-        slots, drafted, accepted = slots[told], drafted[told], accepted[told]
-        level, next_pause = self._level[slots], self._next_pause[slots]
-        # a cut window (rows or tokens ran out) says nothing against the level it was cut from
-        grown = np.where(accepted == drafted, 2 * np.maximum(drafted, level), accepted + 1)
-        stood = accepted > 0
-        lower = level // 2
-        out = ~stood & (lower == 0)
-        level = np.where(stood, np.minimum(self._limit[slots], grown), np.maximum(lower, 1))  # 1: the probe
-        self._level[slots] = level
-        self._pause[slots] = np.where(out, next_pause, self._pause[slots])
-        longer = np.where(out, np.minimum(MAX_PAUSE, 2 * next_pause), next_pause)
-        self._next_pause[slots] = np.where(stood, FIRST_PAUSE, longer)
+        idle = (budget == 0) & (limit > 0)
+        if 2 * price > self._purse:  # what is left is for those whose last probe stood
+            idle &= self._turn[slots] == AT_ONCE
+        who = np.flatnonzero(idle)
+        who = who[np.argsort(self._turn[slots[who]], kind="stable")]
+        reach = np.minimum(np.minimum(self._reach[slots], limit)[who], room)
+        count = max(1, int(np.searchsorted(np.cumsum(reach), room, side="right")))
+        chosen = who[:count]
+        budget[chosen] = reach[:count]
+        self._turn[slots[chosen]] = self._steps
+        self._probed[slots[chosen]] = True

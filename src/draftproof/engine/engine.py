@@ -10,7 +10,8 @@ import torch
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.admission import Limits, check_request
 from draftproof.engine.asked import needs_settling, wants_of
-from draftproof.engine.budget import DraftBudgets, RowCosts
+from draftproof.engine.budget import DraftBudgets
+from draftproof.engine.costs import RowCosts
 from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
 from draftproof.engine.scheduler import Scheduler
@@ -45,8 +46,8 @@ class Engine:
     ) -> None:
         with torch.inference_mode():
             self._build(config, checkpoint)
-            adapts = config.speculative is not None and config.speculative.adaptive
-            if config.warm_up and (self.ops.asynchronous or adapts):
+            self._adaptive = config.speculative is not None and config.speculative.adaptive
+            if config.warm_up and (self.ops.asynchronous or self._adaptive):
                 with self.ops.stepping():
                     self._warm_up(progress)
 
@@ -69,7 +70,7 @@ class Engine:
         )
         vocab = model_config.vocab_size
         slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
-        budgets = DraftBudgets(sizes.num_seqs, config.speculative.adaptive if config.speculative else False)
+        budgets = DraftBudgets(sizes.num_seqs, RowCosts.guess(sizes.max_rows))
         env = ProposerEnv(
             ops=self.ops,
             k=sizes.k,
@@ -82,6 +83,8 @@ class Engine:
             max_rows=sizes.max_rows,
         )
         proposer = self._speculation(config.speculative, env)
+        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
+        ahead = ahead and (proposer is None or proposer.graph_safe)
         scheduler = Scheduler(
             slots,
             Pages(sizes.num_pages),
@@ -90,12 +93,11 @@ class Engine:
             budgets,
             config.enable_prefix_caching,
             lookahead=sizes.k if proposer and proposer.stores_kv else 0,
+            asks_first=bool(proposer and proposer.cheap) and not ahead,
         )
         sampler = Sampler(self.ops, self._judges, config.speculative)
         step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
-        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
-        on_device = proposer is None or proposer.graph_safe
-        self.loop = Loop(scheduler, slots, step, proposer, ahead and on_device, config.debug)
+        self.loop = Loop(scheduler, slots, step, proposer, ahead, config.debug)
         self.limits = Limits(
             vocab_size=vocab,
             max_model_len=sizes.max_len,
@@ -250,6 +252,7 @@ class Engine:
             request,
             max_length,
             draft_limit=limit,
+            adaptive=self._adaptive if wish.adaptive is None else wish.adaptive,
             strategy=self._judges.index(self.strategy_of(params)),
             wants=wants_of(params, vocab),
             processed_by_host=bool(params.logits_processors or request.bad_word_ids),

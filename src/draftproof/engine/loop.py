@@ -182,7 +182,7 @@ class Loop:
         columns = self._columns(flight.ran, found)
         extras_of = self._extras(flight, table) if flight.waits and self.scheduler.num_hosted else {}
         source = self._source(flight) if len(self.sources) > 1 else None
-        here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_DRAFT], table[:, NUM_ACCEPTED])
+        here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
         endings = self._endings(flight, table, here)
@@ -210,11 +210,12 @@ class Loop:
 
     def _clock(self, flight: Flight) -> None:
         """What a step of so many rows costs: from the last one that was read, if it was queued by then."""
-        now, costs = time.perf_counter(), self.scheduler.budgets.costs
+        now = time.perf_counter()
         decodes = not flight.planned.chunk.any()
         since = self._last_read if flight.follows else flight.started
-        if costs is not None and decodes and since is not None:
-            costs.observe(self.device.ops.bucket(flight.planned.num_rows), now - since)
+        if decodes and since is not None:
+            rows = self.device.ops.bucket(flight.planned.num_rows)
+            self.scheduler.budgets.costs.observe(rows, now - since)
         self._last_read = now if decodes else None
 
     def _columns(self, ran: Ran, found: list[NDArray[Any]]) -> dict[Wants, LogprobColumns]:

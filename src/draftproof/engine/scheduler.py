@@ -47,8 +47,13 @@ class Scheduler:
         budgets: DraftBudgets,
         prefix_caching: bool = True,
         lookahead: int = 0,
+        asks_first: bool = False,
     ) -> None:
-        """`lookahead`: tokens behind the newest that a proposer with KV of its own wants pages for."""
+        """`lookahead`: tokens behind the newest that a proposer with KV of its own wants pages for.
+
+        `asks_first`: a step is planned when the drafts there are for it are known, and asking costs nothing.
+        So all are asked for, and the plan says which are verified. Else only so many are asked for.
+        """
         self.slots = slots
         self.pages = pages
         self.page_size = page_size
@@ -56,6 +61,7 @@ class Scheduler:
         self.budgets = budgets
         self.prefix_caching = prefix_caching
         self.lookahead = lookahead
+        self.asks_first = asks_first
         self.host = HostColumns(len(slots.requests))
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
@@ -118,6 +124,8 @@ class Scheduler:
         prompts = bool(left.any()) or bool(self.waiting and self.slots.num_free)
         room = rows // 2 if prompts else rows  # guesses must not keep prompts out
         drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
+        if self.asks_first:
+            drafts[decodes] = self.budgets.take(lines[decodes], drafts[decodes])
         if drafts.sum() > room:
             drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
         return decodes, drafts
@@ -180,6 +188,7 @@ class Scheduler:
         host.under_way[lines] += samples
         host.most[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
+        self.budgets.pay(lines[chunk == 0], drafts[chunk == 0])
         for i in chunk.nonzero()[0].tolist():
             self._make_known(sequences[i], len(sequences[i].ids) - int(host.prompt_left[lines[i]]))
         return Planned(sequences, lines, chunk, drafts, samples, host.tenant[lines], newcomers, grown)
@@ -192,13 +201,14 @@ class Scheduler:
         if self.lookahead:  # all but the last draft are stored before they are verified
             stored = host.num_pages[lines] * self.page_size - host.most[lines]
             room = np.minimum(room, np.maximum(stored + 1, 0))
-        wanted = np.where(planned.samples & (room > 0), lines, -1)
-        budget = np.zeros_like(lines)
-        budget[wanted >= 0] = self.budgets.take(wanted[wanted >= 0])
+        wanted = planned.samples & (room > 0)
+        budget = np.where(wanted, self.budgets.limit[lines], 0)
+        if not self.asks_first:
+            budget[wanted] = self.budgets.take(lines[wanted], budget[wanted])
         allowed: Ints = np.minimum(budget, room)
         return allowed
 
-    def settle(self, planned: Planned, num_out: Ints, drafted: Ints, accepted: Ints) -> Bools:
+    def settle(self, planned: Planned, num_out: Ints, accepted: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
         host, lines = self.host, planned.slots
         here: Bools = host.tenant[lines] == planned.tenants
@@ -206,7 +216,7 @@ class Scheduler:
         host.length[mine] += num_out[here]
         host.under_way[mine] -= planned.samples[here]
         host.most[mine] -= np.where(planned.samples, 1 + planned.drafts - num_out, 0)[here]
-        self.budgets.record(mine, planned.drafts[here], drafted[here], accepted[here])
+        self.budgets.record(mine, planned.drafts[here], accepted[here])
         return here
 
     # --- coming and going ---------------------------------------------------------------------------
@@ -249,7 +259,7 @@ class Scheduler:
         host.under_way[slot] = host.num_draft[slot] = 0
         host.num_pages[slot] = len(sequence.pages)
         host.tenant[slot] += 1
-        self.budgets.start(slot, sequence.draft_limit)
+        self.budgets.start(slot, sequence.draft_limit, sequence.adaptive)
         self.running.append(sequence)
         self._lines = np.append(self._lines, slot)
         self.version += 1

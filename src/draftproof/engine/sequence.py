@@ -20,6 +20,7 @@ class Sequence:
     request: Request
     max_length: int
     draft_limit: int = 0
+    adaptive: bool = True  # or always as many drafts as it may have
     strategy: int = 0
     wants: Wants = Wants.NONE
     processed_by_host: bool = False  # the user's code, or bad words, between logits and sampling

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.engine.budget import Ints
+from draftproof.errors import NO_TOKEN_LEFT
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.types import (
     ENDED,
@@ -32,7 +33,7 @@ from draftproof.types import (
 )
 
 REASONS = {
-    End.FORBIDDEN: "no token is left to sample: the request's options forbid every one",
+    End.FORBIDDEN: NO_TOKEN_LEFT,
     End.NOT_FINITE: "the logits are not finite (NaN or infinity)",
 }
 Reals = NDArray[np.float32]

@@ -44,6 +44,7 @@ class Proposer(ABC):
     reports_probs: ClassVar[bool] = False  # samples its drafts and says from which law
     stores_kv: ClassVar[bool] = False  # keeps KV of its own on the engine's page ids, of drafts too
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
+    cheap: ClassVar[bool] = False  # asking it costs next to nothing: only what is verified does
     takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
 

@@ -16,6 +16,7 @@ from draftproof.types import Draft, ProposeBatch, Request
 
 class GivenProposer(Proposer):
     sources = ("given",)
+    cheap = True
     takes_prediction = True
     defaults = {"prompt_lookup_min": None, "prompt_lookup_max": None}
 

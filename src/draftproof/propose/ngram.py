@@ -14,6 +14,7 @@ from draftproof.types import DeviceBatch, Draft
 
 class NgramProposer(DeviceProposer):
     sources = ("ngram",)
+    cheap = True
     defaults = {"prompt_lookup_min": None, "prompt_lookup_max": None}
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:

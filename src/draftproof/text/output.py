@@ -33,7 +33,10 @@ class StepEvents(Sequence[TokenEvent]):
     Until then they hold hardly more than the answer does anyway, so a reader may be late at no great cost.
     """
 
-    __slots__ = ("_drafted", "_ending", "_first", "_index", "_lines", "_origins", "_shown", "_tokens")
+    __slots__ = (
+        *("_begins", "_drafted", "_ending", "_first", "_index", "_lines"),
+        *("_origins", "_shown", "_tokens"),
+    )
 
     def __init__(
         self,
@@ -42,12 +45,14 @@ class StepEvents(Sequence[TokenEvent]):
         shown: list[str],
         origins: list[str],
         lines: LogprobMaps | None,  # the whole answer's
-        first: int,  # where these begin in them
+        begins: list[int] | None,  # the whole answer's offsets
+        first: int,  # where these begin in both
         ending: Ending,
         drafted: Drafted,
     ) -> None:
         self._index, self._tokens, self._shown, self._origins = index, tokens, shown, origins
-        self._lines, self._first, self._ending, self._drafted = lines, first, ending, drafted
+        self._lines, self._begins, self._first = lines, begins, first
+        self._ending, self._drafted = ending, drafted
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -69,6 +74,7 @@ class StepEvents(Sequence[TokenEvent]):
             finish_reason=reason,
             stop_reason=stop,
             error=error,
+            text_offset=0 if self._begins is None else self._begins[self._first + i],
             num_draft=num_draft,
             drafts=drafts,
         )
@@ -130,7 +136,8 @@ class OutputBuilder:
         lines = self._lines if step.logprobs is not None else None
         first = len(out.token_ids) - len(shown)
         drafted = step.num_draft, drafts
-        return StepEvents(out.index, step.token_ids, shown, origins, lines, first, ending, drafted)
+        begins = self._detokenizer.offsets if self._detokenizer else None
+        return StepEvents(out.index, step.token_ids, shown, origins, lines, begins, first, ending, drafted)
 
     def _last_words(self, text: str) -> TokenEvent:
         """An end that comes without a token."""

@@ -1,0 +1,79 @@
+"""What a step costs by its rows: measured at start, then corrected by real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+Reals = NDArray[np.float64]
+
+SLOW = 5.0  # times what was expected: not a step's time any more
+# Whatever disturbs a clock makes steps look slower, never quicker: so it is believed at once when a step was
+# quick, and only little by little when it was slow.
+DOWN, UP = 0.5, 0.1
+ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
+
+
+class RowCosts:
+    """Seconds of a step by its rows.
+
+    An empty step reads no keys and waits for no host, so it says how costs grow with rows, not what they
+    are. What was observed at some sizes corrects the sizes between and beside them.
+    """
+
+    def __init__(self, seconds: Mapping[int, float], learns: bool = True) -> None:
+        self._sizes = np.array(sorted(seconds), np.int64)
+        self._empty = np.array([seconds[size] for size in self._sizes.tolist()])
+        self._learns = learns
+        self._ratio = np.full(len(self._sizes), np.nan)  # real over empty, where it is known
+        self._seconds: Reals = np.maximum.accumulate(self._empty)
+
+    @classmethod
+    def guess(cls, most: int) -> RowCosts:
+        """Where nothing was measured; the clock is then not asked later either."""
+        sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
+        return cls({size: 1.0 + size / ROWS_FREE for size in sizes}, learns=False)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A real step of that size took so long."""
+        at = int(np.searchsorted(self._sizes, rows))
+        known = ~np.isnan(self._ratio)
+        if not self._learns or at == len(self._sizes):
+            return
+        new = seconds / self._empty[at]
+        if known.any():
+            if seconds > SLOW * self._seconds[at]:
+                return  # a pause of whoever calls, not a cost
+            old = float(np.interp(at, np.flatnonzero(known), self._ratio[known]))
+            new = old + (new - old) * (UP if new > old and known[at] else DOWN)
+        self._ratio[at] = new
+        at_all = np.flatnonzero(~np.isnan(self._ratio))
+        ratio = np.interp(np.arange(len(self._sizes)), at_all, self._ratio[at_all])
+        # a larger step is never quicker: what the clock says to the contrary is noise
+        self._seconds = np.maximum.accumulate(self._empty * ratio)
+
+    def of(self, rows: int) -> float:
+        """Seconds; of more rows than were ever measured, as the largest that was."""
+        return float(self._seconds[min(int(np.searchsorted(self._sizes, rows)), len(self._sizes) - 1)])
+
+    def best(self, rows: int, tokens: float, gains: Reals) -> int:
+        """How many drafts to add to `rows` rows that commit `tokens`, if the n-th adds gains[n - 1]."""
+        sizes = self._sizes[np.searchsorted(self._sizes, rows) :]
+        if not len(sizes) or not len(gains):
+            return 0
+        counts = np.minimum(sizes - rows, len(gains))
+        total = np.append(0.0, np.cumsum(gains))
+        rates = (tokens + total[counts]) / self._seconds[-len(sizes) :]
+        return int(counts[rates.argmax()])
+
+    def beyond(self, rows: int) -> tuple[int, float]:
+        """Rows that a step has room for beside these, and the seconds that it costs to use them.
+
+        It has room at no cost unless it is of one of the sizes exactly; then the next size has. (0, 0): none.
+        """
+        at = int(np.searchsorted(self._sizes, rows, side="right"))
+        if at == len(self._sizes):
+            return 0, 0.0
+        return int(self._sizes[at]) - rows, float(self._seconds[at]) - self.of(rows)

@@ -1,0 +1,83 @@
+"""A server process as the worker sees it: what it asked for, and what is still to be sent to it.
+
+Nothing that was decoded is ever thrown away, and nobody's memory grows without bound. A frame goes into the
+socket's queue; when that is full (the server does not read), it is kept here, up to OUTBOX bytes. Beyond that
+the server is stuck, and the engine waits; if it stays so for STUCK_SECONDS, the server counts as gone: its
+requests are aborted, and should it wake up, it finds its line cut and says so to its clients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import zmq
+
+from draftproof.metrics import RequestStats
+from draftproof.serve.telling import Refusal
+from draftproof.types import Request, Wants
+
+OUTBOX = 64 << 20  # bytes kept for a server that does not read
+STUCK_SECONDS = 60.0
+
+
+class Gone(Exception):
+    """The server at the other end is."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One of its requests."""
+
+    client: Client
+    handle: int
+    request: Request
+    stats: RequestStats
+    wants: Wants
+    top: int  # of the best, with each logprob
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    identity: bytes
+    number: int
+    entries: dict[int, Entry] = field(default_factory=dict)  # by handle
+    compiling: set[int] = field(default_factory=set)  # first handles of jobs whose grammar is not ready
+    refusals: list[Refusal] = field(default_factory=list)
+    sequence: int = 0  # of the next frame
+    outbox: deque[bytes] = field(default_factory=deque)
+    size: int = 0  # bytes in the outbox
+    stuck_since: float | None = None
+
+    def send(self, socket: zmq.Socket[bytes], frame: bytes) -> None:
+        """Now, or when there is room. Raises Gone."""
+        self.sequence += 1
+        if self.outbox or not self.put(socket, frame):
+            self.outbox.append(frame)
+            self.size += len(frame)
+        if self.stuck and self.stuck_since is None:
+            self.stuck_since = time.monotonic()
+
+    def flush(self, socket: zmq.Socket[bytes]) -> None:
+        while self.outbox and self.put(socket, self.outbox[0]):
+            self.size -= len(self.outbox.popleft())
+            self.stuck_since = time.monotonic() if self.stuck else None
+        if self.stuck_since is not None and time.monotonic() - self.stuck_since > STUCK_SECONDS:
+            raise Gone
+
+    def put(self, socket: zmq.Socket[bytes], data: bytes) -> bool:
+        """False: there is no room at the moment."""
+        try:
+            socket.send_multipart((self.identity, data), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise Gone from error
+            raise
+        return True
+
+    @property
+    def stuck(self) -> bool:
+        return self.size > OUTBOX

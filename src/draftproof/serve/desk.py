@@ -1,0 +1,134 @@
+"""Who is being served: limits on how many, no id twice, and an end for what takes too long or is not read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Literal
+
+from starlette.types import Receive
+
+from draftproof.serve.logs import Ticket
+from draftproof.serve.problems import Problem
+from draftproof.serve.settings import Settings
+
+SWEEP_SECONDS = 1.0
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered."""
+
+
+class Line:
+    """The connection of one request that is answered: its task is cancelled when the client leaves."""
+
+    def __init__(self, receive: Receive, desk: Desk) -> None:
+        self._receive, self._desk = receive, desk
+        self._cut: Literal["gone", "slow", "late"] | None = None
+        self.done = False  # the last byte was given to the socket: a disconnect means nothing now
+        self.deadline = time.monotonic() + desk.settings.request_seconds
+        self.sending_since: float | None = None
+
+    async def __aenter__(self) -> Line:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch = asyncio.create_task(self._listen())
+        self._desk.watch(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        self._desk.unwatch(self)
+        if self._cut is None or kind is None or not issubclass(kind, asyncio.CancelledError):
+            return
+        self._task.uncancel()
+        if self._cut == "late":
+            raise TimeoutError from None
+        raise ClientGone(self._cut) from None
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.cut("gone")
+
+    def cut(self, why: Literal["gone", "slow", "late"]) -> None:
+        if self._cut is None and not self.done:
+            self._cut = why
+            self._task.cancel()
+
+    def look(self, now: float) -> None:
+        if self.sending_since is not None and now - self.sending_since > self._desk.settings.stall_seconds:
+            self.cut("slow")
+        elif now > self.deadline:
+            self.cut("late" if self.sending_since is None else "slow")
+
+
+class Desk:
+    """Lets requests in."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.draining = False
+        self._ids: set[str] = set()
+        self._by_key: Counter[str] = Counter()
+        self._lines: set[Line] = set()
+        self._sweeps = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self._ids)
+
+    @contextmanager
+    def seat(self, ticket: Ticket) -> Iterator[None]:
+        """For as long as it is served; Problem if it cannot be."""
+        settings, key = self.settings, ticket.key
+        if self.draining:
+            raise Problem(503, "the server is shutting down", code="draining")
+        if len(self._ids) >= settings.max_concurrent:
+            raise Problem(
+                503, f"{len(self._ids)} requests are open already: try again later", code="too_many"
+            )
+        most = settings.max_concurrent_per_key
+        if most is not None and self._by_key[key] >= most:
+            raise Problem(
+                429, f"this key has {most} requests open already: try again later", code="too_many_of_key"
+            )
+        if ticket.id in self._ids:
+            raise Problem(400, f"a request with id {ticket.id!r} is already running", "request_id")
+        self._ids.add(ticket.id)
+        self._by_key[key] += 1
+        try:
+            yield
+        finally:
+            self._ids.discard(ticket.id)
+            self._by_key[key] -= 1
+            if not self._by_key[key]:
+                del self._by_key[key]
+
+    # --- what takes too long ------------------------------------------------------------------------
+
+    def watch(self, line: Line) -> None:
+        self._lines.add(line)
+        if not self._sweeps:
+            self._sweeps = True
+            asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    def unwatch(self, line: Line) -> None:
+        self._lines.discard(line)
+
+    def _sweep(self) -> None:
+        self._sweeps = bool(self._lines)
+        now = time.monotonic()
+        for line in list(self._lines):
+            line.look(now)
+        if self._sweeps:
+            asyncio.get_running_loop().call_later(
+                min(SWEEP_SECONDS, self.settings.stall_seconds), self._sweep
+            )

@@ -1,0 +1,111 @@
+"""/openapi.json, from the same definitions that decode and encode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from draftproof import __version__
+from draftproof.serve import replies, schema
+from draftproof.serve.problems import ErrorReply
+
+_REFUSALS = {
+    "400": "The request is wrong; `param` names the option.",
+    "401": "An API key is needed.",
+    "404": "There is no such model.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "This key has too many requests open.",
+    "500": "The server failed.",
+    "503": "The server is busy, starts, or stops; try again later.",
+    "504": "The request took too long.",
+}
+
+
+def document(models: Sequence[str], vocab_size: int, needs_key: bool) -> dict[str, Any]:
+    posts = {
+        "/v1/completions": ("Continue prompts.", schema.CompletionAsked, replies.TextReply, True),
+        "/v1/chat/completions": ("Answer a conversation.", schema.ChatAsked, replies.ChatReply, True),
+        "/tokenize": (
+            "A prompt or a conversation in tokens.",
+            schema.TokenizeAsked,
+            replies.TokenizeReply,
+            False,
+        ),
+        "/detokenize": ("Tokens as text.", schema.DetokenizeAsked, replies.DetokenizeReply, False),
+    }
+    gets = {
+        "/v1/models": ("The models here.", replies.ModelList),
+        "/version": ("What runs.", replies.Version),
+    }
+    kinds: list[Any] = [ErrorReply, replies.Health]
+    kinds += [each for _, asked, reply, _ in posts.values() for each in (asked, reply)]
+    kinds += [reply for _, reply in gets.values()]
+    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    _fit(components, models, vocab_size)
+    paths: dict[str, Any] = {}
+    for path, (text, asked, reply, streams) in posts.items():
+        paths[path] = {"post": _operation(text, reply, streams, asked)}
+    for path, (text, reply) in gets.items():
+        paths[path] = {"get": _operation(text, reply)}
+    paths["/v1/models/{model}"] = {"get": _operation("One model.", replies.ModelCard)}
+    paths["/v1/models/{model}"]["get"]["parameters"] = [
+        {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
+    ]
+    paths["/health"] = {"get": _operation("Is the engine there?", replies.Health)}
+    paths["/health"]["get"]["responses"]["503"] = _content("It is not.", "Health")
+    paths["/metrics"] = {"get": _operation("For Prometheus.", None)}
+    result: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Draftproof", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if needs_key:
+        result["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path in (*posts, "/v1/models", "/v1/models/{model}", "/metrics"):
+            for operation in paths[path].values():
+                operation["security"] = [{"key": []}]
+    return result
+
+
+def _fit(components: dict[str, Any], models: Sequence[str], vocab_size: int) -> None:
+    """What the types cannot say: prompts that do not mix, the names and the vocabulary of this server."""
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    components["CompletionAsked"]["properties"]["prompt"] = {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            {**ids, "minItems": 1},
+            {"type": "array", "items": {**ids, "minItems": 1}, "minItems": 1},
+        ]
+    }
+    for name in ("CompletionAsked", "ChatAsked", "TokenizeAsked", "DetokenizeAsked"):
+        components[name]["properties"]["model"] = {"enum": [*models, None], "default": None}
+
+
+def _operation(
+    text: str, reply: type | None, streams: bool = False, asked: type | None = None
+) -> dict[str, Any]:
+    done: dict[str, Any] = {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    if reply is not None:
+        done = _content("Done.", reply.__name__)
+    if streams:
+        done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    codes = (
+        _REFUSALS if asked is not None else {c: t for c, t in _REFUSALS.items() if c in ("401", "404", "500")}
+    )
+    responses = {"200": done, **{code: _content(text, "ErrorReply") for code, text in codes.items()}}
+    result: dict[str, Any] = {"summary": text, "responses": responses}
+    if asked is not None:
+        result["requestBody"] = {"required": True, **_content("", asked.__name__)}
+        result["requestBody"].pop("description")
+    return result
+
+
+def _content(text: str, name: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{name}"}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,91 @@
+"""How the server behaves: names, limits, keys. Frozen and checked once."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftproof.errors import ConfigError
+
+KEY_VARIABLE = "DRAFTPROOF_API_KEY"  # one key, or several with commas between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything about the server that is not about the engine."""
+
+    served_model_names: tuple[str, ...] = ()  # none: the model's own
+    api_keys: Keys = field(default_factory=lambda: Keys(()))
+    max_body_bytes: int = 8 << 20
+    max_prompt_tokens: int | None = None  # None: what the model takes
+    max_n: int = 16
+    max_choices: int = 256  # prompts times n, of one request
+    max_concurrent: int = 1024
+    max_concurrent_per_key: int | None = None
+    request_seconds: float = 600.0  # from its last byte to the last of the answer
+    body_seconds: float = 30.0  # for the body to arrive
+    stall_seconds: float = 60.0  # that a reader may leave a full socket unread
+    drain_seconds: float = 30.0
+    vllm_metrics: bool = False  # the speculation counters under vLLM's names, too
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_n", "max_choices", "max_concurrent"):
+            _check_positive(name, getattr(self, name))
+        for name in ("max_prompt_tokens", "max_concurrent_per_key"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name in ("request_seconds", "body_seconds", "stall_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+class Keys:
+    """API keys, kept as digests. A comparison takes the same time whatever is sent and whatever is right."""
+
+    def __init__(self, keys: Iterable[str], digests: Iterable[str] = ()) -> None:
+        self._digests = [*map(bytes.fromhex, digests), *map(_digest, dict.fromkeys(keys))]
+
+    @property
+    def digests(self) -> list[str]:
+        """For another server process; no key can be told from them."""
+        return [digest.hex() for digest in self._digests]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def find(self, sent: str) -> str | None:
+        """The short name of a key for logs and limits; None if there is no such key."""
+        digest, name = _digest(sent), None
+        for known in self._digests:
+            if hmac.compare_digest(digest, known):
+                name = known.hex()[:8]
+        return name
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(b"draftproof" + key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(path: str | None) -> Keys:
+    """From a file, one a line, and from the environment; the command line can be seen by others."""
+    keys = [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",")]
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigError(f"the API keys in {path} cannot be read: {error.strerror}") from error
+        found = [line.strip() for line in lines if not line.lstrip().startswith("#")]
+        if not any(found):
+            raise ConfigError(f"{path} holds no API key: write one a line")
+        keys += found
+    return Keys(key for key in keys if key)

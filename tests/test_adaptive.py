@@ -1,0 +1,134 @@
+"""What adaptive drafts gain and cost, in a simulation: requests of many kinds on the prices of real machines.
+
+A batch is always full: whoever ends makes room for the next. Step times come from a table, so that nothing
+here depends on a clock; with overlap a step's results are known when two more have been planned.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from draftproof.engine.budget import DraftBudgets
+from draftproof.engine.costs import RowCosts
+
+K = 8
+FIXED = (0, 1, 3, 5, 8)
+# milliseconds by rows: 2 cores with AMX, SmolLM2; an H200, SmolLM2; an H200, the Llama-8B shape
+CPU = {1: 12.5, 2: 12.6, 4: 13, 8: 13.8, 12: 14.4, 16: 15.5, 24: 21, 32: 24, 48: 33, 64: 42, 96: 62, 288: 170}
+SMALL = {1: 0.56, 8: 0.58, 16: 0.76, 24: 1.05, 64: 1.17, 128: 1.3, 256: 1.75, 512: 2.3, 1024: 2.9, 2304: 4.6}
+LARGE = {1: 4.5, 16: 4.7, 64: 5.8, 128: 7.2, 256: 10.6, 384: 13, 512: 16, 1024: 27, 2304: 58}
+GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 1024, 1536, 2048, 2304)
+
+
+def graphs(table):
+    """A step is captured for some sizes alone."""
+    sizes = sorted(table)
+    return {n: float(np.interp(n, sizes, [table[size] for size in sizes])) for n in GRAPHS}
+
+
+TABLES = {"cpu": CPU, "small": graphs(SMALL), "large": graphs(LARGE)}
+CELLS = [("cpu", 1), ("cpu", 8), ("cpu", 32), ("small", 64), ("small", 256)]
+CELLS += [("large", 1), ("large", 64), ("large", 256)]
+TASKS = ("copy", "edit", "chat", "free")
+
+
+def chances(task, index, length, draw):
+    """[length] that the draft of each token stands, if there is one and those before it stood."""
+    if isinstance(task, float):
+        return np.full(length, task)
+    if task == "mix":
+        return chances(TASKS[index % 4], index, length, draw)
+    if task == "turn":
+        return np.where(np.arange(length) < 150, 0.02, 0.97)
+    if task in ("copy", "free"):
+        return np.full(length, 0.97 if task == "copy" else 0.02)
+    spans = {"edit": ((50, 0.97), (25, 0.05)), "chat": ((8, 0.1), (4, 0.85))}[task]
+    made = []
+    while len(made) < length:
+        span, chance = spans[(len(made) > 0 and made[-1] == spans[0][1]) * 1]
+        made += [chance] * int(draw.geometric(1 / span))
+    return np.array(made[:length])
+
+
+class Always:
+    """A fixed number of drafts."""
+
+    def __init__(self, k):
+        self.k = k
+
+    def start(self, *_):
+        pass
+
+    pay = record = start
+
+    def take(self, slots, _):
+        return np.full(len(slots), self.k)
+
+
+def rate(policy, table, batch, task, overlap, longest=256, seed=0):
+    """Tokens a millisecond, as long as the batch is full."""
+    draw, costs = np.random.default_rng(seed), RowCosts(table)
+    total = batch * {1: 8, 8: 5, 32: 4}.get(batch, 3)
+    lengths = draw.integers(longest // 2, longest + 1, total)
+    likely = np.stack([chances(task, i, longest + K, draw) for i in range(total)])
+    stands = draw.random(likely.shape) < likely
+    who, place, tenant = np.arange(batch), np.ones(batch, np.int64), np.zeros(batch, np.int64)
+    slots, drafts, flights, waiting = np.arange(batch), np.zeros(batch, np.int64), [], batch
+    seconds, tokens, ahead, most = 0.0, 0, np.arange(K), np.full(batch, K)
+    for slot in slots:
+        policy.start(slot, K, True)
+    while True:
+        drafts = np.minimum(drafts, np.maximum(lengths[who] - place - 1, 0))
+        policy.pay(slots, drafts)
+        stood = np.minimum(np.cumprod(stands[who[:, None], place[:, None] + ahead], 1).sum(1), drafts)
+        seconds += costs.of(batch + int(drafts.sum()))
+        tokens += int(stood.sum()) + batch
+        place += stood + 1
+        flights.append((tenant.copy(), drafts, stood))
+        if len(flights) > overlap:
+            before, granted, accepted = flights.pop(0)
+            here = np.flatnonzero(before == tenant)
+            policy.record(here, granted[here], accepted[here])
+        drafts = policy.take(slots, most)
+        for slot in np.flatnonzero(place >= lengths[who]):
+            if waiting == total:
+                return tokens / seconds
+            who[slot], place[slot], drafts[slot] = waiting, 1, 0
+            tenant[slot] += 1
+            waiting += 1
+            policy.start(slot, K, True)
+
+
+def compared(name, batch, task):
+    """Adaptive over the best fixed number and over none; and over none in the first minute of its life."""
+    table, overlap = TABLES[name], name != "cpu"
+    fixed = [rate(Always(k), table, batch, task, overlap) for k in FIXED]
+    made = DraftBudgets(batch, RowCosts(table))
+    first, adaptive = (rate(made, table, batch, task, overlap) for _ in range(2))
+    return adaptive / max(fixed), adaptive / fixed[0], first / fixed[0]
+
+
+@pytest.mark.parametrize("task", [0.0, 0.5, 0.97, "chat", "turn", "mix"])
+@pytest.mark.parametrize(("name", "batch"), CELLS)
+def test_nearly_as_quick_as_the_best_fixed_number_and_never_much_slower_than_none(name, batch, task):
+    best, none, first = compared(name, batch, task)
+    assert best >= 0.97 and none >= 0.98 and first >= 0.98
+
+
+def test_a_budget_that_hopes_and_probes_together_is_too_slow(monkeypatch):
+    """Control: as it was. Newcomers are trusted, and all are tried at once every 64 steps."""
+    start, take = DraftBudgets.start, DraftBudgets.take
+
+    def hopeful(self, slot, limit, adaptive):
+        self._newcomer = np.full_like(self._newcomer, 1 / len(self._newcomer))
+        start(self, slot, limit, adaptive)
+
+    def together(self, slots, most):
+        budget = take(self, slots, most)
+        return np.full_like(budget, K) if self._steps % 64 == 0 else budget
+
+    monkeypatch.setattr(DraftBudgets, "start", hopeful)
+    monkeypatch.setattr(DraftBudgets, "take", together)
+    assert compared("large", 64, 0.0)[1] < 0.98
+    assert compared("cpu", 32, 0.0)[1] < 0.98

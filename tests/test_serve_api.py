@@ -1,0 +1,473 @@
+"""Every route by OpenAI's own client, whole and as a stream: what comes is what LLM gives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from draftproof import SamplingParams
+from draftproof.types import RequestOutput
+from serving import END, NGRAM, Served, events, make_folder, serving, tiny
+
+PROMPT = "one two three four one two three"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_folder(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Any) -> Any:
+    """What everything is compared with: no drafts, nobody else."""
+    return tiny(folder)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Any) -> Any:
+    with serving(tiny(folder, NGRAM)) as running:
+        yield running
+
+
+def alone(plain: Any, prompt: Any, **options: Any) -> RequestOutput:
+    return plain.generate(prompt, SamplingParams(**options), use_tqdm=False)[0]
+
+
+def ids_of(plain: Any, text: str) -> list[int]:
+    return plain.tokenizer.encode(text)
+
+
+# --- completions ------------------------------------------------------------------------------------------
+
+
+def test_completion(served: Served, plain: Any) -> None:
+    got = served.complete(PROMPT, max_tokens=12, seed=3, temperature=0.8)
+    want = alone(plain, PROMPT, max_tokens=12, seed=3, temperature=0.8)
+    assert got.object == "text_completion" and got.model == served.model and got.id.startswith("cmpl-")
+    (choice,) = got.choices
+    assert choice.text == want.outputs[0].text and choice.finish_reason == want.outputs[0].finish_reason
+    assert choice.logprobs is None and choice.index == 0
+    assert got.usage.prompt_tokens == len(want.prompt_token_ids)
+    assert got.usage.completion_tokens == len(want.outputs[0].token_ids)
+    assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
+    assert got.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+@pytest.mark.parametrize("form", ["ids", "texts", "lists of ids"])
+def test_every_form_of_prompt(served: Served, plain: Any, form: str) -> None:
+    texts = [PROMPT] if form == "ids" else [PROMPT, "again one"]
+    lists = [ids_of(plain, text) for text in texts]
+    prompt: Any = lists[0] if form == "ids" else texts if form == "texts" else lists
+    got = served.complete(prompt, max_tokens=6, temperature=0, n=2)
+    for number, choice in enumerate(got.choices):
+        assert choice.index == number
+        want = alone(plain, texts[number // 2], max_tokens=6, temperature=0, n=2)
+        assert choice.text == want.outputs[number % 2].text
+    assert len(got.choices) == 2 * len(texts)
+    assert got.usage.prompt_tokens == sum(map(len, lists))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+def test_completion_logprobs(served: Served, plain: Any, count: int) -> None:
+    got = served.complete(PROMPT, max_tokens=9, seed=4, logprobs=count).choices[0]
+    want = alone(plain, PROMPT, max_tokens=9, seed=4, logprobs=count).outputs[0]
+    told = got.logprobs
+    assert told.token_logprobs == [
+        row[i].logprob for i, row in zip(want.token_ids, want.logprobs, strict=True)
+    ]
+    names = [_name(plain, token) for token in want.token_ids]
+    assert told.tokens == names and told.text_offset == want.text_offsets
+    for row, best, token in zip(want.logprobs, told.top_logprobs, want.token_ids, strict=True):
+        assert best == {_name(plain, i): entry.logprob for i, entry in reversed(row.items())}
+        assert _name(plain, token) in best
+
+
+def _name(plain: Any, token: int) -> str:
+    data = plain.tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def test_echo(served: Served, plain: Any) -> None:
+    got = served.complete(PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=2).choices[0]
+    want = alone(plain, PROMPT, max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=2)
+    ids = want.prompt_token_ids
+    assert got.text == PROMPT + want.outputs[0].text
+    told = got.logprobs
+    rows = [*want.prompt_logprobs[1:], *want.outputs[0].logprobs]
+    after = [*ids[1:], *want.outputs[0].token_ids]
+    assert told.token_logprobs == [None, *[row[i].logprob for i, row in zip(after, rows, strict=True)]]
+    assert told.top_logprobs[0] is None and len(told.top_logprobs) == len(told.tokens) == len(ids) + 4
+    pieces = [got.text[a:b] for a, b in zip(told.text_offset, [*told.text_offset[1:], None], strict=True)]
+    assert "".join(pieces) == got.text and pieces[: len(ids)] == told.tokens[: len(ids)]
+
+
+def test_echo_alone_scores_a_prompt(served: Served, plain: Any) -> None:
+    """What a benchmark of log-likelihoods sends: a prompt in ids, its logprobs, and nothing made."""
+    ids = ids_of(plain, PROMPT)
+    got = served.complete([ids, ids[:4]], max_tokens=0, echo=True, logprobs=1)
+    want = alone(plain, {"prompt_token_ids": ids}, max_tokens=1, prompt_logprobs=1).prompt_logprobs
+    assert got.usage.completion_tokens == 0
+    for choice, length in zip(got.choices, (len(ids), 4), strict=True):
+        told = [row[i].logprob for i, row in zip(ids[1:length], want[1:length], strict=True)]
+        assert choice.logprobs.token_logprobs == [None, *told] and choice.finish_reason == "length"
+    assert got.choices[0].text == PROMPT
+
+
+def test_stop_seed_bias_and_penalties(served: Served, plain: Any) -> None:
+    first = served.complete(PROMPT, max_tokens=30, seed=9).choices[0].text
+    stop = first[8:11]
+    options: dict[str, Any] = {"max_tokens": 30, "seed": 9, "stop": [stop, "never said"]}
+    got = served.complete(PROMPT, **options).choices[0]
+    want = alone(plain, PROMPT, **options).outputs[0]
+    assert got.text == want.text == first[: first.index(stop)]
+    assert got.finish_reason == "stop" and got.stop_reason == stop
+    got = served.complete(PROMPT, **options, extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert got.text == first[: first.index(stop) + len(stop)]
+    more: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "max_tokens": 20, "seed": 1}
+    got = served.complete(PROMPT, **more, logit_bias={"300": 4, "301": -100}).choices[0]
+    assert got.text == alone(plain, PROMPT, **more, logit_bias={300: 4, 301: -100}).outputs[0].text
+
+
+def test_vllm_options(served: Served, plain: Any) -> None:
+    ids = ids_of(plain, PROMPT)
+    wish: dict[str, Any] = {
+        "top_k": 9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "min_tokens": 5,
+        "stop_token_ids": [ids[1]],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "bad_words": ["five"],
+        "allowed_token_ids": sorted({*range(260, 320), *ids}),
+        "prompt_logprobs": 1,
+        "priority": -2,
+        "cache_salt": "mine",
+    }
+    own = {"request_id": "me-1", "return_token_ids": True, "return_tokens_as_token_ids": True}
+    got = served.complete(PROMPT, max_tokens=20, seed=2, logprobs=1, extra_body={**wish, **own})
+    want = alone(plain, PROMPT, max_tokens=20, seed=2, logprobs=1, **wish)
+    choice, output = got.choices[0], want.outputs[0]
+    assert got.id == "cmpl-me-1"
+    assert choice.token_ids == output.token_ids and choice.prompt_token_ids == want.prompt_token_ids
+    assert choice.text == output.text and choice.stop_reason == output.stop_reason
+    assert choice.logprobs.tokens == [f"token_id:{i}" for i in output.token_ids]
+    assert choice.prompt_logprobs[0] is None
+    for told, row in zip(choice.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
+        assert {int(i): (e["logprob"], e["rank"]) for i, e in told.items()} == {
+            i: (e.logprob, e.rank) for i, e in row.items()
+        }
+
+
+def test_named_logprobs_and_their_mode(served: Served, plain: Any) -> None:
+    wish: dict[str, Any] = {"logprob_token_ids": [300, 7, END], "logprobs_mode": "processed", "top_k": 5}
+    got = served.complete(PROMPT, max_tokens=6, seed=2, extra_body=wish).choices[0].logprobs
+    want = alone(plain, PROMPT, max_tokens=6, seed=2, **wish).outputs[0]
+    for told, row in zip(got.top_logprobs, want.logprobs, strict=True):
+        assert set(told.values()) == {max(entry.logprob, -9999.0) for entry in row.values()}
+    chat = served.chat("one two", max_tokens=4, seed=2, logprobs=True, extra_body=wish)
+    for entry in chat.choices[0].logprobs.content:
+        assert [top.token for top in entry.top_logprobs] == [_name(plain, i) for i in (300, 7, END)]
+
+
+# --- chat -------------------------------------------------------------------------------------------------
+
+
+def chat_ids(plain: Any, content: str) -> dict[str, list[int]]:
+    return {"prompt_token_ids": plain.chat_token_ids([{"role": "user", "content": content}])}
+
+
+@pytest.mark.parametrize("count", [None, 0, 3, 20])
+def test_chat(served: Served, plain: Any, count: int | None) -> None:
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": count} if count is not None else {}
+    got = served.chat("one two", max_completion_tokens=8, seed=6, n=2, **options)
+    want = alone(plain, chat_ids(plain, "one two"), max_tokens=8, seed=6, n=2, logprobs=count)
+    assert got.object == "chat.completion" and got.id.startswith("chatcmpl-")
+    for choice, output in zip(got.choices, want.outputs, strict=True):
+        assert choice.message.role == "assistant" and choice.message.content == output.text
+        assert choice.finish_reason == output.finish_reason and choice.seed == output.seed
+        if count is None:
+            assert choice.logprobs is None
+            continue
+        rows = zip(choice.logprobs.content, output.token_ids, output.logprobs, strict=True)
+        for told, token, row in rows:
+            assert (told.token, told.logprob) == (_name(plain, token), row[token].logprob)
+            assert bytes(told.bytes) == plain.tokenizer.token_bytes(token)
+            best = sorted((entry.rank, i, entry.logprob) for i, entry in row.items())[:count]
+            assert [(top.token, top.logprob) for top in told.top_logprobs] == [
+                (_name(plain, i), logprob) for _, i, logprob in best
+            ]
+
+
+def test_conversations(served: Served, plain: Any) -> None:
+    messages: Any = [
+        {"role": "developer", "content": "Count."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "three four", "refusal": None, "tool_calls": None},
+    ]
+    extra = {"add_generation_prompt": False, "continue_final_message": True, "return_token_ids": True}
+    got = served.client.chat.completions.create(
+        model=served.model, messages=messages, max_tokens=3, temperature=0, extra_body=extra
+    )
+    text = (
+        "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
+        "<|im_start|>assistant\nthree four"
+    )
+    assert plain.tokenizer.decode(got.prompt_token_ids, False) == text
+    named = served.chat(
+        "x",
+        max_tokens=1,
+        extra_body={"chat_template_kwargs": {"extra_name": "abc"}, "return_token_ids": True},
+    )
+    assert plain.tokenizer.decode(named.prompt_token_ids, False).endswith("assistant\nabc")
+
+
+def test_json(served: Served, plain: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    options: dict[str, Any] = {"max_tokens": 150, "seed": 8}
+    got = served.chat("one", response_format=form, **options)
+    found = json.loads(got.choices[0].message.content)
+    assert set(found) == {"name", "age"} and got.choices[0].finish_reason == "stop"
+    same = served.chat("one", extra_body={"structured_outputs": {"json": schema}}, **options)
+    assert same.choices[0].message.content == got.choices[0].message.content
+    want = alone(plain, chat_ids(plain, "one"), structured_outputs={"json": schema}, **options)
+    assert want.outputs[0].text == got.choices[0].message.content
+    anything: Any = {"type": "json_object"}
+    got = served.chat("one", response_format=anything, **options, logprobs=True).choices[0]
+    assert got.message.content.lstrip().startswith("{")
+    free: Any = {"type": "text"}
+    assert served.chat("one", response_format=free, max_tokens=3).choices[0].message.content is not None
+    picked = served.complete(
+        "x", max_tokens=9, extra_body={"structured_outputs": {"choice": ["three", "seven"]}}
+    )
+    assert picked.choices[0].text in ("three", "seven")
+
+
+# --- speculation ------------------------------------------------------------------------------------------
+
+
+def test_speculation_is_told_and_can_be_steered(served: Served) -> None:
+    body: dict[str, Any] = {
+        "prompt": "one two three one two three one two three one",
+        "max_tokens": 40,
+        "temperature": 0,
+        "logprobs": 2,
+        "ignore_eos": True,
+        "provenance": True,
+    }
+
+    def ask(**more: Any) -> Any:
+        return served.post("/v1/completions", {**body, **more}).json()
+
+    drafted, off, few = ask(), ask(speculative=False), ask(speculative={"num_speculative_tokens": 1})
+    for other in (off, few):
+        assert other["choices"][0]["logprobs"] == drafted["choices"][0]["logprobs"]
+        assert other["choices"][0]["text"] == drafted["choices"][0]["text"]
+    told = drafted["metrics"]["speculative_decoding"]
+    steps, histogram = told["num_spec_steps"], told["acceptance_histogram"]
+    assert sum(histogram) == steps and len(histogram) == told["num_spec_tokens"] + 1 == 5
+    accepted = sum(count * times for count, times in enumerate(histogram))
+    assert told["num_accepted_draft_tokens"] == accepted > 0
+    assert told["mean_acceptance_length"] == 1 + accepted / steps
+    assert told["draft_acceptance_rate"] == accepted / told["num_draft_tokens"]
+    origins = drafted["choices"][0]["provenance"]
+    assert origins.count("accepted:ngram") == accepted and len(origins) == 40
+    assert set(off["choices"][0]["provenance"]) == {"plain"}
+    assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    assert few["metrics"]["speculative_decoding"]["acceptance_histogram"][2:] == [0, 0, 0]
+    assert drafted["metrics"]["lossless"] and "target_match" in drafted["metrics"]["strategy"]
+    lossy = ask(speculative={"verify_strategy": "topp"})["metrics"]
+    assert not lossy["lossless"] and "LOSSY" in lossy["strategy"]
+    known = ask(include_draft_logprobs=True)["choices"][0]
+    assert known["text"] == drafted["choices"][0]["text"]
+    assert sum(draft["accepted"] for draft in known["drafts"]) == accepted
+    assert all(draft["source"] == "ngram" and draft["target_logprob"] <= 0 for draft in known["drafts"])
+
+
+def test_prediction(folder: Any, plain: Any) -> None:
+    want = alone(plain, chat_ids(plain, "one"), max_tokens=16, temperature=0, ignore_eos=True).outputs[0]
+    given = {"method": "given", "num_speculative_tokens": 4, "adaptive": False}
+    expected: Any = {"type": "content", "content": want.text}
+    with serving(tiny(folder, given)) as running:
+        got = running.chat(
+            "one", max_tokens=16, temperature=0, prediction=expected, extra_body={"ignore_eos": True}
+        )
+        details = got.usage.completion_tokens_details
+        assert got.choices[0].message.content == want.text
+        assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens >= 0
+        assert running.chat("one", max_tokens=2).usage.completion_tokens_details is None
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["token", "step"])
+def test_completion_stream(served: Served, granularity: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 20, "seed": 3, "logprobs": 3, "n": 2, "echo": True, "stop": "zz"}
+    prompts = [PROMPT, "again"]
+    whole = served.complete(prompts, **options)
+    chunks = list(
+        served.complete(
+            prompts,
+            **options,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"stream_granularity": granularity},
+        )
+    )
+    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
+    assert all(chunk.usage is None for chunk in chunks[:-1]) and not chunks[-1].choices
+    for choice in whole.choices:
+        mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert "".join(c.text for c in mine) == choice.text
+        assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            told = [x for c in mine if c.logprobs for x in getattr(c.logprobs, name)]
+            assert told == getattr(choice.logprobs, name), name
+        if granularity == "token":
+            assert all(len(c.logprobs.tokens) == 1 for c in mine[1:])
+        assert mine[-1].seed == choice.seed
+
+
+def test_chat_stream(served: Served) -> None:
+    options: dict[str, Any] = {"max_completion_tokens": 20, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    whole = served.chat(PROMPT, **options)
+    chunks = list(served.chat(PROMPT, **options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert "".join(part.delta.content for part in parts) == whole.choices[0].message.content
+    told = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
+    assert told == whole.choices[0].logprobs.content
+    assert parts[-1].finish_reason == whole.choices[0].finish_reason
+    assert all(chunk.usage is None for chunk in chunks)
+    counted: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(served.chat(PROMPT, **options, stream=True, stream_options=counted))
+    made = [chunk.usage.completion_tokens for chunk in chunks[1:]]
+    assert made[:-1] == list(range(1, len(made))) and made[-1] == whole.usage.completion_tokens
+
+
+def test_a_stream_tells_its_steps(served: Served) -> None:
+    body = {
+        "model": served.model,
+        "messages": [{"role": "user", "content": "one two three one two three one two"}],
+        "max_tokens": 40,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "provenance": True,
+        "return_token_ids": True,
+        "include_draft_logprobs": True,
+        "prompt_logprobs": 0,
+    }
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        got = list(events(response))
+    first, last = got[0], got[-1]
+    assert len(first["prompt_token_ids"]) == len(first["prompt_logprobs"]) == last["usage"]["prompt_tokens"]
+    told = [chunk["choices"][0] for chunk in got[1:-1]]
+    assert all(len(c["token_ids"]) == len(c["provenance"]) == 1 for c in told) and len(told) == 40
+    drafts = [draft for c in told for draft in c.get("drafts", [])]
+    counted = last["metrics"]["speculative_decoding"]
+    assert sum(c.get("num_draft", 0) for c in told) == len(drafts) == counted["num_draft_tokens"]
+    stood = [c for c in told if c["provenance"][0].startswith("accepted:")]
+    assert len(stood) == sum(d["accepted"] for d in drafts) == counted["num_accepted_draft_tokens"] > 0
+    assert told[-1]["step_end"] and not all(c["step_end"] for c in told)
+    whole = served.post(
+        "/v1/chat/completions", {k: v for k, v in body.items() if not k.startswith("stream")}
+    ).json()
+    answer = whole["choices"][0]
+    assert [c["token_ids"][0] for c in told] == answer["token_ids"]
+    assert [c["provenance"][0] for c in told] == answer["provenance"] and drafts == answer["drafts"]
+    assert whole["prompt_logprobs"] == first["prompt_logprobs"]
+
+
+def test_a_stream_never_shows_half_a_character(served: Served, plain: Any) -> None:
+    """Tokens that are halves of characters: what is shown is whole, and all of it is the answer."""
+    halves = [i for i in range(320) if _name(plain, i).startswith("bytes:")]
+    body = {
+        "prompt": "x",
+        "max_tokens": 60,
+        "seed": 1,
+        "allowed_token_ids": halves,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    with served.http.stream("POST", "/v1/completions", json=body) as response:
+        parts = [chunk["choices"][0]["text"] for chunk in events(response)]
+    want = alone(plain, "x", max_tokens=60, seed=1, allowed_token_ids=halves, ignore_eos=True).outputs[0]
+    assert "".join(parts) == want.text and "\ufffd" in want.text
+
+
+# --- facts ------------------------------------------------------------------------------------------------
+
+
+def test_models_health_version(served: Served) -> None:
+    (card,) = served.client.models.list().data
+    assert card.id == served.model and card.max_model_len == 256
+    assert served.client.models.retrieve(served.model).id == served.model
+    assert served.http.get("/health").json()["status"] == "ok"
+    assert "ngram" in served.http.get("/version").json()["engine"]
+    assert served.http.get("/").status_code == 200
+
+
+def test_tokens(served: Served, plain: Any) -> None:
+    got = served.post("/tokenize", {"prompt": "one two", "return_token_strs": True}).json()
+    assert got["tokens"] == ids_of(plain, "one two") and got["count"] == len(got["tokens"])
+    assert "".join(got["token_strs"]) == "one two" and got["max_model_len"] == 256
+    back = served.post("/detokenize", {"tokens": got["tokens"]}).json()
+    assert back == {"prompt": "one two"}
+    messages = [{"role": "user", "content": "hi"}]
+    chat = served.post("/tokenize", {"messages": messages}).json()
+    assert chat["tokens"] == plain.chat_token_ids(messages)
+    assert served.post("/tokenize", {}).status_code == 400
+    assert served.post("/detokenize", {"tokens": [9999]}).json()["error"]["param"] == "tokens"
+
+
+def test_metrics(served: Served) -> None:
+    def read() -> dict[str, float]:
+        lines = served.http.get("/metrics").text.splitlines()
+        return {
+            name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")
+        }
+
+    before = read()
+    body = {
+        "prompt": "one two three one two three one two three",
+        "max_tokens": 30,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    told = served.post("/v1/completions", body).json()["metrics"]["speculative_decoding"]
+    list(served.complete(PROMPT, max_tokens=5, stream=True))
+    after = read()
+
+    def more(name: str, label: str = "") -> float:
+        key = f'draftproof:{name}{{model_name="{served.model}"{label}}}'
+        return after[key] - before.get(key, 0)
+
+    spec = "spec_decode_num_"
+    assert more(f"{spec}drafts_total") >= told["num_spec_steps"] > 0
+    assert more(f"{spec}draft_tokens_total") >= told["num_draft_tokens"]
+    assert more(f"{spec}accepted_tokens_total") >= told["num_accepted_draft_tokens"]
+    by_position = sum(more(f"{spec}accepted_tokens_per_pos_total", f',position="{i}"') for i in range(4))
+    assert by_position == more(f"{spec}accepted_tokens_total")
+    assert more("generation_tokens_total") == 35 and more("prompt_tokens_total") > 0
+    assert more("time_to_first_token_seconds_count") == 1 and more("inter_token_latency_seconds_count") >= 1
+    assert more("http_requests_total", ',path="/v1/completions",status="200"') == 2
+    assert not any(name.startswith("vllm:") for name in after)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_pages", "kv_pages_used"):
+        assert f'draftproof:{name}{{model_name="{served.model}"}}' in after

@@ -1,0 +1,380 @@
+"""What cannot be served: OpenAI's error object, status and option; limits, keys, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from draftproof.errors import ConfigError, EngineDeadError, QueueFullError
+from draftproof.serve import desk, forms
+from draftproof.serve.logs import JsonFormatter
+from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings, read_keys
+from serving import NGRAM, Served, events, make_folder, raw_request, serving, tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_folder(tmp_path_factory.mktemp("refusing"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Any) -> Any:
+    limits = Settings(max_body_bytes=20_000, max_n=4, max_choices=8, max_prompt_tokens=100, body_seconds=0.3)
+    with serving(tiny(folder, NGRAM), limits) as running:
+        yield running
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+TEXT = {"prompt": "one", "max_tokens": 3}
+COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [5000]}, "prompt"),
+    ({"prompt": [-1]}, "prompt[0]"),
+    ({"prompt": ["a"] * 9}, "prompt"),
+    ({"prompt": "one two " * 200}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"max_tokens": "3"}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 5}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"suffix": "x"}, "suffix"),
+    ({"temprature": 1}, "temprature"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    ({"stop": [""]}, "stop[0]"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop_token_ids": [5000]}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"min_tokens": 9}, "min_tokens"),
+    ({"seed": -1}, "seed"),
+    ({"priority": 1 << 40}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"request_id": "no spaces"}, "request_id"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"stream_granularity": "step"}, "stream_granularity"),
+    ({"stream": True, "stream_granularity": "word"}, "stream_granularity"),
+    ({"logprobs_mode": "cooked"}, "logprobs_mode"),
+    ({"logprobs": 3, "logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"echo": True, "logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"speculative": {"num_speculative_tokens": 9}}, "speculative"),
+    ({"speculative": {"method": "ngram"}}, "speculative.method"),
+    ({"speculative": {"verify_strategy": "hope"}}, "speculative"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+]
+CHATS: list[tuple[dict[str, Any], str | None]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "messages"),
+    ({"echo": True}, "echo"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "change", "param"),
+    [("/v1/completions", TEXT, *case) for case in COMPLETIONS]
+    + [("/v1/chat/completions", CHAT, *case) for case in CHATS],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_refused(served: Served, path: str, base: dict[str, Any], change: dict[str, Any], param: str) -> None:
+    got = served.post(path, {**base, **change})
+    assert got.status_code == 400, got.text
+    error = got.json()["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error" and error["message"]
+
+
+def test_hints(served: Served) -> None:
+    def message(**change: Any) -> str:
+        return served.post("/v1/chat/completions", {**CHAT, **change}).json()["error"]["message"]
+
+    assert "did you mean 'temperature'" in message(temprature=1)
+    assert '--speculative-config \'{"method": "given"}\'' in message(
+        prediction={"type": "content", "content": "x"}
+    )
+    assert "tool calls" in message(tools=[{"type": "function"}])
+
+
+def test_the_client_raises_its_own_errors(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as wrong:
+        served.complete("one", temperature=-1)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        served.client.completions.create(model="gpt-17", prompt="x")
+    assert missing.value.code == "model_not_found" and missing.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("gpt-17")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 9000, b'{"prompt": NaN}']
+)
+def test_bodies_that_are_no_requests(served: Served, body: bytes) -> None:
+    got = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert got.status_code == 400 and got.json()["error"]["message"]
+
+
+def test_http(served: Served) -> None:
+    assert served.http.post("/v1/completions", content=b"{}").status_code == 415
+    assert served.post("/v1/completions", {"prompt": "x" * 30_000}).status_code == 413
+    assert served.http.get("/v1/nothing").json()["error"]["code"] == "no_such_route"
+    got = served.http.get("/v1/completions")
+    assert got.status_code == 405 and got.headers["allow"] == "POST" and "error" in got.json()
+    chunks = iter([b'{"prompt": "' + b"x" * 15_000, b"x" * 15_000])
+    got = served.http.post("/v1/completions", content=chunks, headers={"content-type": "application/json"})
+    assert got.status_code == 413
+
+
+def test_a_body_that_does_not_come(served: Served) -> None:
+    where, data = raw_request(served.url, {}, length=9)
+    with socket.create_connection(where, timeout=10) as line:
+        line.sendall(data)
+        assert b" 408 " in line.recv(1000).split(b"\r\n")[0]
+
+
+def test_an_id_is_used_once_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(served, monkeypatch)
+    body = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True, "request_id": "twin"}
+    with served.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["x-request-id"] == "twin"
+        told = events(response)
+        assert next(told)["id"] == "cmpl-twin"
+        error = served.post("/v1/completions", {**TEXT, "request_id": "twin"}).json()["error"]
+        assert error["param"] == "request_id"
+    sent = served.post("/v1/completions", TEXT, headers={"x-request-id": "from.a-header:1"})
+    assert sent.json()["id"] == "cmpl-from.a-header:1" and sent.headers["x-request-id"] == "from.a-header:1"
+    forged = served.post("/v1/completions", TEXT, headers={"x-request-id": "a b{}"})
+    assert len(forged.headers["x-request-id"]) == 32
+
+
+def test_options_that_leave_no_token(served: Served) -> None:
+    wish = {**TEXT, "logit_bias": {}, "allowed_token_ids": [1], "min_tokens": 2}
+    got = served.post("/v1/completions", wish)
+    assert got.status_code == 400 and "no token is left" in got.json()["error"]["message"]
+    got = served.post("/v1/completions", {**wish, "stream": True})
+    assert got.status_code == 400  # nothing was said yet, so the status still tells
+
+
+# --- who may come in --------------------------------------------------------------------------------------
+
+
+def test_keys(folder: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("# people\nalpha\n\nbeta\n")
+    monkeypatch.setenv(KEY_VARIABLE, "gamma, delta")
+    keys = read_keys(str(tmp_path / "keys"))
+    with serving(tiny(folder), Settings(api_keys=keys, max_concurrent_per_key=1)) as running:
+        slow_down(running, monkeypatch)
+        for path in ("/health", "/version", "/openapi.json", "/"):
+            assert running.http.get(path).status_code == 200
+        for sent in (
+            {},
+            {"authorization": "Bearer"},
+            {"authorization": "Bearer alph"},
+            {"authorization": "Basic alpha"},
+        ):
+            got = running.post("/v1/completions", TEXT, headers=sent)
+            assert got.status_code == 401 and got.json()["error"]["code"] == "invalid_api_key"
+            assert running.http.get("/metrics", headers=sent).status_code == 401
+        for key in ("alpha", "beta", "gamma", "delta"):
+            assert (
+                running.post("/v1/completions", TEXT, headers={"authorization": f"Bearer {key}"}).status_code
+                == 200
+            )
+        with pytest.raises(openai.AuthenticationError):
+            running.complete("one")
+        mine = {"authorization": "Bearer alpha"}
+        long = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with running.http.stream("POST", "/v1/completions", json=long, headers=mine) as response:
+            told = events(response)  # which leaves when it is dropped
+            next(told)
+            busy = running.post("/v1/completions", TEXT, headers=mine)
+            assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
+            other = running.post("/v1/completions", TEXT, headers={"authorization": "Bearer beta"})
+            assert other.status_code == 200
+
+
+def test_key_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert not read_keys(None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(str(tmp_path / "none"))
+    (tmp_path / "empty").write_text("# nobody\n")
+    with pytest.raises(ConfigError, match="no API key"):
+        read_keys(str(tmp_path / "empty"))
+    assert Keys(["a"]).find("a") == Keys(["b", "a"]).find("a") != Keys(["b"]).find("b")
+    with pytest.raises(ConfigError):
+        Settings(max_n=0)
+    with pytest.raises(ConfigError):
+        Settings(request_seconds=0)
+
+
+# --- too much, too long, gone -----------------------------------------------------------------------------
+
+
+def test_a_full_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tiny(folder), Settings(max_concurrent=1)) as running:
+        slow_down(running, monkeypatch)
+        long = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with running.http.stream("POST", "/v1/completions", json=long) as response:
+            told = events(response)  # which leaves when it is dropped
+            next(told)
+            busy = running.post("/v1/completions", TEXT)
+            assert busy.status_code == 503 and busy.headers["retry-after"] == "1"
+        _until(lambda: running.app.state.desk.num_open == 0)
+        running.app.state.desk.draining = True
+        assert running.post("/v1/completions", TEXT).json()["error"]["code"] == "draining"
+        assert running.http.get("/health").status_code == 503
+        running.app.state.desk.draining = False
+
+        async def full(*_: Any, **__: Any) -> Any:
+            raise QueueFullError("9 requests are waiting already")
+
+        monkeypatch.setattr(running.llm, "generate", full)
+        busy = running.post("/v1/completions", TEXT)
+        assert busy.status_code == 503 and busy.headers["retry-after"] == "1"
+
+        async def broken(*_: Any, **__: Any) -> Any:
+            raise EngineDeadError("secret details")
+
+        monkeypatch.setattr(running.llm, "generate", broken)
+        dead = running.post("/v1/completions", TEXT)
+        assert dead.status_code == 503 and "secret" not in dead.text
+
+        async def bug(*_: Any, **__: Any) -> Any:
+            raise ZeroDivisionError("secret details")
+
+        monkeypatch.setattr(running.llm, "generate", bug)
+        failed = running.post("/v1/completions", TEXT)
+        assert failed.status_code == 500 and "secret" not in failed.text
+        assert failed.json()["error"]["type"] == "server_error"
+
+
+def test_what_takes_too_long(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "SWEEP_SECONDS", 0.01)
+    with serving(tiny(folder), Settings(request_seconds=0.2)) as running:
+        slow_down(running, monkeypatch)
+        late = running.post("/v1/completions", {**TEXT, "max_tokens": 200, "ignore_eos": True})
+        assert late.status_code == 504
+        body = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with running.http.stream("POST", "/v1/completions", json=body) as response:
+            told = list(events(response))
+        assert response.status_code == 200 and told[-1]["error"]["code"] == "timeout"
+        assert 0 < len(told) < 200
+        _until(lambda: running.llm.num_open == 0)
+
+
+def slow_down(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that takes 10 ms a step."""
+    jobs = running.llm._llm.jobs
+    step = jobs.step
+
+    def slowly() -> Any:
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(jobs, "step", slowly)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    with serving(tiny(folder)) as running:
+        slow_down(running, monkeypatch)
+        wish = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
+        where, data = raw_request(running.url, wish)
+        with socket.create_connection(where, timeout=10) as line:
+            line.sendall(data)
+            if stream:
+                assert line.recv(100)
+            _until(lambda: running.llm.num_open == 1)
+        _until(lambda: running.llm.num_open == 0)
+        _until(lambda: running.app.state.desk.num_open == 0)
+        made = running.llm.stats.num_emitted_tokens
+        assert made < 400
+        assert running.app.state.meters.disconnects == 1
+        assert running.complete("one", max_tokens=2).choices[0].text is not None
+
+
+def test_a_client_that_never_reads(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is let go after a while; whoever reads is served meanwhile."""
+    monkeypatch.setattr(desk, "SWEEP_SECONDS", 0.02)
+    with serving(tiny(folder, max_model_len=256), Settings(stall_seconds=0.3), 4096) as running:
+        wish = {**TEXT, "max_tokens": 250, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
+        where, data = raw_request(running.url, wish)
+        with socket.socket() as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(where)
+            line.sendall(data)
+            assert running.complete("one", max_tokens=5).choices[0].text is not None
+            _until(lambda: running.app.state.meters.disconnects == 1)
+        _until(lambda: running.llm.num_open == 0)
+
+
+def _until(true: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
+# --- logs -------------------------------------------------------------------------------------------------
+
+
+def test_logs_tell_ids_and_no_prompts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    secret = "seven eight secret nine"
+    served.post("/v1/completions", {"prompt": secret, "max_tokens": 2, "request_id": "logged", "user": "ada"})
+    served.post("/v1/completions", {"prompt": secret, "temperature": secret})
+    lines = [
+        json.loads(JsonFormatter().format(record)) for record in caplog.records if record.message == "request"
+    ]
+    line = next(line for line in lines if line["request_id"] == "logged")
+    assert line["status"] == 200 and line["completion_tokens"] == 2 and line["path"] == "/v1/completions"
+    assert line["user"] == "ada" and line["finish_reasons"] == ["length"] and line["seconds"] > 0
+    assert secret not in json.dumps(lines) and {each["status"] for each in lines} == {200, 400}
+
+
+def test_prompts_are_logged_if_the_operator_wants(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(tiny(folder), Settings(log_prompts=True)) as running:
+        running.complete("seven eight", max_tokens=2)
+    assert any("seven eight" in JsonFormatter().format(record) for record in caplog.records)
+
+
+def test_failures_have_a_status() -> None:
+    assert forms.failure("abort", None, False).status == 503
+    assert forms.failure("error", "NaN", False).status == 500
+    assert forms.failure("error", "the worker died", True).status == 503
