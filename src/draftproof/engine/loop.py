@@ -40,6 +40,7 @@ from draftproof.types import (
     End,
     LogprobRow,
     ProposeBatch,
+    Request,
     Traits,
     Wants,
 )
@@ -82,6 +83,7 @@ class Loop:
         self.debug = debug
         self._flights: deque[Flight] = deque()
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
+        self._heard: deque[tuple[Request, Callable[[], Tensor]]] = deque()
         self._last_read: float | None = None
         self._traits: tuple[int, Traits] | None = None
 
@@ -102,13 +104,13 @@ class Loop:
     def end(self, sequence: Sequence) -> None:
         """Remove a request, finished or not; what is still under way of it is nobody's."""
         if sequence.slot >= 0:
+            self._hear(sequence)
             self._stop(sequence.slot)
         self.scheduler.remove(sequence)
         self._rest()
 
     def _stop(self, slot: int) -> None:
-        if self._host_drafts:
-            assert self.proposer is not None
+        if self.proposer is not None:
             self.proposer.stop(slot)
 
     @property
@@ -256,7 +258,9 @@ class Loop:
         if not scheduler.prefix_caching or not length // scheduler.page_size > sequence.num_known:
             self.end(sequence)
             return
-        self._retiring.append((sequence, self.device.ops.fetch(tokens)))
+        read = self.device.ops.fetch(tokens)
+        self._retiring.append((sequence, read))
+        self._hear(sequence, read)
         self._stop(sequence.slot)
         scheduler.retire(sequence)
 
@@ -270,6 +274,9 @@ class Loop:
         while self._retiring:
             sequence, read = self._retiring.popleft()
             self.scheduler.bury(sequence, read().tolist())
+        while self._heard:
+            request, read = self._heard.popleft()
+            self._tell_proposer(lambda proposer, r=request, ids=read: proposer.learn(r, ids().numpy()))
 
     def _extras(self, flight: Flight, table: Ints) -> dict[int, Extra]:
         """What the columns do not hold, for those who asked."""
@@ -319,16 +326,26 @@ class Loop:
             start = int(self.scheduler.host.length[slot]) - len(request.prompt_token_ids)
             extra.drafts = extras.draft_records(ops, line, start, drafts, own, sources, logits)
 
-    # --- a proposer on the host ---------------------------------------------------------------------
+    # --- the proposer -------------------------------------------------------------------------------
 
     def _start(self, newcomers: list[Sequence]) -> None:
-        if not self._host_drafts or self.proposer is None:
-            return
-        try:
-            for sequence in newcomers:
-                self.proposer.start(sequence.slot, sequence.request)
-        except Exception as error:
-            self._give_up(error)
+        for sequence in newcomers:
+            self._tell_proposer(lambda proposer, s=sequence: proposer.start(s.slot, s.request))
+        self._tell_proposer(lambda proposer: proposer.prepare())
+
+    def _hear(self, sequence: Sequence, read: Callable[[], Tensor] | None = None) -> None:
+        """What one that leaves has said, for a proposer that learns from it."""
+        if self.proposer is not None and self.proposer.learns:
+            line = self.slots.columns.tokens[sequence.slot]
+            length = int(self.scheduler.host.length[sequence.slot])
+            self._heard.append((sequence.request, read or self.device.ops.fetch(line[:length])))
+
+    def _tell_proposer(self, what: Callable[[Proposer], None]) -> None:
+        if self.proposer is not None:
+            try:
+                what(self.proposer)
+            except Exception as error:  # a plug-in's code may raise anything
+                self._give_up(error)
 
     def _propose(self, flight: Flight) -> None:
         try:
@@ -341,7 +358,8 @@ class Loop:
         if self.debug:
             raise error
         logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
-        self.proposer = None
+        self.proposer = self.device.proposer = None
+        self._heard.clear()
 
     def _ask_proposer(self, flight: Flight) -> None:
         proposer, scheduler, host = self.proposer, self.scheduler, self.scheduler.host

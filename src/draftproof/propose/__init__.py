@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from draftproof.errors import ConfigError
 from draftproof.ops import Ops
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
 PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
+    "suffix": "draftproof.propose.suffix:SuffixProposer",
     "given": "draftproof.propose.given:GivenProposer",
 }
 
@@ -45,6 +49,7 @@ class Proposer(ABC):
     stores_kv: ClassVar[bool] = False  # keeps KV of its own on the engine's page ids, of drafts too
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
     cheap: ClassVar[bool] = False  # asking it costs next to nothing: only what is verified does
+    learns: ClassVar[bool] = False  # from what requests have said, once they end
     takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
 
@@ -62,6 +67,14 @@ class Proposer(ABC):
 
     def stop(self, slot: int) -> None:
         """The request in `slot` has ended."""
+        return None
+
+    def learn(self, request: Request, ids: NDArray[np.int64]) -> None:
+        """With `learns`: all tokens of a request that has ended, its prompt first."""
+        return None
+
+    def prepare(self) -> None:
+        """A step is about to be queued: what the host has for the device must go now, without waiting."""
         return None
 
 
