@@ -276,7 +276,7 @@ class Loop:
             self.scheduler.bury(sequence, read().tolist())
         while self._heard:
             request, read = self._heard.popleft()
-            self._tell_proposer(lambda proposer, r=request, ids=read: proposer.learn(r, ids().numpy()))
+            self._tell_proposer("learn", request, read().numpy())
 
     def _extras(self, flight: Flight, table: Ints) -> dict[int, Extra]:
         """What the columns do not hold, for those who asked."""
@@ -330,8 +330,8 @@ class Loop:
 
     def _start(self, newcomers: list[Sequence]) -> None:
         for sequence in newcomers:
-            self._tell_proposer(lambda proposer, s=sequence: proposer.start(s.slot, s.request))
-        self._tell_proposer(lambda proposer: proposer.prepare())
+            self._tell_proposer("start", sequence.slot, sequence.request)
+        self._tell_proposer("prepare")
 
     def _hear(self, sequence: Sequence, read: Callable[[], Tensor] | None = None) -> None:
         """What one that leaves has said, for a proposer that learns from it."""
@@ -340,10 +340,10 @@ class Loop:
             length = int(self.scheduler.host.length[sequence.slot])
             self._heard.append((sequence.request, read or self.device.ops.fetch(line[:length])))
 
-    def _tell_proposer(self, what: Callable[[Proposer], None]) -> None:
+    def _tell_proposer(self, what: str, *arguments: Any) -> None:
         if self.proposer is not None:
             try:
-                what(self.proposer)
+                getattr(self.proposer, what)(*arguments)
             except Exception as error:  # a plug-in's code may raise anything
                 self._give_up(error)
 

@@ -197,7 +197,7 @@ class Ops(SuffixSearch):
             x, residual = self.add_rms_norm(x, residual, next_norm, eps)
         return x
 
-    def begin(self, rows: Rows) -> None:  # noqa: B027 - nothing to do is right for most
+    def begin(self, rows: Rows) -> None:
         """A forward pass over these rows begins: what its layers share may be worked out once.
 
         A hint; an op called without it gives the same.

@@ -62,7 +62,7 @@ def _texts(columns: SlotColumns, slot: Tensor, begun: Tensor, had: Tensor) -> tu
 
 
 def _depth(text: Tensor, size: Tensor, before: Tensor, at: Tensor) -> Tensor:
-    """before [B, P, DEPTH]: the tokens before place at [B, P], nearest first. How many are the text's last?"""
+    """before [B, P, DEPTH]: tokens before place at [B, P], nearest first. How many are the text's last?"""
     back = torch.arange(1, DEPTH + 1, device=size.device)
     last = text.gather(1, (size[:, None] - back).clamp(min=0))[:, None]
     inside = (back <= at[..., None]) & (back <= size[:, None, None])

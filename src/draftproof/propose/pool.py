@@ -103,15 +103,18 @@ class Pool:
     # --- what is sent -------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Bring the device up to date: seats, what has expired, what was told."""
+        """Bring the device up to date: seats, what has expired, what was told before the last call."""
         if self._seats_changed:
             self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
             self._seats_changed = False
         if self._dies <= self.now():
             self._expire()
-        if self._told:
+        if self._told and self._when_used is None:
+            self._when_used = self.ops.fetch(self.device.used)  # it will be there before the next step
+        elif self._told and self._when_used is not None:
             told, self._told = self._told, []
-            self._take_in(told)
+            self._take_in(told, self._when_used().numpy())
+            self._when_used = None
 
     def _expire(self) -> None:
         old = np.flatnonzero((self.owner != NOBODY) & (self._born + self.ttl <= self.now()))
@@ -122,10 +125,9 @@ class Pool:
         self._dies = self._born[alive].min() + self.ttl if alive.any() else np.inf
         self._send_facts(old)
 
-    def _take_in(self, told: Sequence[tuple[int, Ints]]) -> None:
-        self._clock += 1
-        if self._when_used is not None:  # of what was there when it was last looked at
-            self._used = np.maximum(self._used, np.where(self.owner == NOBODY, -1, self._when_used().numpy()))
+    def _take_in(self, told: Sequence[tuple[int, Ints]], used: Ints) -> None:
+        self._clock += 2  # what is used from now on was used after what comes now
+        self._used = np.maximum(self._used, np.where(self.owner == NOBODY, -1, used))
         new: dict[bytes, tuple[int, Ints]] = {}
         changed = set()
         for owner, line in told[-self.num_lines :]:
@@ -144,11 +146,10 @@ class Pool:
             self._digests[place], self._lines[digest] = digest, place
             self.owner[place], self._filled[place], self.weight[place] = owner, line[WIDE], 1
             self._born[place], self._used[place] = self.now(), self._clock
-        self.device.clock.fill_(self._clock)
+        self.device.clock.fill_(self._clock + 1)
         if new:
             self._send_lines(places, np.stack([line for _, line in new.values()]))
         self._send_facts(np.array(sorted({*places.tolist(), *changed}), np.int64))
-        self._when_used = self.ops.fetch(self.device.used)
 
     def _make_room(self, count: int) -> Ints:
         """The lines that were not used for longest; nobody's have never been."""

@@ -16,12 +16,12 @@ assert drafting.SIZES == (SMALL, MIDDLE, LARGE) and drafting.WAYS == WAYS
 assert drafting.MULTIPLIER == MULTIPLIER
 
 
-@njit(cache=True, nogil=True, boundscheck=False)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, boundscheck=False)
 def index(tokens, begin, end, owners, places, table, heads, at) -> Any:  # type: ignore[no-untyped-def]
     """n lines: tokens [n, wide]; what follows places begin..end of them is to be found.
 
-    Written: table [SIZES, buckets, WAYS], heads [SIZES, buckets], the next way of each bucket, and `at`, where
-    in the table something was written, as flat places; returns how many.
+    Written: table [SIZES, buckets, WAYS], heads [SIZES, buckets], the next way of each bucket, and `at`:
+    where in the table something was written, as flat places; returns how many.
     """
     wide, mask, count = tokens.shape[1], table.shape[1] - 1, 0
     for i in range(len(tokens)):

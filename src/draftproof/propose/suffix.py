@@ -22,7 +22,7 @@ class SuffixProposer(DeviceProposer):
     cheap = True
     learns = True
     defaults = {
-        "min_match": 2,  # tokens, in the request's own text
+        "min_match": 1,  # tokens, in the request's own text
         "doubt": 1.5,  # a draft behind m matched tokens is thought to stand with m / (m + doubt)
         "min_token_prob": 0.15,  # a draft that is reached and stands with less is not made
         "pool_tokens": 1 << 19,  # of earlier responses; 0: none

@@ -24,7 +24,7 @@ class Recorded:
 
 
 def read(path: Path, tokenizer: Tokenizer | None = None) -> list[Recorded]:
-    """Lines with prompt_token_ids and token_ids, or prompt and text; task, cache_salt, prediction if they like."""
+    """Lines with prompt_token_ids and token_ids, or prompt and text; also task, cache_salt, prediction."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

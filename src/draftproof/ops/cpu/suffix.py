@@ -40,9 +40,10 @@ class CpuSuffix(SuffixSearch):
         count = np.zeros(number, np.int64) if begun is None else begun[1].numpy().copy()
         worth = np.zeros(number, np.int64)
         _suffix(
-            columns.tokens.numpy(), columns.length.numpy(), columns.ended.numpy(), slots.numpy(), budget.numpy(),
-            pool.tokens.numpy(), pool.filled.numpy(), pool.owner.numpy(), pool.weight.numpy(), pool.used.numpy(),
-            pool.table.numpy(), pool.slot_owner.numpy(), pool.clock.numpy(),
+            columns.tokens.numpy(), columns.length.numpy(), columns.ended.numpy(),
+            slots.numpy(), budget.numpy(),
+            pool.tokens.numpy(), pool.filled.numpy(), pool.owner.numpy(), pool.weight.numpy(),
+            pool.used.numpy(), pool.table.numpy(), pool.slot_owner.numpy(), pool.clock.numpy(),
             rule.smallest, np.float32(rule.doubt), np.float32(rule.floor), tokens, count, worth,
         )  # fmt: skip
         return torch.from_numpy(tokens), torch.from_numpy(count), torch.from_numpy(worth)
