@@ -431,16 +431,8 @@ def pool_of(step: Step, lines: int = 6, wide: int = 20, buckets: int = 8) -> Suf
     wild = torch.rand(table.shape, generator=step.random) < 0.1
     table = torch.where(wild, step.ints(-1, lines * wide - 1, *table.shape).to(torch.int32), table)
     tokens[torch.arange(wide) >= filled[:, None]] = -7
-    return SuffixPool(
-        tokens,
-        filled,
-        owner,
-        step.ints(1, 20, lines),
-        step.ints(0, 5, lines),
-        table,
-        slot_owner,
-        torch.tensor([9]),
-    )
+    weight, used = step.ints(1, 20, lines), step.ints(0, 5, lines)
+    return SuffixPool(tokens, filled, owner, weight, used, table, slot_owner, torch.tensor([9]))
 
 
 @check
