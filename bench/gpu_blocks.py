@@ -94,8 +94,8 @@ def all_layers_at_once(ops: TritonOps) -> None:
                 x = randn(len(where) + pad, hidden, seed=len(where), dtype=BF16)
                 assert ops._blocks.takes(x, layers)
                 ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
-                got = ops.blocks(x.clone(), layers, norm, rows, table, ours, 1e-5)[: len(where)]
-                want = Ops.blocks(ops, x, layers, norm, rows, table, theirs, 1e-5)[: len(where)]
+                got = ops.blocks(x.clone(), layers, norm, rows, table, ours, 1e-5)[0][: len(where)]
+                want = Ops.blocks(ops, x, layers, norm, rows, table, theirs, 1e-5)[0][: len(where)]
                 assert not want.isnan().any() and torch.equal(got, want), f"hidden {hidden}: {where}"
                 for mine, other in zip(ours, theirs, strict=True):
                     assert torch.equal(mine.view(torch.int16), other.view(torch.int16)), f"K, V: {where}"

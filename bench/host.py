@@ -124,7 +124,7 @@ class Instant:
         table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], End.LENGTH, 0)
         outcome = Outcome(torch.from_numpy(table), None, None)  # type: ignore[arg-type]
         none = None, None, None, None, None
-        packed = Packed.of([outcome.table, self.real.slots.columns.num_draft])
+        packed = Packed.of({"table": outcome.table})
         return Ran(Decided(outcome, *none, packed), None)  # type: ignore[arg-type]
 
 

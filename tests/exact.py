@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import grammars
+import heads
 import proposers
 import tiny
 from draftproof.engine.engine import Engine
@@ -186,6 +187,8 @@ class Where:
         spec = dict(speculative) if speculative else None
         if spec and spec["method"] == "proposers:SelfModel":
             spec.setdefault("weights", f"{self.arch}/{self.dtype}")
+        for key, value in heads.options(spec["method"], self.arch, self.dtype).items() if spec else ():
+            spec.setdefault(key, value)
         sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, "overlap": False, **options}
         with using(self.threads):
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
@@ -224,6 +227,7 @@ class Company:
     shaken: bool = False  # everybody is put aside again and again
     later: int = 1  # each time by so many plans
     stats: dict[str, RequestStats] = field(default_factory=dict)
+    records: dict[str, tiny.Record] = field(default_factory=dict)  # of the last time
 
     def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
         proposers.set_answers(answers)
@@ -241,9 +245,9 @@ class Company:
                 if when == step:
                     target.abort(str(index))
 
-        records = tiny.run(target, requests, self.arrivals, leave, self.stats)
+        self.records = tiny.run(target, requests, self.arrivals, leave, self.stats)
         check_empty(target)
-        return records
+        return self.records
 
     def differences(self, fresh: bool = False) -> list[str]:
         """What differs from the solo runs; `fresh` runs those anew (for a broken engine)."""

@@ -71,7 +71,7 @@ def guess(engine: Engine, method: str, overlap: bool) -> None:
     loop._flights.clear()  # a last step of nobody's may be there
     loop.proposer = kind(loop.proposer.env, {})
     loop.sources = kind.sources
-    loop.device.proposer = loop.proposer if kind.graph_safe else None
+    loop.device.drafting.proposer = loop.proposer if kind.graph_safe else None
     loop.overlap = overlap and kind.graph_safe
 
 

@@ -348,21 +348,21 @@ def test_captured_is_eager_at_any_thread_count(kind: str) -> None:
         ops, dtype = make(kind, threads)
         model = Tiny(ops, dtype)
         paged = Paged(model.heads, [290, 30], dtype)
-        captured = ops.capture(model.forward, 300)
+        captured = ops.capture(lambda rows, model=model: (model.forward(rows),), 300)
         chunk = [(0, p) for p in range(280)] + [(1, p) for p in range(20)]
         step = [(0, p) for p in range(280, 288)] + [(1, 20)]
         eager = [model.forward(tokens_of(places, paged)).clone() for places in (chunk, step)]
         for cache in model.caches:
             cache.fill_(float("nan"))
-        again = [captured(tokens_of(places, paged)).clone() for places in (chunk, step)]
+        again = [captured(tokens_of(places, paged))[0].clone() for places in (chunk, step)]
         assert same(eager[0], again[0]) and same(eager[1], again[1])
         poison(ops)
         captured._program.arena.fill(0xFF)  # type: ignore[attr-defined]
         for i in range(8):  # one at a time, after the keys of the rows before
-            alone = captured(tokens_of(step[i : i + 1], paged))
+            (alone,) = captured(tokens_of(step[i : i + 1], paged))
             assert same(alone, eager[1][i : i + 1])
         assert not eager[0].isnan().any()
-        assert captured(tokens_of(step[:1], paged)).shape == (1, 97)
+        assert captured(tokens_of(step[:1], paged))[0].shape == (1, 97)
         results.append(torch.cat(eager))
     assert same(results[0], results[1]) and same(results[0], results[2])
 
@@ -370,16 +370,16 @@ def test_captured_is_eager_at_any_thread_count(kind: str) -> None:
 def test_capture_follows_a_new_page_table_and_refuses_foreign_operations() -> None:
     ops, dtype = make("fp32")
     model = Tiny(ops, dtype)
-    captured = ops.capture(model.forward, 4)
+    captured = ops.capture(lambda rows: (model.forward(rows),), 4)
     first, second = (Paged(model.heads, [30], dtype) for _ in range(2))
-    a = captured(tokens_of([(0, 0), (0, 1)], first)).clone()
-    b = captured(tokens_of([(0, 0), (0, 1)], second)).clone()
+    a = captured(tokens_of([(0, 0), (0, 1)], first))[0].clone()
+    b = captured(tokens_of([(0, 0), (0, 1)], second))[0].clone()
     assert same(a, b)
     with pytest.raises(ValueError, match="captured for 4"):
         captured(tokens_of([(0, p) for p in range(5)], first))
 
-    def foreign(rows: Rows) -> Tensor:
-        return ops.rms_norm(ops.embed(rows.tokens, model.table) * 2, model.layers[0]["n1"], 1e-5)
+    def foreign(rows: Rows) -> tuple[Tensor, ...]:
+        return (ops.rms_norm(ops.embed(rows.tokens, model.table) * 2, model.layers[0]["n1"], 1e-5),)
 
     with pytest.raises(Exception, match="ops only"):
         ops.capture(foreign, 4)(tokens_of([(0, 0)], first))

@@ -88,16 +88,6 @@ def test_drafts_of_the_wrong_shape_are_a_proposers_failure(method, nonsense, mon
     assert "switched off" in caplog.text
 
 
-class TwoSources(proposers.DeviceJunk):
-    sources = ("left", "right")
-
-
-def test_a_device_proposer_of_several_sources_is_refused() -> None:
-    """A step would overwrite who proposed what before anybody has read it."""
-    with pytest.raises(ConfigError, match="several sources"):
-        tiny.engine(speculative={"method": "test_proposer_failures:TwoSources", "num_speculative_tokens": 2})
-
-
 class SafeByWord(proposers.Junk):
     graph_safe = True
 

@@ -132,6 +132,17 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one forward pass, ragged: rows of one slot are adjacent and ascend by position."""
+
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64, position of the token in its request
+    slots: Tensor  # [rows] int64, which line of `page_table` holds the request's pages
+    kv_index: Tensor  # [rows] int64, page * page_size + offset: where this row's K and V are stored
+    page_table: Tensor  # [slots, max_pages] int32
+
+
+@dataclass(frozen=True, slots=True)
 class Traits:
     """What the requests of a step use between them: what the step has to compute, and nothing more.
 
@@ -144,15 +155,34 @@ class Traits:
     scales: bool = False  # processed logits are needed as such: truncation, or somebody looks at them
     raw_top: int = -1  # columns of raw logprobs beside the token's own; -1: none wanted
     processed_top: int = -1
+    drafts: bool = False  # some want to know what their drafters thought
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTraits:
+    """What is wanted of a proposer that follows the rows; captured drafts are kept by it."""
+
+    rounds: int  # drafts of whoever may have most of them, or a few more; 0: keep up, draft nothing
+    prompts: bool = True  # some entries have chunks
+    scales: bool = False  # some truncate what they sample from
+    logprobs: bool = False  # the drafter's own are read
+    probs: bool = False  # so are its probabilities, over the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """What a graph_safe proposer sees after a commit, with no host between: columns of B entries."""
+    """What a graph_safe proposer sees after a commit, with no host between: columns of B entries.
+
+    One that follows the rows (`Proposer.follows_rows`) is also given the step that was committed.
+    """
 
     columns: SlotColumns
     slots: Tensor  # [B] int64; -1: no entry
     budget: Tensor  # [B] int64: drafts wanted at most
+    chunk: Tensor | None = None  # [B] int64: prompt rows that the step computed; 0: the entry decoded
+    rows: Rows | None = None  # [R] of the step, with the drafts that it verified
+    features: tuple[Tensor, ...] = ()  # [R, hidden] each: what the proposer said it needs of these rows
+    traits: DraftTraits | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,10 @@ class Loop:
     def _host_drafts(self) -> bool:
         return self.proposer is not None and not self.proposer.graph_safe
 
+    @property
+    def _device_drafts(self) -> bool:
+        return self.device.drafting.proposer is not None
+
     # --- planning and queueing ----------------------------------------------------------------------
 
     def _host_is_needed(self) -> bool:
@@ -129,7 +133,7 @@ class Loop:
     def _launch(self) -> Flight | None:
         scheduler, host, started = self.scheduler, self.scheduler.host, time.perf_counter()
         waits = self._host_drafts or not self.overlap or self._host_is_needed()
-        if waits and self.overlap and self.proposer is not None:
+        if waits and self._device_drafts:
             self._count_drafts()
         planned = scheduler.plan(idle=not self._flights)
         for sequence in scheduler.put_aside:
@@ -143,19 +147,19 @@ class Loop:
         self.slots.seat(scheduler.seats(planned.newcomers))
         self._start(planned.newcomers)
         budget = np.zeros_like(planned.slots)
-        if self.device.proposer is not None:
+        if self._device_drafts:
             budget = scheduler.budget(planned)
         middle = {}
         complaints: guided.Complaints = {}
         if scheduler.num_hosted:
             complaints = guided.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
-        keep = bool(self.proposer and self.proposer.needs_hidden)
+        keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
-        if self.device.failure is not None and self.proposer is not None:
-            self._give_up(self.device.failure)
-        host.num_draft[planned.slots] = budget if self.device.proposer is not None else 0
+        if self.device.drafting.failure is not None and self.proposer is not None:
+            self._give_up(self.device.drafting.failure)
+        host.num_draft[planned.slots] = budget if self._device_drafts else 0
         return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints)
 
     def _count_drafts(self) -> None:
@@ -177,13 +181,17 @@ class Loop:
 
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
-        table, drafts, *found = flight.ran.decided.packed.open(flight.read())
+        found = flight.ran.decided.packed.open(flight.read())
         self._clock(flight)
         self._reap()
-        table = table[: len(planned.slots)]
-        columns = self._columns(flight.ran, found)
-        extras_of = self._extras(flight, table) if flight.waits and self.scheduler.num_hosted else {}
-        source = self._source(flight) if len(self.sources) > 1 else None
+        table = found["table"][: len(planned.slots)]
+        columns = self._columns(found)
+        thoughts, source = (
+            found[name][planned.slots] if name in found else None
+            for name in ("draft logprobs", "draft sources")
+        )
+        asked = flight.waits and self.scheduler.num_hosted
+        extras_of = self._extras(flight, table, thoughts, source) if asked else {}
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
@@ -199,9 +207,6 @@ class Loop:
             table, source = table[at], None if source is None else source[at]
         else:
             requests = [s.request for s in planned.sequences]
-        if flight.waits and self.device.proposer is not None:
-            lines = planned.slots[here]
-            self.scheduler.host.num_draft[lines] = drafts[lines]
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
         if self._host_drafts:
             self._propose(flight)
@@ -220,17 +225,12 @@ class Loop:
             self.scheduler.budgets.costs.observe(rows, now - since)
         self._last_read = now if decodes else None
 
-    def _columns(self, ran: Ran, found: list[NDArray[Any]]) -> dict[Wants, LogprobColumns]:
-        columns = {}
-        for kind, table in ((Wants.RAW, ran.decided.raw), (Wants.PROCESSED, ran.decided.processed)):
-            if table is not None:
-                ids, ranks, values, *found = found
-                columns[kind] = LogprobColumns(values, ids, ranks)
-        return columns
-
-    def _source(self, flight: Flight) -> np.ndarray:
-        """Who proposed the drafts that were verified. Their proposer is on the host and has not gone on."""
-        return self.slots.columns.draft_source.cpu().numpy()[flight.planned.slots]
+    def _columns(self, found: dict[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+        return {
+            kind: LogprobColumns(found[name], found[f"{name} ids"], found[f"{name} ranks"])
+            for kind, name in ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
+            if name in found
+        }
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""
@@ -278,8 +278,10 @@ class Loop:
             request, read = self._heard.popleft()
             self._tell_proposer("learn", request, read().numpy())
 
-    def _extras(self, flight: Flight, table: Ints) -> dict[int, Extra]:
-        """What the columns do not hold, for those who asked."""
+    def _extras(
+        self, flight: Flight, table: Ints, thoughts: NDArray[Any] | None, source: NDArray[Any] | None
+    ) -> dict[int, Extra]:
+        """What the columns do not hold, for those who asked. thoughts, source [B, K]: of their drafts."""
         planned, found = flight.planned, {}
         for b, sequence in enumerate(planned.sequences):
             params = sequence.request.params
@@ -290,7 +292,9 @@ class Loop:
             if prompts:
                 extra.prompt_logprobs = self._prompt_logprobs(flight, b) or None
             if planned.samples[b] and sequence.settled_by_host:
-                self._ask(flight, b, table[b], extra)
+                names = [0] * table.shape[1] if source is None else source[b].tolist()
+                own = [] if thoughts is None else thoughts[b].tolist()
+                self._ask(flight, b, table[b], extra, own, names)
             if extra == Extra():
                 del found[b]
         return found
@@ -307,7 +311,9 @@ class Loop:
         sequence.prompt_scored += len(lines)
         return lines
 
-    def _ask(self, flight: Flight, b: int, line: Ints, extra: Extra) -> None:
+    def _ask(
+        self, flight: Flight, b: int, line: Ints, extra: Extra, own: list[float], source: list[int]
+    ) -> None:
         sequence, decided = flight.planned.sequences[b], flight.ran.decided
         request, ops = sequence.request, self.device.ops
         assert decided.logits is not None and decided.sampled is not None
@@ -316,14 +322,9 @@ class Loop:
             extra.logprobs = extras.token_logprobs(ops, request, line, logits)
         if request.params.include_draft_logprobs:
             count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
-            slot, columns = sequence.slot, self.slots.columns
             drafts = decided.windows.draft[first : first + count].tolist()
-            own = [float("nan")] * count
-            sources = [self.sources[0]] * count if self.sources else []
-            if self._host_drafts:
-                own = columns.draft_logprob[slot, :count].tolist()
-                sources = [self.sources[n] for n in columns.draft_source[slot, :count].tolist()]
-            start = int(self.scheduler.host.length[slot]) - len(request.prompt_token_ids)
+            sources = [self.sources[n] for n in source[:count]]
+            start = int(self.scheduler.host.length[sequence.slot]) - len(request.prompt_token_ids)
             extra.drafts = extras.draft_records(ops, line, start, drafts, own, sources, logits)
 
     # --- the proposer -------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ class Loop:
         if self.debug:
             raise error
         logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
-        self.proposer = self.device.proposer = None
+        self.proposer = self.device.drafting.proposer = None
         self._heard.clear()
 
     def _ask_proposer(self, flight: Flight) -> None:

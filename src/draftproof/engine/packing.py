@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,24 +12,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-KINDS = {torch.int64: np.int64, torch.float32: np.float32}
+KINDS = {torch.int64: np.int64, torch.float32: np.float32, torch.int8: np.int8}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     data: Tensor  # [bytes] uint8
-    forms: tuple[tuple[tuple[int, ...], Any], ...]  # shape and numpy's type of each tensor
+    forms: tuple[tuple[str, tuple[int, ...], Any], ...]  # name, shape and numpy's type of each tensor
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Packed:
-        rows = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-        return cls(torch.cat(rows), tuple((tuple(t.shape), KINDS[t.dtype]) for t in tensors))
+    def of(cls, tensors: Mapping[str, Tensor]) -> Packed:
+        rows = [t.contiguous().view(-1).view(torch.uint8) for t in tensors.values() if t.numel()]
+        forms = tuple((name, tuple(t.shape), KINDS[t.dtype]) for name, t in tensors.items())
+        return cls(torch.cat(rows), forms)
 
-    def open(self, data: Tensor) -> list[NDArray[Any]]:
+    def open(self, data: Tensor) -> dict[str, NDArray[Any]]:
         """The tensors again, from the bytes as they came to the host."""
-        row, at, out = data.numpy(), 0, []
-        for shape, kind in self.forms:
+        row, at, out = data.numpy(), 0, {}
+        for name, shape, kind in self.forms:
             size = math.prod(shape) * np.dtype(kind).itemsize
-            out.append(row[at : at + size].view(kind).reshape(shape))
+            out[name] = row[at : at + size].view(kind).reshape(shape)
             at += size
         return out

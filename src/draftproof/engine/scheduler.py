@@ -95,8 +95,9 @@ class Scheduler:
             decodes, drafts = self._decoding()
             short = self._short_of(decodes, drafts, self.lookahead)
             if short.sum() > self.pages.num_free:
-                drafts = np.minimum(drafts, self._room())  # guesses where there are pages for them
-                short = self._short_of(decodes, drafts)
+                newest = min(self.lookahead, 1)  # a drafter stores the newest token as well
+                drafts = np.minimum(drafts, np.maximum(self._room() - newest, 0))  # guesses go first
+                short = self._short_of(decodes, drafts, newest)
             if short.sum() <= self.pages.num_free:
                 break
             if not idle:

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.engine.budget import Ints
-from draftproof.errors import NO_TOKEN_LEFT
-from draftproof.errors import EngineClosedError, RequestError
+from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
 from draftproof.types import (
     ENDED,
     FIRST_ROW,

@@ -34,7 +34,10 @@ class Sizes:
         return (self.num_pages - 1) * self.page_size
 
 
-def resolve_sizes(config: EngineConfig, checkpoint: Checkpoint, ops: Ops) -> Sizes:
+def resolve_sizes(
+    config: EngineConfig, checkpoint: Checkpoint, ops: Ops, drafter: tuple[int, int] = (0, 0)
+) -> Sizes:
+    """`drafter`: bytes that the proposer needs for each token, and besides."""
     num_seqs = config.max_num_seqs or ops.default_seqs
     max_rows = config.max_num_batched_tokens or max(ops.default_rows, num_seqs)
     if max_rows < num_seqs:
@@ -48,8 +51,8 @@ def resolve_sizes(config: EngineConfig, checkpoint: Checkpoint, ops: Ops) -> Siz
     k = config.speculative.num_speculative_tokens if config.speculative else 1
     tokens = config.kv_cache_tokens
     if tokens is None:
-        each = _kv_bytes(checkpoint)
-        workspace = LOGITS_COPIES * num_seqs * (k + 1) * checkpoint.config.vocab_size * 4
+        each = _kv_bytes(checkpoint) + drafter[0]
+        workspace = LOGITS_COPIES * num_seqs * (k + 1) * checkpoint.config.vocab_size * 4 + drafter[1]
         room = _kv_room(config, checkpoint, ops, workspace, each * max_len) // each
         tokens = min(room, num_seqs * max_len)
     return Sizes(max_len, num_seqs, max_rows, config.page_size, 1 - (-tokens // config.page_size), k)

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.budget import Ints
+from draftproof.engine.drafting import Drafting, checked
 from draftproof.engine.packing import Packed
 from draftproof.engine.sequence import Planned
 from draftproof.engine.slots import ALIGN, Slots
-from draftproof.errors import ConfigError
 from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Rows, TokenLogprobs
-from draftproof.propose import DeviceProposer, Proposer
+from draftproof.propose import Proposer
 from draftproof.types import (
     TOKENS,
     Choice,
-    DeviceBatch,
     Draft,
     Outcome,
     Plan,
@@ -56,7 +55,7 @@ class Decided:
     sampled: Sampled | None
     raw: TokenLogprobs | None  # of the picked rows of requests that want them so
     processed: TokenLogprobs | None
-    packed: Packed  # the table, num_draft, and the logprobs: what the host reads
+    packed: Packed  # what the host reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +81,6 @@ class DeviceStep:
         self.runner = runner
         self.slots = slots
         self.sampler = sampler
-        self.proposer = proposer if isinstance(proposer, DeviceProposer) else None
-        if proposer is not None and proposer.graph_safe and self.proposer is None:
-            raise ConfigError(f"{type(proposer).__name__} is graph_safe: it must be a DeviceProposer")
-        if self.proposer is not None and (len(self.proposer.sources) > 1 or self.proposer.reports_probs):
-            raise ConfigError(
-                f"{type(proposer).__name__} drafts on the device and has several sources or reports its "
-                "probabilities: only a proposer on the host may do that yet"
-            )
-        self.failure: Exception | None = None  # the proposer's, which is then no longer asked
         columns, device = slots.columns, slots.device
         num_slots, k = columns.draft.shape
         self.max_rows = self.ops.bucket(max_rows)
@@ -112,9 +102,7 @@ class DeviceStep:
         self._picked = torch.zeros(
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
-        self.draft_probs: Tensor | None = None  # [S, K, V]
-        if proposer is not None and proposer.reports_probs:
-            self.draft_probs = torch.zeros((num_slots, k, slots.vocab), device=device)
+        self.drafting = Drafting(proposer, slots, self.max_rows, self._picked)
         self._allowed: Tensor | None = None  # masks by slot and depth; made when a grammar first comes
         self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
@@ -127,33 +115,45 @@ class DeviceStep:
         rows, logits = self.ops.bucket(planned.num_rows), self.ops.bucket(max(1, planned.num_logits))
         if traits.masks:
             self._masks()
+        follow = self._follow(rows, planned, budget, traits)
         if not hosted and not keep and not planned.chunk.any():
             step = self._graph(("decode", rows, traits), lambda: self._whole(rows, traits))
             self._load(planned, budget)
-            return Ran(step(), None)
+            ran = Ran(step(), None)
+            follow()
+            return ran
         layout, picked = self._layout(rows, logits), self._picked[:logits]
-        forward = self._graph(("forward", rows), lambda: self.runner.forward(layout.rows))
+        forward = self._graph(("forward", rows), lambda: self._forward(layout.rows))
         judge: Callable[[], Decided] = partial(self._tail, picked, layout.windows, traits, hosted)
         if not planned.num_logits:
-            judge = partial(self._advance, layout.windows)
+            judge = partial(self._advance, layout.windows, traits)
         elif not hosted:
             judge = self._graph(("judge", logits, traits), judge)
         self._load(planned, budget)
         self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
         hidden = forward()
         torch.index_select(hidden, 0, layout.at, out=picked)
-        return Ran(judge(), hidden)
+        ran = Ran(judge(), hidden)
+        follow()
+        return ran
+
+    def _follow(self, rows: int, planned: Planned, budget: Ints, traits: Traits) -> Callable[[], None]:
+        """What comes behind the step: the drafts of a proposer that follows its rows."""
+        probs = self.drafting.expect(traits, self.sampler.strategies)
+        if not self.drafting.follows_rows:
+            return lambda: None
+        entries = min(self.ops.bucket(len(planned.slots)), len(self.plan.slots))
+        wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
+        draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
+        return self._graph(("draft", rows, entries, wanted), draft, apart=True)
 
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
         send, columns = self.ops.send, self.slots.columns
-        draft = _checked(draft, columns.draft[: len(planned.slots)])
+        draft = checked(draft, columns.draft[: len(planned.slots)])
         slots = send(torch.from_numpy(planned.slots))
         self.ops.put_draft(columns, slots, send(torch.from_numpy(budget)), draft)
-        if self.draft_probs is not None:
-            certain = torch.zeros_like(self.draft_probs[slots])
-            certain.scatter_(2, columns.draft[slots][..., None], 1.0)
-            self.draft_probs[slots] = certain if draft.probs is None else draft.probs
+        self.drafting.put_probs(slots, draft)
 
     def allow(self, places: Tensor, masks: Tensor) -> None:
         """Masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
@@ -186,7 +186,7 @@ class DeviceStep:
             tick("capturing", done, len(work))
             layout = self._layout(size, min(size, self.max_logits))
             if trait is None:
-                self._graph((kind, size), partial(self.runner.forward, layout.rows))
+                self._graph((kind, size), partial(self._forward, layout.rows))
             elif kind == "decode":
                 self._graph((kind, size, trait), partial(self._whole, size, trait))
             else:
@@ -209,7 +209,7 @@ class DeviceStep:
         """Drop what was captured: a backend's options have changed."""
         self._graphs.clear()
 
-    def _graph(self, key: Hashable, function: Callable[[], T]) -> Callable[[], T]:
+    def _graph(self, key: Hashable, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
         """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""
         if not self.ops.asynchronous:
             return function
@@ -217,7 +217,7 @@ class DeviceStep:
             self._load(None)
             layout = self._layout(self.max_rows, self.max_logits)
             self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
-            self._graphs[key] = self.ops.graph(function)
+            self._graphs[key] = self.ops.graph(function, apart)
         return self._graphs[key]
 
     # --- the stages ---------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class DeviceStep:
             Rows(tokens, positions, slots, kv_index, columns.page_table),
             Windows(
                 *(columns, who, first, num_draft, slot, depth, position, draft),
-                draft_probs=self.draft_probs,
+                draft_probs=self.drafting.probs,
                 allowed=self._allowed,
             ),
             at,
@@ -250,15 +250,20 @@ class DeviceStep:
     def _whole(self, size: int, traits: Traits) -> Decided:
         layout = self._layout(size, size)
         self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
-        hidden = self.runner.forward(layout.rows)  # of entries that decode every row has logits
+        hidden = self._forward(layout.rows)  # of entries that decode every row has logits
         return self._tail(hidden, layout.windows, traits, NO_ONE)
 
-    def _advance(self, windows: Windows) -> Decided:
+    def _forward(self, rows: Rows) -> Tensor:
+        hidden, *tapped = self.runner.tapped(rows)
+        self.drafting.keep(hidden, *tapped)
+        return hidden
+
+    def _advance(self, windows: Windows, traits: Traits) -> Decided:
         """No entry has reached the end of its prompt."""
         none = torch.zeros_like(windows.slot)
         outcome = self._outcome(len(none))
         self.ops.commit(self.plan, windows, Choice(none), none, outcome)
-        return Decided(outcome, windows, None, None, None, None, self._pack(outcome))
+        return Decided(outcome, windows, None, None, None, None, self._pack(outcome, traits))
 
     def _tail(
         self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
@@ -271,29 +276,28 @@ class DeviceStep:
         ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
         raw = self._logprobs(logits, Wants.RAW, windows, outcome, traits)
         processed = self._logprobs(sampled.processed, Wants.PROCESSED, windows, outcome, traits)
-        self._draft()
-        packed = self._pack(outcome, raw, processed)
+        packed = self._pack(outcome, traits, raw, processed)
+        if not self.drafting.follows_rows:
+            self.drafting.draft(self.plan)
         return Decided(outcome, windows, logits, sampled, raw, processed, packed)
 
-    def _pack(self, outcome: Outcome, *found: TokenLogprobs | None) -> Packed:
-        tensors = [outcome.table, self.slots.columns.num_draft]
-        for some in found:
+    def _pack(
+        self,
+        outcome: Outcome,
+        traits: Traits,
+        raw: TokenLogprobs | None = None,
+        processed: TokenLogprobs | None = None,
+    ) -> Packed:
+        """Before the next drafts are made: what is known of those that were verified is still there."""
+        columns, tensors = self.slots.columns, {"table": outcome.table}
+        for name, some in (("raw", raw), ("processed", processed)):
             if some is not None:
-                tensors += [some.ids, some.ranks, some.values]
+                tensors |= {f"{name} ids": some.ids, f"{name} ranks": some.ranks, f"{name}": some.values}
+        if traits.drafts:
+            tensors["draft logprobs"] = columns.draft_logprob
+        if self.drafting.several:
+            tensors["draft sources"] = columns.draft_source
         return Packed.of(tensors)
-
-    def _draft(self) -> None:
-        """The next drafts. What was committed does not depend on them, nor on whether the proposer fails."""
-        if self.proposer is None:
-            return
-        columns = self.slots.columns
-        batch = DeviceBatch(columns, self.plan.slots, self.plan.budget)
-        try:
-            draft = _checked(self.proposer.draft(batch), columns.draft)
-            self.ops.put_draft(columns, batch.slots, batch.budget, draft)
-        except Exception as error:  # a plug-in's code may raise anything
-            self.proposer, self.failure = None, error
-            columns.num_draft.zero_()
 
     def _outcome(self, size: int) -> Outcome:
         return Outcome(self._table, *(line[:size] for line in self._picks))
@@ -315,13 +319,3 @@ def _some_of(most: int) -> list[int]:
     """Row counts that stand for all: powers of two, and the middle between two of them."""
     sizes = [n for power in range(12) for n in (1 << power, 3 << power)]
     return [n for n in sorted(sizes) if n < most] + [most]
-
-
-def _checked(draft: Draft, like: Tensor) -> Draft:
-    """A plug-in's guesses in the shape [B, K] of `like`: backends rely on it."""
-    for part in (draft.tokens, draft.logprobs, draft.sources):
-        if part is not None and part.shape != like.shape:
-            raise ValueError(f"drafts must have the shape {tuple(like.shape)}, not {tuple(part.shape)}")
-    if draft.count.shape != like.shape[:1] or torch.is_floating_point(draft.tokens):
-        raise ValueError("a draft needs a count for each request, and integer tokens")
-    return draft

@@ -40,6 +40,7 @@ def _one(sequence: Sequence, strategies: Many[Strategy], vocab: int) -> Traits:
         scales=not params.greedy and (cut or looked_at),
         raw_top=top if sequence.wants is Wants.RAW else -1,
         processed_top=top if sequence.wants is Wants.PROCESSED else -1,
+        drafts=params.include_draft_logprobs,
     )
 
 
@@ -53,6 +54,7 @@ def _together(several: list[Traits]) -> Traits:
         scales=any(t.scales for t in several),
         raw_top=max(t.raw_top for t in several),
         processed_top=max(t.processed_top for t in several),
+        drafts=any(t.drafts for t in several),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,49 +20,68 @@ class Llama:
         self.config = config
         self.ops = ops
         self.rope = rope_table(config, max_len).to(ops.device)
-        take = _Weights(tensors, ops)
+        take = Weights(tensors, ops)
         self.embedding = take.tensor("model.embed_tokens.weight")
-        self.layers = [self._layer(take, i) for i in range(config.num_layers)]
+        self.layers = [decoder_layer(take, f"model.layers.{i}.", config, i) for i in range(config.num_layers)]
         self.norm = take.tensor("model.norm.weight")
         self.head = (
             ops.pack_linear(self.embedding) if config.tie_embeddings else take.packed(["lm_head"], bias=False)
         )
 
-    def _layer(self, take: _Weights, index: int) -> Layer:
-        config, at = self.config, f"model.layers.{index}."
-        attention, mlp = at + "self_attn.", at + "mlp."
-        qk_norm = config.qk_norm
-        return Layer(
-            attention_norm=take.tensor(at + "input_layernorm.weight"),
-            qkv=take.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
-            q_norm=take.tensor(attention + "q_norm.weight") if qk_norm else None,
-            k_norm=take.tensor(attention + "k_norm.weight") if qk_norm else None,
-            out=take.packed([attention + "o_proj"], config.o_bias),
-            mlp_norm=take.tensor(at + "post_attention_layernorm.weight"),
-            gate_up=take.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
-            down=take.packed([mlp + "down_proj"], config.mlp_bias),
-            heads=Heads(
-                num_q=config.num_heads,
-                num_kv=config.num_kv_heads,
-                dim=config.head_dim,
-                scale=config.head_dim**-0.5,
-                window=config.windows[index],
-            ),
-        )
+    def forward(self, rows: Rows, caches: list[Tensor], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row.
 
-    def forward(self, rows: Rows, caches: list[Tensor]) -> Tensor:
-        """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row."""
-        self.ops.begin(rows)
-        residual = self.ops.embed(rows.tokens, self.embedding)
-        eps = self.config.norm_eps
-        return self.ops.blocks(residual, self.layers, self.norm, rows, self.rope, caches, eps)
+        Then the residual rows after each layer of `taps`, for which the layers run in ranges.
+        """
+        ops, eps = self.ops, self.config.norm_eps
+        ops.begin(rows)
+        residual = ops.embed(rows.tokens, self.embedding)
+        tapped: dict[int, Tensor] = {}
+        hidden, begin = residual, 0
+        for end in sorted({layer + 1 for layer in taps} | {len(self.layers)}):
+            last = end == len(self.layers)
+            norm = self.norm if last else self.layers[end].attention_norm
+            layers, mine = self.layers[begin:end], caches[begin:end]
+            hidden, residual = ops.blocks(residual, layers, norm, rows, self.rope, mine, eps)
+            if end - 1 in taps:
+                tapped[end - 1] = residual
+                residual = residual.clone() if ops.overwrites and not last else residual
+            begin = end
+        return hidden, *(tapped[layer] for layer in taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""
         return self.ops.linear(hidden, self.head, torch.float32)
 
 
-class _Weights:
+def decoder_layer(
+    take: Weights, at: str, config: ModelConfig, index: int, attention_norm: Tensor | None = None
+) -> Layer:
+    """Layer `index`, whose names begin with `at`; `attention_norm`: where the checkpoint has none."""
+    attention, mlp = at + "self_attn.", at + "mlp."
+    qk_norm = config.qk_norm
+    if attention_norm is None:
+        attention_norm = take.tensor(at + "input_layernorm.weight")
+    return Layer(
+        attention_norm=attention_norm,
+        qkv=take.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
+        q_norm=take.tensor(attention + "q_norm.weight") if qk_norm else None,
+        k_norm=take.tensor(attention + "k_norm.weight") if qk_norm else None,
+        out=take.packed([attention + "o_proj"], config.o_bias),
+        mlp_norm=take.tensor(at + "post_attention_layernorm.weight"),
+        gate_up=take.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
+        down=take.packed([mlp + "down_proj"], config.mlp_bias),
+        heads=Heads(
+            num_q=config.num_heads,
+            num_kv=config.num_kv_heads,
+            dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=config.windows[index],
+        ),
+    )
+
+
+class Weights:
     """Takes tensors out of the checkpoint one by one, so that none is held twice."""
 
     def __init__(self, tensors: dict[str, Tensor], ops: Ops) -> None:

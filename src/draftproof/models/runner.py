@@ -6,6 +6,8 @@ same page ids, so there is one allocation and one rollback.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,9 @@ class Runner:
         num_pages: int,
         page_size: int,
         max_rows: int,
+        taps: Sequence[int] = (),
     ) -> None:
+        """`taps`: layers whose residual rows somebody wants to see."""
         config = model.config
         self.model = model
         self.ops = ops
@@ -33,7 +37,7 @@ class Runner:
         self.page_size = page_size
         shape = (2, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self.caches = [torch.zeros(shape, dtype=dtype, device=ops.device) for _ in range(config.num_layers)]
-        self._forward = ops.capture(lambda rows: model.forward(rows, self.caches), max_rows)
+        self._forward = ops.capture(lambda rows: model.forward(rows, self.caches, taps), max_rows)
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
         """Rows with the place of their K and V worked out from the page table."""
@@ -43,6 +47,10 @@ class Runner:
 
     def forward(self, rows: Rows) -> Tensor:
         """[rows, hidden], valid until the next call."""
+        return self._forward(rows)[0]
+
+    def tapped(self, rows: Rows) -> tuple[Tensor, ...]:
+        """The same, then [rows, hidden] of each tap."""
         return self._forward(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

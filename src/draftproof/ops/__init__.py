@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.drafting import SuffixSearch
+from draftproof.ops.drafting import DraftSearch
 from draftproof.registry import lookup
 from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
+from draftproof.types import Rows as Rows
 
 T = TypeVar("T")
 
@@ -39,17 +40,6 @@ STREAM_SAMPLE = 0  # the token at a position; a drafter that samples uses the sa
 STREAM_ACCEPT = 1  # rejection: keep this draft?
 STREAM_RESIDUAL = 2  # rejection: the token in place of a fallen draft
 STREAM_SYNTHETIC = 3  # synthetic acceptance, for benchmarks
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of one forward pass, ragged: rows of one slot are adjacent and ascend by position."""
-
-    tokens: Tensor  # [rows] int64
-    positions: Tensor  # [rows] int64, position of the token in its request
-    slots: Tensor  # [rows] int64, which line of `page_table` holds the request's pages
-    kv_index: Tensor  # [rows] int64, page * page_size + offset: where this row's K and V are stored
-    page_table: Tensor  # [slots, max_pages] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +86,14 @@ class Layer:
     heads: Heads
 
 
-class Ops(SuffixSearch):
+class Ops(DraftSearch):
     """What a backend provides. Shapes are the contract; `R` rows, `V` vocabulary."""
 
     name: ClassVar[str]
     default_seqs: ClassVar[int] = 32  # requests that run side by side, unless told otherwise
     default_rows: ClassVar[int] = 512  # rows of a step, unless told otherwise
     asynchronous: ClassVar[bool] = False  # work is queued: the host can run ahead of the device
+    overwrites: ClassVar[bool] = False  # `blocks` does so with its input
 
     def __init__(self, device: torch.device, numerics: str = "exact") -> None:
         """`numerics`: "fast" lets a backend do what is quickest; one that has nothing quicker stays exact."""
@@ -177,15 +168,18 @@ class Ops(SuffixSearch):
 
     def blocks(
         self,
-        residual: Tensor,  # [R, hidden]: the embedded rows; may be overwritten
+        residual: Tensor,  # [R, hidden]: the embedded rows, or those after an earlier range of layers
         layers: list[Layer],
         norm: Tensor,  # [hidden]: after the last layer
         rows: Rows,
         rope: Tensor,
         caches: list[Tensor],  # one a layer
         eps: float,
-    ) -> Tensor:
-        """All layers and the norm after them: hidden rows [R, hidden]; stores K and V of every row."""
+    ) -> tuple[Tensor, Tensor]:
+        """All layers and the norm after them; stores K and V of every row.
+
+        Hidden rows [R, hidden], and the residual rows that the norm was taken of.
+        """
         x = self.rms_norm(residual, layers[0].attention_norm, eps)
         following = [layer.attention_norm for layer in layers[1:]] + [norm]
         for layer, cache, next_norm in zip(layers, caches, following, strict=True):
@@ -195,7 +189,7 @@ class Ops(SuffixSearch):
             x, residual = self.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = self.linear(self.linear_silu_mul(x, layer.gate_up), layer.down)
             x, residual = self.add_rms_norm(x, residual, next_norm, eps)
-        return x
+        return x, residual
 
     def begin(self, rows: Rows) -> None:
         """A forward pass over these rows begins: what its layers share may be worked out once.
@@ -203,10 +197,12 @@ class Ops(SuffixSearch):
         A hint; an op called without it gives the same.
         """
 
-    def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
+    def capture(
+        self, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int
+    ) -> Callable[[Rows], tuple[Tensor, ...]]:
         """`forward` in a form that is quick to repeat; calls have at most `max_rows` rows.
 
-        The tensor that a captured function returns is valid until its next call.
+        The tensors that a captured function returns are valid until its next call.
         """
         return forward
 
@@ -214,11 +210,11 @@ class Ops(SuffixSearch):
         """The number of rows that a step of `rows` is padded to: few sizes are captured, or any goes."""
         return rows
 
-    def graph(self, function: Callable[[], T]) -> Callable[[], T]:
+    def graph(self, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
         """`function` in a form that is quick to repeat: it reads and writes tensors that never move.
 
         It may be run here, so the caller sees to it that this does no harm. What a graph returns is valid
-        until another one runs.
+        until another one runs that was captured with the same `apart`.
         """
         return function
 
@@ -286,6 +282,16 @@ class Ops(SuffixSearch):
         a token whose probability is at least min_p times the best one's (0 = all).
         """
 
+    def cut(self, base: Tensor, windows: Windows) -> Tensor:
+        """base [L, V] over the temperature, then cut to top-k, top-p and min-p; greedy rows as they are."""
+        columns, slot = windows.columns, windows.slot.clamp(min=0)
+        heat = columns.temperature[slot]
+        hot = heat > 0
+        scaled = base / torch.where(hot, heat, 1.0)[:, None]
+        top_k = torch.where(hot, columns.top_k[slot], 0)
+        top_p = torch.where(hot, columns.top_p[slot], 1.0)
+        return self.truncate(scaled, top_k, top_p, torch.where(hot, columns.min_p[slot], 0.0))
+
     # --- the step's bookkeeping -------------------------------------------------------------------
     # None of these waits for the device, and shapes say nothing about the data: a step of them can be
     # captured. An entry or row with slot -1 is padding: it changes nothing, and nothing is read for it.
@@ -344,17 +350,6 @@ class Ops(SuffixSearch):
     @abstractmethod
     def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """Of tokens [N] at logits rows [N] (-1: padding) and of the `top` best there: logit - logsumexp."""
-
-    @abstractmethod
-    def ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
-    ) -> tuple[Tensor, Tensor]:
-        """Drafts from what followed the last n committed tokens before: tokens [B, K], count [B].
-
-        The longest n in smallest..largest that occurs earlier (followed by at least one token), of its
-        occurrences the latest. `budget` tokens from there; past the end it goes on with what it has just
-        said. None: count 0, as for budget 0 and for requests that have ended. Beyond count: any token.
-        """
 
     @abstractmethod
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:

@@ -1,6 +1,6 @@
-"""What a suffix search looks in, and its contract: the longest matches of a text's end, and how they went on.
+"""Guesses from what was said before: the contract of the searches, and what a suffix search looks in.
 
-Two places are searched: the request's own tokens, and a pool of lines that other requests have said. The
+A suffix search looks in two places: the request's own tokens, and a pool of lines that other requests have said. The
 pool is found by hash: for each of `SIZES` a table of buckets, each with the places of the last `WAYS`
 n-grams that fell into it. An entry is only a hint, because tokens and owner are compared before it counts:
 a line that has been given to somebody else needs no entry removed.
@@ -50,8 +50,19 @@ class SuffixRule:
     floor: float  # a draft that is reached and stands with less is not made
 
 
-class SuffixSearch(ABC):
-    """A part of the ops contract."""
+class DraftSearch(ABC):
+    """A part of the ops contract: guesses from what was said before."""
+
+    @abstractmethod
+    def ngram(
+        self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts from what followed the last n committed tokens before: tokens [B, K], count [B].
+
+        The longest n in smallest..largest that occurs earlier (followed by at least one token), of its
+        occurrences the latest. `budget` tokens from there; past the end it goes on with what it has just
+        said. None: count 0, as for budget 0 and for requests that have ended. Beyond count: any token.
+        """
 
     @abstractmethod
     def suffix(

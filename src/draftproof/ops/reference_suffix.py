@@ -18,7 +18,7 @@ from draftproof.ops.drafting import (
     UNIT,
     SuffixPool,
     SuffixRule,
-    SuffixSearch,
+    DraftSearch,
 )
 from draftproof.types import End, SlotColumns
 
@@ -34,7 +34,7 @@ class _Place:
     line: int = -1
 
 
-class ReferenceSuffix(SuffixSearch):
+class ReferenceSuffix(DraftSearch):
     def suffix(
         self,
         columns: SlotColumns,

@@ -16,12 +16,12 @@ from draftproof.ops.drafting import (
     WAYS,
     SuffixPool,
     SuffixRule,
-    SuffixSearch,
+    DraftSearch,
 )
 from draftproof.types import End, SlotColumns
 
 
-class TorchSuffix(SuffixSearch):
+class TorchSuffix(DraftSearch):
     def suffix(
         self,
         columns: SlotColumns,

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from draftproof.errors import ConfigError
+from draftproof.models.config import ModelConfig
+from draftproof.models.head_model import TargetParts
 from draftproof.ops import Ops
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
@@ -22,6 +26,11 @@ PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
     "suffix": "draftproof.propose.suffix:SuffixProposer",
     "given": "draftproof.propose.given:GivenProposer",
+    "mtp": "draftproof.propose.head:MtpProposer",
+    "eagle": "draftproof.propose.head:EagleProposer",
+    "eagle3": "draftproof.propose.head:Eagle3Proposer",
+    "draft_model": "draftproof.propose.draft_model:DraftModelProposer",
+    "hybrid": "draftproof.propose.hybrid:HybridProposer",
 }
 
 
@@ -38,16 +47,18 @@ class ProposerEnv:
     page_size: int
     max_len: int
     max_rows: int
+    target: TargetParts | None = None  # of the model that it drafts for
 
 
 class Proposer(ABC):
     """One way to guess. Capabilities are class attributes; nobody asks for its name."""
 
     sources: ClassVar[tuple[str, ...]]  # who may have proposed a token, for provenance
-    needs_hidden: ClassVar[bool] = False  # wants the target's hidden rows
+    needs_hidden: bool = False  # wants the target's hidden rows
     reports_probs: ClassVar[bool] = False  # samples its drafts and says from which law
     stores_kv: ClassVar[bool] = False  # keeps KV of its own on the engine's page ids, of drafts too
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
+    follows_rows: ClassVar[bool] = False  # on the device: is given every step's rows, prompts included
     cheap: ClassVar[bool] = False  # asking it costs next to nothing: only what is verified does
     learns: ClassVar[bool] = False  # from what requests have said, once they end
     takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
@@ -56,6 +67,11 @@ class Proposer(ABC):
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         self.env = env
         self.options = {**self.defaults, **options}
+
+    @classmethod
+    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes that it needs of the device for each token that can be stored, and besides."""
+        return 0, 0
 
     def start(self, slot: int, request: Request) -> None:
         """A request sits down in `slot`."""
@@ -82,10 +98,22 @@ class DeviceProposer(Proposer):
     """A proposer whose code is tensor code that waits for no device: it runs inside a captured step."""
 
     graph_safe = True
+    extends: ClassVar[bool] = False  # goes on from another's drafts, and says what its own are worth
+    taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
 
     @abstractmethod
     def draft(self, batch: DeviceBatch) -> Draft:
-        """Guesses for every entry of the batch; what is beyond its budget is cut off."""
+        """Guesses for every entry of the batch; what is beyond its budget is cut off.
+
+        With `follows_rows` it is asked after every step, also one in which nobody may have drafts. The
+        features are then the last hidden rows (`needs_hidden`, after the norm), and those of its `taps`.
+        """
+
+    def extend(
+        self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With `extends`: tokens, their number and their worth, as `Ops.suffix`."""
+        raise TypeError(f"{type(self).__name__} begins by itself")
 
     def propose(self, batch: ProposeBatch) -> Draft:
         raise TypeError(f"{type(self).__name__} drafts on the device")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from draftproof.errors import ConfigError
 from draftproof.ops.drafting import SuffixRule
 from draftproof.propose import DeviceProposer, ProposerEnv
@@ -21,6 +23,7 @@ class SuffixProposer(DeviceProposer):
     sources = ("suffix",)
     cheap = True
     learns = True
+    extends = True
     defaults = {
         "min_match": 1,  # tokens, in the request's own text
         "doubt": 1.5,  # a draft behind m matched tokens is thought to stand with m / (m + doubt)
@@ -49,14 +52,14 @@ class SuffixProposer(DeviceProposer):
         self.pool.send()
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        tokens, count, _ = self.search(batch)
+        tokens, count, _ = self.extend(batch, None)
         return Draft(tokens, count)
 
-    def search(self, batch: DeviceBatch, begun: Any = None) -> Any:
-        """As `Ops.suffix`."""
-        return self.env.ops.suffix(
-            batch.columns, batch.slots, batch.budget, self.pool.device, self.rule, begun
-        )
+    def extend(
+        self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = batch.columns, batch.slots, batch.budget
+        return self.env.ops.suffix(*given, self.pool.device, self.rule, begun)
 
 
 def _number(options: Mapping[str, Any], name: str, low: float, high: float, whole: bool = False) -> Any:

@@ -45,7 +45,7 @@ class Sampler:
     ) -> Sampled:
         """logits [L, V] fp32 (never changed)."""
         base, errors = process(self.ops, logits, windows, traits, hosted)
-        processed = self._cut(base, windows) if traits.scales else base
+        processed = self.ops.cut(base, windows) if traits.scales else base
         sampled, bad = self.ops.choose(processed, windows, scaled=traits.scales)
         if traits.scales:
             bad = _hopeless(base)  # what truncation makes of NaN says nothing
@@ -55,16 +55,6 @@ class Sampler:
         judges = {i: self.strategies[i] for i in traits.strategies}
         choices = {i: judge(strategy, windows, scores, self.policy) for i, strategy in judges.items()}
         return Sampled(one_for_each(choices, windows), bad, processed, errors)
-
-    def _cut(self, base: Tensor, windows: Windows) -> Tensor:
-        """Divided by the temperature, then cut to top-k, top-p and min-p; greedy rows stay as they are."""
-        columns, slot = windows.columns, windows.slot.clamp(min=0)
-        heat = columns.temperature[slot]
-        hot = heat > 0
-        scaled = base / torch.where(hot, heat, 1.0)[:, None]
-        top_k = torch.where(hot, columns.top_k[slot], 0)
-        top_p = torch.where(hot, columns.top_p[slot], 1.0)
-        return self.ops.truncate(scaled, top_k, top_p, torch.where(hot, columns.min_p[slot], 0.0))
 
 
 def _hopeless(base: Tensor) -> Tensor:

@@ -233,7 +233,9 @@ class CpuOps(CpuBookkeeping):
         self._call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)
         return out
 
-    def capture(self, forward: Callable[[Rows], Tensor], max_rows: int) -> Callable[[Rows], Tensor]:
+    def capture(
+        self, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int
+    ) -> Callable[[Rows], tuple[Tensor, ...]]:
         return Captured(self, forward, max_rows)
 
     # --- sampling ---------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ class CpuOps(CpuBookkeeping):
 class Captured:
     """A forward pass that is recorded at its first call and replayed from then on."""
 
-    def __init__(self, ops: CpuOps, forward: Callable[[Rows], Tensor], max_rows: int) -> None:
+    def __init__(self, ops: CpuOps, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int) -> None:
         self._ops, self._forward, self._max_rows = ops, forward, max_rows
         self._ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
         self._ints = self._ints.view(4, max_rows)  # tokens, positions, slots, kv_index
@@ -310,12 +312,12 @@ class Captured:
         recorder = Recorder(self._max_rows, [tokens, positions, slots, kv_index])
         self._ops._recorder = recorder
         try:
-            result = self._forward(Rows(tokens, positions, slots, kv_index, page_table))
+            results = self._forward(Rows(tokens, positions, slots, kv_index, page_table))
         finally:
             self._ops._recorder = None
-        return recorder.finish(result)
+        return recorder.finish(results)
 
-    def __call__(self, rows: Rows) -> Tensor:
+    def __call__(self, rows: Rows) -> tuple[Tensor, ...]:
         count = rows.tokens.shape[0]
         if count > self._max_rows:
             raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
@@ -334,7 +336,7 @@ class Captured:
             for target, part in zip(self._ints, parts, strict=True):
                 target[:count].copy_(part)
             self._ops.team.run(self._program.table, count, self._program.scratch)
-        return self._program.result[:count]
+        return tuple(result[:count] for result in self._program.results)
 
 
 def _is_bf16(dtype: torch.dtype) -> bool:

@@ -104,24 +104,29 @@ class Recorder:
         self.calls.append(line + [0] * (WIDTH - len(line)))
         self.scratch = max(self.scratch, scratch)
 
-    def finish(self, result: Tensor) -> Program:
+    def finish(self, results: Sequence[Tensor]) -> Program:
         """The program, with every buffer in its final place."""
-        found = self.find(result)
-        if found is None:
-            raise DraftproofError("a captured pass must return what one of its ops returned")
-        self.buffers[found[0]].last_use = len(self.calls)
+        ends: list[tuple[int, int]] = []
+        for result in results:
+            found = self.find(result)
+            if found is None:
+                raise DraftproofError("a captured pass must return what its ops returned")
+            self.buffers[found[0]].last_use = len(self.calls)
+            ends.append(found)
         places, size = place(
             [(b.tensor.numel() * b.tensor.element_size(), b.born, b.last_use) for b in self.buffers]
         )
         arena = aligned_bytes(size)
         for call, word, buffer, offset in self._uses:
             self.calls[call][word] = arena.ctypes.data + places[buffer] + offset
-        begin = places[found[0]] + found[1]
-        raw = torch.from_numpy(arena[begin : begin + result.numel() * result.element_size()])
+        views = []
+        for result, (buffer, offset) in zip(results, ends, strict=True):
+            begin = places[buffer] + offset
+            raw = torch.from_numpy(arena[begin : begin + result.numel() * result.element_size()])
+            views.append(raw.view(result.dtype).view(result.shape))
         table = aligned_bytes(len(self.calls) * WIDTH * 8).view(np.int64).reshape(-1, WIDTH)
         table[:] = self.calls
-        view = raw.view(result.dtype).view(result.shape)
-        return Program(table, view, arena, self.scratch, [*self.held, *self.inputs])
+        return Program(table, tuple(views), arena, self.scratch, [*self.held, *self.inputs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ class Program:
     """A recorded pass, ready to run."""
 
     table: np.ndarray  # [calls, WIDTH] int64
-    result: Tensor  # [max_rows, ...], in the arena
+    results: tuple[Tensor, ...]  # [max_rows, ...] each, in the arena
     arena: np.ndarray
     scratch: int  # bytes a thread
     held: list[object]

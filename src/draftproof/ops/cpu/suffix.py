@@ -8,7 +8,7 @@ from numba import njit
 from torch import Tensor
 
 from draftproof.ops import drafting
-from draftproof.ops.drafting import SuffixPool, SuffixRule, SuffixSearch
+from draftproof.ops.drafting import SuffixPool, SuffixRule, DraftSearch
 from draftproof.types import End, SlotColumns
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
@@ -23,7 +23,7 @@ assert End.NOT_YET == NOT_YET
 compiled = njit(cache=True, nogil=True, boundscheck=False)
 
 
-class CpuSuffix(SuffixSearch):
+class CpuSuffix(DraftSearch):
     """Tensors are read and written in place."""
 
     def suffix(

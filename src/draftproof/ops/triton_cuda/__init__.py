@@ -59,6 +59,7 @@ class TritonOps(StepOps, Queued):
     name: ClassVar[str] = "triton"
     default_seqs: ClassVar[int] = 256
     default_rows: ClassVar[int] = 4096
+    overwrites: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -272,7 +273,7 @@ class TritonOps(StepOps, Queued):
         rope: Tensor,
         caches: list[Tensor],
         eps: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         residual = runtime.matrix("residual", residual)
         rope = runtime.matrix("rope", rope, None, FP32)
         if self._blocks.takes(residual, layers):
@@ -280,7 +281,7 @@ class TritonOps(StepOps, Queued):
                 self._check_rows(rows, len(residual), layer.heads, cache, residual.dtype)
             if self._blocks(residual, layers, rows, rope, caches, eps):
                 self._done("blocks")
-                return self.rms_norm(residual, norm, eps)
+                return self.rms_norm(residual, norm, eps), residual
         return super().blocks(residual, layers, norm, rows, rope, caches, eps)
 
     # --- sampling ---------------------------------------------------------------------------------

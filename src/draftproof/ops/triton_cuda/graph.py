@@ -2,8 +2,8 @@
 
 A graph is captured from a function of tensors that never move, one per size and kind of step. Rows that a
 step does not need are padding with slot -1: stores nothing, attends to nothing, every other op works row by
-row; so it can hurt nobody. Graphs share one memory pool: they run one at a time, in one queue, and what one
-returns is valid until the next runs.
+row; so it can hurt nobody. Graphs share two memory pools: they run one at a time, in one queue, and what one
+returns is valid until the next of its pool runs.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Queued(Bookkeeping):
     def open_queue(self) -> None:
         self.asynchronous = self.cuda
         if self.cuda:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
             self._side = torch.cuda.Stream(self.device)
             self._stages = Stages()
 
     def bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.cuda else rows
 
-    def graph(self, function: Callable[[], T]) -> Callable[[], T]:
+    def graph(self, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
         if not self.cuda:
             return function
         here = torch.cuda.current_stream()
@@ -67,7 +67,9 @@ class Queued(Bookkeeping):
         graph = torch.cuda.CUDAGraph()
         with (
             _no_collection(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=self._pools[apart], stream=self._side, capture_error_mode="thread_local"
+            ),
         ):
             out = function()
 

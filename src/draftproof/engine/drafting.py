@@ -1,0 +1,117 @@
+"""The proposer on the device: what it is given after a commit, and where its guesses go.
+
+One that looks at committed tokens alone drafts at the end of the step itself. One that follows the rows, with
+a model of its own, drafts behind it: from the step's rows and what it asked of them, in a graph of its own,
+kept by their number and by how far anybody may draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftproof.engine.budget import Ints
+from draftproof.engine.sequence import Planned
+from draftproof.engine.slots import Slots
+from draftproof.errors import ConfigError
+from draftproof.ops import Ops
+from draftproof.propose import DeviceProposer, Proposer
+from draftproof.types import DeviceBatch, Draft, DraftTraits, Plan, Rows, Traits
+from draftproof.verify import Strategy
+
+
+class Drafting:
+    """Owns the proposer of a step, the features of its rows, and the laws that drafts were drawn from."""
+
+    def __init__(self, proposer: Proposer | None, slots: Slots, max_rows: int, like: Tensor) -> None:
+        """`like`: a hidden row."""
+        self.proposer = proposer if isinstance(proposer, DeviceProposer) else None
+        if proposer is not None and proposer.graph_safe and self.proposer is None:
+            raise ConfigError(f"{type(proposer).__name__} is graph_safe: it must be a DeviceProposer")
+        self.failure: Exception | None = None  # the proposer's, which is then no longer asked
+        self.several = proposer is not None and len(proposer.sources) > 1
+        self.reports_probs = proposer is not None and proposer.reports_probs
+        self.slots = slots
+        self._probs: Tensor | None = None  # [S + 1, K, V]; what padding writes goes to the last line
+        count = 0
+        if self.proposer is not None and self.proposer.follows_rows:
+            count = self.proposer.needs_hidden + len(self.proposer.taps)
+        size = (max_rows, like.shape[-1])
+        self._features = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(count)]
+
+    @property
+    def follows_rows(self) -> bool:
+        return self.proposer is not None and self.proposer.follows_rows
+
+    @property
+    def probs(self) -> Tensor | None:
+        """[S, K, V], once somebody is judged by them."""
+        return None if self._probs is None else self._probs[:-1]
+
+    def expect(self, traits: Traits, strategies: Sequence[Strategy]) -> bool:
+        """Are draft probabilities read with these traits? Room for them is made when they first are."""
+        wanted = self.reports_probs and any(strategies[i].needs_draft_probs for i in traits.strategies)
+        if wanted and self._probs is None:
+            num_slots, k = self.slots.columns.draft.shape
+            shape = (num_slots + 1, k, self.slots.vocab)
+            self._probs = torch.zeros(shape, device=self.slots.device)
+        return wanted
+
+    def keep(self, hidden: Tensor, *tapped: Tensor) -> None:
+        """What the proposer wants of a step's rows, [R, hidden] each: other graphs run before it is read."""
+        if self._features:
+            assert self.proposer is not None
+            wanted = (hidden, *tapped) if self.proposer.needs_hidden else tapped
+            for feature, rows in zip(self._features, wanted, strict=True):
+                feature[: len(rows)] = rows
+
+    def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
+        k = self.slots.columns.draft.shape[1]
+        rounds = int(budget.max(initial=0))
+        if ops.asynchronous:  # few numbers are captured
+            rounds = min(k, 1 << (rounds - 1).bit_length()) if rounds else 0
+        return DraftTraits(rounds, bool(planned.chunk.any()), traits.scales, traits.drafts, probs)
+
+    def draft(
+        self, plan: Plan, rows: Rows | None = None, entries: int = -1, traits: DraftTraits | None = None
+    ) -> None:
+        """The next drafts. What was committed does not depend on them, nor on whether the proposer fails."""
+        if self.proposer is None:
+            return
+        columns = self.slots.columns
+        slots, budget = plan.slots, plan.budget
+        batch = DeviceBatch(columns, slots, budget)
+        if rows is not None:
+            slots, budget, chunk = slots[:entries], budget[:entries], plan.chunk[:entries]
+            features = tuple(feature[: len(rows.tokens)] for feature in self._features)
+            batch = DeviceBatch(columns, slots, budget, chunk, rows, features, traits)
+        try:
+            draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)])
+            self.slots.ops.put_draft(columns, slots, budget, draft)
+            self.put_probs(slots, draft)
+        except Exception as error:  # a plug-in's code may raise anything
+            self.proposer, self.failure = None, error
+            columns.num_draft.zero_()
+
+    def put_probs(self, slots: Tensor, draft: Draft) -> None:
+        """The laws of drafts that `put_draft` has put. Whoever gave none was certain."""
+        if self._probs is None:
+            return
+        lines = torch.where(slots < 0, len(self._probs) - 1, slots)
+        probs = draft.probs
+        if probs is None:
+            tokens = self.slots.columns.draft[slots.clamp(min=0)]
+            probs = torch.zeros_like(self._probs[lines]).scatter_(2, tokens[..., None], 1.0)
+        self._probs[lines] = probs.to(self._probs.device)
+
+
+def checked(draft: Draft, like: Tensor) -> Draft:
+    """A plug-in's guesses in the shape [B, K] of `like`: backends rely on it."""
+    for part in (draft.tokens, draft.logprobs, draft.sources):
+        if part is not None and part.shape != like.shape:
+            raise ValueError(f"drafts must have the shape {tuple(like.shape)}, not {tuple(part.shape)}")
+    if draft.count.shape != like.shape[:1] or torch.is_floating_point(draft.tokens):
+        raise ValueError("a draft needs a count for each request, and integer tokens")
+    return draft

@@ -1,0 +1,119 @@
+"""draft_model: a second, smaller model of the same vocabulary, on the same pages.
+
+After every step it computes what the step has committed, the newest token included, and so it never has to
+catch up by more than that: its rows are the chunk of a prompt, or the tokens that a window committed. What it
+had stored for drafts that fell is overwritten. The newest token's row gives the first draft; each further
+draft takes a round over one row an entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import ConfigError
+from draftproof.models.config import ModelConfig
+from draftproof.models.llama import Llama
+from draftproof.models.load import load_checkpoint, load_config
+from draftproof.models.runner import Runner, kv_bytes_per_token
+from draftproof.models.tensors import expected_tensors
+from draftproof.ops import Rows
+from draftproof.propose import DeviceProposer, ProposerEnv
+from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
+from draftproof.types import DeviceBatch, Draft
+
+
+class DraftModelProposer(DeviceProposer):
+    sources = ("draft_model",)
+    follows_rows = True
+    stores_kv = True
+    reports_probs = True
+    defaults = {"model": None, **SAMPLING}
+
+    def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        super().__init__(env, options)
+        self.greedy = drafts_greedily(self.options)
+        source, target = self.options["model"], env.target
+        if source is None:
+            raise ConfigError("method 'draft_model' needs a model: give its name or folder as 'model'")
+        assert target is not None
+        made = load_checkpoint(source, dtype=str(target.dtype).removeprefix("torch."), progress=False)
+        config = made.config
+        if config.vocab_size != env.vocab_size:
+            raise ConfigError(
+                f"{source} cannot draft for this model: its vocabulary has {config.vocab_size} ids, this "
+                f"model's {env.vocab_size}. Use a smaller model of the same family"
+            )
+        if config.max_position < env.max_len:
+            raise ConfigError(
+                f"{source} has {config.max_position} positions: lower max_model_len ({env.max_len}) to that"
+            )
+        self.runner = Runner(
+            Llama(config, made.tensors, env.ops, env.max_len),
+            env.ops,
+            made.dtype,
+            num_pages=env.num_pages,
+            page_size=env.page_size,
+            max_rows=env.ops.bucket(env.max_rows) + env.num_slots,
+        )
+
+    @classmethod
+    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+        if options.get("model") is None:
+            return 0, 0
+        config, _ = load_config(options["model"])
+        weights = sum(math.prod(shape) for shape in expected_tensors(config).values())
+        each = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        return each, weights * dtype.itemsize
+
+    def draft(self, batch: DeviceBatch) -> Draft:
+        assert batch.traits is not None
+        rounds, runner = Rounds(self.env.ops, batch, self.greedy), self.runner
+        rows, last = self._behind(batch)
+        hidden = runner.forward(rows)
+        if not batch.traits.rounds:
+            return rounds.draft()
+        rounds.only(last >= 0)
+        rounds.take(0, runner.logits(hidden[last.clamp(min=0)]))
+        for j in range(1, batch.traits.rounds):
+            hidden = runner.forward(rounds.rows(j, j, self.env.page_size))
+            rounds.take(j, runner.logits(hidden))
+        return rounds.draft()
+
+    def _behind(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
+        """Rows of the committed tokens that it has not computed; [B] the last of each entry, or -1.
+
+        An entry that decoded had all but what this step committed; one with a chunk had what lies before it.
+        """
+        rows, chunk, columns = batch.rows, batch.chunk, batch.columns
+        assert rows is not None and chunk is not None and batch.traits is not None
+        scrap, line = len(columns.length), batch.slots.clamp(min=0)
+        before = torch.cat([rows.slots.new_full((1,), -1), rows.slots[:-1]])
+        first = torch.full((scrap + 1,), -1, dtype=torch.int64, device=line.device)
+        first[torch.where((rows.slots >= 0) & (rows.slots != before), rows.slots, scrap)] = rows.positions
+        start = first[line]  # of the rows that the target computed; -1: it had none
+        length, computed = columns.length[line], columns.computed[line]
+        end = torch.where(computed == length - 1, length, computed)
+        begin = torch.where(chunk > 0, start, start + 1)
+        count = torch.where((batch.slots >= 0) & (start >= 0), (end - begin).clamp(min=0), 0)
+        ends = count.cumsum(0)
+        size = len(rows.tokens) + (len(count) if batch.traits.prompts else 0)
+        place = torch.arange(size, device=line.device)
+        owner = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
+        real = place < ends[-1]
+        slot = torch.where(real, line[owner], 0)
+        position = torch.where(real, (begin - ends + count)[owner] + place, 0)
+        page_size = self.env.page_size
+        page = columns.page_table[slot, position // page_size].long()
+        made = Rows(
+            torch.where(real, columns.tokens[slot, position], 0),
+            position,
+            torch.where(real, slot, -1),
+            torch.where(real, page * page_size + position % page_size, 0),
+            columns.page_table,
+        )
+        return made, torch.where(count > 0, ends - 1, -1)

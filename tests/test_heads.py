@@ -1,0 +1,310 @@
+"""Heads: what they have stored after every step, and that a head which must be right is.
+
+`Audited` computes the committed tokens of every request anew after each step, target and head, from nothing,
+and compares bit by bit with what the head was given and has stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import heads
+import tiny
+from covering import pairwise
+from draftproof.errors import ConfigError, LoadError
+from draftproof.models.llama import Llama
+from draftproof.models.runner import Runner
+from draftproof.propose.head import Eagle3Proposer, EagleProposer, HeadProposer, MtpProposer
+from draftproof.propose.rounds import Rounds
+from exact import OPTIONS, Ask, Company, Where
+
+
+class Audited(HeadProposer):
+    """Its only page table is 1, 2, 3 …: one request at a time, on storage of its own."""
+
+    defaults = {**HeadProposer.defaults, "weights": "llama/float32", "cached": False}
+    rows_checked: ClassVar[int] = 0
+
+    def __init__(self, env: Any, options: Any) -> None:
+        super().__init__(env, options)
+        made = tiny.checkpoint(*self.options["weights"].split("/"))
+        pages = -(-env.max_len // env.page_size)
+        sizes = {"num_pages": pages + 1, "page_size": env.page_size, "max_rows": env.max_len}
+        model = Llama(made.config, made.tensors, env.ops, env.max_len)
+        self.target = Runner(model, env.ops, made.dtype, taps=self.taps, **sizes)
+        self.again = [torch.zeros_like(cache[:, : pages + 1]) for cache in self.caches]
+        self.table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
+
+    def draft(self, batch: Any) -> Any:
+        made = super().draft(batch)
+        for slot in batch.slots.tolist():
+            if slot >= 0:
+                self.audit(batch, slot)
+        return made
+
+    def audit(self, batch: Any, slot: int) -> None:
+        columns, size = batch.columns, self.env.page_size
+        computed = int(columns.computed[slot])
+        here = (batch.rows.slots == slot).nonzero()[:, 0]
+        if not computed or not len(here):
+            return  # it had ended before this step, or has not begun
+        at = torch.arange(computed)
+        tokens, line = columns.tokens[slot], torch.zeros_like(at)
+        rows = self.target.rows(tokens[:computed], at, line, self.table)
+        hidden, *tapped = self.target.tapped(rows)
+        wanted = (hidden, *tapped) if self.needs_hidden else tuple(tapped)
+        for given, want in zip(batch.features, wanted, strict=True):
+            committed = here[batch.rows.positions[here] < computed]
+            places = batch.rows.positions[committed]
+            assert torch.equal(given[committed], want[places]), "a feature differs"
+        rows = replace(rows, tokens=tokens[1 : computed + 1].contiguous())
+        self.model.forward(rows, self.model.feature(wanted), self.again)
+        pages = columns.page_table[slot, at // size].long()
+        if self.options["cached"]:  # the last row of a page that was found has the token of whoever filled it
+            at, pages = at[at % size < size - 1], pages[at % size < size - 1]
+        for mine, anew in zip(self.caches, self.again, strict=True):
+            assert torch.equal(mine[:, pages, at % size], anew[:, 1 + at // size, at % size]), "KV differs"
+        Audited.rows_checked += computed
+
+
+class AuditedEagle3(Audited, Eagle3Proposer):
+    pass
+
+
+class AuditedEagle(Audited, EagleProposer):
+    pass
+
+
+class AuditedMtp(Audited, MtpProposer):
+    pass
+
+
+FACTORS = {
+    "kind": ["eagle3", "eagle", "mtp"],
+    "arch": ["llama", "qwen3", "mistral"],
+    "dtype": ["float32", "bfloat16"],
+    "temperature": [0.0, 1.3],
+    "k": [1, 2, 5],
+    "chunk": [8, 512],
+    "overlap": [False, True],
+    "pages": ["many", "few", "shaken"],
+    "option": ["none", "top_k", "draft_logprobs"],
+}
+
+
+def audited(case: dict[str, Any], cached: bool = False, **options: Any) -> Company:
+    kind, arch, dtype = case["kind"], case["arch"], case["dtype"]
+    asks = [
+        Ask(i, case["option"], case["temperature"], length=14 + 9 * i, prompt=False, enabled=i != 1)
+        for i in range(3)
+    ]
+    spec = {"method": f"test_heads:Audited{kind.title()}", "model": heads.head(kind, arch, dtype)}
+    spec |= {"weights": f"{arch}/{dtype}", "num_speculative_tokens": case["k"], "adaptive": False}
+    spec["cached"] = cached
+    sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": cached}
+    if case["pages"] != "many":
+        sizes["kv_cache_tokens"] = 64
+    company = Company(
+        asks,
+        Where(arch, dtype, **options),
+        spec,
+        chunk=case["chunk"],
+        arrivals=[0, 0, 2],
+        overlap=case["overlap"],
+        sizes=sizes,
+        shaken=case["pages"] == "shaken",
+        warm=cached,
+    )
+    assert company.differences() == []
+    return company
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=lambda case: "-".join(map(str, case.values())))
+def test_what_is_stored_is_that_of_the_committed_tokens(case):
+    before = Audited.rows_checked
+    audited(case)
+    assert Audited.rows_checked > before + 100
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_what_is_found_in_the_cache(kind):
+    case = {name: levels[0] for name, levels in FACTORS.items()} | {"kind": kind, "pages": "shaken", "k": 3}
+    engine = audited(case, cached=True).engine
+    assert engine is not None and engine.stats().num_cached_tokens > 0
+
+
+def test_what_is_stored_on_the_torch_backend():
+    case = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 2, "pages": "shaken"}
+    audited(case, backend="torch")
+
+
+BASE = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "temperature": 1.3}
+
+
+@pytest.mark.parametrize("bug", ["token", "position", "stays", "keeps"])
+def test_control_the_audit_sees_a_slip(bug, monkeypatch):
+    follow = HeadProposer._follow
+
+    def broken(self: Any, batch: Any) -> Any:
+        rows, last = follow(self, batch)
+        if bug == "token":  # the token of the row itself, not the one that follows
+            return replace(rows, tokens=torch.where(rows.slots >= 0, batch.rows.tokens, 0)), last
+        if bug == "position":
+            return replace(rows, positions=torch.where(rows.slots >= 0, rows.positions + 1, 0)), last
+        if bug == "stays":  # the row of the newest token is left out
+            gone = torch.zeros_like(rows.slots, dtype=torch.bool)
+            gone[last[last >= 0]] = True
+            return replace(
+                rows, slots=torch.where(gone, -1, rows.slots), kv_index=rows.kv_index * ~gone
+            ), last
+        return rows, last
+
+    monkeypatch.setattr(HeadProposer, "_follow", broken)
+    if bug == "keeps":  # the features of the step before
+        kept = monkeypatch.setattr("draftproof.engine.drafting.Drafting.keep", lambda self, *rows: None)
+        assert kept is None
+    with pytest.raises(AssertionError, match="differs"):
+        audited(BASE)
+
+
+# --- a head that must be right ------------------------------------------------------------------------
+
+
+ONE = {"architecture": "MistralForCausalLM", "num_layers": 1, "windows": (9,)}
+
+
+@pytest.fixture
+def perfect(monkeypatch):
+    """A model of one layer whose rows see nine tokens, and as a head that same layer.
+
+    The head's row at position p has token p + 1: one place off, which turns all keys alike and changes no
+    more than the last bits. It does not look at the feature.
+    """
+    monkeypatch.setitem(tiny.ARCHITECTURES, "one", ONE)
+    monkeypatch.setitem(OPTIONS, "long", {"ignore_eos": True, "max_tokens": 40})
+    made = tiny.checkpoint("one", "float32")
+    size = made.config.hidden_size
+    config = heads.head_config(
+        "eagle", "one", num_layers=1, window=9, fc_bias=False, share_head=True, intermediate_size=48
+    )
+    eye = torch.eye(size)
+    tensors = {"fc.weight": torch.cat([eye, torch.zeros_like(eye)], 1), "norm.weight": torch.ones(size)}
+    for name, tensor in made.tensors.items():
+        if name.startswith("model.layers."):
+            tensors[name.removeprefix("model.")] = tensor.clone()
+    return heads.save_head("perfect", config, tensors)
+
+
+def drafts_of(head: str, temperature: float, **how: Any) -> tuple[int, int]:
+    asks = [Ask(i, "long", temperature, length=20 + 9 * i, prompt=False) for i in range(3)]
+    options = {"adaptive": how.pop("adaptive", False), **how.pop("options", {})}
+    spec = {"method": "eagle", "model": head, "num_speculative_tokens": how.pop("k", 4), **options}
+    sizes = {"page_size": 8, "enable_prefix_caching": False, **how.pop("sizes", {})}
+    company = Company(asks, Where("one", "float32"), spec, sizes=sizes, **how)
+    assert company.differences() == []
+    steps = [step for record in company.records.values() for step in record.steps]
+    return sum(step.num_draft for step in steps), sum(step.num_accepted for step in steps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"chunk": 512},
+        {"chunk": 16, "arrivals": [0, 0, 2], "overlap": True},
+        {"chunk": 16, "shaken": True, "sizes": {"kv_cache_tokens": 96}},
+        {"chunk": 32, "sizes": {"kv_cache_tokens": 96}, "overlap": True, "k": 7, "adaptive": True},
+    ],
+)
+def test_a_head_that_is_the_model_is_always_right(perfect, temperature, how):
+    drafted, accepted = drafts_of(perfect, temperature, **how)
+    assert drafted == accepted > 50
+
+
+@pytest.mark.parametrize("bug", ["position", "noise", "token"])
+def test_control_rounds_that_slip(perfect, bug, monkeypatch):
+    """Outputs stay the same, but drafts fall."""
+    rows, take = Rounds.rows, Rounds.take
+    if bug == "position":
+        monkeypatch.setattr(Rounds, "rows", lambda self, j, ahead, size: rows(self, j, ahead + 1, size))
+    if bug == "token":
+        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens // 2))
+    if bug == "noise":
+
+        def other(self: Any, j: int, logits: Any) -> None:
+            self.columns = replace(self.columns, seed=self.columns.seed + 1)
+            take(self, j, logits)
+
+        monkeypatch.setattr(Rounds, "take", other)
+    drafted, accepted = drafts_of(perfect, 1.0, chunk=16)
+    assert accepted < 0.9 * drafted
+
+
+def test_the_targets_noise_is_worth_more_than_the_likeliest_token(perfect):
+    shared = drafts_of(perfect, 1.0, chunk=512)
+    greedy = drafts_of(perfect, 1.0, chunk=512, options={"draft_sampling": "greedy"})
+    assert shared[1] / shared[0] > greedy[1] / greedy[0] + 0.2
+
+
+class Vandal(MtpProposer):
+    """Writes where it must not: into the target's own storage."""
+
+    victim: ClassVar[Any] = None
+
+    def draft(self, batch: Any) -> Any:
+        made = super().draft(batch)
+        for cache in Vandal.victim.caches:
+            cache[:, :, 3] += 0.5
+        return made
+
+
+def test_control_a_head_that_spoils_the_targets_storage_is_seen():
+    where = Where("llama", "float32")
+    ask = Ask(0, "none", 0.0, length=20, prompt=False)
+    engine = where.engine({"method": "test_heads:Vandal", "model": heads.head("mtp")})
+    Vandal.victim = engine.runner
+    assert Company([ask], where, engine=engine).differences()
+
+
+# --- refusals -----------------------------------------------------------------------------------------
+
+
+def refused(
+    kind: str, match: str, error: type[Exception] = LoadError, method: str = "", **fields: Any
+) -> None:
+    config = heads.head_config(kind, **fields)
+    head = heads.save_head("refused", config, heads.head_tensors(config))
+    with pytest.raises(error, match=match):
+        Where().engine({"method": method or kind, "model": head})
+
+
+def test_a_head_of_another_model_is_refused_with_the_reason():
+    target = heads.target_of("llama", "float32")
+    refused("mtp", "made for another model: its target's digest", target=replace(target, digest="0" * 32))
+    refused("mtp", "number of layers is 3, this model's is 2", target=replace(target, num_layers=3))
+    refused("eagle3", "vocabulary is 300, this model's is 97", target=replace(target, vocab_size=300))
+    refused("mtp", "class is Qwen2", target=replace(target, model_type="Qwen2ForCausalLM"))
+    wide = replace(target, hidden_size=64)
+    refused("mtp", "hidden size is 64, this model's is 32", hidden_size=64, target=wide)
+    refused("mtp", "kind 'mtp': use method 'mtp'", ConfigError, method="eagle3")
+    with pytest.raises(ConfigError, match="needs a head"):
+        Where().engine({"method": "mtp", "model": None})
+
+
+def test_what_is_not_a_head_is_refused(tmp_path):
+    with pytest.raises(LoadError, match="a head is a folder"):
+        Where().engine({"method": "mtp", "model": str(tmp_path)})
+    with pytest.raises(LoadError, match="no tensor that joins"):
+        Where().engine({"method": "mtp", "model": heads.small("float32")})
+    config = heads.head_config("eagle3")
+    tensors = heads.head_tensors(config)
+    tensors["d2t"][3] = tensors["d2t"][4]
+    with pytest.raises(LoadError, match="d2t does not name each id"):
+        Where().engine({"method": "eagle3", "model": heads.save_head("twice", config, tensors)})
+    del tensors["fc.weight"]
+    with pytest.raises(LoadError, match="missing fc.weight"):
+        Where().engine({"method": "eagle3", "model": heads.save_head("twice", config, tensors)})

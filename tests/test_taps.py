@@ -1,0 +1,38 @@
+"""Residual rows of inner layers, for those who ask: what they are, and that asking changes nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from draftproof.models.llama import Llama
+from draftproof.models.runner import Runner
+from draftproof.ops import resolve
+
+CPU = torch.device("cpu")
+
+
+def runner(backend: str, dtype: str, taps: tuple[int, ...], arch: str = "qwen3") -> Runner:
+    made, ops = tiny.checkpoint(arch, dtype), resolve(backend, CPU)
+    model = Llama(made.config, made.tensors, ops, 64)
+    return Runner(model, ops, made.dtype, num_pages=9, page_size=8, max_rows=32, taps=taps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_taps_change_no_bit_and_are_what_the_next_layer_reads(backend, dtype):
+    plain, tapped = runner(backend, dtype, ()), runner(backend, dtype, (1, 0))
+    table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    count = 3 if backend == "reference" else 20
+    at = torch.arange(count)
+    for places in (at, at[-1:] + 1):
+        tokens, slots = places * 7 % tiny.VOCAB, torch.ones_like(places)
+        rows = plain.rows(tokens, places, slots, table)
+        want = plain.forward(rows)
+        hidden, second, first = tapped.tapped(rows)
+        assert torch.equal(hidden, want)
+        assert torch.equal(plain.ops.rms_norm(second.contiguous(), plain.model.norm, 1e-6), want)
+        assert first.shape == want.shape and not torch.equal(first, second)
+    for mine, theirs in zip(plain.caches, tapped.caches, strict=True):
+        assert torch.equal(mine, theirs)
