@@ -22,7 +22,7 @@ REPO = ROOT.parent.parent
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"serve"},
+    {"serve", "simulate"},
     {"async_llm"},
     {"driver", "llm"},
     {"front"},

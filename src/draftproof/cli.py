@@ -1,4 +1,4 @@
-"""The command line: generate, chat, serve, info. Accepted drafts are shown in colour."""
+"""The command line: generate, chat, serve, simulate, info. Accepted drafts are shown in colour."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.text import Text
 from draftproof import __version__
 from draftproof.errors import DraftproofError, RequestError
 from draftproof.serve import command
+from draftproof.simulate import command as simulation
 
 if TYPE_CHECKING:
     from draftproof.llm import LLM
@@ -83,6 +84,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     chat.add_argument("--system", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+    simulate = commands.add_parser("simulate", help="what a proposer would have gained on recorded outputs")
+    simulation.add_options(simulate, DEFAULT_SPECULATION)
     info = commands.add_parser("info", help="what a model is, without loading its weights")
     info.add_argument("model")
     info.set_defaults(run=_info)

@@ -16,9 +16,9 @@ from draftproof.ops.drafting import (
     OWN,
     SIZES,
     UNIT,
+    DraftSearch,
     SuffixPool,
     SuffixRule,
-    DraftSearch,
 )
 from draftproof.types import End, SlotColumns
 

@@ -14,9 +14,9 @@ from draftproof.ops.drafting import (
     SIZES,
     UNIT,
     WAYS,
+    DraftSearch,
     SuffixPool,
     SuffixRule,
-    DraftSearch,
 )
 from draftproof.types import End, SlotColumns
 

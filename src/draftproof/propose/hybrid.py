@@ -50,9 +50,7 @@ class HybridProposer(DeviceProposer):
             cheap=all(member.cheap for member in self.members),
         )
         self.taps = models[0].taps if models else ()
-        self.first_source = [
-            sum(len(m.sources) for m in self.members[:i]) for i in range(len(self.members))
-        ]
+        self.first_source = [sum(len(m.sources) for m in self.members[:i]) for i in range(len(self.members))]
         self.search = next((m for m in self.members if m.extends), None)
         # of each slot, and one line for nobody: whose request, its length, drafts it was given, by whom
         shape, device = (env.num_slots + 1, len(self.members)), env.ops.device
@@ -189,7 +187,7 @@ def _members(options: Mapping[str, Any]) -> list[_Member]:
     given = options.get("proposers")
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) < 2:
         raise ConfigError(
-            "hybrid needs 'proposers', two at least, such as [{\"method\": \"suffix\"}, {\"method\": \"ngram\"}]"
+            'hybrid needs \'proposers\', two at least, such as [{"method": "suffix"}, {"method": "ngram"}]'
         )
     return [_member(one) for one in given]
 

@@ -39,6 +39,12 @@ def owner_of(salt: str | None) -> int:
     return int.from_bytes(blake2b((salt or "").encode(), digest_size=8).digest(), "little") >> 1
 
 
+def _shape(num_tokens: int) -> tuple[int, int]:
+    """Lines, and buckets for each size: as many places as tokens."""
+    lines = max(1, num_tokens // WIDE)
+    return lines, 1 << max(4, (lines * WIDE // WAYS - 1).bit_length())
+
+
 class Pool:
     """The host's side: columns of the lines, the heads of the buckets, and what is still to be sent."""
 
@@ -54,8 +60,7 @@ class Pool:
         self.ttl = ttl
         self.now = clock
         self.num_lines = num_tokens // WIDE
-        lines = max(1, self.num_lines)
-        buckets = 1 << max(4, (lines * WIDE // WAYS - 1).bit_length())
+        lines, buckets = _shape(num_tokens)
         self._facts = torch.zeros((len(LAYERS), lines), dtype=torch.int64, device=ops.device)
         self._facts[LAYERS.index("owner")] = NOBODY
 
@@ -81,6 +86,12 @@ class Pool:
         self._seats_changed = False
         self._told: list[tuple[int, Ints]] = []
         self._when_used: Callable[[], Tensor] | None = None
+
+    @staticmethod
+    def size(num_tokens: int) -> int:
+        """Bytes on the device."""
+        lines, buckets = _shape(num_tokens)
+        return 4 * lines * WIDE + 8 * lines * len(LAYERS) + 4 * len(SIZES) * buckets * WAYS
 
     # --- what is told -------------------------------------------------------------------------------
 

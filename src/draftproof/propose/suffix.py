@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
+from draftproof.models.config import ModelConfig
 from draftproof.ops.drafting import SuffixRule
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.pool import Ints, Pool
@@ -41,6 +43,10 @@ class SuffixProposer(DeviceProposer):
         )
         tokens = _number(self.options, "pool_tokens", 0, 1 << 30, whole=True)
         self.pool = Pool(env.ops, env.num_slots, tokens, _number(self.options, "pool_ttl", 0.0, 1e9))
+
+    @classmethod
+    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+        return 0, Pool.size({**cls.defaults, **options}["pool_tokens"])
 
     def start(self, slot: int, request: Request) -> None:
         self.pool.seat(slot, request.params.cache_salt)

@@ -44,6 +44,10 @@ class Costs:
             return float(self.seconds[-1] * rows / most)
         return float(np.interp(rows, self.rows, self.seconds))
 
+    def told(self) -> dict[str, float]:
+        """For JSON."""
+        return {f"{int(n)}": round(s, 7) for n, s in zip(self.rows, self.seconds, strict=True)}
+
 
 @dataclass
 class Outcome:

@@ -8,7 +8,7 @@ from numba import njit
 from torch import Tensor
 
 from draftproof.ops import drafting
-from draftproof.ops.drafting import SuffixPool, SuffixRule, DraftSearch
+from draftproof.ops.drafting import DraftSearch, SuffixPool, SuffixRule
 from draftproof.types import End, SlotColumns
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
