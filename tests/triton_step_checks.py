@@ -30,7 +30,7 @@ for module in (select, step_logprobs):
     module.GROUP = 4
 step_layout.BLOCK = step_draft.BLOCK = step_suffix.BLOCK = step_adjust.BLOCK = step_commit.PICKS = 8
 step_logprobs.PROGRAMS = 4
-SLOW = {"logprobs": 3, "ngram": 5, "suffix": 5, "choose": 8, "penalise": 8}  # the interpreter sorts slowly
+SLOW = {"logprobs": 3, "ngram": 5, "suffix": 3, "choose": 8, "penalise": 8}  # the interpreter sorts slowly
 
 
 def main(seeds: int, only: list[str]) -> None:

@@ -1,9 +1,9 @@
 """Guesses from what was said before: the contract of the searches, and what a suffix search looks in.
 
-A suffix search looks in two places: the request's own tokens, and a pool of lines that other requests have said. The
-pool is found by hash: for each of `SIZES` a table of buckets, each with the places of the last `WAYS`
-n-grams that fell into it. An entry is only a hint, because tokens and owner are compared before it counts:
-a line that has been given to somebody else needs no entry removed.
+A suffix search looks in two places: the request's own tokens, and a pool of lines that other requests have
+said. What is in the pool is found by hash: for each of `SIZES` there is a table of buckets, each with the
+places of the last `WAYS` n-grams that fell into it. An entry is only a hint, because tokens and owner are
+compared before it counts: a line that has been given to somebody else needs no entry removed.
 """
 
 from __future__ import annotations

@@ -168,7 +168,8 @@ class HybridProposer(DeviceProposer):
         stood = torch.where(same, self._stood[line], 0.0) * MEMORY + its * accepted[:, None]
         fell = torch.where(same, self._fell[line], 0.0) * MEMORY + its * (accepted < count)[:, None]
         self._stood[line], self._fell[line] = stood, fell
-        return (stood + HOPE[0]) / (stood + fell + sum(HOPE))
+        rates: Tensor = (stood + HOPE[0]) / (stood + fell + sum(HOPE))
+        return rates
 
     def _remember(self, batch: DeviceBatch, count: Tensor, made: Tensor, who: Tensor) -> None:
         """Drafts are counted for the one who began."""
@@ -187,7 +188,8 @@ def _members(options: Mapping[str, Any]) -> list[_Member]:
     given = options.get("proposers")
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) < 2:
         raise ConfigError(
-            'hybrid needs \'proposers\', two at least, such as [{"method": "suffix"}, {"method": "ngram"}]'
+            "hybrid needs 'proposers', two at least, such as "
+            '[{"method": "suffix"}, {"method": "eagle3", "model": "FOLDER"}]'
         )
     return [_member(one) for one in given]
 

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, speculation: str) -> None:
         "records",
         type=Path,
         metavar="FILE",
-        help="JSON lines: prompt_token_ids and token_ids, or prompt and text; also task, cache_salt, prediction",
+        help="JSON lines with prompt_token_ids and token_ids, or prompt and text; also task and cache_salt",
     )
     parser.add_argument(
         "--speculative-config",
