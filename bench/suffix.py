@@ -3,8 +3,8 @@
     python bench/suffix.py [--device cpu] [--rounds 9]
 
 Time of this thread on the CPU, of the device on a GPU, and the quickest of the rounds. Microseconds: `search`
-is the op, a step of a batch with a full pool and texts of 500 tokens; `tell` is taking in one response; `host`
-is what the engine's host part costs a step with a device that answers at once, without drafts, with n-gram and
+is the op, a step of a batch with a full pool and texts of 500 tokens; `tell` takes in one response; `host`
+is what the engine's host costs a step with a device that answers at once: without drafts, with n-gram and
 with suffix drafts, responses of 64 tokens that are learned. If the package arctic-inference can be imported,
 the same of its trees, with the depth that vLLM gives them.
 """

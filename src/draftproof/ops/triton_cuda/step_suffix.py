@@ -76,48 +76,15 @@ def depths(before, last, inside):
 
 
 @triton.jit
-def suffix_kernel(
-    slots, budgets, ended, length, tokens, begun, begun_count,  # begun [B, K], begun_count [B]
-    pool_tokens, filled, owner, weight, used, table, slot_owner, clock,
-    out, counts, worths, WIDE, K, LINE, BUCKETS, smallest, doubt, floor,
-    BEGUN: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    begin(PDL)
-    me = tl.program_id(0).to(tl.int64)
-    ahead = tl.arange(0, DRAFTS).to(tl.int64)
-    slot = tl.load(slots + me)
-    had = slot * 0
-    begun += me * K
-    if BEGUN:
-        had = tl.load(begun_count + me)
-        kept = tl.load(begun + ahead, mask=ahead < tl.minimum(had, K), other=0)
-        tl.store(out + me * K + ahead, kept, mask=ahead < tl.minimum(had, K))
-    named = slot >= 0
-    budget = tl.load(budgets + me, mask=named, other=0)
-    live = named & (budget > had) & (tl.load(ended + slot, mask=named, other=1) == 0)
-    room = tl.where(live, tl.minimum(budget, K) - had, 0)
-    said = tl.load(length + slot, mask=live, other=0)
-    size = tl.where(live, said + had, 0)
-    line = tokens + slot * WIDE
-    mine = tl.load(slot_owner + slot, mask=live, other=-1)
-    first, second, third, fourth = own_places(line, begun, said, size, smallest, BEGUN, BLOCK)
+def pool_places(
+    line, begun, said, size, mine, last, pool_tokens, filled, owner, table, LINE, BUCKETS, BEGUN: tl.constexpr
+):
+    """Lines, places in them and matched tokens [LANES], of the longest size that has any; 0 matched: none."""
     lane = tl.arange(0, LANES).to(tl.int64)
-    own = lane < WAYS
-    key = tl.where(lane == 0, first, 0)
-    key = tl.where(lane == 1, second, key)
-    key = tl.where(lane == 2, third, key)
-    key = tl.where(lane == 3, fourth, key)
-    at = key & 0xFFFFFFFF
     back = tl.arange(0, DEPTH).to(tl.int64)
-    last = text_at(line, begun, size - 1 - back, said, back < size, BEGUN)
-    inside = (back[None, :] < at[:, None]) & (back[None, :] < size)
-    before = text_at(line, begun, at[:, None] - 1 - back[None, :], said, inside, BEGUN)
-    matched = depths(before, last, inside)
-    matched = tl.where((key > 0) & (matched >= smallest), matched, 0)
-    # the pool: the longest size that has any
     where = lane * 0
-    other = lane * 0
-    depth = lane * 0
+    at = lane * 0
+    matched = lane * 0
     hashed = mine
     for n in tl.static_range(1, SIZES[2] + 1):
         token = text_at(line, begun, size - n, said, size >= n, BEGUN)
@@ -125,7 +92,7 @@ def suffix_kernel(
         if n == SIZES[0] or n == SIZES[1] or n == SIZES[2]:
             which = 0 if n == SIZES[0] else (1 if n == SIZES[1] else 2)
             bucket = which * BUCKETS + ((hashed >> 33) & (BUCKETS - 1))
-            entry = tl.load(table + bucket * WAYS + lane - WAYS, mask=(own == 0) & (size >= n), other=-1)
+            entry = tl.load(table + bucket * WAYS + lane - WAYS, mask=(lane >= WAYS) & (size >= n), other=-1)
             entry = entry.to(tl.int64)
             sound = entry >= 0
             here = tl.where(sound, entry, 0) // LINE
@@ -139,16 +106,25 @@ def suffix_kernel(
             agree = tl.where(sound & (agree >= n), agree, 0)
             better = tl.max(agree, axis=0) > 0
             where = tl.where(better, here, where)
-            other = tl.where(better, there, other)
-            depth = tl.where(better, agree, depth)
-    at = tl.where(own, at, other)
-    matched = tl.where(own, matched, depth)
-    ends = tl.load(filled + where, mask=(own == 0) & (matched > 0), other=0)
-    times = tl.load(weight + where, mask=(own == 0) & (matched > 0), other=0)
+            at = tl.where(better, there, at)
+            matched = tl.where(better, agree, matched)
+    return where, at, matched
+
+
+@triton.jit
+def follow(
+    line, begun, said, size, where, at, matched, pool_tokens, filled, weight, used, now, out, room,
+    LINE, doubt, floor, BEGUN: tl.constexpr,
+):  # fmt: skip
+    """The drafts go to `out`; how many, and their worth."""
+    lane = tl.arange(0, LANES).to(tl.int64)
+    own = lane < WAYS
+    theirs = (lane >= WAYS) & (matched > 0)
+    ends = tl.load(filled + where, mask=theirs, other=0)
+    times = tl.load(weight + where, mask=theirs, other=0)
     vote = tl.where(own, 1, tl.minimum(times, HEAVY)) * matched * matched
     alive = matched > 0
     period = tl.maximum(tl.where(own, size - at, 1), 1)
-    now = tl.load(clock)
     chance = 1.0
     worth = size * 0
     made = size * 0
@@ -156,8 +132,8 @@ def suffix_kernel(
     while going:
         alive = alive & (own | (at + made < ends))
         text = text_at(line, begun, at + made % period, said, alive & own, BEGUN)
-        theirs = tl.load(pool_tokens + where * LINE + at + made, mask=alive & (own == 0), other=-1)
-        next_of = tl.where(own, text, theirs.to(tl.int64))
+        other = tl.load(pool_tokens + where * LINE + at + made, mask=alive & (own == 0), other=-1)
+        next_of = tl.where(own, text, other.to(tl.int64))
         votes = tl.where(alive, vote, 0)
         together = (next_of[:, None] == next_of[None, :]) & alive[:, None] & alive[None, :]
         support = tl.sum(tl.where(together, votes[None, :], 0), axis=1)
@@ -171,11 +147,62 @@ def suffix_kernel(
         chance = chance * tl.div_rn(m, m + doubt)
         going = (most > 0) & (chance >= floor)
         if going:
-            tl.store(out + me * K + had + made, guess)
+            tl.store(out + made, guess)
             tl.store(used + where, now, mask=alive & (own == 0) & (made == 0))
             worth += (chance * UNIT).to(tl.int64)
             made += 1
             going = made < room
+    return made, worth
+
+
+@triton.jit
+def suffix_kernel(
+    slots, budgets, ended, length, tokens, begun, begun_count,  # begun [B, K], begun_count [B]
+    pool_tokens, filled, owner, weight, used, table, slot_owner, clock,
+    out, counts, worths, WIDE, K, LINE, BUCKETS, smallest, doubt, floor,
+    BEGUN: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    me = tl.program_id(0).to(tl.int64)
+    ahead = tl.arange(0, DRAFTS).to(tl.int64)
+    slot = tl.load(slots + me)
+    had = slot * 0
+    begun += me * K
+    out += me * K
+    if BEGUN:
+        had = tl.load(begun_count + me)
+        kept = tl.load(begun + ahead, mask=ahead < tl.minimum(had, K), other=0)
+        tl.store(out + ahead, kept, mask=ahead < tl.minimum(had, K))
+    named = slot >= 0
+    budget = tl.load(budgets + me, mask=named, other=0)
+    live = named & (budget > had) & (tl.load(ended + slot, mask=named, other=1) == 0)
+    room = tl.where(live, tl.minimum(budget, K) - had, 0)
+    said = tl.load(length + slot, mask=live, other=0)
+    size = tl.where(live, said + had, 0)
+    line = tokens + slot * WIDE
+    mine = tl.load(slot_owner + slot, mask=live, other=-1)
+    first, second, third, fourth = own_places(line, begun, said, size, smallest, BEGUN, BLOCK)
+    lane = tl.arange(0, LANES).to(tl.int64)
+    key = tl.where(lane == 0, first, 0)
+    key = tl.where(lane == 1, second, key)
+    key = tl.where(lane == 2, third, key)
+    key = tl.where(lane == 3, fourth, key)
+    at = key & 0xFFFFFFFF
+    back = tl.arange(0, DEPTH).to(tl.int64)
+    last = text_at(line, begun, size - 1 - back, said, back < size, BEGUN)
+    inside = (back[None, :] < at[:, None]) & (back[None, :] < size)
+    before = text_at(line, begun, at[:, None] - 1 - back[None, :], said, inside, BEGUN)
+    matched = depths(before, last, inside)
+    matched = tl.where((key > 0) & (matched >= smallest), matched, 0)
+    where, other, depth = pool_places(
+        line, begun, said, size, mine, last, pool_tokens, filled, owner, table, LINE, BUCKETS, BEGUN
+    )
+    at = tl.where(lane < WAYS, at, other)
+    matched = tl.where(lane < WAYS, matched, depth)
+    made, worth = follow(
+        line, begun, said, size, where, at, matched, pool_tokens, filled, weight, used, tl.load(clock),
+        out + had, room, LINE, doubt, floor, BEGUN,
+    )  # fmt: skip
     tl.store(counts + me, had + made)
     tl.store(worths + me, worth)
 
