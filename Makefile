@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup demo test lint bench test-gpu
+.PHONY: setup demo test lint bench test-gpu test-page
 
 setup: $(STAMP)
 
@@ -31,3 +31,8 @@ bench: setup
 # On a machine with a GPU, with its own python: needs torch, triton, pytest and what pyproject.toml lists.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py
+
+# The page in the Chromium of this machine (Debian: apt install chromium).
+test-page: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,page]"
+	$(BIN)/python -m pytest tests/test_page.py

@@ -29,7 +29,6 @@ SIDES: dict[str, Any] = {"adaptive": {"num_speculative_tokens": K, "adaptive": T
     f"k={k}": {"num_speculative_tokens": k, "adaptive": False} for k in FIXED if k
 }
 TASKS = {"copy": copy_prompts, "edit": edit_prompts, "chat": chat_prompts, "free": free_prompts}
-DISTINCT = 64  # prompts of a task; more requests use them again
 
 
 class Bench:
@@ -45,15 +44,13 @@ class Bench:
             load_format=options.load_format,
             max_num_seqs=most,
             max_model_len=1024 + options.tokens,
-            kv_cache_tokens=len(TASKS) * DISTINCT * 1024 + most * (1024 + options.tokens),
+            kv_cache_tokens=len(TASKS) * options.distinct * 512 + most * (512 + options.tokens),
             speculative_config={"method": "ngram", "num_speculative_tokens": K},
         )
         vocab = self.llm.engine.limits.vocab_size
         self.prompts = {
-            task: make(DISTINCT, vocab, self.llm.tokenizer)[:DISTINCT] for task, make in TASKS.items()
+            task: make(options.distinct, vocab, self.llm.tokenizer) for task, make in TASKS.items()
         }
-        for task, prompts in self.prompts.items():
-            self.prompts[task] = [ids[:1000] for ids in prompts]
 
     def requests(self, task: str, count: int, first: int, side: str) -> list[Request]:
         tasks = list(TASKS) if task == "mix" else [task]
@@ -156,6 +153,7 @@ def main() -> None:
     on_cpu = options.device == "cpu"
     options.batches = options.batches or ([1, 8, 32] if on_cpu else [1, 64, 256])
     options.tokens = options.tokens or (64 if on_cpu else 128)
+    options.distinct = 16 if on_cpu else 64  # prompts of a task; more requests use them again
     options.turns = {1: 8, 8: 4} if on_cpu else {1: 8, 64: 6}  # requests for each seat; else 3
     bench = Bench(options)
     begin, cells = time.monotonic(), {}

@@ -37,6 +37,7 @@ from draftproof.types import Draft, ProposeBatch, Request, RequestOutput
 
 K = 8
 ROUNDS = 3
+READ = 4 << 30  # bytes, at most, that the memory's rate is measured on
 
 
 class Junk(Proposer):
@@ -135,7 +136,8 @@ def bits(bench: Bench) -> dict[str, Any]:
         print(cases[-1], flush=True)
 
     few = max(1, max(batches) * 3 // 4)  # of the largest batch some arrive midway
-    for method, midway in (("ngram", False), (f"{__name__}:Junk", False), ("ngram", True)):
+    ways = (("ngram", False), (f"{__name__}:Junk", False), ("ngram", True))
+    for method, midway in ways[: options.ways]:
         changes = {"max_num_seqs": few, "max_num_batched_tokens": 512} if midway else {}
         llm = bench.llm(method, **changes)
         for batch, heat in product(batches[-1:] if midway else batches, (0.0, 1.0)):
@@ -241,7 +243,7 @@ def compare(
 def speed(bench: Bench) -> dict[str, Any]:
     """Plain and with n-gram drafts, on chat prompts and on the copy task."""
     out = {}
-    for task, batch in product(("chat", "copy"), bench.options.batches):
+    for task, batch in product(bench.options.tasks, bench.options.batches):
         if not bench.late:
             out[f"{task} {batch}"] = compare(bench, task, batch, SETTINGS)
     return out
@@ -334,17 +336,20 @@ def steps_of(engine: Any, count: int) -> float:
 
 
 def floor(bench: Bench) -> dict[str, Any]:
-    """Tokens a second at batch 1 if a step did nothing but read the weights, at the rate measured here."""
+    """Tokens a second at batch 1 if a step did nothing but read the weights, at the rate measured here.
+
+    That is the rate of a plain reduction over one large piece of memory, longer than its start and its end.
+    """
     llm = bench.llm()
     model, ops = llm.engine.runner.model, llm.engine.ops
     layers = [layer for block in model.layers for layer in (block.qkv, block.out, block.gate_up, block.down)]
     weights = [packed.weight for packed in (*layers, model.head)]
     size = sum(w.numel() * w.element_size() for w in weights)
-    views = [w.view(-1).view(torch.float32).view(-1, 4096) for w in weights if w.numel() % 8192 == 0]
-    seen = sum(v.numel() * 4 for v in views)
-    readers = (lambda: [ops.argmax(v) for v in views], lambda: [v.amax() for v in views])
-    seconds = min(ops.seconds(ops.graph(reader)) for reader in readers) * size / seen
-    found = {"weights": size, "GB/s": round(size / seconds / 1e9), "tok/s": round(1 / seconds, 1)}
+    held = max((*weights, *llm.engine.runner.caches), key=lambda t: t.numel() * t.element_size())
+    large = held.view(-1).view(torch.int64)[: READ >> 3]
+    seconds = min(ops.seconds(reader, 10) for reader in (large.max, large.view(torch.float32).amax))
+    rate = large.numel() * 8 / seconds
+    found = {"weights": size, "GB/s": round(rate / 1e9), "tok/s": round(rate / size, 1)}
     print("floor", found, flush=True)
     return found
 
@@ -366,6 +371,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=["chat", "copy"])
+    parser.add_argument("--ways", type=int, default=3, help="bits: 1 n-gram drafts, 2 and junk, 3 and midway")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--bit-tokens", type=int, default=96)
     parser.add_argument("--max-len", type=int, default=2304)

@@ -24,17 +24,9 @@ from draftproof.ops import Heads, Layer, Ops, Rows
 from draftproof.ops.triton_cuda import TritonOps
 
 BF16 = torch.bfloat16
-STEPS = (
-    (1, 1, 500),
-    (1, 6, 500),
-    (8, 1, 400),
-    (8, 1, 500),
-    (8, 1, 600),
-    (8, 1, 700),
-    (8, 2, 500),
-    (16, 1, 500),
-)
-STEPS += ((1, 1, 100), (1, 1, 2000), (8, 6, 500))
+STEPS = ((1, 1, 100), (1, 1, 500), (1, 1, 2000), (1, 6, 500), (8, 1, 400), (8, 1, 500), (8, 1, 700))
+STEPS += ((8, 2, 500), (8, 6, 500), (8, 6, 700), (16, 1, 500), (24, 1, 500), (32, 1, 500), (48, 1, 500))
+STEPS += ((64, 1, 300), (64, 1, 500), (64, 1, 700))
 
 
 def decoder(
@@ -67,29 +59,30 @@ def padded(rows: Rows, count: int) -> Rows:
     return Rows(*(torch.cat([column, none + fill]) for column, fill in columns), rows.page_table)
 
 
-def batches() -> list[list[tuple[int, int]]]:
-    """(slot, position) of the rows of a call: 1 to 16 of them, contexts of 1 to 2000."""
+def batches(most: int) -> list[list[tuple[int, int]]]:
+    """(slot, position) of the rows of a call: 1 to `most` of them, contexts of 1 to 2000."""
     found = [[(0, p)] for p in (0, 1, 63, 64, 127, 128, 255, 256, 383, 384, 500, 511, 512, 1023, 1999)]
-    for count in range(2, 17):
-        found.append([(0, 1980 - 100 * count + i) for i in range(count)])
+    for count in (*range(2, 17), 17, 24, 31, 32, 33, 47, 48, 49, 63, 64):
+        found.append([(0, 1980 - 25 * count + i) for i in range(count)])
         found.append([(s, (37 + 211 * s + 13 * count) % 1990) for s in range(count)])
-    found += [[(s, 500 + i) for s in range(n) for i in range(w)] for n, w in ((8, 2), (2, 8), (3, 5), (5, 3))]
-    found += [[(s, p) for s in range(n)] for n in (8, 16) for p in (400, 600, 700, 1100, 1990)]
-    return found
+    pairs = ((8, 2), (2, 8), (3, 5), (5, 3), (8, 6), (10, 6), (7, 9), (21, 3))
+    found += [[(s, 500 + i) for s in range(n) for i in range(w)] for n, w in pairs]
+    found += [[(s, p) for s in range(n)] for n in (8, 16, 40, 64) for p in (5, 400, 600, 700, 1100, 1990)]
+    return [where for where in found if len(where) <= most]
 
 
 def all_layers_at_once(ops: TritonOps) -> None:
     """The bits of the ops one by one, in hidden rows and in every cache; the counters come back to zero."""
     medium = Heads(num_q=15, num_kv=5, dim=64, scale=0.125, window=0)
-    for heads, hidden, inner, bias, windows in (
-        (SMALL_HEADS, 576, 1536, False, (0, 0, 0)),
-        (medium, 960, 2560, True, (0, 300, 300)),
+    for heads, hidden, inner, bias, windows, most in (
+        (SMALL_HEADS, 576, 1536, False, (0, 0, 0), 64),
+        (medium, 960, 2560, True, (0, 300, 300), 16),
     ):
         layers, norm = decoder(ops, heads, hidden, inner, bias, windows), randn(hidden, seed=8, dtype=BF16)
-        paged, table = Paged(heads, [2000] * 16, BF16), rope(heads, 2048)
+        paged, table = Paged(heads, [2000] * most, BF16), rope(heads, 2048)
         caches = [paged.cache * (1 + i / 8) for i in range(len(layers))]
-        for where in batches():
-            for pad in {0, min(3, 16 - len(where))}:
+        for where in batches(most):
+            for pad in {0, min(3, most - len(where))}:
                 rows = padded(paged.rows(where), pad)
                 x = randn(len(where) + pad, hidden, seed=len(where), dtype=BF16)
                 assert ops._blocks.takes(x, layers)
@@ -136,7 +129,7 @@ def block_times(ops: TritonOps) -> dict[str, dict[str, float]]:
     """Sequences x rows at a context -> µs of the fused pass and of the ops one by one."""
     layers, norm = decoder(ops, SMALL_HEADS, 576, 1536, False, (0,) * 30), randn(576, seed=8, dtype=BF16)
     paged, table, embedding = (
-        Paged(SMALL_HEADS, [2048] * 16, BF16),
+        Paged(SMALL_HEADS, [2048] * 64, BF16),
         rope(SMALL_HEADS, 2048),
         randn(64, 576, dtype=BF16),
     )

@@ -3,20 +3,22 @@
     python bench/soak.py [--requests 2000] [--seed 0] [--pages 18] [--method ngram] [--no-overlap]
 
 Requests of random lengths, options, priorities, salts and grammars come and go through few pages; some are
-aborted, some bring a logits processor or a grammar that raises, some one that makes their logits NaN. They
-come in waves; after each wave every page, slot and index must be free. Every request that was not aborted is
-compared with its solo run (another engine, no drafts, no cache, nobody else) in every bit, its ending and
-its error included; an aborted one must have a beginning of it.
+aborted, some bring a logits processor or a grammar that raises, some one that makes their logits NaN, and now
+and then memory runs out in a step, before or after it has done its work. They come in waves; after each wave
+every page, slot and index must be free. Every request that was not aborted is compared with its solo run
+(another engine, no drafts, no cache, nobody else) in every bit, its ending and its error included; an aborted
+one must have a beginning of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import random
 import resource
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,12 +162,27 @@ class Soak:
             overlap=overlap,
             debug=True,
         )
+        self.lost_steps = 0
+        self.target.loop.device.run = self.shaky(self.target.loop.device.run)  # type: ignore[method-assign]
         self.alone = engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
         self.systems = [[self.chance.randrange(3, VOCAB) for _ in range(40)] for _ in range(3)]
         self.count = 0
         self.refused = self.aborted = 0
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
+
+    def shaky(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A step that fails once in a while; what it did then counts for nothing."""
+
+        def call(*arguments: Any) -> Any:
+            luck = self.chance.random()
+            ran = run(*arguments) if luck > 0.005 else None
+            if luck < 0.01:
+                self.lost_steps += 1
+                raise torch.OutOfMemoryError("planted")
+            return ran
+
+        return call
 
     def request(self) -> Request:
         chance, name = self.chance, str(self.count)
@@ -271,6 +288,7 @@ def soak(requests: int, wave: int = 50, **options: Any) -> dict[str, Any]:
         "ends": dict(life.ends),
         "aborted": life.aborted,
         "refused_for_now": life.refused,
+        "lost_steps": life.lost_steps,
         "preemptions": stats.num_preemptions,
         "cached_tokens": stats.num_cached_tokens,
         "queried_tokens": stats.num_queried_tokens,
@@ -291,6 +309,7 @@ def main() -> None:
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--no-overlap", action="store_true")
     args = parser.parse_args()
+    logging.getLogger("draftproof").setLevel(logging.CRITICAL)  # every lost step is logged
     figures = soak(
         args.requests, seed=args.seed, pages=args.pages, method=args.method, overlap=not args.no_overlap
     )

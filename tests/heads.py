@@ -18,6 +18,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.head import HeadConfig, Target
 from draftproof.models.tensors import dummy_tensors
 from draftproof.propose import PROPOSERS
+from draftproof.registry import lookup
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="draftproof-heads-")
 # what the methods of the table need to be tried out: its model, if it has one
@@ -132,6 +133,12 @@ def small(dtype: str) -> str:
     )
     tensors = dummy_tensors(config, getattr(torch, dtype), 8)
     return save_model(f"small/{dtype}", config, {k: t * 8 if t.dim() == 2 else t for k, t in tensors.items()})
+
+
+def code_of(method: str) -> Any:
+    """What drafts: methods of the table may share it."""
+    kind = lookup(PROPOSERS, method, "method")
+    return kind.draft if kind.graph_safe else kind.propose
 
 
 def options(method: str, arch: str, dtype: str) -> dict[str, Any]:

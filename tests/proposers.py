@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -79,6 +80,14 @@ class Flaky(_Scripted):
     def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
         right = truth[: chance.randint(0, len(truth))]
         return right + [chance.randrange(self.env.vocab_size) for _ in range(budget - len(right))]
+
+
+class Parity(Flaky):
+    """Every second of its drafts is another's."""
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        draft = super().propose(batch)
+        return replace(draft, sources=(torch.arange(self.env.k) % 2).to(torch.int8).expand_as(draft.tokens))
 
 
 class _OnDevice(DeviceProposer):

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from draftproof import LLM, AsyncLLM
 from draftproof.serve.app import create_app
+from draftproof.serve.protocol import Protocol
 from draftproof.serve.settings import Settings
 
 CORPUS = [
@@ -111,7 +112,7 @@ def serving(llm: LLM, settings: Settings | None = None, send_buffer: int = 0) ->
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        config = uvicorn.Config(app, log_level="warning", lifespan="off")
+        config = uvicorn.Config(app, http=Protocol, log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

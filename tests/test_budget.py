@@ -261,6 +261,14 @@ def test_one_slow_step_is_soon_forgotten():
     assert costs.of(16) == pytest.approx(1.1, rel=0.06)
 
 
+def test_steps_in_a_queue_that_are_read_late_do_not_look_cheap():
+    """One is read late, the next looks as much too quick: what is learned is the mean."""
+    costs = RowCosts({8: 1.0, 16: 1.2})
+    for turn in range(200):
+        costs.observe(8, 1.4 if turn % 2 else 0.6, queued=True)
+    assert costs.of(8) == pytest.approx(1.0, rel=0.05)
+
+
 def test_where_nothing_was_measured_the_clock_is_not_asked():
     costs = RowCosts.guess(24)
     before = costs.of(8)

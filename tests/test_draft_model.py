@@ -117,7 +117,7 @@ def test_control_what_a_slip_costs(bug, monkeypatch):
     """No output changes, but drafts fall."""
     rows, take, behind = Rounds.rows, Rounds.take, DraftModelProposer._behind
     if bug == "position":
-        monkeypatch.setattr(Rounds, "rows", lambda self, j, ahead, size: rows(self, j, ahead - 1, size))
+        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions - 1))
     if bug == "noise":
         monkeypatch.setattr(Rounds, "take", lambda self, j, x: take(_later(self), j, x))
     if bug == "page":
@@ -143,7 +143,7 @@ def test_control_what_a_slip_costs(bug, monkeypatch):
 def _later(rounds: Rounds) -> Rounds:
     if not hasattr(rounds, "was"):
         rounds.was = True  # type: ignore[attr-defined]
-        rounds.length = rounds.length + 1
+        rounds.outputs = rounds.outputs + 1
     return rounds
 
 

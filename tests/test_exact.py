@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import heads
 import proposers
 import tiny
 from covering import pairwise
@@ -20,7 +21,10 @@ from draftproof.registry import lookup
 from draftproof.verify import STRATEGIES
 from exact import NEIGHBOURS, OPTIONS, Ask, Company, Where, solo
 
-METHODS = [*PROPOSERS, *(f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "SelfModel"))]
+MADE_UP = [f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "SelfModel")]
+METHODS = [*PROPOSERS, *MADE_UP]
+# of proposers that share their code, the first: enough where options are tried out
+UNLIKE = [*{heads.code_of(name): name for name in reversed(PROPOSERS)}.values(), *MADE_UP]
 EXACT = [name for name in STRATEGIES if lookup(STRATEGIES, name, "strategy").seed_exact]
 LENGTH = {16: 40, 64: 100, 512: 120}  # the prompt is longer than the chunk; at 512, seven together are
 TRAFFIC: dict[str, dict[str, Any]] = {
@@ -32,7 +36,7 @@ FACTORS = {
     "option": list(OPTIONS),
     "grammar": ["none"],
     "arch": list(tiny.ARCHITECTURES),
-    "method": METHODS,
+    "method": UNLIKE,
     "k": [1, 3, 5, 8],
     "temperature": [0.0, 0.7, 1.3],
     "batch": [1, 2, 7],
@@ -47,7 +51,9 @@ FACTORS = {
     "priority": ["equal", "shuffled"],
 }
 MATRIX = pairwise(FACTORS)
-DANGEROUS = {name: FACTORS[name] for name in ("method", "strategy", "k", "temperature")}
+DANGEROUS = {name: FACTORS[name] for name in ("strategy", "k", "temperature")}
+FOLLOW = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").follows_rows]
+FOLLOW += ["hybrid"]  # with models of their own
 SCRIPTED = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
 DEVICE = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").graph_safe] + SCRIPTED
 # nothing in them keeps the host in the loop, so that steps do overlap
@@ -70,7 +76,7 @@ GUIDED = pairwise(
         ]
         + ["processor", "draft_logprobs", "mix"],
         "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none"],
-        "method": [*METHODS, *SCRIPTED],
+        "method": [*UNLIKE, *SCRIPTED],
     }
 )
 
@@ -126,9 +132,13 @@ def test_every_pair_of_factors(case):
     check(case)
 
 
-@pytest.mark.parametrize("levels", list(product(*DANGEROUS.values())), ids=str)
+# with a model every round is like the second: few lengths are enough
+IN_FULL = [x for x in product(METHODS, *DANGEROUS.values()) if x[0] not in FOLLOW or x[2] in (1, 5)]
+
+
+@pytest.mark.parametrize("levels", IN_FULL, ids=str)
 def test_method_strategy_length_and_heat_in_full(levels):
-    case = dict(zip(DANGEROUS, levels, strict=True))
+    case = dict(zip(("method", *DANGEROUS), levels, strict=True))
     rest = {"option": "mix", "arch": "qwen3", "batch": 2, "chunk": 16, "traffic": "arriving"}
     rest |= {"dtype": "bfloat16", "adaptive": False, "overlap": False}
     check({**rest, **case, "prefix": "hit", "pages": "shaken", "priority": "equal"})

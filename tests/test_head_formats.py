@@ -230,7 +230,7 @@ def test_a_checkpoint_of_speculators_gives_its_logits(kind, flags, tmp_path):
     parts = TargetParts(
         made.config, target, torch.float32, made.tensors["model.embed_tokens.weight"], None, lambda ids: ids
     )
-    ours = HeadModel(config, tensors, ops, 64, parts)
+    ours = HeadModel(config, tensors, ops, 64, parts, 12)
 
     count = 12
     tokens, features = torch.randint(97, (count,)), torch.randn(count, 64)

@@ -230,7 +230,7 @@ def test_control_rounds_that_slip(perfect, bug, monkeypatch):
     """Outputs stay the same, but drafts fall."""
     rows, take = Rounds.rows, Rounds.take
     if bug == "position":
-        monkeypatch.setattr(Rounds, "rows", lambda self, j, ahead, size: rows(self, j, ahead + 1, size))
+        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions + 1))
     if bug == "token":
         monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens // 2))
     if bug == "noise":

@@ -220,11 +220,12 @@ def test_conversations(served: Served, plain: Any) -> None:
     )
     assert plain.tokenizer.decode(got.prompt_token_ids, False) == text
     named = served.chat(
-        "x",
+        "{{ 7 * 7 }}{% raw %}",  # words, not a template
         max_tokens=1,
         extra_body={"chat_template_kwargs": {"extra_name": "abc"}, "return_token_ids": True},
     )
-    assert plain.tokenizer.decode(named.prompt_token_ids, False).endswith("assistant\nabc")
+    told = plain.tokenizer.decode(named.prompt_token_ids, False)
+    assert told.endswith("assistant\nabc") and "{{ 7 * 7 }}{% raw %}" in told
 
 
 def test_json(served: Served, plain: Any) -> None:

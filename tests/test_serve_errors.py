@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from draftproof.errors import ConfigError, EngineDeadError, QueueFullError
-from draftproof.serve import desk, forms
+from draftproof.serve import answers, desk, forms, http, protocol
 from draftproof.serve.logs import JsonFormatter
 from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings, read_keys
 from serving import NGRAM, Served, events, make_folder, raw_request, serving, tiny
@@ -25,7 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def served(folder: Any) -> Any:
-    limits = Settings(max_body_bytes=20_000, max_n=4, max_choices=8, max_prompt_tokens=100, body_seconds=0.3)
+    limits = Settings(
+        max_body_bytes=20_000, max_n=4, max_choices=8, max_prompt_tokens=100, max_logprob_entries=9000
+    )
     with serving(tiny(folder, NGRAM), limits) as running:
         yield running
 
@@ -46,6 +48,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 2.5}, "max_tokens"),
     ({"max_tokens": "3"}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -54,6 +57,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"best_of": 3}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 20, "n": 4, "max_tokens": 200}, "logprobs"),
+    ({"prompt": [[1] * 100] * 5, "prompt_logprobs": 20}, "prompt_logprobs"),
     ({"suffix": "x"}, "suffix"),
     ({"temprature": 1}, "temprature"),
     ({"guided_json": {}}, "guided_json"),
@@ -80,7 +85,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"speculative": {"method": "ngram"}}, "speculative.method"),
     ({"speculative": {"verify_strategy": "hope"}}, "speculative"),
     ({"structured_outputs": {}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
 ]
@@ -157,11 +162,12 @@ def test_http(served: Served) -> None:
     assert got.status_code == 413
 
 
-def test_a_body_that_does_not_come(served: Served) -> None:
-    where, data = raw_request(served.url, {}, length=9)
-    with socket.create_connection(where, timeout=10) as line:
-        line.sendall(data)
-        assert b" 408 " in line.recv(1000).split(b"\r\n")[0]
+def test_a_body_that_does_not_come(folder: Any) -> None:
+    with serving(tiny(folder), Settings(body_seconds=0.2)) as running:
+        where, data = raw_request(running.url, {}, length=9)
+        with socket.create_connection(where, timeout=10) as line:
+            line.sendall(data)
+            assert b" 408 " in line.recv(1000).split(b"\r\n")[0]
 
 
 def test_an_id_is_used_once_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +354,39 @@ def _until(true: Any, seconds: float = 20) -> None:
     while not true():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.005)
+
+
+def test_heads_that_do_not_end(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    with serving(tiny(folder)) as running:
+        where, data = raw_request(running.url, {**TEXT})
+        with socket.create_connection(where, timeout=10) as line:
+            assert line.recv(10) == b""  # it says nothing, and is hung up on
+        with socket.create_connection(where, timeout=10) as line:
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            assert line.recv(10) == b""
+        with socket.create_connection(where, timeout=10) as line:
+            line.sendall(b"GET /health HTTP/1.1\r\n" + b"x-filler: 0123456789\r\n" * 4000)
+            assert b" 400 " in line.recv(1000)
+        with socket.create_connection(where, timeout=10) as line:  # a second request over a line that works
+            for _ in range(2):
+                line.sendall(data)
+                assert b" 200 " in line.recv(1 << 16)
+
+
+def test_what_is_large_is_told_by_another_thread(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says the same."""
+    body = {"prompt": [list(range(9, 60))] * 2, "max_tokens": 5, "echo": True, "logprobs": 3, "seed": 1}
+    told = []
+    for many in (20_000, 10):
+        monkeypatch.setattr(answers, "MANY", many)
+        monkeypatch.setattr(http, "BIG_BODY", many)
+        with serving(tiny(folder)) as running:
+            whole = running.post("/v1/completions", body).json()
+            with running.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                parts = [chunk["choices"] for chunk in events(response)]
+        told.append((whole["choices"], sorted(parts, key=lambda part: part[0]["index"])))
+    assert told[0] == told[1]
 
 
 # --- logs -------------------------------------------------------------------------------------------------

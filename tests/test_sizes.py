@@ -37,7 +37,9 @@ def test_the_pool_fills_what_is_free_and_no_more() -> None:
     each = kv_bytes_per_token(2, 2, 8, torch.float32)
     weights = sum(t.numel() * 4 for t in made.tensors.values())
     logits = 4 * 64 * 2 * tiny.VOCAB * 4
-    found = sizes(int((weights + logits + each * 1600) / 0.9) + 100)
+    model = made.config
+    activations = 128 * 4 * (4 * model.hidden_size + 3 * model.intermediate_size + 2 * (4 + 2) * 8)
+    found = sizes(int((weights + logits + activations + each * 1600) / 0.9) + 100)
     assert 1600 <= found.kv_tokens < 1600 + 2 * found.page_size
     assert (found.num_seqs, found.max_rows, found.max_pages) == (64, 128, 16)
     plenty = sizes(1 << 40)

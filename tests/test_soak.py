@@ -23,6 +23,7 @@ def test_a_short_soak(bench):
     found = bench.soak(150)
     assert found["num_wrong"] == 0, found["wrong"]
     assert found["preemptions"] > 2 and found["cached_tokens"] > 100 and found["aborted"] > 3
+    assert found["lost_steps"] > 3
     assert found["refused_for_now"] > 0 and set(found["ends"]) == {"stop", "length", "error"}
     assert found["objects_end"] < found["objects_first_half"] + 500
 

@@ -23,6 +23,7 @@ from draftproof.models.load import Checkpoint
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import LogprobRow
+from exact import using
 from test_transformers import check_order
 from tiny import Record, request, run
 
@@ -91,12 +92,12 @@ def both(smollm2: Callable[[str], Checkpoint]) -> Both:
     ]
     model = peer(checkpoint)
     config = EngineConfig(model="smollm2-135m", max_model_len=256, max_num_seqs=len(prompts))
-    engine = Engine(config, checkpoint)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=20)
-    served = run(engine, [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)])
-    records = [served[str(i)] for i in range(len(prompts))]
+    asks = [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)]
     logprobs = []
-    with torch.inference_mode():
+    with using(2), torch.inference_mode():  # both sides
+        served = run(Engine(config, checkpoint), asks)
+        records = [served[str(i)] for i in range(len(prompts))]
         for ids, record in zip(prompts, records, strict=True):
             text = torch.tensor([[*ids, *record.token_ids[:-1]]])
             logits = model(text, logits_to_keep=TOKENS).logits[0]

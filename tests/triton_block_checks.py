@@ -22,13 +22,15 @@ from opcheck import Paged, bits
 ops, randn = triton_checks.ops, triton_checks.randn
 BF16 = torch.bfloat16
 blocks.PANEL = 128  # the down projection in two parts
+blocks.FORMS = (blocks.Form(4, 1024, 1, False, 32, 0), blocks.Form(64, 1024, 2, True, 64, 2))
+FEW, MANY = 3, 12  # programs: there is room for all spans only where there are many
 
 
 def decoder(heads: Heads, hidden: int, inner: int, bias: bool, windows: tuple[int, ...]) -> list[Layer]:
-    def packed(columns: int, depth: int, seed: int, split: int = 1) -> PackedLinear:
+    def packed(columns: int, depth: int, seed: int) -> PackedLinear:
         weight = (randn(columns, depth, seed=seed) / depth**0.5).to(BF16)
         extra = randn(columns, seed=seed + 50, dtype=BF16).float() if bias else None
-        return PackedLinear(weight, extra, split)
+        return PackedLinear(weight, extra, 1)
 
     width, total = heads.num_q * heads.dim, (heads.num_q + 2 * heads.num_kv) * heads.dim
     return [
@@ -40,7 +42,7 @@ def decoder(heads: Heads, hidden: int, inner: int, bias: bool, windows: tuple[in
             out=packed(hidden, width, 9 * i + 2),
             mlp_norm=randn(hidden, seed=9 * i + 3, dtype=BF16),
             gate_up=packed(2 * inner, hidden, 9 * i + 4),
-            down=packed(hidden, inner, 9 * i + 5, 1 if bias else 2),
+            down=packed(hidden, inner, 9 * i + 5),
             heads=replace(heads, window=window),
         )
         for i, window in enumerate(windows)
@@ -57,18 +59,22 @@ def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...]) -
             flat = cache.view(2, -1, heads.num_kv, heads.dim)
             flat[:, [paged.place(3, p) for p in range(300 - window)]] = torch.nan
     several = [(0, p) for p in range(125, 131)] + [(1, 6), (2, 3), (3, 299)]
-    for where in (several, [(3, 299)]):
+    many = [(0, p) for p in range(114, 131)] + several[-3:]  # two tiles of rows
+    cases = ((FEW, 1, several),) if bias else ((MANY, 0, several), (FEW, 1, many))
+    for programs, tiles, where in (*cases, (FEW, 0, [(3, 299)])):
         rows = paged.rows([*where, (1, 0), (1, 0)])
         rows.slots[-2:] = -1  # padding
         x = randn(len(where) + 2, hidden, seed=3, dtype=BF16)
         assert ops._blocks.takes(x, layers)
         ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
+        ops._blocks.programs = programs
         mixed = ops._blocks._buffer("mixed", blocks.MOST * heads.num_q * heads.dim, BF16).fill_(7)
         made = ops.blocks(x.clone(), layers, norm, rows, rope, ours, 1e-5)
         wanted = Ops.blocks(ops, x, layers, norm, rows, rope, theirs, 1e-5)
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
+        assert ops._blocks._scratch["listed"][1] == tiles
         assert bool((mixed[len(where) * heads.num_q * heads.dim :] == 7).all()), "padding attends"
     assert not ops._blocks._scratch["arrived"].any()
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from draftproof.ops import Heads, Rows, resolve
 from draftproof.ops.reference import ReferenceOps
 from draftproof.ops.triton_cuda import attention as attention_kernels
-from draftproof.ops.triton_cuda import gemm, graph, select, tiles, truncate, walk
+from draftproof.ops.triton_cuda import gemm, graph, select, tile_lists, tiles, truncate, walk
 from draftproof.ops.triton_cuda.tiles import Tile
 from opcheck import Paged, assert_close, bits
 
@@ -240,17 +240,20 @@ def attention_of_many_tiles() -> None:
         x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
         rows.slots[-1] = -1
         plain = ops.attention(x, rows, heads, paged.cache)[:-1]
-        for few in (1000, 0):
+        chunked = {16: walk.Shape(16, 2, 3), 32: walk.Shape(16, 2, 3, apart=False)}
+        for few, cut in ((1000, 1000), (1000, 0), (0, 0)):
             with (
-                mock.patch.multiple(walk, FEW=few, BLOCK=16),
+                mock.patch.multiple(walk, FEW=few, CUT=cut, PROGRAMS=1, CHUNKED=chunked),
+                mock.patch.object(tile_lists, "BLOCK", 16),
                 mock.patch.object(attention_kernels, "PROGRAMS", 1),
             ):
                 ops.begin(rows)
                 got = ops.attention(x, rows, heads, paged.cache)
-                assert bits(got[:-1]) == bits(plain), (name, dtype, few)
+                assert bits(got[:-1]) == bits(plain), (name, dtype, few, cut)
                 part = paged.rows(where[8:-1])  # announced were others
                 got = ops.attention(x[8:-1], part, heads, paged.cache)
-                assert bits(got) == bits(plain[8:]), (name, dtype, few)
+                assert bits(got) == bits(plain[8:]), (name, dtype, few, cut)
+                assert not ops._partials.arrived.any()
         want = ref.attention(x[:-1], paged.rows(where[:-1]), heads, paged.cache)
         assert_close(plain, want, dtype)
 
@@ -261,11 +264,28 @@ def tiles_are_listed() -> None:
     slots = torch.tensor([4] * 8 + [2] + [3] * 3 + [4] * 2 + [-1] * 3)
     rows = Rows(slots, slots, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
     for block in (2, 8, 1024):
-        with mock.patch.object(walk, "BLOCK", block):
-            (low, _), (lows, highs) = (walk.Walk(False)._tiles(rows, 2, high) for high in (0, 5))
-        assert low[: 1 + low[0]].tolist() == [8, 0, 2, 4, 6, 8, 9, 11, 12], block
+        with mock.patch.object(tile_lists, "BLOCK", block):
+            lows, highs = tile_lists.TileLists().low_and_high(rows, 2, 5)
         assert lows[: 1 + lows[0]].tolist() == [2, 8, 12], block
         assert highs[: 1 + highs[0]].tolist() == [3, 0, 5, 9], block
+
+
+@check
+def tiles_are_sorted() -> None:
+    """By keys, the most last; chunks of a tile each for itself; a window leaves early spans out."""
+    span, chunks = attention_kernels.SPAN, tile_lists.CHUNKS
+    slots = torch.tensor([4] * 3 + [2] + [3] * 2 + [-1] * 2)
+    positions = torch.tensor([7, 8, 9, 5 * span, span - 1, span, 0, 0])
+    rows = Rows(slots, positions, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
+    listed = tile_lists.TileLists().by_keys
+    whole = listed(rows, 2, 0, 0)
+    assert whole[: 1 + whole[0]].tolist() == [4, 0, 2, 4, 3]  # 9, 10, 129 and 641 keys
+    cut = listed(rows, 2, 2, 0)  # two spans a chunk: slot 2 has six spans, slot 3 two
+    want = [(0, 0), (2, 0), (3, 2), (4, 0), (3, 0), (3, 1)]
+    assert cut[1 : 1 + cut[0]].tolist() == [row * chunks + part for row, part in want]
+    near = listed(rows, 2, 2, span)  # slot 2 sees spans 4 and 5: its first key is in span 4
+    want = [(0, 0), (2, 0), (3, 0), (4, 0)]
+    assert near[1 : 1 + near[0]].tolist() == [row * chunks + part for row, part in want]
 
 
 def spans(heads: Heads) -> tuple[Paged, dict, list]:
@@ -288,7 +308,7 @@ def attention_rows_stand_alone() -> None:
                 ref.attention(q[0, 149][None], paged.rows([(0, 149)]), heads, paged.cache),
                 torch.float32,
             )
-            assert not ops._attention._arrived.any()
+            assert not ops._partials.arrived.any()
             attention_kernels.PROGRAMS, kept = 1, attention_kernels.PROGRAMS  # one program walks through all
             batches = [[(0, 149)], [(0, p) for p in range(120, 150)] + [(1, p) for p in range(15, 20)]]
             try:

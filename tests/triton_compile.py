@@ -129,10 +129,11 @@ class Chip:
 
     multi_processor_count = 132
     shared_memory_per_block_optin = 227 << 10
+    shared_memory_per_multiprocessor = 228 << 10
     major = CAPABILITY // 10
 
 
-def all_layers(ops: TritonOps, heads: Heads, hidden: int, inner: int) -> None:
+def all_layers(ops: TritonOps, heads: Heads, hidden: int, inner: int, count: int) -> None:
     def packed(columns: int, depth: int) -> gemm_kernels.PackedLinear:
         return ops.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
 
@@ -140,9 +141,9 @@ def all_layers(ops: TritonOps, heads: Heads, hidden: int, inner: int) -> None:
     projections = packed(width + 2 * heads.num_kv * heads.dim, hidden), packed(hidden, width)
     mlp = packed(2 * inner, hidden), packed(hidden, inner)
     layer = Layer(norm, projections[0], None, None, projections[1], norm, *mlp, heads)
-    column, table = torch.zeros(1, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
+    column, table = torch.zeros(count, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
     cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
-    rows, x = Rows(column, column, column, column, table), torch.empty((1, hidden), dtype=torch.bfloat16)
+    rows, x = Rows(column, column, column, column, table), torch.empty((count, hidden), dtype=torch.bfloat16)
     with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
         ops.blocks(x, [layer] * 2, norm, rows, torch.empty((64, heads.dim)), [cache] * 2, 1e-6)
 
@@ -167,7 +168,9 @@ def main() -> None:
             forward(ops, torch.bfloat16, 600, small, 576, 8192)
             step(ops, 256, 5, 49152)
             if pdl:
-                all_layers(ops, small, 576, 1536)
+                all_layers(ops, small, 576, 1536, 1)
+                all_layers(ops, small, 576, 1536, 64)
+                all_layers(ops, Heads(num_q=15, num_kv=5, dim=64, scale=0.1, window=0), 960, 2560, 16)
                 break
             forward(ops, torch.bfloat16, 600, large, 4096, 8192)
             forward(ops, torch.bfloat16, 4, sliding, 4096, 8192)

@@ -174,7 +174,7 @@ class AsyncLLM:
 
     def engine_stats(self) -> EngineStats:
         """How the engine stands: who runs and waits, pages, cache hits."""
-        return self._llm.engine.stats()
+        return self._llm.engine_stats()
 
     def describe(self) -> str:
         return self._llm.engine.describe()

@@ -211,6 +211,8 @@ class Driver:
         try:
             while not self._stopping:
                 self._listen()
+                if self._jobs.engine.waits:
+                    self._publish()  # what the notes brought does not wait with the step
                 if (self._open or self._jobs.engine.waits) and not self._stopping:
                     self._step()
                 self._publish()

@@ -12,7 +12,7 @@ from typing import Any
 from draftproof.config import EngineConfig
 from draftproof.errors import RequestError
 from draftproof.jobs import EngineLike, Job, Jobs, Tell
-from draftproof.metrics import SpecStats
+from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import MAX_SEED, SamplingParams
 from draftproof.text.prompts import Prompt, token_ids
 from draftproof.text.tokenizer import Tokenizer
@@ -38,6 +38,10 @@ class Front:
     def stats(self) -> SpecStats:
         """Of everything that was generated through this."""
         return self.jobs.stats
+
+    def engine_stats(self) -> EngineStats:
+        """How the engine stands, and what it did and how long that took, for everybody."""
+        return self.engine.stats()
 
     def get_tokenizer(self) -> Tokenizer:
         return self._need_tokenizer("get_tokenizer()")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
@@ -168,6 +168,8 @@ class Jobs:
             metrics=total,
             num_cached_tokens=job.counts[0].num_cached_tokens if job.counts else 0,
             num_preemptions=sum(counts.num_preemptions for counts in job.counts),
+            queue_seconds=_first(counts.queue_seconds for counts in job.counts),
+            first_token_seconds=_first(counts.first_token_seconds for counts in job.counts),
             strategy=strategy,
             lossless=lossless,
         )
@@ -245,3 +247,7 @@ class Jobs:
         self.stats.add(job.answers[index].output.metrics)
         job.num_ended += 1
         return [job] if job.finished else []
+
+
+def _first(times: Iterable[float | None]) -> float | None:
+    return min((seconds for seconds in times if seconds is not None), default=None)

@@ -1,8 +1,50 @@
-"""One definition of what is counted, per request and in total: drafts, cached tokens, preemptions."""
+"""One definition of what is counted and timed, per request and in total.
+
+Counted: drafts, cached tokens, preemptions. Timed, in seconds by `time.monotonic`, which all processes of a
+machine share: a request waits from when the engine takes it in (`add`) until it is first seated; its first
+token is there when the step that committed it has been read. A step lasts from when the device could begin
+with it (it was queued, and the one before it was read) until it has been read.
+"""
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
+
+BOUNDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often something lasted how long. counts[i]: at most BOUNDS[i], and longer than the one before it;
+    the last: longer than all."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    total: float = 0.0  # seconds
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += times
+        self.total += seconds * times
+
+    def add(self, other: Histogram) -> None:
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+    def copy(self) -> Histogram:
+        return Histogram(list(self.counts), self.total)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """0 before anything was observed."""
+        return self.total / self.count if self.count else 0.0
 
 
 @dataclass(slots=True)
@@ -56,6 +98,39 @@ class RequestStats:
 
     num_cached_tokens: int = 0  # of its prompt, not computed when it was first seated: they were there
     num_preemptions: int = 0  # how often it was put aside because pages ran out
+    arrived: float = field(default_factory=lambda: time.monotonic())
+    seated: float | None = None  # for the first time
+    spoke: float | None = None  # its first token was there
+    ended: float | None = None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        return None if self.seated is None else self.seated - self.arrived
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From its arrival."""
+        return None if self.spoke is None else self.spoke - self.arrived
+
+    @property
+    def seconds(self) -> float | None:
+        """From its arrival to its end."""
+        return None if self.ended is None else self.ended - self.arrived
+
+
+@dataclass(slots=True)
+class Timings:
+    """How long things took, in total."""
+
+    queue: Histogram = field(default_factory=Histogram)  # requests, until first seated
+    first_token: Histogram = field(default_factory=Histogram)  # requests, until their first token
+    decode_steps: Histogram = field(default_factory=Histogram)  # steps in which every request decodes
+    prompt_steps: Histogram = field(default_factory=Histogram)  # steps with prompts in them
+
+    def copy(self) -> Timings:
+        return Timings(
+            self.queue.copy(), self.first_token.copy(), self.decode_steps.copy(), self.prompt_steps.copy()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +145,4 @@ class EngineStats:
     num_pages: int
     num_used_pages: int  # by somebody
     num_cached_pages: int  # by nobody, with content that can be found
+    timings: Timings = field(default_factory=Timings, kw_only=True)  # in total; from afar, a second old

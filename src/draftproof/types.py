@@ -163,7 +163,7 @@ class DraftTraits:
     """What is wanted of a proposer that follows the rows; captured drafts are kept by it."""
 
     rounds: int  # drafts of whoever may have most of them, or a few more; 0: keep up, draft nothing
-    prompts: bool = True  # some entries have chunks
+    prompts: bool = False  # some entries have chunks, and the proposer minds
     scales: bool = False  # some truncate what they sample from
     logprobs: bool = False  # the drafter's own are read
     probs: bool = False  # so are its probabilities, over the whole vocabulary
@@ -329,7 +329,7 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one for every token of every stream: freezing it would take three times as long
 class TokenEvent:
     """One committed token of a stream. `text` is what became certain with it; all of them make the answer."""
 
@@ -382,6 +382,8 @@ class RequestOutput:
     metrics: SpecStats
     num_cached_tokens: int = 0  # of the prompt, not computed for the first answer: they were cached
     num_preemptions: int = 0  # of all its answers
+    queue_seconds: float | None = field(default=None, compare=False)  # of the first answer; None: never
+    first_token_seconds: float | None = field(default=None, compare=False)  # since its arrival, likewise
     strategy: str = ""  # the verification that served it, with its label
     lossless: bool = True
 

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 Reals = NDArray[np.float64]
 
 SLOW = 5.0  # times what was expected: not a step's time any more
-# Whatever disturbs a clock makes steps look slower, never quicker: so it is believed at once when a step was
-# quick, and only little by little when it was slow.
+# Whatever disturbs a step that is waited for makes it look slower, never quicker: so it is believed at once
+# when it was quick, and only little by little when it was slow. Of steps that follow one another in a queue
+# one looks as much too quick as the one before it was read too late.
 DOWN, UP = 0.5, 0.1
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
@@ -36,8 +37,8 @@ class RowCosts:
         sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
         return cls({size: 1.0 + size / ROWS_FREE for size in sizes}, learns=False)
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """A real step of that size took so long."""
+    def observe(self, rows: int, seconds: float, queued: bool = False) -> None:
+        """A real step of that size took so long; `queued`: since the one before it was read."""
         at = int(np.searchsorted(self._sizes, rows))
         known = ~np.isnan(self._ratio)
         if not self._learns or at == len(self._sizes):
@@ -47,7 +48,7 @@ class RowCosts:
             if seconds > SLOW * self._seconds[at]:
                 return  # a pause of whoever calls, not a cost
             old = float(np.interp(at, np.flatnonzero(known), self._ratio[known]))
-            new = old + (new - old) * (UP if new > old and known[at] else DOWN)
+            new = old + (new - old) * (UP if known[at] and (queued or new > old) else DOWN)
         self._ratio[at] = new
         at_all = np.flatnonzero(~np.isnan(self._ratio))
         ratio = np.interp(np.arange(len(self._sizes)), at_all, self._ratio[at_all])

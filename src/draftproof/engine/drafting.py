@@ -72,7 +72,19 @@ class Drafting:
         rounds = int(budget.max(initial=0))
         if ops.asynchronous:  # few numbers are captured
             rounds = min(k, 1 << (rounds - 1).bit_length()) if rounds else 0
-        return DraftTraits(rounds, bool(planned.chunk.any()), traits.scales, traits.drafts, probs)
+        assert self.proposer is not None
+        prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
+        return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs)
+
+    def usual(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
+        """Rows, entries and traits to capture at start, for steps of these sizes: full windows, and none."""
+        num_slots, k = self.slots.columns.draft.shape
+        found: dict[tuple[int, int, DraftTraits], int] = {}
+        for entries in sizes if self.follows_rows else ():
+            for rows in (entries, ops.bucket(entries * (1 + k))):
+                if entries <= ops.bucket(num_slots) and rows in sizes:
+                    found |= {(rows, min(entries, num_slots), DraftTraits(rounds)): 0 for rounds in (0, k)}
+        return list(found)
 
     def draft(
         self, plan: Plan, rows: Rows | None = None, entries: int = -1, traits: DraftTraits | None = None

@@ -21,7 +21,7 @@ from draftproof.engine.sizes import resolve_sizes
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import DeviceStep, Progress
 from draftproof.engine.traits import rounded
-from draftproof.errors import ConfigError, QueueFullError, RequestError, nearest
+from draftproof.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, nearest
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.models.head import Target
 from draftproof.models.head_model import TargetParts
@@ -117,6 +117,7 @@ class Engine:
             takes_prediction=bool(proposer and proposer.takes_prediction),
         )
         self._sequences: dict[str, Sequence] = {}
+        self._broken: Exception | None = None
 
     def _warm_up(self, progress: Progress) -> None:
         """Capture the steps that most requests need (others are when they are first met); time them."""
@@ -236,7 +237,13 @@ class Engine:
             num_pages=pages.capacity,
             num_used_pages=pages.capacity - pages.num_free,
             num_cached_pages=pages.num_idle,
+            timings=scheduler.timings.copy(),
         )
+
+    def _check_alive(self) -> None:
+        if self._broken is not None:
+            broken = f"{type(self._broken).__name__}: {self._broken}"
+            raise EngineDeadError(f"this engine broke, build another: {broken}") from self._broken
 
     def _check_queue(self) -> None:
         """Those for whom a slot is free do not queue up: they are seated in the next step."""
@@ -250,6 +257,7 @@ class Engine:
 
         QueueFullError: `max_num_waiting` are waiting.
         """
+        self._check_alive()
         if max_length is None or request.id in self._sequences:
             max_length = self.check(request)
         self._check_queue()
@@ -274,16 +282,23 @@ class Engine:
         return sequence.stats
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; False if it is not (or no longer) here."""
+        """End a request now; False if it is not (or no longer) here. What it said may be found again."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
-        self.loop.end(sequence)
+        if self._broken is None:
+            self.loop.leave(sequence)
         return True
 
     def step(self) -> StepResults:
-        with torch.inference_mode(), self.ops.stepping():
-            results = self.loop.step()
+        """EngineDeadError: the device is gone. Whatever it raises, the engine is not to be used again."""
+        self._check_alive()
+        try:
+            with torch.inference_mode(), self.ops.stepping():
+                results = self.loop.step()
+        except Exception as error:
+            self._broken = error
+            raise
         for i in results.endings:
             del self._sequences[results.requests[i].id]
         return results

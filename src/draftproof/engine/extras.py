@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.engine.asked import top_of
+from draftproof.engine.asked import by_host, top_of
+from draftproof.engine.budget import Ints
+from draftproof.engine.sequence import Planned
+from draftproof.engine.settle import Extra
+from draftproof.engine.slots import Slots
+from draftproof.engine.step import DeviceStep, Ran
 from draftproof.models.runner import Runner
 from draftproof.ops import Ops
 from draftproof.types import (
@@ -26,6 +33,77 @@ from draftproof.types import (
 from draftproof.verify.logprobs import Wanted, logprob_rows
 
 PROMPT_ROWS = 64  # logits rows held at once for prompt logprobs
+
+
+class Extras:
+    """Reads them, for the entries of a step that asked."""
+
+    def __init__(self, device: DeviceStep, slots: Slots, sources: tuple[str, ...]) -> None:
+        self.device = device
+        self.slots = slots
+        self.sources = sources
+
+    def of(
+        self,
+        planned: Planned,
+        computed: Ints,
+        lengths: Ints,
+        ran: Ran,
+        table: Ints,
+        own: NDArray[Any] | None,
+        source: NDArray[Any] | None,
+    ) -> dict[int, Extra]:
+        """By entry. `computed`, `lengths`: [B] before the step.
+
+        own, source [B, K]: what the drafter thought of its drafts, and who it was, if anybody wants to know.
+        """
+        found = {}
+        for b, sequence in enumerate(planned.sequences):
+            prompts = sequence.request.params.prompt_logprobs is not None and planned.chunk[b] > 0
+            if not prompts and not sequence.settled_by_host:
+                continue
+            extra = Extra()
+            if prompts:
+                extra.prompt_logprobs = self._prompt(planned, int(computed[b]), ran, b) or None
+            if planned.samples[b] and sequence.settled_by_host:
+                names = [0] * table.shape[1] if source is None else source[b].tolist()
+                told = [] if own is None else own[b].tolist()
+                self._tokens(planned, int(lengths[b]), ran, b, table[b], told, names, extra)
+            if extra != Extra():
+                found[b] = extra
+        return found
+
+    def _prompt(self, planned: Planned, computed: int, ran: Ran, b: int) -> list[LogprobRow]:
+        assert ran.hidden is not None
+        rows = np.maximum(planned.chunk, 1) + planned.drafts
+        first = int(rows[:b].sum())
+        mine = ran.hidden[first : first + int(planned.chunk[b])]
+        sequence = planned.sequences[b]
+        told = max(0, sequence.prompt_scored - computed)  # before it was put aside
+        return prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
+
+    def _tokens(
+        self,
+        planned: Planned,
+        length: int,
+        ran: Ran,
+        b: int,
+        line: Ints,
+        own: list[float],
+        source: list[int],
+        extra: Extra,
+    ) -> None:
+        request, decided, ops = planned.sequences[b].request, ran.decided, self.device.ops
+        assert decided.logits is not None and decided.sampled is not None
+        logits = decided.logits if request.params.logprobs_mode == "raw" else decided.sampled.processed
+        if by_host(request.params, self.slots.vocab):
+            extra.logprobs = token_logprobs(ops, request, line, logits)
+        if request.params.include_draft_logprobs:
+            count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
+            drafts = decided.windows.draft[first : first + count].tolist()
+            sources = [self.sources[n] for n in source[:count]]
+            start = length - len(request.prompt_token_ids)
+            extra.drafts = draft_records(ops, line, start, drafts, own, sources, logits)
 
 
 def token_logprobs(ops: Ops, request: Request, line: Any, logits: Tensor) -> list[LogprobRow]:

@@ -13,36 +13,34 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.engine import extras, guided
-from draftproof.engine.asked import by_host
+from draftproof.engine import guided
 from draftproof.engine.budget import Ints
+from draftproof.engine.extras import Extras
+from draftproof.engine.faults import FAULTS, HOPELESS, TRIES, StepFault, answers, take_back, with_failed
+from draftproof.engine.host_drafts import batch_of
 from draftproof.engine.invariants import check_step
+from draftproof.engine.lessons import Lessons
 from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import Planned, Sequence
-from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults, ending_of
+from draftproof.engine.settle import Ending, StepResults, columns_of, ending_of
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import DeviceStep, Ran
 from draftproof.engine.traits import traits_of
+from draftproof.errors import EngineDeadError
 from draftproof.propose import Proposer
 from draftproof.types import (
     ENDED,
-    FIRST_ROW,
     NUM_ACCEPTED,
-    NUM_DRAFT,
     NUM_OUT,
     End,
-    LogprobRow,
-    ProposeBatch,
-    Request,
     Traits,
-    Wants,
 )
 
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
@@ -83,12 +81,23 @@ class Loop:
         self.debug = debug
         self._flights: deque[Flight] = deque()
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
-        self._heard: deque[tuple[Request, Callable[[], Tensor]]] = deque()
-        self._last_read: float | None = None
+        self._last_read = 0.0  # by the clock
         self._traits: tuple[int, Traits] | None = None
+        self._faults = 0  # steps that failed running
+        self._lessons = Lessons(slots)
+        self._extras = Extras(device, slots, self.sources)
 
     def step(self) -> StepResults:
         """One step's results: of the one before, while the next is under way, if steps overlap."""
+        try:
+            results = self._step()
+        except StepFault as fault:
+            results = self._recover(fault)
+        if self.debug and not self._flights:
+            check_step(self.scheduler, self.slots)
+        return results
+
+    def _step(self) -> StepResults:
         if self._flights and self._host_is_needed():
             return self._settle(self._flights.popleft())
         try:
@@ -104,10 +113,19 @@ class Loop:
     def end(self, sequence: Sequence) -> None:
         """Remove a request, finished or not; what is still under way of it is nobody's."""
         if sequence.slot >= 0:
-            self._hear(sequence)
+            length = int(self.scheduler.host.length[sequence.slot])
+            self._lessons.hear(self.proposer, sequence.slot, length)
             self._stop(sequence.slot)
         self.scheduler.remove(sequence)
         self._rest()
+
+    def leave(self, sequence: Sequence) -> None:
+        """It is told to end, by a stop string or a caller; it may be in the middle of anything."""
+        if sequence.slot >= 0 and self.scheduler.host.prompt_left[sequence.slot] == 0:
+            self._retire(sequence)
+            self._rest()
+        else:
+            self.end(sequence)
 
     def _stop(self, slot: int) -> None:
         if self.proposer is not None:
@@ -121,6 +139,37 @@ class Loop:
     def _device_drafts(self) -> bool:
         return self.device.drafting.proposer is not None
 
+    def _recover(self, fault: StepFault) -> StepResults:
+        """Go on without the steps that are lost; what was queued before them is read. See `faults`."""
+        error, lost, results = fault.__cause__, fault.lost, NOTHING
+        reason = f"{type(error).__name__} in a step: {error}"
+        self._faults += 1
+        if not answers(self.device.ops):
+            raise EngineDeadError(f"the device does not answer any more after {reason}") from error
+        if self._faults > HOPELESS:
+            raise EngineDeadError(
+                f"{self._faults} steps have failed running, the last by {reason}"
+            ) from error
+        try:
+            if self._flights:
+                results = self._settle(self._flights.popleft())
+        except StepFault as earlier:
+            lost = earlier.lost + lost
+        for sequence, _ in self._retiring:  # its last step may be among those that are lost
+            self.scheduler.bury(sequence, None)
+        self._retiring.clear()
+        self._lessons.forget()
+        slots = {s: s.slot for s in self.scheduler.running}
+        back = take_back(self.scheduler, lost)
+        for sequence in back:
+            self._stop(slots[sequence])
+        failed = [s for s in back if s.num_faults >= TRIES]
+        what = "%s; %d requests try again, %d fail"
+        logging.getLogger("draftproof").error(what, reason, len(back) - len(failed), len(failed))
+        for sequence in failed:
+            self.end(sequence)
+        return with_failed(results, failed, self.device.width, reason)
+
     # --- planning and queueing ----------------------------------------------------------------------
 
     def _host_is_needed(self) -> bool:
@@ -133,17 +182,30 @@ class Loop:
     def _launch(self) -> Flight | None:
         scheduler, host, started = self.scheduler, self.scheduler.host, time.perf_counter()
         waits = self._host_drafts or not self.overlap or self._host_is_needed()
-        if waits and self._device_drafts:
-            self._count_drafts()
-        planned = scheduler.plan(idle=not self._flights)
+        try:
+            if waits and self._device_drafts:
+                self._count_drafts()
+            planned = scheduler.plan(idle=not self._flights)
+        except FAULTS as error:  # of what was to be read for it; nobody has begun anything
+            raise StepFault([]) from error
         for sequence in scheduler.put_aside:
             self._stop(sequence.last_slot)
         if planned is None:
             return None
-        self.slots.grow(planned.grown)
         lines = planned.slots
         before = host.length[lines] - host.prompt_left[lines] - planned.chunk  # nothing of it is under way
         computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
+        try:
+            flight = self._queue(planned, computed, waits, started)
+        except FAULTS as error:
+            raise StepFault([(planned, computed)]) from error
+        if self.device.drafting.failure is not None and self.proposer is not None:
+            self._give_up(self.device.drafting.failure)
+        return flight
+
+    def _queue(self, planned: Planned, computed: Ints, waits: bool, started: float) -> Flight:
+        scheduler, host = self.scheduler, self.scheduler.host
+        self.slots.grow(planned.grown)
         self.slots.seat(scheduler.seats(planned.newcomers))
         self._start(planned.newcomers)
         budget = np.zeros_like(planned.slots)
@@ -157,8 +219,6 @@ class Loop:
         keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
-        if self.device.drafting.failure is not None and self.proposer is not None:
-            self._give_up(self.device.drafting.failure)
         host.num_draft[planned.slots] = budget if self._device_drafts else 0
         return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints)
 
@@ -181,17 +241,26 @@ class Loop:
 
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
-        found = flight.ran.decided.packed.open(flight.read())
+        try:
+            found = flight.ran.decided.packed.open(flight.read())
+            table, columns = found["table"][: len(planned.slots)], columns_of(found)
+            own, source = (
+                found[name][planned.slots] if name in found else None
+                for name in ("draft logprobs", "draft sources")
+            )
+            extras_of = {}
+            if flight.waits and self.scheduler.num_hosted:
+                starts = self.scheduler.host.length[planned.slots]
+                extras_of = self._extras.of(planned, flight.computed, starts, flight.ran, table, own, source)
+        except FAULTS as error:  # those that were queued behind it went on from what nobody knows
+            lost = [flight, *self._flights]
+            self._flights.clear()
+            raise StepFault([(f.planned, f.computed) for f in lost]) from error
+        self._faults = 0
         self._clock(flight)
         self._reap()
-        table = found["table"][: len(planned.slots)]
-        columns = self._columns(found)
-        thoughts, source = (
-            found[name][planned.slots] if name in found else None
-            for name in ("draft logprobs", "draft sources")
-        )
-        asked = flight.waits and self.scheduler.num_hosted
-        extras_of = self._extras(flight, table, thoughts, source) if asked else {}
+        for b, extra in extras_of.items():
+            planned.sequences[b].prompt_scored += len(extra.prompt_logprobs or ())
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
@@ -211,26 +280,19 @@ class Loop:
         if self._host_drafts:
             self._propose(flight)
         self._rest()
-        if self.debug and not self._flights:
-            check_step(self.scheduler, self.slots)
         return results
 
     def _clock(self, flight: Flight) -> None:
         """What a step of so many rows costs: from the last one that was read, if it was queued by then."""
-        now = time.perf_counter()
-        decodes = not flight.planned.chunk.any()
-        since = self._last_read if flight.follows else flight.started
-        if decodes and since is not None:
-            rows = self.device.ops.bucket(flight.planned.num_rows)
-            self.scheduler.budgets.costs.observe(rows, now - since)
-        self._last_read = now if decodes else None
-
-    def _columns(self, found: dict[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]:
-        return {
-            kind: LogprobColumns(found[name], found[f"{name} ids"], found[f"{name} ranks"])
-            for kind, name in ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
-            if name in found
-        }
+        now, timings = time.perf_counter(), self.scheduler.timings
+        seconds = now - (self._last_read if flight.follows else flight.started)
+        self._last_read = now
+        if flight.planned.chunk.any():
+            timings.prompt_steps.observe(seconds)
+            return
+        timings.decode_steps.observe(seconds)
+        rows = self.device.ops.bucket(flight.planned.num_rows)
+        self.scheduler.budgets.costs.observe(rows, seconds, flight.follows)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""
@@ -258,9 +320,13 @@ class Loop:
         if not scheduler.prefix_caching or not length // scheduler.page_size > sequence.num_known:
             self.end(sequence)
             return
-        read = self.device.ops.fetch(tokens)
+        try:
+            read = self.device.ops.fetch(tokens)
+        except FAULTS:
+            self.end(sequence)
+            return
         self._retiring.append((sequence, read))
-        self._hear(sequence, read)
+        self._lessons.hear(self.proposer, sequence.slot, length, read)
         self._stop(sequence.slot)
         scheduler.retire(sequence)
 
@@ -273,84 +339,41 @@ class Loop:
         """Those whose tokens have come."""
         while self._retiring:
             sequence, read = self._retiring.popleft()
-            self.scheduler.bury(sequence, read().tolist())
-        while self._heard:
-            request, read = self._heard.popleft()
-            self._tell_proposer("learn", request, read().numpy())
-
-    def _extras(
-        self, flight: Flight, table: Ints, thoughts: NDArray[Any] | None, source: NDArray[Any] | None
-    ) -> dict[int, Extra]:
-        """What the columns do not hold, for those who asked. thoughts, source [B, K]: of their drafts."""
-        planned, found = flight.planned, {}
-        for b, sequence in enumerate(planned.sequences):
-            params = sequence.request.params
-            prompts = params.prompt_logprobs is not None and planned.chunk[b] > 0
-            if not prompts and not sequence.settled_by_host:
-                continue
-            extra = found[b] = Extra()
-            if prompts:
-                extra.prompt_logprobs = self._prompt_logprobs(flight, b) or None
-            if planned.samples[b] and sequence.settled_by_host:
-                names = [0] * table.shape[1] if source is None else source[b].tolist()
-                own = [] if thoughts is None else thoughts[b].tolist()
-                self._ask(flight, b, table[b], extra, own, names)
-            if extra == Extra():
-                del found[b]
-        return found
-
-    def _prompt_logprobs(self, flight: Flight, b: int) -> list[LogprobRow]:
-        planned, hidden = flight.planned, flight.ran.hidden
-        assert hidden is not None
-        rows = np.maximum(planned.chunk, 1) + planned.drafts
-        first = int(rows[:b].sum())
-        mine = hidden[first : first + int(planned.chunk[b])]
-        sequence, computed = planned.sequences[b], int(flight.computed[b])
-        told = max(0, sequence.prompt_scored - computed)  # before it was put aside
-        lines = extras.prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
-        sequence.prompt_scored += len(lines)
-        return lines
-
-    def _ask(
-        self, flight: Flight, b: int, line: Ints, extra: Extra, own: list[float], source: list[int]
-    ) -> None:
-        sequence, decided = flight.planned.sequences[b], flight.ran.decided
-        request, ops = sequence.request, self.device.ops
-        assert decided.logits is not None and decided.sampled is not None
-        logits = decided.logits if request.params.logprobs_mode == "raw" else decided.sampled.processed
-        if by_host(request.params, self.slots.vocab):
-            extra.logprobs = extras.token_logprobs(ops, request, line, logits)
-        if request.params.include_draft_logprobs:
-            count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
-            drafts = decided.windows.draft[first : first + count].tolist()
-            sources = [self.sources[n] for n in source[:count]]
-            start = int(self.scheduler.host.length[sequence.slot]) - len(request.prompt_token_ids)
-            extra.drafts = extras.draft_records(ops, line, start, drafts, own, sources, logits)
+            ids: list[int] | None = None
+            with suppress(*FAULTS):  # then nobody can find it; a device that is gone shows in the next step
+                ids = read().tolist()
+            self.scheduler.bury(sequence, ids)
+        if self.proposer is not None:
+            self._tell(self._lessons.teach, self.proposer)
 
     # --- the proposer -------------------------------------------------------------------------------
 
     def _start(self, newcomers: list[Sequence]) -> None:
         for sequence in newcomers:
-            self._tell_proposer("start", sequence.slot, sequence.request)
-        self._tell_proposer("prepare")
-
-    def _hear(self, sequence: Sequence, read: Callable[[], Tensor] | None = None) -> None:
-        """What one that leaves has said, for a proposer that learns from it."""
-        if self.proposer is not None and self.proposer.learns:
-            line = self.slots.columns.tokens[sequence.slot]
-            length = int(self.scheduler.host.length[sequence.slot])
-            self._heard.append((sequence.request, read or self.device.ops.fetch(line[:length])))
-
-    def _tell_proposer(self, what: str, *arguments: Any) -> None:
+            if self.proposer is not None:
+                self._tell(self.proposer.start, sequence.slot, sequence.request)
         if self.proposer is not None:
-            try:
-                getattr(self.proposer, what)(*arguments)
-            except Exception as error:  # a plug-in's code may raise anything
-                self._give_up(error)
+            self._tell(self.proposer.prepare)
+
+    def _tell(self, proposer: Callable[..., None], *what: Any) -> None:
+        try:
+            proposer(*what)
+        except Exception as error:  # a plug-in's code may raise anything
+            self._give_up(error)
 
     def _propose(self, flight: Flight) -> None:
+        assert self.proposer is not None
+        planned = flight.planned
+        here = [i for i, s in enumerate(planned.sequences) if s.slot >= 0]
+        live, lengths = planned.only(here), self.scheduler.host.length
         try:
-            self._ask_proposer(flight)
+            budget = self.scheduler.budget(live)
+            if not here or not (budget.any() or self.proposer.needs_hidden):
+                return
+            hidden = flight.ran.hidden if self.proposer.needs_hidden else None
+            batch = batch_of(self.slots, planned, here, flight.computed, lengths, budget, hidden)
+            self.device.put(live, budget, self.proposer.propose(batch))
+            self._count_drafts()
         except Exception as error:  # a plug-in's code may raise anything
             self._give_up(error)
 
@@ -360,41 +383,3 @@ class Loop:
             raise error
         logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
         self.proposer = self.device.drafting.proposer = None
-        self._heard.clear()
-
-    def _ask_proposer(self, flight: Flight) -> None:
-        proposer, scheduler, host = self.proposer, self.scheduler, self.scheduler.host
-        assert proposer is not None
-        planned = flight.planned.only([i for i, s in enumerate(flight.planned.sequences) if s.slot >= 0])
-        budget = scheduler.budget(planned)
-        if not len(planned.slots) or not (budget.any() or proposer.needs_hidden):
-            return
-        hidden, starts, counts = self._hidden_rows(flight) if proposer.needs_hidden else (None, [], [])
-        batch = ProposeBatch(
-            columns=self.slots.columns,
-            slots=planned.slots.tolist(),
-            budget=budget.tolist(),
-            lengths=host.length[planned.slots].tolist(),
-            hidden=hidden,
-            hidden_start=starts,
-            hidden_count=counts,
-        )
-        self.device.put(planned, budget, proposer.propose(batch))
-        self._count_drafts()
-
-    def _hidden_rows(self, flight: Flight) -> tuple[Tensor, list[int], list[int]]:
-        """Rows of live entries whose input token is committed, and their positions."""
-        planned, hidden = flight.planned, flight.ran.hidden
-        assert hidden is not None
-        index: list[int] = []
-        starts, counts = [], []
-        rows = np.maximum(planned.chunk, 1) + planned.drafts
-        for b, sequence in enumerate(planned.sequences):
-            if sequence.slot < 0:
-                continue
-            first, start = int(rows[:b].sum()), int(flight.computed[b])
-            stored = int(self.scheduler.host.length[sequence.slot]) - 1 - start
-            starts.append(start)
-            counts.append(min(int(rows[b]), stored))
-            index.extend(range(first, first + counts[-1]))
-        return hidden[index], starts, counts

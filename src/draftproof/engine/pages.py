@@ -87,11 +87,13 @@ class Pages:
             self._place[digest] = page
 
     def unlearn(self, pages: Sequence[int]) -> None:
-        """Their content is not to be found again."""
+        """Their content is not to be found again, whoever uses them."""
         for page in pages:
-            assert page in self._users, f"page {page} has no user"
             if page in self._content:
                 del self._place[self._content.pop(page)]
+            if page in self._idle:
+                del self._idle[page]
+                self._empty.append(page)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """One user less of each; the last pages of a text are the first to give way."""

@@ -19,7 +19,9 @@ put one aside the host must know all: then what is under way is read first.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
+from collections.abc import Sequence as Many
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from draftproof.engine.budget import Bools, DraftBudgets, Ints
 from draftproof.engine.pages import Pages, digests
 from draftproof.engine.sequence import HostColumns, Planned, Sequence
 from draftproof.engine.slots import Seat, Slots
+from draftproof.metrics import Timings
 
 AHEAD = 8  # pages taken at a time, where there are plenty
 
@@ -71,6 +74,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_queried = 0  # prompt tokens that were looked for in the cache
         self.num_cached = 0  # and found
+        self.timings = Timings()
         self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
 
@@ -190,9 +194,11 @@ class Scheduler:
         host.most[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
         self.budgets.pay(lines[chunk == 0], drafts[chunk == 0])
+        known: list[int] = []
         for i in chunk.nonzero()[0].tolist():
-            self._make_known(sequences[i], len(sequences[i].ids) - int(host.prompt_left[lines[i]]))
-        return Planned(sequences, lines, chunk, drafts, samples, host.tenant[lines], newcomers, grown)
+            known += self._make_known(sequences[i], len(sequences[i].ids) - int(host.prompt_left[lines[i]]))
+        tenants = host.tenant[lines]
+        return Planned(sequences, lines, chunk, drafts, samples, tenants, newcomers, grown, known)
 
     def budget(self, planned: Planned) -> Ints:
         """[B] drafts to ask for after this step. The last token of a request needs none."""
@@ -218,7 +224,16 @@ class Scheduler:
         host.under_way[mine] -= planned.samples[here]
         host.most[mine] -= np.where(planned.samples, 1 + planned.drafts - num_out, 0)[here]
         self.budgets.record(mine, planned.drafts[here], accepted[here])
+        self._first_tokens(planned, here & planned.samples & (num_out > 0))
         return here
+
+    def _first_tokens(self, planned: Planned, told: Bools) -> None:
+        """Whoever has come to the end of its prompt, unless it was there before it was put aside."""
+        for b in (told & (planned.chunk > 0)).nonzero()[0].tolist():
+            stats = planned.sequences[b].stats
+            if stats.spoke is None:
+                stats.spoke = time.monotonic()
+                self.timings.first_token.observe(stats.spoke - stats.arrived)
 
     # --- coming and going ---------------------------------------------------------------------------
 
@@ -248,7 +263,9 @@ class Scheduler:
         del self.waiting[0]
         sequence.pages = found + self.pages.take(need)
         sequence.num_known, sequence.found = len(found), len(found) * self.page_size
-        if not sequence.stats.num_preemptions:
+        if sequence.stats.seated is None:
+            sequence.stats.seated = time.monotonic()
+            self.timings.queue.observe(sequence.stats.seated - sequence.stats.arrived)
             sequence.stats.num_cached_tokens = sequence.found
             self.num_queried += len(sequence.ids) if self.prefix_caching else 0
             self.num_cached += sequence.found
@@ -275,29 +292,39 @@ class Scheduler:
             sequence.digests = list(digests(sequence.ids, self.page_size, salt))
         return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
 
-    def _make_known(self, sequence: Sequence, computed: int) -> None:
+    def _make_known(self, sequence: Sequence, computed: int) -> list[int]:
         """Its full pages, as far as they are computed, can be found from now on: by the next plan, so that
         no step reads a page that another slot fills in the same step."""
         if not self.prefix_caching:
-            return
-        full = min(computed // self.page_size, len(sequence.digests))
-        for i in range(sequence.num_known, full):
+            return []
+        first, full = sequence.num_known, min(computed // self.page_size, len(sequence.digests))
+        for i in range(first, full):
             self.pages.know(sequence.pages[i], sequence.digests[i])
-        sequence.num_known = max(sequence.num_known, full)
+        sequence.num_known = max(first, full)
+        return sequence.pages[first:full]
 
     def _put_aside(self, sequence: Sequence) -> None:
         """Nothing is under way: its tokens are known, and it goes on from them when its turn comes."""
         slot = sequence.slot
         length, left = int(self.host.length[slot]), int(self.host.prompt_left[slot])
-        computed = length - left if left else length - 1
-        self.remember(sequence, self.slots.read(slot, length), computed)
+        self._wait_again(sequence, length - left if left else length - 1)
         sequence.stats.num_preemptions += 1
         self.num_preemptions += 1
         self.put_aside.append(sequence)
+
+    def take_back(self, sequence: Sequence, computed: int) -> None:
+        """A step of it never came to be, and nobody can find what that was to fill. It waits again."""
+        sequence.num_known = min(sequence.num_known, computed // self.page_size)
+        self._wait_again(sequence, computed)
+
+    def _wait_again(self, sequence: Sequence, computed: int) -> None:
+        length = int(self.host.length[sequence.slot])
+        ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
+        self.remember(sequence, ids, computed)
         self._leave(sequence)
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
-    def remember(self, sequence: Sequence, ids: list[int], computed: int) -> None:
+    def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
         """What it has said so far; its pages can be found by whoever says the same."""
         sequence.ids = ids
         if self.prefix_caching:
@@ -317,6 +344,7 @@ class Scheduler:
         A step under way may still write to the pages; whoever gets them writes later.
         """
         self.num_hosted -= sequence.waited_for
+        sequence.stats.ended = time.monotonic()
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
@@ -329,14 +357,16 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """It ended; its pages are kept until `bury`."""
         self.num_hosted -= sequence.waited_for
+        sequence.stats.ended = time.monotonic()
         pages, known = sequence.pages, sequence.num_known
         sequence.pages = []
         self._leave(sequence)
         sequence.pages, sequence.num_known = pages, known
 
-    def bury(self, sequence: Sequence, ids: list[int]) -> None:
-        """`ids` is all it ever said."""
-        self.remember(sequence, ids, len(ids) - 1)
+    def bury(self, sequence: Sequence, ids: list[int] | None) -> None:
+        """`ids` is all it ever said; None: nobody knows."""
+        if ids is not None:
+            self.remember(sequence, ids, len(ids) - 1)
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 

@@ -35,6 +35,8 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `ids`
     found: int = 0  # of `ids`, how many had KV when it sat down
     num_known: int = 0  # pages that others can find
+    num_faults: int = 0  # steps of it that failed under way, one after the other
+    fault_length: int = 0  # its committed tokens then
     prompt_scored: int = 0  # prompt tokens whose logprobs were given out
     stats: RequestStats = field(default_factory=RequestStats)
 
@@ -97,6 +99,7 @@ class Planned:
     tenants: Ints  # [B]
     newcomers: list[Sequence]
     grown: list[tuple[int, int, int]]  # (slot, place in its page table, page)
+    known: list[int]  # pages that it fills and that can be found from the next plan on
 
     def only(self, at: list[int]) -> Planned:
         """Some of its entries."""
@@ -107,6 +110,7 @@ class Planned:
             self.drafts[at],
             self.samples[at],
             self.tenants[at],
+            [],
             [],
             [],
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,15 @@ class LogprobColumns:
     values: Reals  # [N, 1 + top]: the token's own, then the best
     ids: Ints  # [N, top]
     ranks: Ints  # [N]
+
+
+def columns_of(found: Mapping[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+    """Of the kinds that were computed, as they came from the device."""
+    return {
+        kind: LogprobColumns(found[name], found[f"{name} ids"], found[f"{name} ranks"])
+        for kind, name in ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
+        if name in found
+    }
 
 
 @dataclass(slots=True)

@@ -53,6 +53,7 @@ def resolve_sizes(
     if tokens is None:
         each = _kv_bytes(checkpoint) + drafter[0]
         workspace = LOGITS_COPIES * num_seqs * (k + 1) * checkpoint.config.vocab_size * 4 + drafter[1]
+        workspace += max_rows * _row_bytes(checkpoint)
         room = _kv_room(config, checkpoint, ops, workspace, each * max_len) // each
         tokens = min(room, num_seqs * max_len)
     return Sizes(max_len, num_seqs, max_rows, config.page_size, 1 - (-tokens // config.page_size), k)
@@ -72,6 +73,13 @@ def _kv_bytes(checkpoint: Checkpoint) -> int:
     return kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, checkpoint.dtype)
 
 
+def _row_bytes(checkpoint: Checkpoint) -> int:
+    """What the activations of a row take: a layer's, the residual and the row before it."""
+    model = checkpoint.config
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim  # q, k, v and the result
+    return (4 * model.hidden_size + 3 * model.intermediate_size + heads) * checkpoint.dtype.itemsize
+
+
 def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: int, least: int) -> int:
     """Bytes for KV; ConfigError if one request of full length would not fit beside the weights."""
     free = ops.free_memory()
@@ -84,7 +92,8 @@ def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: 
         raise ConfigError(
             f"the model does not fit: {free / gib:.1f} GiB are free on {ops.device}, of which "
             f"memory_utilization={config.memory_utilization} may be used; weights need {weights / gib:.1f}, "
-            f"logits {workspace / gib:.1f}, KV of one request of full length {least / gib:.1f} GiB: lower "
-            "max_model_len or max_num_seqs, or use a smaller model"
+            f"logits and activations {workspace / gib:.1f}, KV of one request of full length "
+            f"{least / gib:.1f} GiB: lower max_model_len, max_num_seqs or max_num_batched_tokens, or use a "
+            "smaller model"
         )
     return room

@@ -9,6 +9,7 @@ through the forward graph of its rows, and judged by the graph of its logits row
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from draftproof.types import (
     TOKENS,
     Choice,
     Draft,
+    DraftTraits,
     Outcome,
     Plan,
     Request,
@@ -98,7 +100,8 @@ class DeviceStep:
         self._entries = lines(3, num_slots)
         self._logits = lines(5, self.max_logits)
         self._picks = lines(2, self.max_logits)
-        self._table = torch.zeros((num_slots, TOKENS + k + 1), dtype=torch.int64, device=device)
+        self.width = TOKENS + k + 1
+        self._table = torch.zeros((num_slots, self.width), dtype=torch.int64, device=device)
         self._picked = torch.zeros(
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
@@ -144,6 +147,9 @@ class DeviceStep:
             return lambda: None
         entries = min(self.ops.bucket(len(planned.slots)), len(self.plan.slots))
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
+        return self._drafts(rows, entries, wanted)
+
+    def _drafts(self, rows: int, entries: int, wanted: DraftTraits) -> Callable[[], None]:
         draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
         return self._graph(("draft", rows, entries, wanted), draft, apart=True)
 
@@ -182,6 +188,10 @@ class DeviceStep:
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]
         work += [(kind, n, t) for t in traits for n in decoding for kind in ("decode", "judge")]
+        behind = self.drafting.usual(self.ops, decoding)
+        for done, sizes_of_one in enumerate(behind):
+            tick("capturing drafts", done, len(behind))
+            self._drafts(*sizes_of_one)
         for done, (kind, size, trait) in enumerate(work):
             tick("capturing", done, len(work))
             layout = self._layout(size, min(size, self.max_logits))
@@ -217,7 +227,12 @@ class DeviceStep:
             self._load(None)
             layout = self._layout(self.max_rows, self.max_logits)
             self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
-            self._graphs[key] = self.ops.graph(function, apart)
+            try:
+                self._graphs[key] = self.ops.graph(function, apart)
+            except RuntimeError as error:  # no memory for it, most likely; without it the step is slower
+                log = logging.getLogger("draftproof")
+                log.warning("a step cannot be captured and runs op by op: %s", error)
+                self._graphs[key] = function
         return self._graphs[key]
 
     # --- the stages ---------------------------------------------------------------------------------

@@ -35,8 +35,15 @@ class HeadModel:
     """Weights and the order of the ops. Storage of K and V is the caller's."""
 
     def __init__(
-        self, config: HeadConfig, tensors: dict[str, Tensor], ops: Ops, max_len: int, target: TargetParts
+        self,
+        config: HeadConfig,
+        tensors: dict[str, Tensor],
+        ops: Ops,
+        max_len: int,
+        target: TargetParts,
+        most: int,
     ) -> None:
+        """`most`: rows that logits are asked of at a time."""
         self.config, self.ops = config, ops
         tensors = {n: t if n == "d2t" else t.to(target.dtype) for n, t in tensors.items()}
         decoder, take = config.decoder(), Weights(tensors, ops)
@@ -44,6 +51,8 @@ class HeadModel:
         self.rope = rope_table(decoder, max_len).to(ops.device)
         self.embedding = take.tensor("embed_tokens.weight") if config.own_embedding else target.embedding
         self.ids = take.tensor("d2t") if config.reduced else None  # [draft vocab] target ids
+        if self.ids is not None:  # ids that it does not know stay as they are
+            self._logits = torch.full((most, self.vocab), -math.inf, device=ops.device)
         self.feature_norms = [take.tensor(name) for name in config.tensors() if "feature_norm" in name]
         self.norms: list[Tensor] = []  # of the embedding, of the feature, before they are joined
         if config.kind == "mtp":
@@ -126,9 +135,11 @@ class HeadModel:
         return ops.rms_norm(row, self.layers[0].attention_norm, eps) if config.input_norm else row, row
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] fp32 over the target's vocabulary; -inf at ids that it does not know."""
+        """[R, hidden] -> [R, V] fp32 over the target's vocabulary; -inf at ids that it does not know.
+
+        Valid until the next call.
+        """
         logits = self.ops.linear(normed, self.head, torch.float32)
         if self.ids is None:
             return logits
-        out = logits.new_full((len(logits), self.vocab), -math.inf)
-        return out.index_copy_(1, self.ids, logits)
+        return self._logits[: len(logits)].index_copy_(1, self.ids, logits)

@@ -100,6 +100,7 @@ class DeviceProposer(Proposer):
     graph_safe = True
     extends: ClassVar[bool] = False  # goes on from another's drafts, and says what its own are worth
     taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
+    minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
 
     @abstractmethod
     def draft(self, batch: DeviceBatch) -> Draft:

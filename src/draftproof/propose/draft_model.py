@@ -32,6 +32,7 @@ class DraftModelProposer(DeviceProposer):
     follows_rows = True
     stores_kv = True
     reports_probs = True
+    minds_prompts = True  # one row more for each that may be at its prompt's end
     defaults = {"model": None, **SAMPLING}
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
@@ -72,17 +73,16 @@ class DraftModelProposer(DeviceProposer):
 
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.traits is not None
-        rounds, runner = Rounds(self.env.ops, batch, self.greedy), self.runner
+        runner, count = self.runner, batch.traits.rounds
+        rounds = Rounds(self.env.ops, batch, self.greedy, 0, self.env.page_size)
         rows, last = self._behind(batch)
         hidden = runner.forward(rows)
-        if not batch.traits.rounds:
+        if not count:
             return rounds.draft()
-        rounds.only(last >= 0)
         rounds.take(0, runner.logits(hidden[last.clamp(min=0)]))
-        for j in range(1, batch.traits.rounds):
-            hidden = runner.forward(rounds.rows(j, j, self.env.page_size))
-            rounds.take(j, runner.logits(hidden))
-        return rounds.draft()
+        for j in range(1, count):
+            rounds.take(j, runner.logits(runner.forward(rounds.rows(j))))
+        return rounds.draft(last >= 0)
 
     def _behind(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
         """Rows of the committed tokens that it has not computed; [B] the last of each entry, or -1.

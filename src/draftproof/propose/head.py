@@ -45,7 +45,7 @@ class HeadProposer(DeviceProposer):
         config, tensors = load_head(source, target.facts)
         if config.kind != self.kind:
             raise ConfigError(f"{source} is a head of kind {config.kind!r}: use method {config.kind!r}")
-        self.model = HeadModel(config, tensors, env.ops, env.max_len, target)
+        self.model = HeadModel(config, tensors, env.ops, env.max_len, target, env.num_slots)
         self.needs_hidden = config.feature == "last_normed"
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
@@ -68,23 +68,21 @@ class HeadProposer(DeviceProposer):
 
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.traits is not None
-        rounds, count = Rounds(self.env.ops, batch, self.greedy), batch.traits.rounds
+        # the head's row of a draft stands one before it: that is where the row of its feature stands
+        rounds = Rounds(self.env.ops, batch, self.greedy, 1, self.env.page_size)
         rows, last = self._follow(batch)
         feature = self.model.feature(batch.features)
-        if not count:
+        if not batch.traits.rounds:
             self.model.store(rows, feature, self.caches)
             return rounds.draft()
         normed, feature = self.model.forward(rows, feature, self.caches)
         at = last[rounds.line]  # [B] the row that an entry's first draft comes from
-        rounds.only(at >= 0)
         normed, feature = normed[at.clamp(min=0)], feature[at.clamp(min=0)]
         rounds.take(0, self.model.logits(normed))
-        for j in range(1, count):
-            # the head's row of draft j - 1 stands one before it: that is where the row of its feature stands
-            rows = rounds.rows(j, j - 1, self.env.page_size)
-            normed, feature = self.model.forward(rows, feature, self.caches)
+        for j in range(1, batch.traits.rounds):
+            normed, feature = self.model.forward(rounds.rows(j), feature, self.caches)
             rounds.take(j, self.model.logits(normed))
-        return rounds.draft()
+        return rounds.draft(at >= 0)
 
     def _follow(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
         """The step's rows with the tokens that follow them; [S] the last row of each slot, or -1."""

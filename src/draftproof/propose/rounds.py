@@ -29,66 +29,74 @@ def drafts_greedily(options: Mapping[str, Any]) -> bool:
 
 
 class Rounds:
-    """The drafts of B entries while they are made. Nothing here waits for the device."""
+    """The drafts of B entries while they are made. Nothing here waits for the device.
 
-    def __init__(self, ops: Ops, batch: DeviceBatch, greedy: bool) -> None:
+    What the rounds need beside the drafts themselves is worked out for all of them at once: on a device a
+    round is so short that every launch counts.
+    """
+
+    def __init__(self, ops: Ops, batch: DeviceBatch, greedy: bool, lag: int, page_size: int) -> None:
+        """`lag`: how far behind its own position a draft is stored."""
         assert batch.traits is not None
-        self.ops, self.greedy = ops, greedy
+        self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.traits: DraftTraits = batch.traits
-        self.columns, self.slots = batch.columns, batch.slots
+        columns, rounds, self.k = batch.columns, batch.traits.rounds, batch.columns.draft.shape[1]
         self.line = batch.slots.clamp(min=0)
-        self.length = batch.columns.length[self.line]  # [B] committed tokens
-        self.heat = batch.columns.temperature[self.line]
-        room = batch.columns.max_length[self.line] - self.length - 1
-        live = (batch.slots >= 0) & (batch.columns.ended[self.line] == End.NOT_YET)
-        count = torch.minimum(batch.budget, room).clamp(0, self.traits.rounds)
-        self.count = torch.where(live, count, 0)  # [B] drafts it is to have
-        like = batch.columns.draft[: len(self.slots)]
-        self.tokens = torch.zeros_like(like)
-        self.logprobs = torch.full_like(batch.columns.draft_logprob[: len(self.slots)], math.nan)
+        length = columns.length[self.line]  # [B] committed tokens
+        room = columns.max_length[self.line] - length - 1
+        live = (batch.slots >= 0) & (columns.ended[self.line] == End.NOT_YET)
+        count = torch.where(live, torch.minimum(batch.budget, room), 0)
+        self.count = count.clamp(0, rounds)  # [B] drafts each is to have
+        j = torch.arange(rounds, device=length.device)[:, None]
+        on = self.count > j  # [rounds, B]
+        self.active = torch.where(on, batch.slots, -1)
+        self.outputs = torch.where(on, length - columns.prompt_len[self.line] + j, 0)  # keys of the noise
+        # in round j >= 1 draft j - 1 is stored; it stands at length + j - 1
+        self.positions = torch.where(on, length - 1 - lag + j, 0).clamp(min=0)
+        page = columns.page_table[self.line, self.positions // page_size].long()
+        self.places = torch.where(on, page * page_size + self.positions % page_size, 0)
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
         self._probs: list[Tensor] = []
 
-    def only(self, ready: Tensor) -> None:
-        """ready [B]: the model has seen all that these have said; the others have no drafts."""
-        self.count = torch.where(ready, self.count, 0)
-
-    def rows(self, j: int, ahead: int, page_size: int) -> Rows:
-        """The rows of round j >= 1: draft j - 1 of each, stored `ahead` of the newest committed token."""
-        on = self.count > j
+    def rows(self, j: int) -> Rows:
+        """The rows of round j >= 1: draft j - 1 of each."""
         table = self.columns.page_table
-        position = torch.where(on, self.length - 1 + ahead, 0)
-        page = table[self.line, position // page_size].long()
-        place = torch.where(on, page * page_size + position % page_size, 0)
-        tokens = torch.where(on, self.tokens[:, j - 1], 0)
-        return Rows(tokens, position, torch.where(on, self.slots, -1), place, table)
+        return Rows(self._tokens[j - 1], self.positions[j], self.active[j], self.places[j], table)
 
     def take(self, j: int, logits: Tensor) -> None:
         """Draft j of each from logits [B, V], as plain sampling would take it."""
-        on = self.count > j
-        none = torch.zeros_like(self.slots)
-        position = torch.where(on, self.length - self.columns.prompt_len[self.line] + j, 0)
-        slot = torch.where(on, self.slots, -1)
-        windows = Windows(self.columns, self.slots, none, none, slot, none, position, none)
+        none = self.slots
+        places = self.active[j], none, self.outputs[j], none
+        windows = Windows(self.columns, self.slots, none, none, *places)
         law = self.ops.cut(logits, windows) if self.traits.scales else None
         if self.greedy:
-            token = self.ops.argmax(logits)
+            token = torch.where(self.active[j] >= 0, self.ops.argmax(logits), 0)
         else:
             token, _ = self.ops.choose(logits if law is None else law, windows, scaled=law is not None)
-        self.tokens[:, j] = token
+        self._tokens.append(token)
         if not self.traits.logprobs and not self.traits.probs:
             return
+        heat = self.columns.temperature[self.line]
         if law is None:
-            law = logits / torch.where(self.heat > 0, self.heat, 1.0)[:, None]
+            law = logits / torch.where(heat > 0, heat, 1.0)[:, None]
         law = law - self.ops.logsumexp(law)[:, None]
-        self.logprobs[:, j] = law.gather(1, token[:, None])[:, 0]
+        self._logprobs.append(law.gather(1, token[:, None])[:, 0])
         if self.traits.probs:
             certain = torch.zeros_like(law).scatter_(1, token[:, None], 1.0)
-            sampled = (self.heat > 0)[:, None] & (not self.greedy)
+            sampled = (heat > 0)[:, None] & (not self.greedy)
             self._probs.append(torch.where(sampled, law.exp(), certain))
 
-    def draft(self) -> Draft:
-        probs = None
-        if self.traits.probs and self._probs:
-            rest = self.tokens.shape[1] - len(self._probs)
-            probs = torch.stack(self._probs + [torch.zeros_like(self._probs[0])] * rest, 1)
-        return Draft(self.tokens, self.count, self.logprobs, probs)
+    def draft(self, ready: Tensor | None = None) -> Draft:
+        """ready [B]: the model has seen all that these have said; the others have no drafts."""
+        count = self.count if ready is None else torch.where(ready, self.count, 0)
+        tokens = self._wide(self._tokens, torch.zeros_like(self.slots))
+        logprobs = None
+        if self._logprobs:
+            logprobs = self._wide(self._logprobs, torch.full_like(self._logprobs[0], math.nan))
+        probs = self._wide(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
+        return Draft(tokens, count, logprobs, probs)
+
+    def _wide(self, columns: list[Tensor], none: Tensor) -> Tensor:
+        """[B, …] each -> [B, K, …]."""
+        return torch.stack(columns + [none] * (self.k - len(columns)), 1)

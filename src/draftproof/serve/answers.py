@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,16 +22,17 @@ from draftproof.errors import RequestError
 from draftproof.serve.chunks import Chunks, Unfinished, error_event
 from draftproof.serve.desk import ClientGone, Desk, Line
 from draftproof.serve.forms import ChatForm, TextForm, failure
-from draftproof.serve.http import Reply, read_body, send_body, send_problem
+from draftproof.serve.http import Reply, apart, read_json, send_body, send_problem
 from draftproof.serve.logs import LOGGER, Ticket
 from draftproof.serve.meters import Meters
-from draftproof.serve.problems import Problem, decode, problem_of
+from draftproof.serve.problems import Problem, problem_of
 from draftproof.serve.schema import Asked, ChatAsked, CompletionAsked
 from draftproof.serve.settings import Settings
 from draftproof.serve.tokens import TokenNames
 from draftproof.serve.wishes import Wish, Wishes
 from draftproof.types import RequestOutput, TokenEvent
 
+MANY = 20_000  # logprobs that an event loop should not put into words itself
 SEEDS = (1 << 53) - 128  # for those who give none: what JavaScript can repeat
 Batch = tuple[int, list[TokenEvent]]  # of which prompt, and what came
 
@@ -45,6 +47,7 @@ class Answers:
         self._models = names
         self.wishes = Wishes(llm, settings)
         self.token_names = TokenNames(self.wishes.tokenizer)
+        self._token_ids = TokenNames(self.wishes.tokenizer, as_ids=True)
         seed = llm.config.seed
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -61,8 +64,8 @@ class Answers:
         ticket: Ticket = scope["state"]["ticket"]
         reply = Reply(send)
         try:
-            body = await read_body(scope, receive, self._settings)
-            asked: Asked = decode(body, ChatAsked if chat else CompletionAsked)
+            kind: type[Asked] = ChatAsked if chat else CompletionAsked
+            asked = await read_json(scope, receive, self._settings, kind)
             model = self.check_model(asked.model)
             if asked.request_id is not None:
                 ticket.id = asked.request_id
@@ -103,7 +106,8 @@ class Answers:
             "system_fingerprint": f"draftproof-{__version__}",
         }
         make = ChatForm if wish.chat else TextForm
-        form = make(wish, self.token_names, head, self._llm.limits.speculative_tokens)
+        names = self._token_ids if wish.as_ids else self.token_names
+        form = make(wish, names, head, self._llm.limits.speculative_tokens)
         self._note(asked, wish, ticket)
         try:
             if wish.stream:
@@ -131,7 +135,7 @@ class Answers:
             for answer in output.outputs:
                 if answer.finish_reason in ("error", "abort"):
                     raise self._problem(answer.finish_reason, answer.error)
-        body = msgspec.json.encode(form.whole(outputs))
+        body = await apart(lambda: msgspec.json.encode(form.whole(outputs)), form.num_entries > MANY)
         line.done = True
         ticket.status = 200
         await send_body(reply.send, body)
@@ -166,7 +170,8 @@ class Answers:
                     before = now
                     out, unfinished = bytearray(), None
                     if not openings[p].done:
-                        events = openings[p].pass_on(events, chunks, out)
+                        opening = partial(openings[p].pass_on, events, chunks, out)
+                        events = await apart(opening, form.num_entries > MANY)
                     try:
                         chunks.add(out, p, events)
                     except Unfinished as ended:
@@ -207,6 +212,9 @@ class Answers:
         made = 0 if wish.silent else sum(len(answer.token_ids) for answer in answers)
         self._meters.generated_tokens += made
         self._meters.whole_request.observe(time.perf_counter() - ticket.started)
+        for output in outputs:
+            if output.queue_seconds is not None:
+                self._meters.queue.observe(output.queue_seconds)
         ticket.facts.update(
             completion_tokens=made, finish_reasons=[answer.finish_reason for answer in answers]
         )

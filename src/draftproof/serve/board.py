@@ -10,22 +10,21 @@ from pathlib import Path
 
 import msgspec
 
-from draftproof.metrics import SpecStats
+from draftproof.metrics import Histogram, SpecStats
 
 
 class Totals(msgspec.Struct):
     """Everything that can be added up over processes."""
 
     speculation: SpecStats
-    histograms: dict[str, tuple[list[int], float]]  # counts by bucket, and the sum
+    histograms: dict[str, Histogram]
     counts: dict[str, int]
     requests: dict[str, int]  # by "path status"
 
     def add(self, other: Totals) -> None:
         self.speculation.add(other.speculation)
-        for name, (counts, total) in other.histograms.items():
-            own, before = self.histograms[name]
-            self.histograms[name] = [a + b for a, b in zip(own, counts, strict=True)], before + total
+        for name, histogram in other.histograms.items():
+            self.histograms[name].add(histogram)
         for name, count in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
         for name, count in other.requests.items():

@@ -46,7 +46,7 @@ class Client:
     def _ask(self, method: str, path: str, body: str | None = None) -> http.client.HTTPResponse:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(self._parts.hostname), self._parts.port, timeout=SECONDS)
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "connection": "close"}
         if key := os.environ.get(KEY_VARIABLE, "").split(",")[0].strip():
             headers["authorization"] = f"Bearer {key}"
         try:

@@ -2,8 +2,8 @@
 
 Nothing that was decoded is ever thrown away, and nobody's memory grows without bound. A frame goes into the
 socket's queue; when that is full (the server does not read), it is kept here, up to OUTBOX bytes. Beyond that
-the server is stuck, and the engine waits; if it stays so for STUCK_SECONDS, the server counts as gone: its
-requests are aborted, and should it wake up, it finds its line cut and says so to its clients.
+the server is stuck, and the engine waits; if it stays so for STUCK_SECONDS, its requests are aborted, and
+should it wake up, that is the last thing it is told: then it says so to its clients and begins anew.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ STUCK_SECONDS = 60.0
 
 class Gone(Exception):
     """The server at the other end is."""
+
+
+class Stuck(Exception):
+    """It has not read for too long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +68,7 @@ class Client:
             self.size -= len(self.outbox.popleft())
             self.stuck_since = time.monotonic() if self.stuck else None
         if self.stuck_since is not None and time.monotonic() - self.stuck_since > STUCK_SECONDS:
-            raise Gone
+            raise Stuck
 
     def put(self, socket: zmq.Socket[bytes], data: bytes) -> bool:
         """False: there is no room at the moment."""

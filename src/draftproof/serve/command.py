@@ -123,6 +123,7 @@ def _limits(group: Any) -> None:
         ("max_prompt_tokens", int, "of one prompt"),
         ("max_n", int, "answers to one prompt"),
         ("max_choices", int, "prompts times n of one request"),
+        ("max_logprob_entries", int, "tokens times logprobs of one request"),
         ("max_concurrent", int, "requests at once"),
         ("max_concurrent_per_key", int, "requests of one API key at once"),
         ("request_seconds", float, "from a request to the end of its answer"),
@@ -213,8 +214,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.server_processes < 1:
         raise ConfigError("--server-processes must be at least 1")
     listener = listen(options.host, options.port, settings.stall_seconds)
+    try:
+        supervisor = Supervisor(options.model, log_level=options.log_level.upper(), **engine)
+    except ConfigError:
+        listener.close()
+        raise
     set_up(options.log_level, options.log_file)
-    supervisor = Supervisor(options.model, log_level=options.log_level.upper(), **engine)
     try:
         with console.status(Text(f"loading {options.model}")):
             supervisor.start()

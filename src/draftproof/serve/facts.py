@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 from draftproof import __version__
 from draftproof.serve.answers import Answers
 from draftproof.serve.desk import ClientGone, Desk
-from draftproof.serve.http import read_body, send_body, send_json, send_problem
+from draftproof.serve.http import apart, read_json, send_body, send_json, send_problem
 from draftproof.serve.meters import Meters
 from draftproof.serve.openapi import document
-from draftproof.serve.problems import Problem, decode, problem_of
+from draftproof.serve.problems import Problem, problem_of
 from draftproof.serve.replies import (
     DetokenizeReply,
     Health,
@@ -28,6 +29,7 @@ from draftproof.serve.replies import (
 )
 from draftproof.serve.schema import DetokenizeAsked, TokenizeAsked
 from draftproof.serve.settings import Settings
+from draftproof.serve.wishes import LONG_TEXT
 
 METRICS = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -42,7 +44,9 @@ class Facts:
         self._llm, self._settings, self._desk, self._meters = llm, settings, desk, meters
         self._answers, self._wishes, self._names = answers, answers.wishes, names
         self._created = int(time.time())
-        self._document = msgspec.json.encode(document(names, llm.limits.vocab_size, bool(settings.api_keys)))
+        begins = bool(self._wishes.tokenizer.encode(""))
+        told = document(names, llm.limits.vocab_size, begins, bool(settings.api_keys))
+        self._document = msgspec.json.encode(told)
 
     def routes(self) -> dict[str, tuple[str, Handler]]:
         return {
@@ -96,7 +100,7 @@ class Facts:
     # --- tokens -------------------------------------------------------------------------------------
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked: TokenizeAsked = decode(await read_body(scope, receive, self._settings), TokenizeAsked)
+        asked = await read_json(scope, receive, self._settings, TokenizeAsked)
         self._answers.check_model(asked.model)
         if (asked.prompt is UNSET) == (asked.messages is UNSET):
             raise Problem(400, "give a prompt or messages", "prompt")
@@ -111,21 +115,22 @@ class Facts:
             )
         else:
             ids = await self._wishes.conversation(asked)
-        name_of = self._answers.token_names
+        names = self._answers.token_names
         reply = TokenizeReply(count=len(ids), max_model_len=self._llm.limits.max_model_len, tokens=ids)
         if asked.return_token_strs:
-            reply.token_strs = [name_of(i)[0] for i in ids]
+            reply.token_strs = [names[i][0] for i in ids]
         await send_json(send, reply)
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked: DetokenizeAsked = decode(await read_body(scope, receive, self._settings), DetokenizeAsked)
+        asked = await read_json(scope, receive, self._settings, DetokenizeAsked)
         self._answers.check_model(asked.model)
         vocab = self._llm.limits.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise Problem(
                 400, f"tokens holds {max(asked.tokens)}, outside the vocabulary 0..{vocab - 1}", "tokens"
             )
-        text = self._wishes.tokenizer.decode(asked.tokens, bool(asked.skip_special_tokens))
+        make = partial(self._wishes.tokenizer.decode, asked.tokens, bool(asked.skip_special_tokens))
+        text = await apart(make, len(asked.tokens) > LONG_TEXT)
         await send_json(send, DetokenizeReply(prompt=text))
 
 

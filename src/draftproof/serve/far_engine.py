@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -23,11 +23,12 @@ from draftproof.errors import (
     RequestError,
     nearest,
 )
-from draftproof.metrics import EngineStats, RequestStats
+from draftproof.metrics import EngineStats, RequestStats, Timings
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.line import Line, News
 from draftproof.serve.messages import (
     FAREWELL,
+    TIMINGS,
     WELCOME,
     Abort,
     Add,
@@ -35,6 +36,7 @@ from draftproof.serve.messages import (
     body_of,
     encode,
     read_farewell,
+    read_timings,
     read_welcome,
 )
 from draftproof.serve.reading import End, Guests, Told, read, results_of
@@ -44,7 +46,7 @@ from draftproof.types import Request
 
 CONNECT_SECONDS = 60.0
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
-NOBODY = Guests([], [], None, [])
+NOBODY = Guests.of([], {}, 1)
 IDLE = EngineStats(*[0] * 8)
 
 
@@ -75,7 +77,7 @@ class RemoteEngine:
         self.on_step: Callable[[float], object] | None = None
         self.totals = StepTotals()
         self._folder = folder_of(address)
-        self._stats = IDLE
+        self._stats, self._timings = IDLE, Timings()
         self._known: dict[int, Request] = {}
         self._counts: dict[int, RequestStats] = {}
         self._handles: dict[str, int] = {}
@@ -236,6 +238,14 @@ class RemoteEngine:
         return NOTHING
 
     def _hear(self, data: bytes) -> StepResults:
+        try:
+            return self._understand(data)
+        except (FrameError, msgspec.MsgspecError) as error:
+            logging.getLogger("draftproof").critical("what the engine sent cannot be read: %s", error)
+            self._line.renew()
+            return self._lost(f"what the engine sent cannot be read: {error}")
+
+    def _understand(self, data: bytes) -> StepResults:
         if data.startswith(WELCOME):
             facts = self._welcomed(data)
             if _kind(facts) != _kind(self.facts):
@@ -243,26 +253,25 @@ class RemoteEngine:
                 raise EngineDeadError("the engine that was started again is another one")
             self.facts = facts
             return NOTHING
+        if data.startswith(TIMINGS):
+            self._timings = read_timings(data[len(TIMINGS) :])
+            self._stats = replace(self._stats, timings=self._timings)
+            return NOTHING
         if data.startswith(FAREWELL):
             reason = read_farewell(data[len(FAREWELL) :]).reason
             self._line.renew()
             return self._lost(f"the engine has stopped: {reason}")
-        try:
-            told = read(data, self._bounds, self.facts.sources)
-            if told.header.sequence != self._sequence:
-                raise FrameError(f"it is number {told.header.sequence}, and {self._sequence} was due")
-            self._sequence += 1
-            return self._take(told)
-        except FrameError as error:
-            logging.getLogger("draftproof").critical("a frame of the engine cannot be read: %s", error)
-            self._line.renew()
-            return self._lost(f"what the engine sent cannot be read: {error}")
+        told = read(data, self._bounds, self.facts.sources)
+        if told.header.sequence != self._sequence:
+            raise FrameError(f"it is number {told.header.sequence}, and {self._sequence} was due")
+        self._sequence += 1
+        return self._take(told)
 
     def _lost(self, reason: str) -> StepResults:
         """Everything that is open here has come to nothing."""
         was_up, self._up = self._up, False
         self._held, self._gone, self._guests = None, [], NOBODY
-        self._stats, self.totals = IDLE, StepTotals()
+        self._stats, self.totals, self._timings = IDLE, StepTotals(), Timings()
         for table in (self._known, self._counts, self._handles, self._jobs):
             table.clear()
         if was_up:
@@ -271,7 +280,10 @@ class RemoteEngine:
 
     def _take(self, told: Told) -> StepResults:
         header = told.header
-        self._stats, self.totals = told.stats, StepTotals(header.num_steps, header.busy_seconds)
+        self._stats, self.totals = (
+            told.stats(self._timings),
+            StepTotals(header.num_steps, header.busy_seconds),
+        )
         if self.on_step is not None and header.step_seconds:
             self.on_step(header.step_seconds)
         refused = {}
@@ -279,11 +291,15 @@ class RemoteEngine:
             if end.status >= Status.REFUSED:
                 refused.update(self._refused(told.handles[i], end))
         if told.handles != self._guests.handles:
-            self._guests = Guests.of(told.handles, self._known)
-        for i, cached, preempted in told.counted:
+            self._guests = Guests.of(told.handles, self._known, self._bounds.vocab_size)
+        for i, news in told.counted:
             counts = self._counts.get(told.handles[i])
             if counts is not None:
-                counts.num_cached_tokens, counts.num_preemptions = cached, preempted
+                counts.num_cached_tokens, counts.num_preemptions = (
+                    news.num_cached_tokens,
+                    news.num_preemptions,
+                )
+                counts.seated, counts.spoke = news.seated, news.spoke
         results = results_of(told, self._guests, self.facts.sources, refused)
         for i in told.ends:
             self._forget(told.handles[i])

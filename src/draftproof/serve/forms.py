@@ -44,9 +44,13 @@ class Form:
         self.n = params.n
         self._most_drafts = most_drafts
         self._prompt_width = params.prompt_logprobs
-        self.teller = Teller(names, params.logprobs or 0, params.logprob_token_ids, wish.as_ids)
+        self.teller = Teller(names, params.logprobs or 0, params.logprob_token_ids)
         assert params.seed is not None
         self._seed = params.seed
+
+    @property
+    def num_entries(self) -> int:
+        return self.wish.num_entries
 
     def seed_of(self, index: int) -> int:
         """Of one of all the answers: each prompt has the seeds seed, seed + 1, …"""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from draftproof.serve.desk import ClientGone
-from draftproof.serve.problems import Problem
+from draftproof.serve.problems import Problem, decode
 from draftproof.serve.settings import Settings
 
+BIG_BODY = 256 << 10  # bytes that an event loop should not decode itself
+T = TypeVar("T")
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -33,6 +38,11 @@ class Reply:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def apart(call: Callable[[], T], big: bool) -> T:
+    """Something that may take long, in a thread of its own then, so that others' streams go on."""
+    return await asyncio.to_thread(call) if big else call()
+
+
 async def send_body(
     send: Send, body: bytes, status: int = 200, headers: list[tuple[bytes, bytes]] = JSON
 ) -> None:
@@ -47,6 +57,13 @@ async def send_json(send: Send, value: msgspec.Struct, status: int = 200) -> Non
 
 async def send_problem(send: Send, problem: Problem) -> None:
     await send_body(send, problem.body, problem.status, problem.headers)
+
+
+async def read_json(scope: Scope, receive: Receive, settings: Settings, kind: type[T]) -> T:
+    """A body as its definition has it."""
+    body = await read_body(scope, receive, settings)
+    made: T = await apart(partial(decode, body, kind), len(body) > BIG_BODY)
+    return made
 
 
 async def read_body(scope: Scope, receive: Receive, settings: Settings) -> bytes:

@@ -25,6 +25,7 @@ class Line:
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.Context()
+        self._calls = 0
         self._bell = Bell()
         self.wake = self._bell.ring  # from any thread, also after `close`
         self._open()
@@ -35,7 +36,13 @@ class Line:
         made.sndhwm = 0  # as many requests as the server lets in: sending never waits
         made.rcvhwm = QUEUED
         made.reconnect_ivl, made.reconnect_ivl_max = RETRY
-        self._monitor = made.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # by a name of its own: the usual one is that of a file descriptor, which may have been another's
+        self._calls += 1
+        name = f"inproc://line-{self._calls}"
+        made.monitor(name, zmq.EVENT_DISCONNECTED)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.connect(name)
         self._poller = zmq.Poller()
         for each in (made, self._monitor, self._bell):
             self._poller.register(each, zmq.POLLIN)
@@ -67,7 +74,7 @@ class Line:
         self._open()
 
     def _hang_up(self) -> None:
-        self._socket.disable_monitor()
+        self._socket.monitor(None, 0)
         self._monitor.close(0)
         self._socket.close(0)
 

@@ -1,4 +1,4 @@
-"""What a server process says to the worker, and the worker's first and last words. Typed, checked when read.
+"""What a server process says to the worker, and what the worker says beside frames. Typed, checked when read.
 
 A request crosses as token ids and options; text stays in the server. Its options are checked there, with the
 worker's limits, and once more in the worker, which builds them anew.
@@ -14,12 +14,13 @@ import msgspec
 
 from draftproof.engine.admission import Limits
 from draftproof.errors import RequestError
+from draftproof.metrics import Timings
 from draftproof.sampling_params import MAX_SEED, SamplingParams, SpeculativeParams
 from draftproof.serve.wire import VERSION
 from draftproof.structured_outputs import StructuredOutputs
 from draftproof.types import Request
 
-WELCOME, FAREWELL = b"DPRW", b"DPRB"  # a frame begins with wire.MAGIC
+WELCOME, FAREWELL, TIMINGS = b"DPRW", b"DPRB", b"DPRT"  # a frame begins with wire.MAGIC
 # of SamplingParams: what the server has made ids of, or does itself
 TEXT = ("stop", "bad_words", "prediction", "logits_processors")
 
@@ -77,11 +78,13 @@ _notes = msgspec.msgpack.Decoder(Hello | Add | Abort)
 _bodies = msgspec.msgpack.Decoder(Body)
 _welcomes = msgspec.msgpack.Decoder(Welcome)
 _farewells = msgspec.msgpack.Decoder(Farewell)
+_timings = msgspec.msgpack.Decoder(Timings)
 encode = _encoder.encode
 read_note = _notes.decode
 read_body = _bodies.decode
 read_welcome = _welcomes.decode
 read_farewell = _farewells.decode
+read_timings = _timings.decode
 
 
 def body_of(request: Request) -> bytes:

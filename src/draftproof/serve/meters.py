@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -12,16 +11,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from draftproof.metrics import SpecStats
+from draftproof.metrics import BOUNDS, Histogram, SpecStats
 from draftproof.serve.board import Board, Totals
 
-SECONDS = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
-)
-
-
 HISTOGRAMS = {
+    "queue": ("request_queue_time_seconds", "From a request's arrival in the engine to its first step."),
     "first_token": ("time_to_first_token_seconds", "From a request to the first token of its stream."),
     "between_tokens": ("inter_token_latency_seconds", "Of streams; tokens that came together share it."),
     "whole_request": ("e2e_request_latency_seconds", "From a request to the end of its answer."),
@@ -33,21 +27,6 @@ COUNTS = {
     "disconnects": ("client_disconnects", "Requests whose client left."),
     "open": ("http_requests_open", "Requests that are being answered."),
 }
-
-
-class Histogram:
-    """Counts by bucket. Cheap enough for every token: one binary search."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(SECONDS) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(SECONDS, value)] += times
-        self._sum += value * times
-
-    def state(self) -> tuple[list[int], float]:
-        return list(self._counts), self._sum
 
 
 class Meters:
@@ -62,7 +41,8 @@ class Meters:
         board: Board | None = None,  # where other server processes tell theirs
     ) -> None:
         self._llm, self._model, self._vllm, self._board = llm, model, vllm_names, board
-        self.first_token, self.between_tokens, self.whole_request = Histogram(), Histogram(), Histogram()
+        self.queue, self.first_token = Histogram(), Histogram()
+        self.between_tokens, self.whole_request = Histogram(), Histogram()
         self.steps = steps or Histogram()
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.prompt_tokens = self.generated_tokens = self.disconnects = self.open = 0
@@ -75,7 +55,7 @@ class Meters:
         speculation.add(self._llm.stats)
         return Totals(
             speculation=speculation,
-            histograms={name: getattr(self, name).state() for name in HISTOGRAMS},
+            histograms={name: getattr(self, name).copy() for name in HISTOGRAMS},
             counts={name: getattr(self, name) for name in COUNTS},
             requests={f"{path} {status}": count for (path, status), count in self.requests.items()},
         )
@@ -129,7 +109,7 @@ class Meters:
             make = self._gauge if attribute == "open" else self._counter
             yield make(f"draftproof:{name}", text, totals.counts[attribute])
         for attribute, (name, text) in HISTOGRAMS.items():
-            yield self._histogram(f"draftproof:{name}", text, *totals.histograms[attribute])
+            yield self._histogram(f"draftproof:{name}", text, totals.histograms[attribute])
 
     def _engine(self) -> Iterator[Metric]:
         stats = self._llm.engine_stats()
@@ -176,9 +156,8 @@ class Meters:
         family.add_metric([self._model], value)
         return family
 
-    def _histogram(self, name: str, text: str, counts: Sequence[int], total: float) -> Metric:
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(name, text, labels=["model_name"])
-        bounds = [*map(str, SECONDS), "+Inf"]
-        rows = zip(bounds, map(float, accumulate(counts)), strict=True)
-        family.add_metric([self._model], list(rows), total)
+        rows = zip([*map(str, BOUNDS), "+Inf"], map(float, accumulate(histogram.counts)), strict=True)
+        family.add_metric([self._model], list(rows), histogram.total)
         return family

@@ -25,7 +25,11 @@ _REFUSALS = {
 }
 
 
-def document(models: Sequence[str], vocab_size: int, needs_key: bool) -> dict[str, Any]:
+CONVERSATION = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+
+
+def document(models: Sequence[str], vocab_size: int, empty_prompts: bool, needs_key: bool) -> dict[str, Any]:
+    """`empty_prompts`: an empty text has tokens, because the model begins every text with one."""
     posts = {
         "/v1/completions": ("Continue prompts.", schema.CompletionAsked, replies.TextReply, True),
         "/v1/chat/completions": ("Answer a conversation.", schema.ChatAsked, replies.ChatReply, True),
@@ -45,7 +49,7 @@ def document(models: Sequence[str], vocab_size: int, needs_key: bool) -> dict[st
     kinds += [each for _, asked, reply, _ in posts.values() for each in (asked, reply)]
     kinds += [reply for _, reply in gets.values()]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    _fit(components, models, vocab_size)
+    _fit(components, models, vocab_size, empty_prompts)
     paths: dict[str, Any] = {}
     for path, (text, asked, reply, streams) in posts.items():
         paths[path] = {"post": _operation(text, reply, streams, asked)}
@@ -72,19 +76,40 @@ def document(models: Sequence[str], vocab_size: int, needs_key: bool) -> dict[st
     return result
 
 
-def _fit(components: dict[str, Any], models: Sequence[str], vocab_size: int) -> None:
+def _fit(components: dict[str, Any], models: Sequence[str], vocab_size: int, empty_prompts: bool) -> None:
     """What the types cannot say: prompts that do not mix, the names and the vocabulary of this server."""
-    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
-    components["CompletionAsked"]["properties"]["prompt"] = {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            {**ids, "minItems": 1},
-            {"type": "array", "items": {**ids, "minItems": 1}, "minItems": 1},
-        ]
+    _limit_ids(components, vocab_size)
+    ids = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
+        "minItems": 1,
     }
+    text = {"type": "string"} if empty_prompts else {"type": "string", "minLength": 1}
+    several = [{"type": "array", "items": item, "minItems": 1} for item in (text, ids)]
+    components["CompletionAsked"]["properties"]["prompt"] = {"anyOf": [text, ids, *several]}
     for name in ("CompletionAsked", "ChatAsked", "TokenizeAsked", "DetokenizeAsked"):
         components[name]["properties"]["model"] = {"enum": [*models, None], "default": None}
+    for name in ("TextPart", "Prediction"):
+        components[name]["required"].remove("type")  # there is only one
+    whole = components["TokenizeAsked"]
+    forms = []
+    for needed, others in (("prompt", CONVERSATION), ("messages", {"prompt", "add_special_tokens"})):
+        properties = {name: what for name, what in whole["properties"].items() if name not in others}
+        forms.append(
+            {"type": "object", "properties": properties, "required": [needed], "additionalProperties": False}
+        )
+    components["TokenizeAsked"] = {"title": whole["title"], "anyOf": forms}
+
+
+def _limit_ids(part: Any, vocab_size: int) -> None:
+    """Token ids have a bound of their own in the types; here it is the vocabulary's."""
+    if isinstance(part, dict):
+        if part.get("exclusiveMaximum") == 1 << 31 and part.get("minimum") == 0:
+            part["maximum"] = vocab_size - 1
+            del part["exclusiveMaximum"]
+        part = list(part.values())
+    for item in part if isinstance(part, list) else ():
+        _limit_ids(item, vocab_size)
 
 
 def _operation(
@@ -94,7 +119,8 @@ def _operation(
     if reply is not None:
         done = _content("Done.", reply.__name__)
     if streams:
-        done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        done["content"]["text/event-stream"] = {"schema": event}
     codes = (
         _REFUSALS if asked is not None else {c: t for c, t in _REFUSALS.items() if c in ("401", "404", "500")}
     )

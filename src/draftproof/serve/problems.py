@@ -89,11 +89,25 @@ def problem_of(error: BaseException) -> Problem:
 def decode(body: bytes, kind: type[Any]) -> Any:
     """A body as its definition has it; Problem with the option at fault if it is not that."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            return msgspec.convert(_integral(msgspec.json.decode(body)), kind)
     except msgspec.ValidationError as error:
         raise _wrong(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _integral(value: Any) -> Any:
+    """7.0 is an integer in JSON, and some clients write them so."""
+    if isinstance(value, dict):
+        return {name: _integral(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_integral(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def _wrong(text: str, kind: type[Any]) -> Problem:

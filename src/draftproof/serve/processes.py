@@ -20,8 +20,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from draftproof.metrics import Histogram
 from draftproof.serve.board import Board
-from draftproof.serve.meters import Histogram, Meters
+from draftproof.serve.meters import Meters
 from draftproof.serve.settings import Keys, Settings
 
 LOOK_SECONDS = 0.2
@@ -68,12 +69,14 @@ class Fleet:
     def run(self, options: argparse.Namespace) -> None:
         """Until SIGTERM or SIGINT."""
         from draftproof.serve.remote import connect
+        from draftproof.serve.running import BACKLOG
 
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self._stop)
         self._log = options.log_level, options.log_file
         for number in range(self._count):
             self._start(number)
+        self._listener.listen(BACKLOG)
         self._ready(connect(self._address))  # for the banner alone
         while not self._stopping:
             time.sleep(LOOK_SECONDS)

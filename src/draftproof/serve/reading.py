@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.engine.asked import by_host, top_of, wants_of
 from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
-from draftproof.metrics import EngineStats
+from draftproof.metrics import EngineStats, RequestStats, Timings
 from draftproof.serve.wire import BLOCKS, Bounds, FrameError, Header, SetKind, Status, unpack
 from draftproof.types import (
     NUM_ACCEPTED,
@@ -50,16 +51,16 @@ class Told:
 
     header: Header
     handles: list[int]  # [n]
+    wants: NDArray[np.uint8]  # [n]
     table: Ints  # [n, TOKENS + K + 1], see types.Outcome
     columns: dict[Wants, LogprobColumns]
     source: NDArray[np.int8] | None  # [n, K]
     ends: dict[int, End]
-    counted: list[tuple[int, int, int]]  # entry, cached tokens, preemptions
+    counted: list[tuple[int, RequestStats]]  # by entry
     sets: dict[int, Extra] = field(default_factory=dict)
 
-    @property
-    def stats(self) -> EngineStats:
-        return EngineStats(*self.header[5:13])
+    def stats(self, timings: Timings) -> EngineStats:
+        return EngineStats(*self.header[5:13], timings=timings)
 
 
 def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:
@@ -71,11 +72,6 @@ def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:
         source = np.zeros((header.requests, bounds.max_drafts), np.int8)
         stood = place < table[owner, NUM_ACCEPTED]
         source[owner[stood], place[stood]] = columns["source"]
-    counted: list[Any] = []
-    if header.counted:
-        counted = np.column_stack(
-            [columns[f"counted_{name}"] for name in ("entry", "cached", "preempted")]
-        ).tolist()
     extras: dict[int, Extra] = {}
     if header.sets:
         _read_sets(columns, extras)
@@ -84,11 +80,12 @@ def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:
     return Told(
         header,
         columns["handle"].tolist(),
+        columns["wants"],
         table,
         _blocks(header, columns),
         source,
         _read_ends(columns) if header.ends else {},
-        [tuple(line) for line in counted],
+        _read_counted(columns) if header.counted else [],
         extras,
     )
 
@@ -99,23 +96,38 @@ class Guests:
 
     handles: list[int]  # [n]
     here: list[Request]  # those of them that are not gone
-    at: list[int] | None  # where they are among the n; None: all are here
+    at: list[int]  # where they are among the n
+    wants: NDArray[np.uint8]  # [here] the logprobs that they asked for, by kind,
+    tops: dict[Wants, int]  # with how many of the best
+    by_host: list[int]  # of the n, those whose logprobs come as rows of their own
     asking: list[int]  # of the n, who wants to hear of drafts
 
     @classmethod
-    def of(cls, handles: list[int], known: Mapping[int, Request]) -> Guests:
+    def of(cls, handles: list[int], known: Mapping[int, Request], vocab: int) -> Guests:
         if len(set(handles)) < len(handles):
             raise FrameError("it tells of one request twice")
-        here = [known[handle] for handle in handles if handle in known]
-        at = None
-        if len(here) < len(handles):
-            at = [i for i, handle in enumerate(handles) if handle in known]
-        asking = [
-            i
-            for i, handle in enumerate(handles)
-            if handle in known and known[handle].params.include_draft_logprobs
-        ]
-        return cls(handles, here, at, asking)
+        at = [i for i, handle in enumerate(handles) if handle in known]
+        here = [known[handles[i]] for i in at]
+        wants, tops = np.zeros(len(here), np.uint8), {Wants.RAW: 0, Wants.PROCESSED: 0}
+        for n, request in enumerate(here):
+            kind = wants[n] = wants_of(request.params, vocab)
+            if kind != Wants.NONE:
+                tops[Wants(kind)] = max(tops[Wants(kind)], top_of(request.params.logprobs, vocab))
+        hosted = [i for i, r in zip(at, here, strict=True) if by_host(r.params, vocab)]
+        asking = [i for i, r in zip(at, here, strict=True) if r.params.include_draft_logprobs]
+        return cls(handles, here, at, wants, tops, hosted, asking)
+
+    def check(self, told: Told) -> None:
+        """Does it tell what these asked for?"""
+        wants = told.wants if len(self.at) == len(told.wants) else told.wants[self.at]
+        fits = np.array_equal(wants, self.wants)
+        for kind, found in told.columns.items():
+            fits = fits and (not len(found.ids) or found.ids.shape[1] >= self.tops[kind])
+        for i in self.by_host:
+            extra = told.sets.get(i)
+            fits = fits and (not told.table[i, NUM_OUT] or (extra is not None and extra.logprobs is not None))
+        if not fits:
+            raise FrameError("it tells other logprobs than those that were asked for")
 
 
 def results_of(
@@ -124,6 +136,8 @@ def results_of(
     sources: tuple[str, ...],
     refused: dict[str, RequestError | EngineClosedError],
 ) -> StepResults:
+    """FrameError: it is none for these."""
+    guests.check(told)
     table, source, extras = told.table, told.source, told.sets
     endings = {
         i: Ending(REASONS[end.status], end.stop, end.text)
@@ -134,8 +148,8 @@ def results_of(
         if table[i, NUM_OUT] or i in endings:
             extra = extras.setdefault(i, Extra())
             extra.drafts = extra.drafts or []
-    if guests.at is not None:
-        at = guests.at
+    at = guests.at
+    if len(at) < len(guests.handles):
         place = {b: i for i, b in enumerate(at)}
         table, source = table[at], None if source is None else source[at]
         endings = {place[i]: ending for i, ending in endings.items() if i in place}
@@ -194,6 +208,16 @@ def _read_ends(columns: Mapping[str, NDArray[Any]]) -> dict[int, End]:
             param if has_param else None,
         )
     return ends
+
+
+def _read_counted(columns: Mapping[str, NDArray[Any]]) -> list[tuple[int, RequestStats]]:
+    names = ("entry", "cached", "preempted", "has_seated", "seated", "has_spoke", "spoke")
+    found = []
+    for line in zip(*(columns[f"counted_{name}"].tolist() for name in names), strict=True):
+        entry, cached, preempted, has_seated, seated, has_spoke, spoke = line
+        times = {"seated": seated if has_seated else None, "spoke": spoke if has_spoke else None}
+        found.append((entry, RequestStats(cached, preempted, 0.0, **times)))
+    return found
 
 
 def _read_sets(columns: Mapping[str, NDArray[Any]], extras: dict[int, Extra]) -> None:

@@ -131,13 +131,13 @@ class TextReply(Reply, kw_only=True):
 # --- /v1/chat/completions -----------------------------------------------------------------------------------
 
 
-class TopLogprob(Reply, kw_only=True):
+class TopLogprob(Reply):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatLogprob(Reply, kw_only=True):
+class ChatLogprob(Reply):
     token: str
     logprob: float
     bytes: list[int]

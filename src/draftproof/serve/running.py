@@ -109,6 +109,7 @@ def serve(
             signal.signal(number, lambda *_: None)
     if parent is not None:
         _stop_with_parent(parent, server)
+    listener.listen(BACKLOG)
     if ready is not None:
         ready()
     server.run(sockets=[listener])

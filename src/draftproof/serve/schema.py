@@ -14,8 +14,8 @@ from draftproof.sampling_params import LARGEST, MAX_SEED
 
 MOST_LOGPROBS = 20
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-OneOrMore = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+OneOrMore = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -42,6 +42,7 @@ class Speculative(Strict, kw_only=True):
     enabled: bool = True
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] | None = None
     verify_strategy: str | None = None
+    adaptive: bool | None = None  # false: always as many drafts as that
 
 
 class Structure(Strict, kw_only=True):
@@ -126,6 +127,7 @@ class CompletionAsked(Asked, kw_only=True):
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     max_tokens: Count | None = None  # 16; 0 with echo: the prompt alone
+    max_completion_tokens: OneOrMore | None = None  # the same
     logprobs: Logprobs | None = None
     echo: bool | None = None
     best_of: OneOrMore | None = None

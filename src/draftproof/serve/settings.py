@@ -24,6 +24,7 @@ class Settings:
     max_prompt_tokens: int | None = None  # None: what the model takes
     max_n: int = 16
     max_choices: int = 256  # prompts times n, of one request
+    max_logprob_entries: int = 4_000_000  # tokens times logprobs, of one request
     max_concurrent: int = 1024
     max_concurrent_per_key: int | None = None
     request_seconds: float = 600.0  # from its last byte to the last of the answer
@@ -34,7 +35,7 @@ class Settings:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_n", "max_choices", "max_concurrent"):
+        for name in ("max_body_bytes", "max_n", "max_choices", "max_logprob_entries", "max_concurrent"):
             _check_positive(name, getattr(self, name))
         for name in ("max_prompt_tokens", "max_concurrent_per_key"):
             if getattr(self, name) is not None:

@@ -82,7 +82,11 @@ class Supervisor:
     def start(self) -> Supervisor:
         """Returns when requests are served. ConfigError, LoadError, EngineDeadError: why they cannot be."""
         self._thread.start()
-        self._settled.wait()
+        try:
+            self._settled.wait()
+        except BaseException:  # Ctrl-C, while a model is loaded
+            self.stop()
+            raise
         if self._failure is not None:
             self.stop()
             raise self._failure

@@ -131,12 +131,7 @@ def frame_of(
                 columns["status"][i] = REASONS[ending.reason]
             _add_ends(columns, counts, [(i, *_words(ends[i])) for i in sorted(ends)])
         _add_extras(columns, counts, _mine(results.extras, places), results.sources)
-    listed = [(i, stats.num_cached_tokens, stats.num_preemptions) for i, stats in counted]
-    if listed:
-        entries = np.array(listed, np.int64)
-        counts["counted"] = len(listed)
-        for k, name in enumerate(("entry", "cached", "preempted")):
-            columns[f"counted_{name}"] = entries[:, k]
+    _add_counted(columns, counts, list(counted))
     return pack(standing.header(sequence, **counts), columns)
 
 
@@ -191,6 +186,19 @@ def _add_blocks(
         columns[f"{name}_value"] = found.values[at, : 1 + top]
         columns[f"{name}_id"] = found.ids[at, :top]
         columns[f"{name}_rank"] = found.ranks[at]
+
+
+def _add_counted(columns: Arrays, counts: dict[str, int], counted: list[tuple[int, RequestStats]]) -> None:
+    if not counted:
+        return
+    counts["counted"] = len(counted)
+    columns["counted_entry"] = np.array([i for i, _ in counted], np.uint32)
+    columns["counted_cached"] = np.array([stats.num_cached_tokens for _, stats in counted], np.uint32)
+    columns["counted_preempted"] = np.array([stats.num_preemptions for _, stats in counted], np.uint32)
+    for name in ("seated", "spoke"):
+        times = [getattr(stats, name) for _, stats in counted]
+        columns[f"counted_has_{name}"] = np.array([time is not None for time in times], np.uint8)
+        columns[f"counted_{name}"] = np.array([time or 0.0 for time in times], np.float64)
 
 
 def _add_ends(

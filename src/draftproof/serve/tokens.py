@@ -20,45 +20,47 @@ LEAST = -9999.0  # JSON has no infinity: OpenAI's way to say "impossible"
 Row = Mapping[int, Logprob]  # the token itself first, then the others by rank
 
 
-class TokenNames:
-    """The text of each token by itself, made when first needed. Half a character is told as its bytes."""
+class TokenNames(dict[int, tuple[str, list[int]]]):
+    """Name and bytes of each token by itself, made when first needed; half a character is its bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        super().__init__()
+        self.tokenizer, self._as_ids = tokenizer, as_ids
 
-    def __call__(self, token_id: int) -> tuple[str, list[int]]:
-        """Its name and its bytes."""
-        known = self._known.get(token_id)
-        if known is None:
-            data = self.tokenizer.token_bytes(token_id)
+    def __missing__(self, token_id: int) -> tuple[str, list[int]]:
+        data = self.tokenizer.token_bytes(token_id)
+        if self._as_ids:
+            name = f"token_id:{token_id}"
+        else:
             try:
                 name = data.decode("utf-8")
             except UnicodeDecodeError:
                 name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            known = self._known[token_id] = name, list(data)
-        return known
+        made = self[token_id] = name, list(data)
+        return made
 
 
 class Teller:
-    """Logprobs as one request asked for them."""
+    """Logprobs as one request asked for them: the `top` best, or those of `named` tokens."""
 
-    def __init__(self, names: TokenNames, top: int, named: Sequence[int] | None, as_ids: bool) -> None:
-        self._names, self._top, self._named, self._as_ids = names, top, named, as_ids
+    def __init__(self, names: TokenNames, top: int, named: Sequence[int] | None) -> None:
+        self._names, self._top, self._named = names, top, named
 
     def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self._names(token_id)[0]
+        return self._names[token_id][0]
 
     # --- completions ------------------------------------------------------------------------------
 
     def text_row(self, token_id: int, row: Row) -> tuple[str, float, dict[str, float]]:
         """The token's name, its logprob, and by name: itself, then the best."""
-        name = self.name
+        names = self._names
         several: dict[str, float] = {}
         for other, value in row.items():
-            several.setdefault(name(other), value[0] if value[0] > LEAST else LEAST)
+            name = names[other][0]
+            if name not in several:  # two tokens of one name: the better one is told
+                several[name] = value[0] if value[0] > LEAST else LEAST
         own = row[token_id][0]
-        return name(token_id), own if own > LEAST else LEAST, several
+        return names[token_id][0], own if own > LEAST else LEAST, several
 
     def text(self, ids: Sequence[int], rows: Iterable[Row], offsets: Sequence[int]) -> TextLogprobs:
         told = [self.text_row(*each) for each in zip(ids, rows, strict=True)]
@@ -84,30 +86,20 @@ class Teller:
     # --- chat ---------------------------------------------------------------------------------------
 
     def chat_row(self, token_id: int, row: Row) -> ChatLogprob:
-        own = row[token_id]
-        name, data = self._names(token_id)
-        return ChatLogprob(
-            token=f"token_id:{token_id}" if self._as_ids else name,
-            logprob=own[0] if own[0] > LEAST else LEAST,
-            bytes=data,
-            top_logprobs=[self._entry(*each) for each in self._best(token_id, own, row)],
-        )
-
-    def _best(self, token_id: int, own: Logprob, row: Row) -> list[tuple[int, Logprob]]:
+        names, own = self._names, row[token_id]
         if self._named is not None:
-            return [(named, row[named]) for named in self._named]
-        others = list(row.items())[1:]
-        if own.rank <= self._top:
-            others.insert(own.rank - 1, (token_id, own))
-        return others[: self._top]
-
-    def _entry(self, token_id: int, value: Logprob) -> TopLogprob:
-        name, data = self._names(token_id)
-        return TopLogprob(
-            token=f"token_id:{token_id}" if self._as_ids else name,
-            logprob=value[0] if value[0] > LEAST else LEAST,
-            bytes=data,
-        )
+            best = [(named, row[named]) for named in self._named]
+        else:
+            best = list(row.items())[1:]
+            if own[1] <= self._top:  # its rank
+                best.insert(own[1] - 1, (token_id, own))
+            del best[self._top :]
+        name, data = names[token_id]
+        tops = []
+        for other, value in best:
+            its_name, its_data = names[other]
+            tops.append(TopLogprob(its_name, value[0] if value[0] > LEAST else LEAST, its_data))
+        return ChatLogprob(name, own[0] if own[0] > LEAST else LEAST, data, tops)
 
     # --- on request ---------------------------------------------------------------------------------
 

@@ -110,6 +110,10 @@ COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("counted_entry", U4, "counted"),  # whose metrics.RequestStats are new
     ("counted_cached", U4, "counted"),
     ("counted_preempted", U4, "counted"),
+    ("counted_has_seated", U1, "counted"),
+    ("counted_seated", F8, "counted"),  # by the machine's clock, `time.monotonic`
+    ("counted_has_spoke", U1, "counted"),
+    ("counted_spoke", F8, "counted"),
     ("set_entry", U4, "sets"),  # rows of logprobs that are not in a block: whose,
     ("set_kind", U1, "sets"),  # a SetKind,
     ("set_length", U4, "sets"),  # how many
@@ -209,8 +213,7 @@ def unpack(data: bytes, bounds: Bounds) -> tuple[Header, dict[str, NDArray[Any]]
     if header.ends or found["status"].any():
         _check_ends(header, found, bounds)
     if header.counted:
-        _check_below("counted_entry", found, header.requests)
-        _need((np.diff(found["counted_entry"].astype(np.int64)) > 0).all(), "counted_entry is not in order")
+        _check_counted(header, found)
     if header.sets or header.set_rows or header.set_cells:
         _check_sets(header, found, bounds)
     if header.drafts:
@@ -301,6 +304,14 @@ def _check_ends(header: Header, found: Columns, bounds: Bounds) -> None:
     _need((status[found["end_entry"]][stops] == Status.STOP).all(), "one has a stop token and did not stop")
     size = int(found["end_text"].sum(dtype=np.uint64)) + int(found["end_param"].sum(dtype=np.uint64))
     _need(size == header.text_bytes, f"{header.text_bytes} bytes of text, and the ends have {size}")
+
+
+def _check_counted(header: Header, found: Columns) -> None:
+    _check_below("counted_entry", found, header.requests)
+    _need((np.diff(found["counted_entry"].astype(np.int64)) > 0).all(), "counted_entry is not in order")
+    for name in ("seated", "spoke"):
+        _check_below(f"counted_has_{name}", found, 2)
+        _need(np.isfinite(found[f"counted_{name}"]).all(), f"counted_{name} is no time")
 
 
 def _check_sets(header: Header, found: Columns, bounds: Bounds) -> None:

@@ -60,6 +60,7 @@ class Wish:
     as_ids: bool = False
     provenance: bool = False
     structure: str = "structured_outputs"  # the option that said what the answer must follow
+    num_entries: int = 0  # logprobs that may have to be told
 
     @property
     def tells_logprobs(self) -> bool:
@@ -82,7 +83,8 @@ class Wishes:
                 400, "best_of: answers are not ranked here; ask for n", "best_of", "unsupported_option"
             )
         logprobs, echo = asked.logprobs, bool(asked.echo)
-        most = 16 if asked.max_tokens is None else asked.max_tokens
+        given = _one_limit(asked)
+        most = 16 if given is None else given
         if most == 0 and not echo:
             raise Problem(
                 400, "max_tokens must be at least 1, unless echo asks for the prompt alone", "max_tokens"
@@ -103,27 +105,33 @@ class Wishes:
         )
         prompts = await self._prompts(asked, n)
         common = self._common(asked)
-        return Wish(False, prompts, params, echo=echo, silent=most == 0, echo_logprobs=echoed, **common)
+        entries = self._entries(prompts, params)
+        more: dict[str, Any] = {
+            "echo": echo,
+            "silent": most == 0,
+            "echo_logprobs": echoed,
+            "num_entries": entries,
+        }
+        return Wish(False, prompts, params, **common, **more)
 
     async def chat(self, asked: ChatAsked, seed: int) -> Wish:
         self._check(asked)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise Problem(400, "top_logprobs needs logprobs: true", "top_logprobs")
-        if None not in (asked.max_tokens, asked.max_completion_tokens):
-            raise Problem(400, "max_tokens is the old name of max_completion_tokens: give one", "max_tokens")
         if asked.prediction is not None and not self._llm.limits.takes_prediction:
             raise Problem(400, f"prediction: {START_FOR_PREDICTION}", "prediction", "unsupported_option")
         params = self._params(
             asked,
             seed,
-            max_tokens=asked.max_completion_tokens or asked.max_tokens,
+            max_tokens=_one_limit(asked),
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
             prompt_logprobs=asked.prompt_logprobs,
             prediction=None if asked.prediction is None else _text(asked.prediction.content),
         )
         prompt = PromptIn(await self.conversation(asked))
         self._check_length(prompt)
-        return Wish(True, [prompt], params, **self._common(asked))
+        entries = self._entries([prompt], params)
+        return Wish(True, [prompt], params, **self._common(asked), num_entries=entries)
 
     async def conversation(self, asked: ChatAsked | TokenizeAsked) -> list[int]:
         """A conversation in tokens, by the model's own template."""
@@ -210,6 +218,25 @@ class Wishes:
             self._check_length(made[-1])
         return made
 
+    def _entries(self, prompts: list[PromptIn], params: SamplingParams) -> int:
+        """Logprobs that the answers may have; Problem if those are more than one request may ask for."""
+        length, most = self._llm.limits.max_model_len, self._settings.max_logprob_entries
+        count = 0
+        for prompt in prompts:
+            if params.prompt_logprobs is not None:
+                count += len(prompt.ids) * (1 + params.prompt_logprobs)
+            if params.wants_logprobs:
+                width = 1 + max(params.logprobs or 0, len(params.logprob_token_ids or ()))
+                count += width * params.n * min(params.max_tokens or length, length - len(prompt.ids))
+        if count > most:
+            raise Problem(
+                400,
+                f"this may be {count} logprobs, and {most} is the most in one request: ask for fewer, "
+                "lower the number of tokens, or send several requests",
+                "prompt_logprobs" if params.prompt_logprobs else "logprobs",
+            )
+        return count
+
     def _check_length(self, prompt: PromptIn) -> None:
         most, vocab = self._settings.max_prompt_tokens, self._llm.limits.vocab_size
         if most is not None and len(prompt.ids) > most:
@@ -239,6 +266,14 @@ def _several(prompt: Any) -> list[Any]:
     if len(kinds) > 1:
         raise Problem(400, "prompt: texts, token ids and lists of token ids do not mix", "prompt")
     return [prompt] if kinds == {int} else list(prompt)
+
+
+def _one_limit(asked: CompletionAsked | ChatAsked) -> int | None:
+    """Under its new name or its old one; some clients send both."""
+    old, new = asked.max_tokens, asked.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise Problem(400, f"max_tokens is {old} and max_completion_tokens {new}: give one", "max_tokens")
+    return new if old is None else old
 
 
 def _larger(left: int | None, right: int | None) -> int | None:

@@ -26,10 +26,11 @@ from draftproof.llm import LLM
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.bell import Bell
-from draftproof.serve.clients import Client, Entry, Gone
+from draftproof.serve.clients import Client, Entry, Gone, Stuck
 from draftproof.serve.line import QUEUED
 from draftproof.serve.messages import (
     FAREWELL,
+    TIMINGS,
     WELCOME,
     Abort,
     Add,
@@ -73,7 +74,8 @@ class Worker:
         self._untold: set[str] = set()  # whose counts are not told
         self._num_preemptions = 0
         self._num_steps, self._busy = 0, 0.0
-        self._told = time.monotonic()
+        self._told = self._timed = time.monotonic()
+        self._cut_off: list[Client] = []  # to whom that is still to be said
         self._compilers = ThreadPoolExecutor(COMPILERS, "draftproof-grammar")
         self._compiled: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._bell = Bell()
@@ -119,6 +121,12 @@ class Worker:
             except Empty:
                 break
         self._each(self._tell_refusals)
+        if self._cut_off:
+            self._cut_off = [client for client in self._cut_off if not self._dismiss(client)]
+        if self.turned - self._timed >= IDLE_SECONDS:
+            self._timed = self.turned
+            timings = TIMINGS + encode(self.engine.stats().timings)
+            self._each(lambda client: client.outbox or client.put(self._socket, timings))
         if any(client.outbox for client in self._clients.values()):
             self._each(lambda client: client.flush(self._socket))
         stuck = any(client.stuck for client in self._clients.values())
@@ -147,7 +155,7 @@ class Worker:
 
     # --- servers ------------------------------------------------------------------------------------
 
-    def _each(self, act: Callable[[Client], None]) -> None:
+    def _each(self, act: Callable[[Client], object]) -> None:
         for client in list(self._clients.values()):
             self._try(client, act, client)
 
@@ -158,6 +166,10 @@ class Worker:
             if client.entries or client.compiling:
                 log.warning("a server is gone: %d of its requests are aborted", len(client.entries))
             self._drop(client)
+        except Stuck:
+            log.error("a server does not read: %d of its requests are aborted", len(client.entries))
+            self._drop(client)
+            self._cut_off.append(client)
 
     def _drop(self, client: Client) -> None:
         self._clients.pop(client.identity, None)
@@ -165,6 +177,13 @@ class Worker:
             self._remove(entry)
             self.engine.abort(entry.request.id)
         client.compiling.clear()
+
+    def _dismiss(self, client: Client) -> bool:
+        """Say that nothing comes any more, behind what has come. False: there is no room even for that."""
+        try:
+            return client.put(self._socket, FAREWELL + encode(Farewell("this server was not heard of")))
+        except Gone:
+            return True
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.request.id], entry.client.entries[entry.handle]
@@ -187,6 +206,7 @@ class Worker:
                 self._greet(identity, note)
             elif client is None:
                 log.error("a message of somebody who did not say hello")
+                self._dismiss(Client(identity, 0))
             elif isinstance(note, Abort):
                 self._abort(client, note)
             else:
@@ -294,7 +314,9 @@ class Worker:
             counted = []
             if self._untold:
                 counted = [(i, e.stats) for i, e in enumerate(entries) if e.request.id in self._untold]
-                self._untold.difference_update(entries[i].request.id for i, _ in counted)
+                self._untold.difference_update(
+                    entries[i].request.id for i, stats in counted if stats.spoke is not None
+                )
             frame = frame_of(client.sequence, standing, results, party, counted)
             self._try(client, client.send, self._socket, frame)
         self._told = time.monotonic()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import struct
 import sys
 import tempfile
 from typing import IO, Any
 
 MEMORY = 4 << 30  # bytes that a compilation may take
+SECONDS = 60  # that one may take; whoever asked has given up by then, or is gone
 
 
 def read_frame(stream: IO[bytes]) -> Any:
@@ -66,6 +68,7 @@ def _answer(
 ) -> tuple[str, str]:
     log.seek(0)
     log.truncate()
+    signal.alarm(SECONDS)  # the signal ends this process
     try:
         made = _build(xgrammar, info, *job)
         if not _says_something(xgrammar, info, made):
@@ -73,6 +76,8 @@ def _answer(
     except Exception as error:  # whatever the compiler raises is about this grammar
         full = isinstance(error, MemoryError) or "bad_alloc" in str(error)
         return "broke" if full else "refused", str(error)
+    finally:
+        signal.alarm(0)
     log.seek(0)
     warnings = [line for line in log.read().decode(errors="replace").splitlines() if "Warning: " in line]
     if warnings:

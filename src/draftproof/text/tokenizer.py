@@ -52,6 +52,7 @@ class Tokenizer:
         self.strip_left = decoder.strip_left
         self._to_bytes = decoder.to_bytes
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -82,7 +83,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The token by itself, for display; half a character shows as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+        known = self._texts.get(token_id)
+        if known is None:
+            known = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", errors="replace")
+        return known
 
     def apply_chat_template(
         self,

@@ -58,7 +58,7 @@ class TritonOps(StepOps, Queued):
 
     name: ClassVar[str] = "triton"
     default_seqs: ClassVar[int] = 256
-    default_rows: ClassVar[int] = 4096
+    default_rows: ClassVar[int] = 8192
     overwrites: ClassVar[bool] = True
 
     def __init__(
@@ -79,9 +79,10 @@ class TritonOps(StepOps, Queued):
         self.gemm = gemm.Gemm(device)
         mode: Mode = cublas or ("fast" if numerics == "fast" else "proven")
         self.cublas = Cublas(self.gemm, mode if self.cuda else "never")
-        self._attention = attention_kernels.Attention(device)
+        self._partials = attention_kernels.Partials(device)
+        self._attention = attention_kernels.Attention(self._partials)
         self._blocks = blocks.Blocks(device)
-        self._walk = walk.Walk(self.pdl)
+        self._walk = walk.Walk(self.pdl, self._partials)
         self.open_queue()
 
     def free_memory(self) -> int | None:
@@ -104,7 +105,7 @@ class TritonOps(StepOps, Queued):
     # --- forward pass -----------------------------------------------------------------------------
 
     def begin(self, rows: Rows) -> None:
-        self._walk.begin(rows)
+        self._walk.lists.begin(rows)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> gemm.PackedLinear:
         return gemm.pack(weight, bias)
@@ -261,7 +262,8 @@ class TritonOps(StepOps, Queued):
 
     def attend(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor) -> None:
         """`attention` into `out`, which may be fp32."""
-        few = self._attention.abreast(len(q), heads, rows.page_table, cache.shape[2]) > 1
+        size = len(q), heads, rows.page_table, cache.shape[2]
+        few = self._attention.abreast(*size) > 1 and not self._walk.chunk(*size)
         (self._attention if few else self._walk)(q, rows, heads, cache, out, self._early(q))
 
     def blocks(

@@ -219,27 +219,41 @@ def _gather(parts, stats, base, first_span, count, ok, inside, out_at, BM: tl.co
     _finish(total, acc, out_at, inside)
 
 
-class Attention:
-    """Launches the kernel; owns the scratch for spans that run side by side."""
+class Partials:
+    """Scratch of spans that run side by side: their results, and how many programs of a tile have arrived."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._held: list[Tensor] = []  # captured graphs may still point at scratch that was outgrown
-        self._parts = torch.empty(1, dtype=torch.float32, device=device)
-        self._stats = torch.empty(1, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self.parts = torch.empty(1, dtype=torch.float32, device=device)
+        self.stats = torch.empty(1, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
-    def _scratch(self, lines: int, width: int) -> None:
-        if self._parts.numel() < lines * width or self._stats.numel() < lines * 2:
-            self._held += [self._parts, self._stats]
-            self._parts = torch.empty(lines * width, dtype=torch.float32, device=self.device)
-            self._stats = torch.empty(lines * 2, dtype=torch.float32, device=self.device)
+    def reserve(self, lines: int, width: int, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+        if self.parts.numel() < lines * width or self.stats.numel() < lines * 2:
+            self._held += [self.parts, self.stats]
+            self.parts = torch.empty(lines * width, dtype=torch.float32, device=self.device)
+            self.stats = torch.empty(lines * 2, dtype=torch.float32, device=self.device)
+        if self.arrived.numel() < tiles:
+            self._held.append(self.arrived)
+            self.arrived = torch.zeros(tiles, dtype=torch.int32, device=self.device)
+        return self.parts, self.stats, self.arrived
+
+
+def scratch_fits(num_rows: int, heads: Heads, spans: int) -> bool:
+    return num_rows * heads.num_q * spans * max(16, power_of_two(heads.dim)) * 4 <= MOST_SCRATCH
+
+
+class Attention:
+    """Launches the kernel."""
+
+    def __init__(self, partials: Partials) -> None:
+        self._partials = partials
 
     def abreast(self, num_rows: int, heads: Heads, table: Tensor, page_size: int) -> int:
         """How many spans run side by side; with 1 this kernel has nothing to offer."""
         spans = triton.cdiv(table.shape[1] * page_size, SPAN)
-        width = max(16, power_of_two(heads.dim))
-        if num_rows * heads.num_q * spans * width * 4 > MOST_SCRATCH:
+        if not scratch_fits(num_rows, heads, spans):
             return 1
         return max(1, min(spans, PROGRAMS // (num_rows * heads.num_kv)))
 
@@ -248,14 +262,13 @@ class Attention:
         group, width = heads.num_q // heads.num_kv, max(16, power_of_two(heads.dim))
         spans = triton.cdiv(max_pages * page_size, SPAN)
         abreast = self.abreast(num_rows, heads, rows.page_table, page_size)
-        self._scratch(num_rows * heads.num_q * spans, width)
+        scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
         height, warps, stages = next(tile for limit, tile in TILES if num_rows <= limit)
         if width > 128 or cache.dtype == torch.float32:
             stages = 2
         attention_kernel[(num_rows, heads.num_kv, abreast)](
-            q, rows.slots, rows.positions, rows.page_table, cache, out,
-            self._parts, self._stats, self._arrived, num_rows, max_pages, cache.stride(0), spans, abreast,
-            heads.scale * LOG2_E,
+            q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch,
+            num_rows, max_pages, cache.stride(0), spans, abreast, heads.scale * LOG2_E,
             NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, power_of_two(group)),
             PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES,
             **launch_options(pdl, num_warps=warps, num_stages=stages, enable_fp_fusion=False),

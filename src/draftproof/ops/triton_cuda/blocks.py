@@ -1,11 +1,11 @@
-"""All layers of a decoder in one kernel, for few rows: one program per SM, a barrier in place of a launch.
+"""All layers of a decoder in one kernel, for few rows: a barrier in place of a launch.
 
 With few rows a layer's ops are so short that launching them takes longer than running them. Here every
 program walks through the layers and their five stages: norm, qkv, rotation and KV write; attention; out
 projection and residual; norm, gate, up and activation; down projection and residual. A stage is cut into
 items (tiles of columns, or spans of keys). Programs take items in turn, load their weights before they wait
 for the stage before, and count what they finished in one counter that only grows; who waits, waits for the
-number of items of all stages before its own.
+number of items of all stages before its own. All programs are on the chip at once, one or two of them an SM.
 
 Bits are those of the ops one by one: the same bodies, or the same partition of K and the same roundings.
 A stage runs alone as well, without the barrier: for tests, where programs run one after another.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,22 +24,44 @@ from torch import Tensor
 
 from draftproof.ops import Layer, Rows
 from draftproof.ops.triton_cuda import attention
+from draftproof.ops.triton_cuda.barrier import wait
 from draftproof.ops.triton_cuda.gemm import PackedLinear
 from draftproof.ops.triton_cuda.runtime import ALIGNMENT, INTERPRETED, power_of_two
-from draftproof.ops.triton_cuda.stages import add_linear, attend, gate_stage, qkv_stage, tiles_of_keys
+from draftproof.ops.triton_cuda.spans import attend, list_items
+from draftproof.ops.triton_cuda.stages import add_linear, gate_stage, qkv_stage
 
-MOST = 16  # rows; with more the ops one by one are quicker
 BM = 16  # rows of an item
 BN = 32  # columns of an item; where columns come in pairs, half as many and their partners
 PIECE = 64  # of K goes through the tensor core at a time; with more the registers overflow
-HIDDEN = 1024  # columns: beyond, a tile of weights does not fit into shared memory together with its rows
 PANEL = 1536  # columns of the down projection's weight that are held at a time
-STAGES = 5
+STAGES = (6, 1, 2, 3, 4, 5)  # in their order, for programs that run one after another
+WAVE = 3  # spans that a tile walks through while one runs beside others, is stored and folded
 WARPS = 4  # more of them read the same rows once more each
 COOPERATIVE = not INTERPRETED  # all programs are on the chip at once, or the launch fails
-SHARED = 160 << 10  # bytes of shared memory that a program may need
 LINE = 32  # int32 of a line of memory: counters lie apart
+SHARED = 160 << 10  # bytes of shared memory that a program may need
+ALL_SHARED = 226 << 10  # and all those of an SM
 FIELDS = 11  # of a layer in the table of addresses
+
+
+class Form(NamedTuple):
+    """How a number of rows is worked on: speed alone."""
+
+    most: int  # rows
+    widest: int  # columns of a layer: a tile of weights has to fit into shared memory together with its rows
+    abreast: int  # programs of an SM
+    tiles: bool  # where spans of keys do not fit all at once, tiles of rows walk through theirs
+    gate: int  # columns of an item of gate and up
+    room: int  # pieces of rows in shared memory beside the down projection's weight; 0: all
+
+
+# One program an SM for few rows. With more, two: one waits while the other works.
+FORMS = (
+    Form(6, 1024, 1, False, 32, 0),
+    Form(96, 704, 2, True, 64, 4),
+    Form(16, 1024, 1, False, 32, 0),
+)
+MOST = max(form.most for form in FORMS)  # rows; with more the ops one by one are quicker
 
 
 @triton.jit
@@ -55,16 +78,16 @@ def addresses(line):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["R", "first_layer", "last_layer", "max_pages", "spans"])
+@triton.jit(do_not_specialize=["R", "first_layer", "last_layer", "max_pages", "spans", "room"])
 def blocks_kernel(
-    table, x, q, mixed, inner, positions, slots, kv_index, page_table, rope, parts, stats, arrived, counter,
-    R, first_layer, last_layer, max_pages, plane, spans, eps, scale,
-    STAGE: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr, PANELS: tl.constexpr,
+    table, x, q, mixed, inner, positions, slots, kv_index, page_table, rope, parts, stats, arrived, listed,
+    counter, R, first_layer, last_layer, max_pages, plane, spans, room, eps, scale,
+    STAGE: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, PANELS: tl.constexpr,
     QKV_BIAS: tl.constexpr, OUT_BIAS: tl.constexpr, UP_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PIECE: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr,
-    LINE: tl.constexpr, FIELDS: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, TILES: tl.constexpr,
+    WAVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, PIECE: tl.constexpr,
+    ROOM: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """x [R, H] becomes the residual after the last of these layers.
 
@@ -72,8 +95,12 @@ def blocks_kernel(
     """
     ALL: tl.constexpr = STAGE == 0
     dtype: tl.constexpr = x.dtype.element_ty
-    goal = R * 0
-    tiles = tiles_of_keys(slots, positions, R, GROUP, QM, WINDOW, SPAN, ROWS)
+    if ALL or STAGE == 6:
+        list_items(
+            slots, positions, listed, counter, room, R, GROUP, QM, WINDOW, SPAN, TILES, WAVE, ROWS, ALL
+        )
+    goal = R
+    wait(counter, goal, ALL)
     now = addresses(table + first_layer * FIELDS)
     for layer in range(first_layer, last_layer):
         biases = table + layer * FIELDS + 7
@@ -82,28 +109,28 @@ def blocks_kernel(
         if ALL or STAGE == 1:
             goal = qkv_stage(
                 x, pointer(now[0], dtype), pointer(now[1], dtype), biases, q, cache, positions, slots,
-                kv_index, rope, plane, eps, counter, goal, R, NUM_KV * GROUP, NUM_KV, D, H, PIECE, BM, BN,
-                QKV_BIAS, ALL,
+                kv_index, rope, plane, eps, counter, goal, R, NUM_KV * GROUP, NUM_KV, D, H, PIECE, BM,
+                BN, QKV_BIAS, ALL,
             )  # fmt: skip
         if ALL or STAGE == 2:
             goal = attend(
-                q, slots, positions, page_table, cache, mixed, parts, stats, arrived, counter, goal, tiles, R,
-                max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, QM, PAGE, WINDOW, KEYS, SPAN, ONES,
-                ROWS, ALL,
+                q, slots, positions, page_table, cache, mixed, parts, stats, arrived, counter, goal,
+                listed, R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, QM, PAGE, WINDOW, KEYS, SPAN,
+                ONES, TILES, ALL,
             )  # fmt: skip
         if ALL or STAGE == 3:
             goal = add_linear(
-                mixed, pointer(now[2], dtype), biases + 1, x, counter, goal, R, H, NUM_KV * GROUP * D, 1, 1,
-                PIECE, BM, BN, OUT_BIAS, ALL,
+                mixed, pointer(now[2], dtype), biases + 1, x, counter, goal, R, H, NUM_KV * GROUP * D, 1,
+                0, PIECE, BM, BN, OUT_BIAS, ALL,
             )  # fmt: skip
         if ALL or STAGE == 4:
             goal = gate_stage(
-                x, pointer(now[3], dtype), pointer(now[4], dtype), biases + 2, inner, eps, counter, goal, R,
-                INNER, H, PIECE, BM, BN, UP_BIAS, ALL,
+                x, pointer(now[3], dtype), pointer(now[4], dtype), biases + 2, inner, eps, counter, goal,
+                R, INNER, H, PIECE, BM, GATE, UP_BIAS, ALL,
             )  # fmt: skip
         if ALL or STAGE == 5:
             goal = add_linear(
-                inner, pointer(now[5], dtype), biases + 3, x, counter, goal, R, H, INNER, SPLIT, PANELS,
+                inner, pointer(now[5], dtype), biases + 3, x, counter, goal, R, H, INNER, PANELS, ROOM,
                 PIECE, BM, BN, DOWN_BIAS, ALL,
             )  # fmt: skip
         now = after
@@ -123,7 +150,11 @@ class Blocks:
         if not INTERPRETED:
             chip = torch.cuda.get_device_properties(device)
             self.programs = chip.multi_processor_count
-            self.able = chip.major >= 9 and getattr(chip, "shared_memory_per_block_optin", 0) >= SHARED
+            self.able = (
+                chip.major >= 9
+                and getattr(chip, "shared_memory_per_block_optin", 0) >= SHARED
+                and getattr(chip, "shared_memory_per_multiprocessor", 0) >= ALL_SHARED
+            )
         self._held: list[Tensor] = []  # captured graphs may still point at scratch that was outgrown
         self._scratch: dict[str, Tensor] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -133,7 +164,7 @@ class Blocks:
         """Whether this kernel does it: few rows of a small model in bf16, without norms of q and k."""
         if not self.able or not 0 < len(x) <= MOST or x.dtype != torch.bfloat16:
             return False
-        return all(_fits(layer, x.shape[1]) for layer in layers)
+        return all(_form(layer, *x.shape) is not None for layer in layers)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         found = self._scratch.get(name)
@@ -165,7 +196,7 @@ class Blocks:
     ) -> bool:
         """x becomes the residual after the last layer; False: nothing was done."""
         table = self._table(layers, caches)
-        if table is None:
+        if table is None or not all(map(_scratch_fits, layers, [rows] * len(layers), caches)):
             return False
         first = 0
         for _, run in groupby(layers, key=_shape):
@@ -179,40 +210,52 @@ class Blocks:
         first: int, last: int,
     ) -> None:  # fmt: skip
         count, hidden = x.shape
-        heads, depth = layer.heads, layer.down.weight.shape[1]
+        heads, depth, form = layer.heads, layer.down.weight.shape[1], _form(layer, count, hidden)
+        assert form is not None, "`takes` has said so"
         width, page_size = heads.num_q * heads.dim, cache.shape[2]
         max_pages, padded = rows.page_table.shape[1], max(16, power_of_two(heads.dim))
-        group = heads.num_q // heads.num_kv
-        spans = triton.cdiv(max_pages * page_size, attention.SPAN)
-        lines = MOST * heads.num_q * spans
+        group, programs = heads.num_q // heads.num_kv, self.programs * form.abreast
+        spans = _spans(rows, cache)
+        lines = form.most * heads.num_q * spans
         launches = [(first, last, 0)]
         if INTERPRETED:
-            launches = [(i, i + 1, s) for i in range(first, last) for s in range(1, STAGES + 1)]
+            launches = [(i, i + 1, s) for i in range(first, last) for s in STAGES]
         for begin, end, stage in launches:
-            blocks_kernel[(self.programs,)](
+            blocks_kernel[(programs,)](
                 table, x, self._buffer("q", MOST * width, x.dtype),
                 self._buffer("mixed", MOST * width, x.dtype), self._buffer("inner", MOST * depth, x.dtype),
                 rows.positions, rows.slots, rows.kv_index, rows.page_table, rope,
                 self._buffer("parts", lines * padded, torch.float32),
                 self._buffer("stats", lines * 2, torch.float32),
-                self._buffer("arrived", MOST * heads.num_kv, torch.int32), self._counter,
-                count, begin, end, max_pages, cache.stride(0), spans, eps, heads.scale * attention.LOG2_E,
-                STAGE=stage, H=hidden, INNER=depth, SPLIT=layer.down.split, PANELS=_panels(layer.down),
+                self._buffer("arrived", MOST * heads.num_kv, torch.int32),
+                self._buffer("listed", (1 + form.most * spans) * 8, torch.int32), self._counter,
+                count, begin, end, max_pages, cache.stride(0), spans, programs // heads.num_kv, eps,
+                heads.scale * attention.LOG2_E,
+                STAGE=stage, H=hidden, INNER=depth, PANELS=_panels(layer.down),
                 QKV_BIAS=layer.qkv.bias is not None, OUT_BIAS=layer.out.bias is not None,
                 UP_BIAS=layer.gate_up.bias is not None, DOWN_BIAS=layer.down.bias is not None,
                 NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=padded, PAGE=page_size, WINDOW=heads.window,
-                KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, BM=BM,
-                BN=BN, PIECE=PIECE, QM=max(BM, power_of_two(group)), ROWS=MOST, LINE=LINE, FIELDS=FIELDS,
+                KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, TILES=form.tiles, WAVE=WAVE,
+                BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room, QM=max(16, power_of_two(group)),
+                ROWS=max(16, power_of_two(form.most)), LINE=LINE, FIELDS=FIELDS,
                 num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
                 **({"launch_cooperative_grid": True} if COOPERATIVE else {}),
             )  # fmt: skip
 
 
+def _spans(rows: Rows, cache: Tensor) -> int:
+    return triton.cdiv(rows.page_table.shape[1] * cache.shape[2], attention.SPAN)
+
+
+def _scratch_fits(layer: Layer, rows: Rows, cache: Tensor) -> bool:
+    size = MOST * layer.heads.num_q * _spans(rows, cache) * max(16, power_of_two(layer.heads.dim)) * 4
+    return size <= attention.MOST_SCRATCH
+
+
 def _panels(packed: PackedLinear) -> int:
     """In how many parts the rows of a weight pass through shared memory; 0: no number fits."""
     depth = packed.weight.shape[1]
-    fitting = (n for n in range(1, 9) if depth % (n * packed.split * 64) == 0 and depth // n <= PANEL)
-    return next(fitting, 0)
+    return next((n for n in range(1, 9) if depth % (n * 64) == 0 and depth // n <= PANEL), 0)
 
 
 def _shape(layer: Layer) -> tuple[object, ...]:
@@ -220,13 +263,17 @@ def _shape(layer: Layer) -> tuple[object, ...]:
     return layer.heads, *((p.weight.shape, p.split, p.bias is None) for p in packed)
 
 
-def _fits(layer: Layer, hidden: int) -> bool:
+def _form(layer: Layer, rows: int, hidden: int) -> Form | None:
+    """How this kernel works on so many rows of a layer; None: it does not."""
     heads, width = layer.heads, layer.heads.num_q * layer.heads.dim
     if layer.q_norm is not None or layer.k_norm is not None or heads.dim % BN:
-        return False
-    if hidden > HIDDEN or width > HIDDEN or hidden % 64 or width % 64 or not _panels(layer.down):
-        return False
-    return layer.qkv.split == layer.gate_up.split == layer.out.split == 1 and layer.down.split in (1, 2)
+        return None
+    if hidden % 64 or width % 64 or not _panels(layer.down):
+        return None
+    if any(p.split > 1 for p in (layer.qkv, layer.out, layer.gate_up, layer.down)):
+        return None
+    fitting = (f for f in FORMS if rows <= f.most and max(hidden, width) <= f.widest)
+    return next(fitting, None)
 
 
 def _addresses(layer: Layer, cache: Tensor) -> list[int]:

@@ -23,25 +23,21 @@ MOST = 512  # rows; beyond, the two ops one after the other
 
 @triton.jit
 def _spans(
-    x_at, w_at, apart, row_ok, col_ok, rk, first, last, K,
+    x_at, w_at, row_ok, col_ok, rk, first, last, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Sums over k in [first, last) of both tiles; the second lies `apart` elements further in the weight."""
-    low = tl.zeros((BM, BN), tl.float32)
-    high = tl.zeros((BM, BN), tl.float32)
+    """Sums over k in [first, last) of both tiles side by side: [BM, 2 BN]."""
+    acc = tl.zeros((BM, 2 * BN), tl.float32)
     for k in range(first, last, BK):
         if EVEN_K:
             a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
-            c = tl.load(w_at + k + apart, mask=col_ok[None, :], other=0.0)
         else:
             inside = k + rk < K
             a = tl.load(x_at + k, mask=row_ok[:, None] & inside[None, :], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :] & inside[:, None], other=0.0)
-            c = tl.load(w_at + k + apart, mask=col_ok[None, :] & inside[:, None], other=0.0)
-        low = tl.dot(a, b, low, input_precision="ieee")
-        high = tl.dot(a, c, high, input_precision="ieee")
-    return low, high
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -91,37 +87,37 @@ def pair_kernel(
     pid = tl.program_id(0)
     rm = (pid % grid_m) * BM + tl.arange(0, BM)
     tile = pid // grid_m
+    both = tl.arange(0, 2 * BN)  # the tile, then the partners
     if ROPE:
         MIDDLE: tl.constexpr = D // 2
         head = tile // (MIDDLE // BN)
-        j = (tile % (MIDDLE // BN)) * BN + tl.arange(0, BN)
+        first = (tile % (MIDDLE // BN)) * BN
+        j = first + tl.arange(0, BN)
         rn = head * D + j
         col_ok = j < MIDDLE
+        both_ok = first + both % BN < MIDDLE
+        wn = head * D + first + both % BN
     else:
         rn = tile * BN + tl.arange(0, BN)
         col_ok = rn < N
-    weight_at = w + rn.to(tl.int64) * K
+        wn = tile * BN + both % BN
+        both_ok = wn < N
+    wn += tl.where(both < BN, 0, apart)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if LINES:  # noqa: SIM102 - a constant, then a value on the device
             if pid % grid_m == 0:
                 line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-                ask = tl.where(col_ok, rn, 0).to(tl.int64)[:, None] * K + line[None, :]
-                prefetch(w + ask)
-                prefetch(w + ask + apart.to(tl.int64) * K)
+                prefetch(w + tl.where(both_ok, wn, 0).to(tl.int64)[:, None] * K + line[None, :])
         tl.extra.cuda.gdc_wait()
     rk = tl.arange(0, BK)
     row_ok = rm < M
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
-    w_at = weight_at[None, :] + rk[:, None]
-    skip = apart.to(tl.int64) * K
-    low, high = _spans(x_at, w_at, skip, row_ok, col_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
+    w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
+    acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
     for s in range(1, SPLIT):
-        low1, high1 = _spans(
-            x_at, w_at, skip, row_ok, col_ok, rk, s * span, (s + 1) * span, K, BM, BN, BK, EVEN_K
-        )
-        low += low1
-        high += high1
+        acc += _spans(x_at, w_at, row_ok, both_ok, rk, s * span, (s + 1) * span, K, BM, BN, BK, EVEN_K)
+    low, high = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
     if HAS_BIAS:
         low += tl.load(bias + rn, mask=col_ok, other=0.0)[None, :]
         high += tl.load(bias + rn + apart, mask=col_ok, other=0.0)[None, :]

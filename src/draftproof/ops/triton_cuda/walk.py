@@ -1,9 +1,10 @@
 """Attention of many tiles: the sums of `attention`, one program walking through the spans of a tile.
 
-A list, made once a pass on the device, says where tiles start: a program for every row would spend its time
-finding out that it has nothing to do. With many rows there are two lists, one of high tiles (prompts) and
-one of low ones (decode and verify rows), and the low ones fill the chip while the last high ones end.
-Blocks that every row of a tile sees whole are read without masks. None of that changes a bit.
+Where tiles are, `tile_lists` says. With many rows there are two lists, one of high tiles (prompts) and one of
+low ones (decode and verify rows), and the low ones fill the chip while the last high ones end. With few rows
+long tiles are cut into chunks: the first chunk folds its spans, the others leave theirs for the last program
+of the tile to fold. Blocks that every row of a tile sees whole may be read without masks. None of that
+changes a bit.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from torch import Tensor
 
 from draftproof.ops import Heads, Rows
 from draftproof.ops.triton_cuda import attention
-from draftproof.ops.triton_cuda.attention import _block, _finish, _fold
+from draftproof.ops.triton_cuda.attention import Partials, _block, _finish, _fold, _gather, scratch_fits
 from draftproof.ops.triton_cuda.runtime import INTERPRETED, power_of_two
+from draftproof.ops.triton_cuda.tile_lists import CHUNKS, TileLists
 
-BLOCK = 1024  # rows that the list is made from at a time
 FEW = 512  # rows; with more there are high tiles too
+FEWER = 96  # rows, up to which a program has room for two blocks of keys in flight
+CUT = 48  # rows, up to which tiles are cut into chunks
+PROGRAMS = 128  # with fewer, each walking through a tile, spans side by side are quicker than chunks
+PER_SPAN = 8  # rows for each span of a chunk: the fewer tiles, the shorter the chunks
 
 
 class Shape(NamedTuple):
@@ -31,51 +36,16 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None  # at most, of a thread: fewer let more programs in
+    apart: bool = True  # blocks that all rows see have a loop of their own, without masks
 
 
-# Width of a head -> shape. HIGH: many rows; LOW: their decode rows, and calls up to 256 rows; MIDDLE: to FEW.
+# Width of a head -> shape. HIGH: many rows; LOW: their decode rows, and calls up to 256 rows; MIDDLE: to FEW;
+# LOWEST: to FEWER. CHUNKED: to CUT, for the widths that gained by it.
 HIGH = {64: Shape(64, 4, 2), 128: Shape(64, 4, 3)}
 MIDDLE = {64: Shape(16, 4, 3, 168), 128: Shape(16, 4, 3, 128)}
 LOW = {64: Shape(16, 2, 3), 128: Shape(16, 2, 3)}
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit(do_not_specialize=["R"])
-def tiles_kernel(slots, low, high, R, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """low, high [1 + R]: how many tiles, then their first rows.
-
-    A slot's rows are cut every HIGH rows; what is left goes to `low` if it is at most LOW rows. HIGH 0: all
-    rows are cut every LOW rows and go to `low`.
-    """
-    STEP: tl.constexpr = HIGH if HIGH else LOW
-    lows = tl.zeros((), tl.int32)
-    highs = tl.zeros((), tl.int32)
-    segment = tl.zeros((), tl.int32)  # where the slot of the block before began
-    for start in range(0, R, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        slot = tl.load(slots + row, mask=row < R, other=-1)
-        before = tl.load(slots + row - 1, mask=(row < R) & (row > 0), other=-2)
-        first = tl.where(slot != before, row, 0)
-        first = tl.maximum(tl.associative_scan(first, 0, _larger), segment)
-        segment = tl.max(first, axis=0)
-        starts = (slot >= 0) & ((row - first) % STEP == 0)
-        if HIGH:
-            further = tl.load(slots + row + LOW, mask=row + LOW < R, other=-2)
-            tall = starts & (further == slot)
-            place = highs + tl.cumsum(tall.to(tl.int32), axis=0)  # from 1 on
-            tl.store(high + place, row, mask=tall)
-            highs += tl.sum(tall.to(tl.int32), axis=0)
-            starts = starts & (further != slot)
-        place = lows + tl.cumsum(starts.to(tl.int32), axis=0)
-        tl.store(low + place, row, mask=starts)
-        lows += tl.sum(starts.to(tl.int32), axis=0)
-    tl.store(low, lows)
-    if HIGH:
-        tl.store(high, highs)
+LOWEST = {64: Shape(16, 2, 3), 128: Shape(16, 4, 5, apart=False)}
+CHUNKED = {128: Shape(16, 4, 5, apart=False)}
 
 
 @triton.jit
@@ -106,31 +76,130 @@ def _whole_block(
     return top, sums, acc
 
 
-@triton.jit(do_not_specialize=["R", "max_pages"])
+@triton.jit
+def _keep(parts, stats, where, m, total, acc, ok, inside, BD: tl.constexpr):
+    """Leaves a result at `where` [BM] for `_gather`."""
+    d = tl.arange(0, BD)
+    tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
+    tl.store(stats + where * 2, m, mask=ok)
+    tl.store(stats + where * 2 + 1, total, mask=ok)
+
+
+@triton.jit
+def _walk_blocks(
+    q, pos, pages, cache_k, cache_v, first, last, lowest, start, end, scale,
+    NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Blocks start..end, span by span: maximum [BM], sum [BM], weighted values [BM, BD]."""
+    BLOCKS: tl.constexpr = SPAN // KEYS
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BD), tl.float32)
+    m1 = tl.full((BM,), float("-inf"), tl.float32)  # of the span that is being summed
+    sums1 = tl.zeros((BM, ONES), tl.float32)
+    acc1 = tl.zeros((BM, BD), tl.float32)
+    middle = start
+    if APART and WINDOW == 0:
+        middle = tl.maximum(start, tl.minimum((lowest + 1) // SPAN * BLOCKS, end))
+        for block in range(start, middle):
+            m1, sums1, acc1 = _whole_block(q, pages, cache_k, cache_v, block * KEYS, scale, m1, sums1, acc1,
+                                           NUM_KV, D, BD, PAGE, KEYS, ONES)  # fmt: skip
+            if block % BLOCKS == BLOCKS - 1:  # the span is complete
+                m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
+                m1 = tl.full((BM,), float("-inf"), tl.float32)
+    for block in range(middle, end):
+        m1, sums1, acc1 = _block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1, sums1,
+                                 acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+        if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
+            m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
+            m1 = tl.full((BM,), float("-inf"), tl.float32)
+    return m, total, acc
+
+
+@triton.jit
+def _keep_blocks(
+    q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok, inside,
+    NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """Blocks start..end; every span is kept by itself."""
+    BLOCKS: tl.constexpr = SPAN // KEYS
+    m1 = tl.full((BM,), float("-inf"), tl.float32)
+    sums1 = tl.zeros((BM, ONES), tl.float32)
+    acc1 = tl.zeros((BM, BD), tl.float32)
+    for block in range(start, end):
+        m1, sums1, acc1 = _block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1, sums1,
+                                 acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+        if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
+            where = base + block // BLOCKS
+            _keep(parts, stats, where, m1, tl.max(sums1, axis=1), acc1, ok, inside, BD)
+            m1 = tl.full((BM,), float("-inf"), tl.float32)
+
+
+@triton.jit
+def _chunk(
+    q, pos, pages, cache_k, cache_v, first, last, lowest, scale, parts, stats, counter, base, part, chunk,
+    ok, inside, out_at,
+    NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """The part-th `chunk` spans of a tile; the last program of the tile to arrive finishes it.
+
+    Two loops and not one that chooses at the end of every span: that took longer.
+    """
+    first_span = first // SPAN
+    length = last // SPAN - first_span + 1  # of the tile, in spans
+    kept = first_span + chunk - 1  # there the first chunk leaves what it has folded
+    start = (first_span + part * chunk) * (SPAN // KEYS)
+    end = tl.minimum(last // KEYS + 1, start + chunk * (SPAN // KEYS))
+    if part == 0:
+        m, total, acc = _walk_blocks(q, pos, pages, cache_k, cache_v, first, last, lowest, start, end, scale,
+                                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART)  # fmt: skip
+        if length <= chunk:
+            _finish(total, acc, out_at, inside)
+        else:
+            _keep(parts, stats, base + kept, m, total, acc, ok, inside, BD)
+    else:
+        _keep_blocks(q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok,
+                     inside, NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
+    if length > chunk:
+        tl.debug_barrier()
+        done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if done == tl.cdiv(length, chunk) - 1:
+            tl.store(counter, 0)
+            _gather(parts, stats, base, kept, length - chunk + 1, ok, inside, out_at, BM, BD)
+
+
+@triton.jit(do_not_specialize=["R", "max_pages", "spans", "chunk"])
 def walk_kernel(
-    q, slots, positions, page_table, cache, out, tiles, R, max_pages, plane, scale,
+    q, slots, positions, page_table, cache, out, tiles, parts, stats, arrived,
+    R, max_pages, plane, spans, chunk, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    LEAD: tl.constexpr, WAIT: tl.constexpr,
+    CHUNKS: tl.constexpr, APART: tl.constexpr, LEAD: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """q, out [R, heads * D]; grid (any, NUM_KV): a program takes every so many-th tile, the last ones first.
+    """q, out [R, heads * D]; grid (NUM_KV, any): a program takes every so many-th tile, the last ones first.
 
+    Heads of a tile run side by side: their keys lie side by side in memory.
+    tiles: see `by_keys_kernel` (CHUNKS 1: rows); parts, stats: see `attention_kernel`, if CHUNKS > 1.
     LEAD: the next kernel may be launched early. WAIT: "first" if this one was, "last" if it needs nothing
     of the kernel before it but must not end before that one.
     """
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
-    BLOCKS: tl.constexpr = SPAN // KEYS
     if LEAD:
         tl.extra.cuda.gdc_launch_dependents()
     if WAIT == "first":
         tl.extra.cuda.gdc_wait()
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     i = tl.arange(0, BM)
     d = tl.arange(0, BD)
     count = tl.load(tiles)
-    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+    for tile in range(tl.program_id(1), count, tl.num_programs(1)):
         row = tl.load(tiles + count - tile)
+        part = row % CHUNKS
+        row = row // CHUNKS
         slot = tl.load(slots + row)
         r = row + i // GROUP
         ok = (i < HEIGHT * GROUP) & (r < R)
@@ -146,70 +215,61 @@ def walk_kernel(
         pages = page_table + slot * max_pages
         cache_k = cache + head * D
         cache_v = cache_k + plane
-        m = tl.full((BM,), float("-inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        acc = tl.zeros((BM, BD), tl.float32)
-        m1 = tl.full((BM,), float("-inf"), tl.float32)  # of the span that is being summed
-        sums1 = tl.zeros((BM, ONES), tl.float32)
-        acc1 = tl.zeros((BM, BD), tl.float32)
-        start = (first // SPAN) * BLOCKS
-        if WINDOW == 0:
-            start = (lowest + 1) // SPAN * BLOCKS
-            for block in range(start):
-                m1, sums1, acc1 = _whole_block(query, pages, cache_k, cache_v, block * KEYS, scale, m1,
-                                               sums1, acc1, NUM_KV, D, BD, PAGE, KEYS, ONES)  # fmt: skip
-                if block % BLOCKS == BLOCKS - 1:  # the span is complete
-                    m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
-                    m1 = tl.full((BM,), float("-inf"), tl.float32)
-        end = last // KEYS
-        for block in range(start, end + 1):
-            m1, sums1, acc1 = _block(query, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale,
-                                     m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
-            if (block % BLOCKS == BLOCKS - 1) | (block == end):
-                m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
-                m1 = tl.full((BM,), float("-inf"), tl.float32)
-        _finish(total, acc, out + here, inside)
+        if CHUNKS == 1:
+            start, end = first // SPAN * (SPAN // KEYS), last // KEYS + 1
+            m, total, acc = _walk_blocks(query, pos, pages, cache_k, cache_v, first, last, lowest, start, end,
+                                         scale, NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
+                                         APART)  # fmt: skip
+            _finish(total, acc, out + here, inside)
+        else:
+            _chunk(query, pos, pages, cache_k, cache_v, first, last, lowest, scale, parts, stats,
+                   arrived + row * NUM_KV + head, line * spans, part, chunk, ok, inside, out + here,
+                   NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART)  # fmt: skip
     if WAIT == "last":
         tl.extra.cuda.gdc_wait()
 
 
 class Walk:
-    """Launches the kernels; holds the lists of a pass that has begun."""
+    """Launches the kernels; `lists` are of the pass that has begun."""
 
-    def __init__(self, early: bool) -> None:
+    def __init__(self, early: bool, partials: Partials) -> None:
         self.early = early  # kernels can be launched early on this device
-        self._rows: Rows | None = None
-        self._lists: dict[tuple[int, int], Tensor] = {}
+        self.lists = TileLists()
+        self._partials = partials
 
-    def begin(self, rows: Rows) -> None:
-        self._rows, self._lists = rows, {}
-
-    def _tiles(self, rows: Rows, low: int, high: int) -> Tensor:
-        """Lists of low and high tiles [2, 1 + R]; made once if the pass over these rows was announced."""
-        found = self._lists.get((low, high)) if rows is self._rows else None
-        if found is None:
-            count = len(rows.slots)
-            found = torch.empty((2, 1 + count), dtype=torch.int32, device=rows.slots.device)
-            tiles_kernel[(1,)](rows.slots, *found, count, LOW=low, HIGH=high, BLOCK=BLOCK, num_warps=8)
-            if rows is self._rows:
-                self._lists[low, high] = found
-        return found
+    def chunk(self, num_rows: int, heads: Heads, table: Tensor, page_size: int) -> int:
+        """How many spans a chunk of a tile has, or 0: tiles are not cut."""
+        spans = triton.cdiv(table.shape[1] * page_size, attention.SPAN)
+        pays = num_rows * heads.num_kv >= PROGRAMS and max(16, power_of_two(heads.dim)) in CHUNKED
+        if not pays or num_rows > CUT or not scratch_fits(num_rows, heads, spans):
+            return 0
+        return max(num_rows // PER_SPAN, triton.cdiv(spans, CHUNKS), 1)
 
     def __call__(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor, pdl: bool) -> None:
         count, group = len(q), heads.num_q // heads.num_kv
         width = max(16, power_of_two(heads.dim))
         wide = cache.dtype == torch.float32
-        low = _shape(MIDDLE if 256 < count <= FEW else LOW, width, wide, group)
-        if count <= FEW:
-            tiles = self._tiles(rows, low.height // group, 0)
-            _launch(low, tiles[0], count, q, rows, heads, cache, out, LEAD=pdl, WAIT="first" if pdl else "")
-            return
-        high = _shape(HIGH, width, wide, group)
-        tiles = self._tiles(rows, low.height // group, high.height // group)
-        programs = 2 * triton.cdiv(count, high.height // group)
-        _launch(high, tiles[1], programs, q, rows, heads, cache, out, LEAD=self.early, WAIT="")
-        programs, wait = min(count, len(rows.page_table)), "last" if self.early else ""
-        _launch(low, tiles[0], programs, q, rows, heads, cache, out, LEAD=False, WAIT=wait)
+        early = {"LEAD": pdl, "WAIT": "first" if pdl else ""}
+        none = (out, out, out, 0, 0)
+        if chunk := self.chunk(count, heads, rows.page_table, cache.shape[2]):
+            low = _shape(CHUNKED, width, wide, group)
+            spans = triton.cdiv(rows.page_table.shape[1] * cache.shape[2], attention.SPAN)
+            tiles = self.lists.by_keys(rows, low.height // group, chunk, heads.window)
+            scratch = self._partials.reserve(count * heads.num_q * spans, width, count * heads.num_kv)
+            programs = count + count // 2  # there may be more chunks: then some take two
+            _launch(low, tiles, programs, q, rows, heads, cache, out, (*scratch, spans, chunk), **early)
+        elif count <= FEW:
+            shapes = LOWEST if count <= FEWER else LOW if count <= 256 else MIDDLE
+            low = _shape(shapes, width, wide, group)
+            tiles = self.lists.by_keys(rows, low.height // group, 0, 0)
+            _launch(low, tiles, count, q, rows, heads, cache, out, none, **early)
+        else:
+            low, high = _shape(LOW, width, wide, group), _shape(HIGH, width, wide, group)
+            lows, highs = self.lists.low_and_high(rows, low.height // group, high.height // group)
+            programs = 2 * triton.cdiv(count, high.height // group)
+            _launch(high, highs, programs, q, rows, heads, cache, out, none, LEAD=self.early, WAIT="")
+            programs, wait = min(count, len(rows.page_table)), "last" if self.early else ""
+            _launch(low, lows, programs, q, rows, heads, cache, out, none, LEAD=False, WAIT=wait)
 
 
 def _shape(shapes: dict[int, Shape], width: int, wide: bool, group: int) -> Shape:
@@ -221,18 +281,20 @@ def _shape(shapes: dict[int, Shape], width: int, wide: bool, group: int) -> Shap
 
 def _launch(
     shape: Shape, tiles: Tensor, programs: int, q: Tensor, rows: Rows, heads: Heads, cache: Tensor,
-    out: Tensor, **when: Any,
+    out: Tensor, scratch: tuple[Tensor, Tensor, Tensor, int, int], **when: Any,
 ) -> None:  # fmt: skip
+    """`scratch`: parts, stats, arrived, spans and chunk of the kernel; chunk 0: tiles are not cut."""
+    *partials, spans, chunk = scratch
     options: dict[str, Any] = {"num_warps": shape.warps, "num_stages": shape.stages}
     if when["WAIT"]:
         options["launch_pdl"] = True
     if shape.registers and not INTERPRETED:
         options["maxnreg"] = shape.registers
-    walk_kernel[(programs, heads.num_kv)](
-        q, rows.slots, rows.positions, rows.page_table, cache, out, tiles,
-        len(q), rows.page_table.shape[1], cache.stride(0), heads.scale * attention.LOG2_E,
+    walk_kernel[(heads.num_kv, programs)](
+        q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, *partials,
+        len(q), rows.page_table.shape[1], cache.stride(0), spans, chunk, heads.scale * attention.LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim,
         BD=max(16, power_of_two(heads.dim)), BM=shape.height, PAGE=cache.shape[2], WINDOW=heads.window,
-        KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, enable_fp_fusion=False, **when,
-        **options,
+        KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, APART=shape.apart,
+        CHUNKS=CHUNKS if chunk else 1, enable_fp_fusion=False, **when, **options,
     )  # fmt: skip

@@ -1,0 +1,232 @@
+"""A step that fails under way costs time alone; a device that is gone stops the engine, and nobody is told
+that something finished which did not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny
+from draftproof import AsyncLLM
+from draftproof.engine import faults
+from draftproof.engine.pages import Pages
+from draftproof.engine.scheduler import Scheduler
+from draftproof.errors import EngineDeadError
+from draftproof.sampling_params import SamplingParams
+from exact import check_empty
+
+SPEC = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+OPTIONS = [
+    {"logprobs": 3},
+    {"temperature": 0.8, "logprobs": 1},
+    {"temperature": 0, "prompt_logprobs": 2},
+    {"logprob_token_ids": [5, 9], "include_draft_logprobs": True},
+    {"frequency_penalty": 0.7, "logprobs": 2, "logprobs_mode": "processed"},
+]
+
+
+def asks(count=5, tokens=14):
+    """Prompts of one page and a bit to several, in chunks."""
+    return [
+        tiny.request(i, SamplingParams(max_tokens=tokens, **OPTIONS[i % len(OPTIONS)]), length=12 + 13 * i)
+        for i in range(count)
+    ]
+
+
+def build(backend="faulty:FaultyOps", **options):
+    target = tiny.engine(backend=backend, **{"speculative": SPEC, "page_size": 8, **options})
+    return target, target.ops
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each by itself, without drafts, in an engine that never fails."""
+    target = tiny.engine(overlap=False, enable_prefix_caching=False)
+    return {request.id: tiny.run(target, [request])[request.id].same() for request in asks()}
+
+
+def served(target, requests, **options):
+    records = tiny.run(target, requests, **options)
+    target.step()
+    check_empty(target)
+    return {name: record.same() for name, record in records.items()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["layout", "choose", "commit", "logprobs", "put_draft", "fetch", "read"])
+def test_steps_that_fail_change_nothing(name, late, overlap, alone):
+    """At the first call, in the middle and twice running; before an op and after it."""
+    target, ops = build(overlap=overlap, debug=name != "put_draft")
+    counts = (1, 8, 15, 21) if name in ("fetch", "read") else (1, 8, 9, 19)  # or nothing can be taken back
+    ops.late, ops.when = late, lambda _, op, count: op == name and count in counts
+    assert served(target, asks(), arrivals=[0, 0, 2, 2, 5]) == alone
+    assert ops.raised >= 1 + (name != "put_draft")
+    proposer_failed = target.loop.device.drafting.failure is not None
+    assert proposer_failed == (name == "put_draft")  # its own business: it is switched off
+
+
+def test_many_faults_with_preemption_and_shared_prefixes(alone):
+    """Few pages, everything is put aside now and then, and steps fail all the while."""
+    target, ops = build(overlap=True, kv_cache_tokens=72, max_num_seqs=4)
+    again = [replace(r, id=turn + r.id) for turn in "abc" for r in asks(2)]
+    ops.when = lambda _, op, count: op == "choose" and count % 23 == 5
+    got = served(target, again, arrivals=[0, 0, 1, 3, 9, 30])
+    assert {turn + name: alone[name] for turn in "abc" for name in "01"} == got
+    stats = target.stats()
+    assert ops.raised > 1 and stats.num_preemptions and stats.num_cached_tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_never_works_fails_with_its_reason_and_nobody_else_does(overlap, alone):
+    """One of two that run cannot be served; those who wait never notice."""
+    target, ops = build(overlap=overlap, max_num_seqs=2)
+    columns = target.loop.slots.columns
+
+    def when(_, op, count):
+        taking_part = target.loop.device.plan.slots
+        return op == "choose" and 1001 in columns.seed[taking_part[taking_part >= 0]].tolist()
+
+    ops.when = when
+    got = served(target, asks())
+    reason = "OutOfMemoryError in a step: planted: out of memory"
+    assert got["1"][3] == ("error", None, reason) and got["1"][0] == []
+    assert got["0"][3] == ("error", None, reason)  # it was always in the same steps
+    tokens, logprobs = got["0"][:2]
+    assert tokens == alone["0"][0][: len(tokens)] and logprobs == alone["0"][1][: len(tokens)]
+    assert {name: got[name] for name in "234"} == {name: alone[name] for name in "234"}
+
+
+# --- the prefix cache -----------------------------------------------------------------------------------
+
+
+def first_prefill_fails(**options):
+    """A prompt of several pages whose step never runs; then the same prompt again, and what it is given."""
+    target, ops = build(**options)
+    ops.when = lambda _, op, count: op == "layout" and count == 1
+    request, stats = asks()[4], {}
+    return served(target, [request], stats=stats)["4"], stats["4"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pages_of_a_step_that_never_ran_are_not_found(overlap, alone):
+    same, stats = first_prefill_fails(overlap=overlap)
+    assert same == alone["4"]
+    assert stats.num_cached_tokens == 0 and stats.num_preemptions == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("when", ["queued", "aborted"])
+def test_nor_are_those_of_whoever_left_meanwhile(when, overlap, alone):
+    """Its prompt is under way, or was to be; it is aborted; then that step turns out to be lost."""
+    target, ops = build(overlap=overlap)
+    request = asks()[4]
+    target.add(replace(request, id="first", params=replace(request.params, max_tokens=40)))
+    target.step()
+    if when == "queued":
+        target.step()
+    ops.when = lambda _, op, count: op == "read" and count == 1
+    if when == "queued":
+        target.step()
+    target.abort("first")
+    stats = {}
+    assert served(target, [replace(request, id="4")], stats=stats)["4"] == alone["4"]
+
+
+@pytest.mark.parametrize("broken", ["unlearn", "computed"])
+def test_control_pages_that_were_never_filled_are_found(broken, monkeypatch, alone):
+    if broken == "unlearn":
+        monkeypatch.setattr(Pages, "unlearn", lambda *_: None)
+    else:
+        whole = Scheduler._wait_again
+        monkeypatch.setattr(Scheduler, "_wait_again", lambda self, s, computed: whole(self, s, computed + 24))
+    same, _ = first_prefill_fails()
+    assert same != alone["4"]
+
+
+def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
+    """Nobody is taken back: the tokens that were committed meanwhile are never told."""
+    monkeypatch.setattr(faults, "take_back", lambda *_: [])
+    monkeypatch.setattr("draftproof.engine.loop.take_back", lambda *_: [])
+    target, ops = build(debug=False)
+    ops.when = lambda _, op, count: op == "read" and count == 9
+    with pytest.raises(AssertionError):
+        assert served(target, asks()) == alone
+
+
+# --- captures -------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_cannot_be_captured_runs_op_by_op(alone, caplog):
+    target, ops = build("faulty:CapturedOps")
+    ops.when = lambda _, op, count: op == "graph" and count % 3 != 1
+    assert served(target, asks()) == alone
+    assert ops.raised and "cannot be captured and runs op by op" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["fetch", "choose"])
+def test_an_engine_in_which_nothing_works_gives_up(name):
+    target, ops = build()
+    ops.when = lambda _, op, count: op == name
+    with pytest.raises((EngineDeadError, torch.OutOfMemoryError)):
+        for i in range(60):
+            target.add(tiny.request(i, SamplingParams(max_tokens=9)))
+            target.step()
+    with pytest.raises(EngineDeadError, match="build another"):
+        target.step()
+
+
+# --- a device that is gone ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_whose_device_is_gone_says_so_and_stops(overlap):
+    target, ops = build(overlap=overlap)
+    told = []
+    for request in asks():
+        target.add(request)
+    with pytest.raises(EngineDeadError, match="does not answer any more after RuntimeError in a step: CUDA"):
+        for step in range(100):
+            ops.gone = step == 4
+            told += target.step()
+    assert told and not any(out.finish_reason for out in told)
+    for call in (target.step, lambda: target.add(tiny.request(9, SamplingParams()))):
+        with pytest.raises(
+            EngineDeadError, match="this engine broke, build another: EngineDeadError: the dev"
+        ):
+            call()
+    assert target.abort("0") and not target.abort("0")  # whoever lets go of a request can
+
+
+def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
+    llm = make("ngram", backend="faulty:FaultyOps")
+
+    def breaks(count):
+        llm.engine.ops.gone = count == 5
+        return False
+
+    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count)
+
+    async def main():
+        engine = AsyncLLM.from_llm(llm)
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        answers = await asyncio.gather(*(engine.generate("ab" * (i + 1), params) for i in range(4)))
+        assert engine.dead and isinstance(engine.dead_error, EngineDeadError)
+        with pytest.raises(EngineDeadError):
+            await engine.generate("a")
+        await engine.shutdown()
+        return answers
+
+    answers = asyncio.run(main())
+    assert all(not answer.finished for answer in answers)
+    ends = [(o.finish_reason, o.error) for answer in answers for o in answer.outputs]
+    assert all(reason == "error" and "does not answer any more" in why for reason, why in ends)
+    llm = make("ngram", backend="faulty:FaultyOps")
+    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count)
+    with pytest.raises(EngineDeadError, match="does not answer any more"):
+        llm.generate(["ab", "ba"], SamplingParams(max_tokens=40, ignore_eos=True))
+    with pytest.raises(EngineDeadError, match="build another"):
+        llm.generate("b")

@@ -1,0 +1,269 @@
+"""`draftproof serve` as a program: its processes, its banner, its file, its end; and `chat --url`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from draftproof.cli import _options, main
+from draftproof.serve.command import engine_options, settings_of
+from draftproof.serve.settings import KEY_VARIABLE, Settings
+from serving import events, make_folder
+
+SPEC = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_folder(tmp_path_factory.mktemp("commanded"))
+
+
+class Program:
+    """A server that was started by its command."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, banner: str, log: list[str]) -> None:
+        self.process, self.url, self.banner, self.log = process, url, banner, log
+        self.http = httpx.Client(base_url=url, timeout=60)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def post(self, body: Any, **more: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json=body, **more)
+
+
+def command_line(model: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "draftproof", "serve", model, "--port", "0", *options]
+
+
+def program(folder: Path, *options: str, **variables: str) -> AbstractContextManager[Program]:
+    """Of the tiny model."""
+    tiny = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--speculative-config", SPEC]
+    return started(command_line(str(folder), *tiny, *options), **variables)
+
+
+@contextmanager
+def started(command: list[str], **variables: str) -> Iterator[Program]:
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+    assert process.stdout is not None and process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=log.extend, args=(process.stderr,))
+    reader.start()
+    banner = ""
+    try:
+        for line in process.stdout:
+            banner += line
+            if found := re.search(r"(http://\S+)/v1", line):
+                break
+        else:
+            raise AssertionError("".join(log))
+        made = Program(process, found[1], banner, log)
+        with made.http:
+            yield made
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        reader.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def test_serve_drain_and_chat(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    secret = "three four secret five"
+    with program(folder, "--served-model-name", "tiny", "--served-model-name", "also") as running:
+        for text in (
+            "Draftproof",
+            "float32 on cpu",
+            "exact",
+            "ngram",
+            "target_match: lossless",
+            "256 tokens",
+        ):
+            assert text in running.banner
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+            assert [card.id for card in client.models.list().data] == ["tiny", "also"]
+            got = client.completions.create(
+                model="also", prompt=secret, max_tokens=9, temperature=0, logprobs=3, echo=True
+            )
+        body: dict[str, Any] = {
+            "prompt": secret,
+            "max_tokens": 9,
+            "temperature": 0,
+            "logprobs": 3,
+            "echo": True,
+        }
+        off = running.post({**body, "speculative": False}).json()["choices"][0]
+        assert off["text"] == got.choices[0].text
+        assert off["logprobs"]["token_logprobs"] == got.choices[0].logprobs.token_logprobs
+        assert running.http.get("/health").json() == {"status": "ok", "reason": None, "restarts": 0}
+        metrics = running.http.get("/metrics").text
+        assert 'draftproof:worker_up{model_name="tiny"} 1.0' in metrics
+        assert 'draftproof:engine_step_duration_seconds_count{model_name="tiny"}' in metrics
+
+        monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n/exit\n"))
+        assert main(["chat", "--url", running.url, "-n", "12"]) == 0
+        shown = capsys.readouterr().out
+        assert "12 tokens in" in shown and "acceptance length" in shown and "ngram" in shown
+
+        long = {"prompt": "one", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        with running.http.stream("POST", "/v1/completions", json=long) as response:
+            told = events(response)
+            next(told)
+            running.process.send_signal(signal.SIGTERM)
+            rest = list(told)  # a stream that is open is finished
+        assert rest[-1]["choices"][0]["finish_reason"] == "length"
+        assert running.process.wait(60) == 0
+    lines = [json.loads(line) for line in running.log if line.startswith("{")]
+    requests = [line for line in lines if line["message"] == "request"]
+    assert {line["path"] for line in requests} == {"/v1/completions", "/v1/chat/completions"}
+    assert "secret" not in "".join(running.log) and any(line["message"] == "drained" for line in lines)
+
+
+def test_several_processes_keys_and_metrics(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('server-processes = 2\nvllm_metrics = true\nmax_n = 3\nserved_model_name = ["tiny"]\n')
+    mine = {"authorization": "Bearer alpha"}
+    with program(folder, "--config", str(file), "--max-n", "2", **{KEY_VARIABLE: "alpha"}) as running:
+        assert running.post({"prompt": "one"}).status_code == 401
+        assert running.post({"prompt": "one", "n": 3}, headers=mine).status_code == 400
+        body = {"prompt": "one two three one two", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        for _ in range(6):  # each over a connection of its own, so that both processes have some
+            assert httpx.post(f"{running.url}/v1/completions", json=body, headers=mine).status_code == 200
+
+        def total() -> float:
+            text = httpx.get(f"{running.url}/metrics", headers=mine).text
+            found = re.search(
+                r'vllm:spec_decode_num_emitted_tokens_total\{model_name="tiny"\} ([\d.]+)', text
+            )
+            return float(found[1]) if found else 0.0
+
+        agreed = 0  # either may be asked, and each hears of the other once a second
+        for _ in range(1200):
+            agreed = agreed + 1 if total() == 120 else 0
+            if agreed == 8:
+                break
+            threading.Event().wait(0.02)
+        assert agreed == 8
+        assert running.stop() == 0
+
+
+def test_the_engine_is_killed_under_streams(folder: Path) -> None:
+    """Clients are told at once, health turns red and green again, and the next answers are right."""
+    body = {"prompt": "one two three", "max_tokens": 200, "temperature": 0.5, "seed": 4, "ignore_eos": True}
+    with program(folder, "--max-num-seqs", "4") as running:
+        want = running.post({**body, "max_tokens": 20}).json()["choices"][0]["text"]
+        worker = child_of(running.process.pid)
+        ends: list[Any] = []
+
+        def read(i: int) -> None:
+            wish = {**body, "seed": i, "stream": True, "n": 4}
+            with httpx.stream("POST", f"{running.url}/v1/completions", json=wish, timeout=60) as response:
+                ends.append(
+                    (response.status_code, list(events(response)) if response.status_code == 200 else None)
+                )
+
+        readers = [threading.Thread(target=read, args=(i,)) for i in range(8)]
+        for reader in readers:
+            reader.start()
+        while 'http_requests_open{model_name="x"} 8' not in running.http.get("/metrics").text.replace(
+            str(folder), "x"
+        ):
+            threading.Event().wait(0.005)
+        os.kill(worker, signal.SIGKILL)
+        for reader in readers:
+            reader.join(30)
+        assert len(ends) == 8
+        for status, told in ends:
+            assert status == 503 or told[-1].get("error", {}).get("code") == "engine_down" or len(told) > 100
+        assert any(status == 503 or "error" in told[-1] for status, told in ends)
+        states = set()
+        while (health := running.http.get("/health")).status_code != 200:
+            states.add(health.json()["status"])
+            refused = running.post(body)
+            assert refused.status_code in (200, 503), refused.text
+        assert states <= {"restarting", "starting"} and health.json()["restarts"] == 1
+        assert running.post({**body, "max_tokens": 20}).json()["choices"][0]["text"] == want
+        assert "worker_restarts_total{" in running.http.get("/metrics").text
+
+
+def child_of(pid: int) -> int:
+    """The engine's process."""
+    (line,) = [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if path.read_text().rsplit(")", 1)[1].split()[1] == str(pid)
+    ]
+    return int(line)
+
+
+# --- options ----------------------------------------------------------------------------------------------
+
+
+def test_options(tmp_path: Path) -> None:
+    file = tmp_path / "server.json"
+    wish = {
+        "model": "m",
+        "port": 9,
+        "enable_prefix_caching": False,
+        "log_prompts": True,
+        "request_seconds": 5,
+    }
+    file.write_text(json.dumps({**wish, "speculative_config": {"method": "given"}}))
+    found = _options(["serve", "--config", str(file), "--port", "10"])
+    assert (found.model, found.port, found.log_prompts) == ("m", 10, True)
+    engine = engine_options(found)
+    assert engine["speculative_config"] == {"method": "given"} and engine["enable_prefix_caching"] is False
+    assert settings_of(found).request_seconds == 5
+    assert _options(["serve", "other", "--config", str(file)]).model == "other"
+    plain = _options(["serve"])
+    assert plain.host == "127.0.0.1" and settings_of(plain) != Settings(max_n=3)
+    assert engine_options(_options(["serve", "--speculative-config", "off"]))["speculative_config"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot = 8000", "did you mean 'port'"),
+        ("port = ", "not TOML"),
+        ("speculative_config = 'x'", "--speculative-config is not JSON"),
+        ("max_n = 0", "max_n must be a positive integer"),
+        ("server_processes = 0", "--server-processes"),
+        ("host = '192.0.2.1'", "cannot listen"),
+        ("api_key_file = '/nowhere/keys'", "cannot be read"),
+        ("[speculative_config]\nk = 3", "needs a 'method'"),
+    ],
+)
+def test_wrong_options(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    wish = ["serve", str(folder), "--load-format", "dummy", "--port", "0", "--config", str(file)]
+    assert main(wish) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 2
+    assert "nobody answers" in capsys.readouterr().err
+    assert main(["chat", "--url", "ftp://x"]) == 2

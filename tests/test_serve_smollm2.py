@@ -1,0 +1,87 @@
+"""The default model behind `draftproof serve`'s own processes: real text, real drafts, the same bits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from test_serve_command import Program, command_line, started
+
+COPY = "Repeat exactly: the river begins high in the mountains, where the snow melts in spring."
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path: object) -> Any:
+    spec = '{"method": "ngram", "num_speculative_tokens": 5}'
+    options = [
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "4",
+        "--speculative-config",
+        spec,
+    ]
+    with started(command_line("smollm2-135m", *options)) as running:
+        yield running
+
+
+def test_chat_with_and_without_drafts(served: Program) -> None:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+
+        def ask(speculative: bool, stream: bool = False) -> Any:
+            return client.chat.completions.create(
+                model="smollm2-135m",
+                messages=[{"role": "user", "content": COPY}],
+                max_completion_tokens=40,
+                temperature=0.3,
+                seed=11,
+                logprobs=True,
+                top_logprobs=5,
+                stream=stream,
+                extra_body={"speculative": speculative},
+            )
+
+        drafted, plain = ask(True), ask(False)
+        assert drafted.choices[0].message.content == plain.choices[0].message.content
+        assert drafted.choices[0].logprobs == plain.choices[0].logprobs
+        counted = drafted.metrics["speculative_decoding"]
+        assert counted["num_accepted_draft_tokens"] > 0 and counted["mean_acceptance_length"] > 1
+        assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+        streamed = [chunk.choices[0] for chunk in ask(True, stream=True)]
+        assert "".join(part.delta.content for part in streamed) == plain.choices[0].message.content
+        told = [entry for part in streamed if part.logprobs for entry in part.logprobs.content]
+        assert told == plain.choices[0].logprobs.content
+        assert drafted.usage.prompt_tokens > 20 and ask(True).usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_json_by_a_schema(served: Program) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    body = {
+        "messages": [{"role": "user", "content": "The capital of France, as JSON."}],
+        "max_completion_tokens": 60,
+        "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    replies = [
+        httpx.post(f"{served.url}/v1/chat/completions", json={**body, "speculative": wish}, timeout=60).json()
+        for wish in (True, False)
+    ]
+    first, second = (reply["choices"][0] for reply in replies)
+    assert first["logprobs"] == second["logprobs"] and first["message"] == second["message"]
+    assert set(json.loads(first["message"]["content"])) == {"city", "big"}
+    wrong = {**body, "response_format": {"type": "json_schema", "json_schema": {"schema": {"if": {}}}}}
+    error = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=60).json()["error"]
+    assert error["param"] == "response_format" and "'if' is not supported" in error["message"]

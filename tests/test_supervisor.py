@@ -1,0 +1,205 @@
+"""The worker as a process: killed, hung, orphaned. Nobody waits in vain, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_serving import ASKS, collect, facts, params
+from draftproof import ConfigError, EngineDeadError, EngineDownError, LoadError, RequestOutput
+from draftproof.serve import supervisor as supervising
+from draftproof.serve.remote import RemoteLLM, connect
+from draftproof.serve.supervisor import Supervisor
+from far import wait_for
+from test_endings_text import CONFIG, Pieces
+
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "device": "cpu",
+}
+LONG = {"max_tokens": 150, "ignore_eos": True, "stop": None}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process, no folder, no thread."""
+    before = workers()
+    yield
+    wait_for(lambda: workers() <= before)
+    assert not [t for t in threading.enumerate() if t.name.startswith("draftproof-")]
+
+
+def workers() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"draftproof.serve.worker_main" in line or b"grammar_worker.py" in line:
+                found.add(int(entry.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+async def ready(llm: RemoteLLM) -> None:
+    while llm.worker().state != "ready":
+        await asyncio.sleep(0.02)
+
+
+def test_killed_in_the_middle_of_streams(
+    folder: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 streams and a whole answer end as errors at once; the next worker serves; then it is given up."""
+    monkeypatch.setattr(supervising.log, "disabled", True)
+    supervisor = Supervisor(
+        str(folder), max_restarts=2, first_delay=0.05, speculative_config={"method": "ngram"}, **OPTIONS
+    )
+    socket = Path(supervisor.address.removeprefix("ipc://"))
+
+    async def main(llm: RemoteLLM) -> None:
+        assert facts(await llm.generate(*ASKS[0])) == facts(alone[0])
+        streams = [llm.stream("ab", params(i, **LONG)) for i in range(32)]
+        whole = asyncio.create_task(llm.generate("ab", params(99, **LONG)))
+        events = [await streams[0].read()]
+        pid = llm.worker().pid
+        assert pid is not None and alive(pid)
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        while llm.num_open < 33:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        for task in tasks:
+            events.append(await task)
+        for stream, some in zip(streams, events[1:], strict=True):
+            assert some[-1].finish_reason == "error" and "the engine's process is gone" in str(some[-1].error)
+            assert stream.output is not None and not stream.output.finished
+        output = await whole
+        assert not output.finished and output.outputs[0].finish_reason == "error"
+        assert not llm.num_open and not llm.dead
+        with pytest.raises(EngineDownError, match="try again"):
+            await llm.generate("ab", params())
+        await ready(llm)
+        status = llm.worker()
+        assert status.restarts == 1 and status.pid != pid and "SIGKILL" in str(status.reason)
+        assert supervisor.status() == status
+        assert facts(await llm.generate(*ASKS[0])) == facts(alone[0])
+        # the model is gone: it cannot be started again, and that is said
+        (folder / "config.json").unlink()
+        os.kill(status.pid or 0, signal.SIGKILL)
+        while llm.worker().state != "failed":
+            await asyncio.sleep(0.02)
+        assert llm.worker().restarts == 3 - 1 and "3 times in a row" in str(llm.worker().reason)
+        with pytest.raises(EngineDeadError, match="times in a row"):
+            await llm.generate("ab", params())
+        assert llm.dead
+
+    with supervisor:
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+
+        async def run() -> None:
+            async with connect(supervisor.address, tokenizer=Pieces()) as llm, asyncio.timeout(120):  # type: ignore[arg-type]
+                await main(llm)
+
+        asyncio.run(run())
+    assert not socket.parent.exists()
+    supervisor.stop()
+
+
+def test_hung_and_terminated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that says nothing any more is ended; one that is told to terminate finishes first."""
+    monkeypatch.setattr(supervising.log, "disabled", True)
+    with Supervisor(str(folder), first_delay=0.05, hang_seconds=3600, **OPTIONS) as supervisor:
+
+        async def main() -> None:
+            async with connect(supervisor.address, tokenizer=Pieces()) as llm, asyncio.timeout(120):  # type: ignore[arg-type]
+                pid = llm.worker().pid or 0
+                stream = llm.stream("ab", params(**LONG))
+                await stream.read()
+                os.kill(pid, signal.SIGSTOP)
+                supervisor._hang_seconds = 0.5  # from now on: a busy machine is no worker that hangs
+                events = await collect(stream)
+                supervisor._hang_seconds = None
+                assert events[-1].finish_reason == "error"
+                await ready(llm)
+                reason = str(llm.worker().reason)
+                assert "a step took longer" in reason or "it was silent" in reason
+                assert not alive(pid)
+                pid = llm.worker().pid or 0
+                stream = llm.stream("ab", params(**LONG))
+                await stream.read()
+                os.kill(pid, signal.SIGTERM)
+                events = await collect(stream)
+                assert (events[-1].finish_reason, events[-1].error) == ("length", None)
+                while llm.worker().restarts < 2:
+                    await asyncio.sleep(0.02)
+                await ready(llm)
+                assert "status 0" in str(llm.worker().reason)
+
+        asyncio.run(main())
+
+
+def test_the_server_is_killed(folder: Path) -> None:
+    """Its worker goes with it, and its folder, and the process that compiles grammars."""
+    program = f"""
+from draftproof.serve.supervisor import Supervisor
+supervisor = Supervisor({str(folder)!r}, **{OPTIONS!r}).start()
+print(supervisor.status().pid, supervisor.folder, flush=True)
+time.sleep(600)
+"""
+    server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    pid, run_folder = server.stdout.readline().split()
+    assert alive(int(pid)) and Path(run_folder).is_dir()
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    wait_for(lambda: not alive(int(pid)) and not Path(run_folder).exists())
+
+
+def test_what_cannot_be_started_is_said_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="unknown option 'devise'"):
+        Supervisor(str(folder), devise="cpu")
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        Supervisor(str(folder), speculative_config={"method": "ngram", "proposer": object()})
+    shutil.copy(folder / "config.json", folder / "other.json")
+    (folder / "config.json").write_text("{")
+    began = Supervisor(str(folder), **OPTIONS)
+    with pytest.raises(LoadError, match=r"config\.json"):
+        began.start()
+    assert not began.folder.exists()
+
+
+def test_a_server_process_needs_no_torch() -> None:
+    program = """
+import sys
+import draftproof.serve.remote, draftproof.serve.supervisor
+assert not {"torch", "numba", "xgrammar", "transformers"} & set(sys.modules), "it is slow and large"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
