@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.ops.drafting import SIZES, WAYS, SuffixPool, SuffixRule
+from draftproof.ops.drafting import SIZES, UNIT, WAYS, Record, SuffixPool, SuffixRule
 from draftproof.ops.reference import ReferenceOps, gumbel
 from draftproof.ops.reference_suffix import bucket_of
 from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
@@ -454,6 +454,34 @@ def suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
             all_same(columns, step.columns, "columns")
         for name, want, got in zip(("tokens", "count", "worth", "used"), *done, strict=True):
             same(got, want, name)
+
+
+@check
+def arbitrate(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    """Several steps of the same slots: what stood is remembered, until another request comes."""
+    step, members = Step(seed, size), 3
+    slots, search = len(step.columns.length), (-1, 0, 2)[seed % 3]
+    used = step.columns.length > 0
+    step.columns.seed[used] = step.ints(0, 2, slots)[used]
+    start = Record(step.ints(0, 5, 4, slots), *(step.ints(0, 3 * UNIT, slots, members) for _ in range(2)))
+    records = {by: copied(start, by.device) for by in (ref, ops)}
+    for _ in range(3):
+        shape = (members, size.entries)
+        tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
+        worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * UNIT, *shape), -1)
+        done = []
+        for by, record in records.items():
+            columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
+            drafts = (x.clone().to(by.device) for x in (tokens, count, worth))
+            got = by.arbitrate(columns, plan.slots, plan.budget, record, *drafts, search)
+            made = torch.arange(size.k, device=by.device) < got[1][:, None]
+            done.append((torch.where(made, got[0], 0), *got[1:]))
+            all_same(columns, step.columns, "columns")
+        for name, want, got in zip(("tokens", "number", "whose", "room"), *done, strict=True):
+            same(got, want, name)
+        all_same(records[ops], records[ref], "record")
+        step.columns.length[used] += step.ints(1, 3, slots)[used]
+        step.columns.seed[used] += step.ints(0, 5, slots)[used] // 5
 
 
 @check

@@ -9,11 +9,12 @@ import heads
 import proposers
 import tiny
 from draftproof.errors import ConfigError
+from draftproof.ops.drafting import UNIT
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft
-from exact import Ask, Company, Where, solo
+from exact import Ask, Company, Where, plant, solo
 from test_propose import lines, make
 
 PERFECT, JUNK = {"method": "proposers:DevicePerfect"}, {"method": "proposers:DeviceJunk"}
@@ -57,8 +58,12 @@ def test_the_better_one_is_soon_heard(members, overlap):
 
 
 def test_control_the_worse_one_is_heard(monkeypatch):
-    whole = torch.Tensor.argmax
-    monkeypatch.setattr(torch.Tensor, "argmax", lambda x, d=None: whole(-x, d) if d == 0 else whole(x, d))
+    def worse(whole, ops, columns, slots, budget, record, tokens, count, worth, search):
+        return whole(
+            ops, columns, slots, budget, record, tokens, count, torch.tensor([[0], [1]]) + 0 * worth, search
+        )
+
+    plant(monkeypatch, "arbitrate", worse)
     steps = served(hybrid(PERFECT, JUNK, num_speculative_tokens=4))
     assert accepted(steps, "perfect") < 60
 
@@ -78,13 +83,15 @@ def test_a_new_request_in_the_slot_begins_anew():
     columns = lines(proposer.env.ops, 4, [[5, 6, 7, 5, 6], [7]])
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
     columns.seed[0] = 1
-    hope = proposer._rates(batch)
     proposer.draft(batch)
+    assert not proposer.record.fell.any()
     columns.length[0] += 1  # all of them fell
     columns.tokens[0, 5] = 90
-    assert bool((proposer._rates(batch) != hope).any())
+    proposer.draft(batch)
+    assert proposer.record.fell[0].sum() == UNIT
     columns.seed[0] = 2
-    assert torch.equal(proposer._rates(batch), hope)
+    proposer.draft(batch)
+    assert not proposer.record.fell.any()
 
 
 # --- and who goes on ----------------------------------------------------------------------------------
@@ -139,9 +146,10 @@ def test_laws_of_drafts_are_those_of_whoever_made_them():
     law = torch.rand((2, 2, tiny.VOCAB))
     mine = Draft(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), probs=law)
     theirs = Draft(torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 2]))
-    who = torch.tensor([0, 1])
-    chosen = proposer._chosen([mine, theirs], who)
-    probs = proposer._with_laws(chosen, [mine, theirs], who, torch.tensor([1, 2])).probs
+    chosen = Draft(
+        torch.tensor([[1, 2], [7, 8]]), torch.tensor([2, 2]), sources=torch.tensor([[0, 1], [1, 1]])
+    )
+    probs = proposer._with_thoughts(chosen, [mine, theirs], torch.tensor([1, 2])).probs
     assert torch.equal(probs[0, 0], law[0, 0])
     certain = torch.nn.functional.one_hot(torch.tensor([2, 7, 8]), tiny.VOCAB).float()
     assert torch.equal(torch.stack([probs[0, 1], probs[1, 0], probs[1, 1]]), certain)

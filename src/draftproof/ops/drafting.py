@@ -24,6 +24,9 @@ NEAR = 8  # by so many matched tokens these are chosen
 DEPTH = 32  # a match is not measured beyond
 HEAVY = 16  # a line that was said more often counts as much as one that was said so often
 UNIT = 1 << 16  # of a score: one token that is sure to stand
+HOPED, FEARED = 2, 1  # drafts that stood and that fell, of a proposer of whom nothing is known
+FADES = 3  # what is known of one shrinks by 1 / 2^FADES at every step
+REACH = UNIT // 5  # drafts are gone on with if all of them are expected to stand with so much
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as an int64
 
 
@@ -48,6 +51,15 @@ class SuffixRule:
     smallest: int  # matched tokens in the request's own text, at least
     doubt: float
     floor: float  # a draft that is reached and stands with less is not made
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What became of the drafts of M proposers, by slot. The tensors never move."""
+
+    last: Tensor  # [4, S] int64: seed and length of the request that was given drafts, how many, whose
+    stood: Tensor  # [S, M] int64, in UNIT
+    fell: Tensor  # [S, M] int64
 
 
 class DraftSearch(ABC):
@@ -90,4 +102,28 @@ class DraftSearch(ABC):
 
         Without a slot, a budget beyond what was begun, or if the request has ended: what was begun, worth 0.
         Beyond the number: any token.
+        """
+
+    @abstractmethod
+    def arbitrate(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,  # [B] int64
+        budget: Tensor,  # [B] int64
+        record: Record,
+        tokens: Tensor,  # [M, B, K] int64: the drafts of M proposers
+        count: Tensor,  # [M, B] int64
+        worth: Tensor,  # [M, B] int64, in UNIT; -1: to be reckoned from the record
+        search: int,  # which of them can go on from another's; -1: none
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Whose drafts are taken: tokens [B, K], number [B], whose [B, K] int8, and the budget of `search` [B].
+
+        First the record is brought up to date, if it is of the same request (by its seed; else it begins
+        with zeros): of the drafts that were given last, as many stood as the request has grown beyond one
+        token; all shrinks by 1 / 2^FADES, then UNIT is added to the giver's `stood` for each that stood and
+        to its `fell` if one fell. A draft of m stands with rate (stood + HOPED) / (stood + fell + HOPED +
+        FEARED), in UNIT, rounded down. Drafts are worth rate + rate² + …, each product rounded down. The
+        greatest worth wins, the first of equals; its drafts are cut to the budget and put on record. Drafts
+        behind them will be those of `search`, whose budget is the whole one if the winner is another with
+        at least one draft, all of whose drafts stand with REACH, else 0. Entries without a slot: no drafts.
         """

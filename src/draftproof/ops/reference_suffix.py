@@ -1,4 +1,4 @@
-"""The definition of the suffix search: plain loops."""
+"""The definition of the suffix search, and of the choice between several proposers: plain loops."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from torch import Tensor
 
 from draftproof.ops.drafting import (
     DEPTH,
+    FADES,
+    FEARED,
     HEAVY,
+    HOPED,
     MULTIPLIER,
     NEAR,
     OWN,
+    REACH,
     SIZES,
     UNIT,
     DraftSearch,
+    Record,
     SuffixPool,
     SuffixRule,
 )
@@ -59,6 +64,62 @@ class ReferenceSuffix(DraftSearch):
             tokens[b, had : had + len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
             count[b] += len(drafts)
         return tokens, count, worth
+
+    def arbitrate(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        record: Record,
+        tokens: Tensor,
+        count: Tensor,
+        worth: Tensor,
+        search: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        members, entries, k = tokens.shape
+        out = torch.zeros((entries, k), dtype=torch.int64)
+        number, room = torch.zeros((2, entries), dtype=torch.int64)
+        whose = torch.full((entries, k), max(search, 0), dtype=torch.int8)
+        for b, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            rates = _rates(columns, record, slot)
+            given = [min(int(count[m, b]), int(budget[b]), k) for m in range(members)]
+            reckoned = [_reckon(rate, n) for rate, n in zip(rates, given, strict=True)]
+            values = [int(worth[m, b]) if worth[m, b] >= 0 else reckoned[m][0] for m in range(members)]
+            who = values.index(max(values))
+            number[b], out[b], whose[b, : given[who]] = given[who], tokens[who, b], who
+            if search >= 0 and who != search and given[who] and reckoned[who][1] >= REACH:
+                room[b] = budget[b]
+            facts = int(columns.seed[slot]), int(columns.length[slot]), given[who], who
+            record.last[:, slot] = torch.tensor(facts)
+        return out, number, whose, room
+
+
+def _rates(columns: SlotColumns, record: Record, slot: int) -> list[int]:
+    """Of each member, in UNIT; the record is brought up to date."""
+    seed, length, given, who = record.last[:, slot].tolist()
+    if seed != int(columns.seed[slot]):
+        record.stood[slot], record.fell[slot], given = 0, 0, 0
+    stood = min(max(int(columns.length[slot]) - length - 1, 0), given)
+    rates = []
+    for m in range(record.stood.shape[1]):
+        good, bad = int(record.stood[slot, m]), int(record.fell[slot, m])
+        good, bad = good - (good >> FADES), bad - (bad >> FADES)
+        if given and m == who:
+            good, bad = good + stood * UNIT, bad + (stood < given) * UNIT
+        record.stood[slot, m], record.fell[slot, m] = good, bad
+        rates.append((good + HOPED * UNIT) * UNIT // (good + bad + (HOPED + FEARED) * UNIT))
+    return rates
+
+
+def _reckon(rate: int, count: int) -> tuple[int, int]:
+    """What so many drafts are worth, and how likely all of them stand."""
+    chance, worth = UNIT, 0
+    for _ in range(count):
+        chance = chance * rate // UNIT
+        worth += chance
+    return worth, chance
 
 
 def bucket_of(owner: int, newest_first: list[int], buckets: int) -> int:

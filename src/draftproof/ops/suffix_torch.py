@@ -1,4 +1,4 @@
-"""The suffix search in torch, for backends on any device: all requests and all places at once."""
+"""The suffix search, and the choice between proposers, in torch: all requests and all places at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from torch import Tensor
 
 from draftproof.ops.drafting import (
     DEPTH,
+    FADES,
+    FEARED,
     HEAVY,
+    HOPED,
     MULTIPLIER,
     NEAR,
     OWN,
+    REACH,
     SIZES,
     UNIT,
     WAYS,
     DraftSearch,
+    Record,
     SuffixPool,
     SuffixRule,
 )
@@ -50,6 +55,53 @@ class TorchSuffix(DraftSearch):
         place = torch.arange(k, device=slots.device)
         moved = tokens.gather(1, (place - had[:, None]).clamp(min=0))
         return torch.where(place < had[:, None], out, moved), had + made, worth
+
+    def arbitrate(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        record: Record,
+        tokens: Tensor,
+        count: Tensor,
+        worth: Tensor,
+        search: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        real, slot, k = slots >= 0, slots.clamp(min=0), tokens.shape[2]
+        rates = _rates(columns, record, real, slot)  # [M, B]
+        count = torch.minimum(count, torch.where(real, budget, 0).clamp(0, k))
+        chance, reckoned, all_stand = (torch.full_like(count, x) for x in (UNIT, 0, UNIT))
+        for j in range(k):
+            chance = chance * rates // UNIT
+            reckoned = reckoned + torch.where(j < count, chance, 0)
+            all_stand = torch.where(j < count, chance, all_stand)
+        value = torch.where(worth >= 0, worth, reckoned)
+        order = torch.arange(len(value), device=slot.device)[:, None]
+        who = torch.where(value == value.amax(0), order, len(value)).amin(0)
+        at = torch.arange(len(who), device=slot.device)
+        number = count[who, at]
+        goes_on = (who != search) & (number > 0) & (all_stand[who, at] >= REACH) & (search >= 0)
+        place = torch.arange(k, device=slot.device)
+        whose = torch.where(place < number[:, None], who[:, None], max(search, 0)).to(torch.int8)
+        facts = torch.stack([columns.seed[slot], columns.length[slot], number, who])
+        record.last[:, slot[real]] = facts[:, real]
+        return tokens[who, at], number, whose, torch.where(goes_on, budget, 0)
+
+
+def _rates(columns: SlotColumns, record: Record, real: Tensor, slot: Tensor) -> Tensor:
+    """[M, B] in UNIT; the record is brought up to date."""
+    seed, length, given, who = record.last[:, slot]
+    same = seed == columns.seed[slot]
+    given = torch.where(same, given, 0)
+    stood = torch.minimum((columns.length[slot] - length - 1).clamp(min=0), given)
+    member = torch.arange(record.stood.shape[1], device=slot.device)
+    its = ((member == who[:, None]) & (given > 0)[:, None]) * UNIT
+    good, bad = (torch.where(same[:, None], x[slot], 0) for x in (record.stood, record.fell))
+    good = good - (good >> FADES) + its * stood[:, None]
+    bad = bad - (bad >> FADES) + its * (stood < given)[:, None]
+    record.stood[slot[real]], record.fell[slot[real]] = good[real], bad[real]
+    rates: Tensor = (good + HOPED * UNIT) * UNIT // (good + bad + (HOPED + FEARED) * UNIT)
+    return rates.T
 
 
 def _texts(columns: SlotColumns, slot: Tensor, begun: Tensor, had: Tensor) -> tuple[Tensor, Tensor]:

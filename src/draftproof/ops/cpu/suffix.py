@@ -1,4 +1,4 @@
-"""The suffix search as a native loop: a microsecond or two a request."""
+"""The suffix search, and the choice between proposers, as native loops: some microseconds a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba import njit
 from torch import Tensor
 
 from draftproof.ops import drafting
-from draftproof.ops.drafting import DraftSearch, SuffixPool, SuffixRule
+from draftproof.ops.drafting import DraftSearch, Record, SuffixPool, SuffixRule
 from draftproof.types import End, SlotColumns
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
@@ -16,9 +16,11 @@ SMALL, MIDDLE, LARGE = 3, 6, 12
 WAYS, OWN, NEAR, DEPTH, HEAVY, UNIT = 8, 4, 8, 32, 16, 65536
 MULTIPLIER = -7046029254386353131
 NOT_YET = 0
+HOPED, FEARED, FADES, REACH = 2, 1, 3, 13107
 assert drafting.SIZES == (SMALL, MIDDLE, LARGE) and drafting.MULTIPLIER == MULTIPLIER
 assert (drafting.WAYS, drafting.OWN, drafting.NEAR) == (WAYS, OWN, NEAR)
 assert (drafting.DEPTH, drafting.HEAVY, drafting.UNIT) == (DEPTH, HEAVY, UNIT)
+assert (drafting.HOPED, drafting.FEARED, drafting.FADES, drafting.REACH) == (HOPED, FEARED, FADES, REACH)
 assert End.NOT_YET == NOT_YET
 compiled = njit(cache=True, nogil=True, boundscheck=False)
 
@@ -47,6 +49,66 @@ class CpuSuffix(DraftSearch):
             rule.smallest, np.float32(rule.doubt), np.float32(rule.floor), tokens, count, worth,
         )  # fmt: skip
         return torch.from_numpy(tokens), torch.from_numpy(count), torch.from_numpy(worth)
+
+    def arbitrate(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        record: Record,
+        tokens: Tensor,
+        count: Tensor,
+        worth: Tensor,
+        search: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _, entries, k = tokens.shape
+        out = np.zeros((entries, k), np.int64)
+        number, room = np.zeros((2, entries), np.int64)
+        whose = np.full((entries, k), max(search, 0), np.int8)
+        _arbitrate(
+            columns.seed.numpy(), columns.length.numpy(), slots.numpy(), budget.numpy(),
+            record.last.numpy(), record.stood.numpy(), record.fell.numpy(),
+            tokens.numpy(), count.numpy(), worth.numpy(), search, out, number, whose, room,
+        )  # fmt: skip
+        return tuple(torch.from_numpy(x) for x in (out, number, whose, room))
+
+
+@compiled
+def _arbitrate(  # type: ignore[no-untyped-def]
+    seeds, lengths, slots, budget, last, stood, fell, tokens, count, worth, search, out, number, whose, room
+):
+    members, _, k = tokens.shape
+    for b in range(len(slots)):
+        s = slots[b]
+        if s < 0:
+            continue
+        given = last[2, s]
+        if last[0, s] != seeds[s]:
+            stood[s], fell[s], given = 0, 0, 0
+        well = min(max(lengths[s] - last[1, s] - 1, 0), given)
+        best, who, likely = np.int64(-1), 0, 0
+        for m in range(members):
+            stood[s, m] -= stood[s, m] >> FADES
+            fell[s, m] -= fell[s, m] >> FADES
+            if given > 0 and last[3, s] == m:
+                stood[s, m] += well * UNIT
+                fell[s, m] += UNIT if well < given else 0
+            rate = (stood[s, m] + HOPED * UNIT) * UNIT // (stood[s, m] + fell[s, m] + (HOPED + FEARED) * UNIT)
+            chance, value = UNIT, 0
+            for _ in range(min(min(count[m, b], budget[b]), k)):
+                chance = chance * rate // UNIT
+                value += chance
+            if worth[m, b] >= 0:
+                value = worth[m, b]
+            if value > best:
+                best, who, likely = value, m, chance
+        n = min(min(count[who, b], budget[b]), k)
+        out[b] = tokens[who, b]
+        whose[b, :n] = who
+        number[b] = n
+        if search >= 0 and who != search and n > 0 and likely >= REACH:
+            room[b] = budget[b]
+        last[0, s], last[1, s], last[2, s], last[3, s] = seeds[s], lengths[s], n, who
 
 
 @compiled

@@ -10,7 +10,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops import Layout, TokenLogprobs
 from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.ops.drafting import SuffixPool, SuffixRule
+from draftproof.ops.drafting import Record, SuffixPool, SuffixRule
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
 try:
@@ -130,6 +130,23 @@ class StepOps(Bookkeeping):
             _plain("drafts begun", (begun[1],), len(slots))
         found = step_suffix.suffix(columns, slots, budget, pool, rule, begun, self.pdl)
         self._done("suffix")
+        return found
+
+    def arbitrate(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        record: Record,
+        tokens: Tensor,
+        count: Tensor,
+        worth: Tensor,
+        search: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _plain("slots and budget", (slots, budget), len(slots))
+        drafts = tokens.contiguous(), count.contiguous(), worth.contiguous()
+        found = step_suffix.arbitrate(columns, slots, budget, record, *drafts, search, self.pdl)
+        self._done("arbitrate")
         return found
 
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:

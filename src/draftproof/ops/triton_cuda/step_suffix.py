@@ -1,4 +1,4 @@
-"""The suffix search on the GPU: a program an entry, nothing that waits."""
+"""The suffix search, and the choice between proposers, on the GPU: a program an entry, nothing that waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import drafting
-from draftproof.ops.drafting import SuffixPool, SuffixRule
+from draftproof.ops.drafting import Record, SuffixPool, SuffixRule
 from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
 from draftproof.types import SlotColumns
 
@@ -22,6 +22,10 @@ DEPTH = tl.constexpr(drafting.DEPTH)
 HEAVY = tl.constexpr(drafting.HEAVY)
 UNIT = tl.constexpr(drafting.UNIT)
 MULTIPLIER = tl.constexpr(drafting.MULTIPLIER)
+HOPED = tl.constexpr(drafting.HOPED * drafting.UNIT)
+KNOWN = tl.constexpr((drafting.HOPED + drafting.FEARED) * drafting.UNIT)
+FADES = tl.constexpr(drafting.FADES)
+REACH = tl.constexpr(drafting.REACH)
 assert drafting.OWN == 4 and drafting.WAYS == 8
 
 
@@ -229,3 +233,85 @@ def suffix(
         **launch_options(pdl, num_warps=8),
     )  # fmt: skip
     return tokens, counts, worths
+
+
+@triton.jit
+def arbitrate_kernel(
+    slots, budgets, seeds, length, last, stood, fell, tokens, count, worth, out, number, whose, room,
+    S, B, K, SEARCH: tl.constexpr, M: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """tokens [M, B, K], count and worth [M, B]; last [4, S], stood and fell [S, M]."""
+    begin(PDL)
+    me = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, DRAFTS).to(tl.int64)
+    slot = tl.load(slots + me)
+    named = slot >= 0
+    budget = tl.minimum(tl.load(budgets + me, mask=named, other=0), K)
+    seed = tl.load(seeds + slot, mask=named, other=0)
+    size = tl.load(length + slot, mask=named, other=0)
+    same = tl.load(last + slot, mask=named, other=0) == seed
+    given = tl.where(same, tl.load(last + 2 * S + slot, mask=named, other=0), 0)
+    before = tl.load(last + S + slot, mask=named, other=0)
+    giver = tl.load(last + 3 * S + slot, mask=named, other=0)
+    well = tl.minimum(tl.maximum(size - before - 1, 0), given)
+    best = size * 0 - 1
+    who = size * 0
+    likely = size * 0
+    made = size * 0
+    for m in tl.static_range(M):
+        good = tl.where(same, tl.load(stood + slot * M + m, mask=named, other=0), 0)
+        bad = tl.where(same, tl.load(fell + slot * M + m, mask=named, other=0), 0)
+        its = (giver == m) & (given > 0)
+        good = good - (good >> FADES) + tl.where(its, well * UNIT, 0)
+        bad = bad - (bad >> FADES) + tl.where(its & (well < given), UNIT, 0)
+        tl.store(stood + slot * M + m, good, mask=named)
+        tl.store(fell + slot * M + m, bad, mask=named)
+        rate = ((good + HOPED) * UNIT) // (good + bad + KNOWN)
+        here = tl.maximum(tl.minimum(tl.load(count + m * B + me), budget), 0)
+        chance = size * 0 + UNIT
+        value = size * 0
+        j = size * 0
+        while j < here:
+            chance = (chance * rate) // UNIT
+            value += chance
+            j += 1
+        said = tl.load(worth + m * B + me)
+        value = tl.where(said >= 0, said, value)
+        better = value > best
+        best = tl.where(better, value, best)
+        who = tl.where(better, m, who)
+        likely = tl.where(better, chance, likely)
+        made = tl.where(better, here, made)
+    chosen = tl.load(tokens + (who * B + me) * K + place, mask=place < K, other=0)
+    tl.store(out + me * K + place, chosen, mask=place < K)
+    tl.store(whose + me * K + place, tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8), mask=place < K)
+    goes_on = named & (who != SEARCH) & (made > 0) & (likely >= REACH) & (SEARCH >= 0)
+    tl.store(room + me, tl.where(goes_on, tl.load(budgets + me), 0))
+    tl.store(number + me, made)
+    tl.store(last + slot, seed, mask=named)
+    tl.store(last + S + slot, size, mask=named)
+    tl.store(last + 2 * S + slot, made, mask=named)
+    tl.store(last + 3 * S + slot, who, mask=named)
+
+
+def arbitrate(
+    columns: SlotColumns,
+    slots: Tensor,
+    budget: Tensor,
+    record: Record,
+    tokens: Tensor,
+    count: Tensor,
+    worth: Tensor,
+    search: int,
+    pdl: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    members, entries, k = tokens.shape
+    out = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
+    number, room = torch.empty((2, entries), dtype=torch.int64, device=slots.device)
+    whose = torch.empty((entries, k), dtype=torch.int8, device=slots.device)
+    arbitrate_kernel[(entries,)](
+        slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
+        tokens, count, worth, out, number, whose, room, record.last.shape[1], entries, k,
+        SEARCH=search, M=members, DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
+    )  # fmt: skip
+    return out, number, whose, room
