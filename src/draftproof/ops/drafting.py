@@ -116,7 +116,7 @@ class DraftSearch(ABC):
         worth: Tensor,  # [M, B] int64, in UNIT; -1: to be reckoned from the record
         search: int,  # which of them can go on from another's; -1: none
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Whose drafts are taken: tokens [B, K], number [B], whose [B, K] int8, and the budget of `search` [B].
+        """Whose drafts are taken: tokens [B, K], number [B], whose [B, K] int8; the budget [B] of `search`.
 
         First the record is brought up to date, if it is of the same request (by its seed; else it begins
         with zeros): of the drafts that were given last, as many stood as the request has grown beyond one

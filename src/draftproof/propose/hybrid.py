@@ -86,15 +86,23 @@ class HybridProposer(DeviceProposer):
             draft, worth = self._ask(member, self._mine(batch, limit))
             drafts.append(draft)
             worths.append(worth)
-        asked = batch.columns, batch.slots, batch.budget
-        found = [torch.stack(x) for x in ([d.tokens for d in drafts], [d.count for d in drafts], worths)]
-        tokens, made, whose, room = self.env.ops.arbitrate(*asked, self.record, *found, self.search)
+        tokens, made, whose, room = self.env.ops.arbitrate(
+            batch.columns,
+            batch.slots,
+            batch.budget,
+            self.record,
+            torch.stack([draft.tokens for draft in drafts]),
+            torch.stack([draft.count for draft in drafts]),
+            torch.stack(worths),
+            self.search,
+        )
         count = made
         if self.search >= 0:
             further = replace(batch, budget=room)
             tokens, count, _ = self.members[self.search].extend(further, (tokens, made))
-        chosen = Draft(tokens, count, sources=whose)
-        return self._with_thoughts(chosen, drafts, made)
+        if not (batch.traits and batch.traits.logprobs):  # they are not read
+            drafts = [replace(draft, logprobs=None) for draft in drafts]
+        return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
 
     def _mine(self, batch: DeviceBatch, limit: int) -> DeviceBatch:
         """What a member with a limit of its own is asked."""
@@ -114,6 +122,8 @@ class HybridProposer(DeviceProposer):
     def _with_thoughts(self, chosen: Draft, drafts: Sequence[Draft], made: Tensor) -> Draft:
         """With logprobs and laws of the drafts whose member gives them; the others were certain."""
         assert chosen.sources is not None
+        if all(draft.logprobs is None and draft.probs is None for draft in drafts):
+            return chosen
         place = torch.arange(chosen.tokens.shape[1], device=made.device)
         begun, own, laws = place < made[:, None], None, None
         for i, draft in enumerate(drafts):
