@@ -253,7 +253,8 @@ def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Con
     """The same request twice, without and with speculation: only the speed may differ."""
     seed = 0 if options.seed is None else options.seed
     console.rule("without speculation", align="left")
-    params = _params(options, logprobs=5, seed=seed, speculative=False)
+    # under another salt: a proposer that learns must not have heard the answer when it is asked
+    params = _params(options, logprobs=5, seed=seed, speculative=False, cache_salt="plain")
     plain, plain_figures = _answer(llm, ids, params, console)
     console.print(Text(plain_figures, style="dim"))
     console.rule("with speculation", align="left")
