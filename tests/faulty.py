@@ -79,7 +79,7 @@ class CapturedOps(FaultyOps):
 
     asynchronous = True
 
-    def graph(self, function: Callable[[], Any]) -> Callable[[], Any]:
+    def graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
         function()  # as a capture does
         self.meet("graph")
         return function

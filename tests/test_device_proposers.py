@@ -76,7 +76,7 @@ def test_what_they_thought(overlap, monkeypatch):
     assert kinds == {True, False}
 
 
-@pytest.mark.parametrize("sampling", ["shared", "greedy"])
+@pytest.mark.parametrize("sampling", ["shared", "argmax"])
 def test_drafters_logprobs_are_those_of_its_law(sampling, monkeypatch):
     """The target's own weights draft: both sides think the same of a token."""
     fields = {"include_draft_logprobs": True, "logprobs_mode": "processed", "top_k": 20, "ignore_eos": True}
@@ -91,7 +91,7 @@ def test_drafters_logprobs_are_those_of_its_law(sampling, monkeypatch):
         stood = [draft for draft in drafts if draft.accepted]
         for draft in stood:  # its context was the one that was committed
             assert math.isclose(draft.draft_logprob, draft.target_logprob, abs_tol=1e-5)
-        assert sampling == "greedy" or len(stood) == len(drafts)
+        assert sampling == "argmax" or len(stood) == len(drafts)
 
 
 class Fenced(MtpProposer):
@@ -104,7 +104,7 @@ class Fenced(MtpProposer):
         self.model.logits = lambda normed: logits(normed) + fence  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("sampling", ["shared", "greedy"])
+@pytest.mark.parametrize("sampling", ["shared", "argmax"])
 def test_rejection_keeps_the_law(sampling):
     """2500 seeds through the engine, drafts sampled, or certain, at every step."""
     count = 2500

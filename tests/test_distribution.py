@@ -288,7 +288,7 @@ def engine_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_engine(name: str) -> None:
-    """One prompt, 20000 seeds, through the engine, 64 at a time, with two sampled drafts a step.
+    """One prompt, 20000 seeds, through the engine, 256 at a time, with two sampled drafts a step.
 
     25 outcomes: a bias of 3 points is caught with probability over 0.99. What is lossy needs fewer.
     """
@@ -299,9 +299,10 @@ def test_engine(name: str) -> None:
             "method": "test_distribution:SampledProposer",
             "num_speculative_tokens": 2,
             "verify_strategy": name,
+            "adaptive": False,
         },
-        max_num_seqs=64,
-        max_num_batched_tokens=1024,
+        max_num_seqs=256,
+        max_num_batched_tokens=4096,
         debug=False,
     )
     params = SamplingParams(max_tokens=3, temperature=2.0, allowed_token_ids=ALLOWED)

@@ -15,6 +15,8 @@ import torch
 import heads
 from covering import pairwise
 from draftproof.errors import ConfigError
+from draftproof.ops.cpu import CpuOps
+from draftproof.ops.triton_cuda.graph import bucket_of
 from draftproof.propose.draft_model import DraftModelProposer
 from draftproof.propose.rounds import Rounds
 from exact import OPTIONS, Ask, Company, Where
@@ -112,6 +114,40 @@ def test_on_other_backends(backend):
     assert stood and not wrong
 
 
+class PaddedOps(CpuOps):
+    """As on a GPU: few sizes, padded, and what was captured once, on an empty plan, is replayed."""
+
+    asynchronous = True
+
+    def bucket(self, rows: int) -> int:
+        return bucket_of(rows)
+
+    def graph(self, function: Any, apart: bool = False) -> Any:
+        function()
+        return function
+
+
+@pytest.mark.parametrize("reject", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_and_padded(temperature, reject):
+    case = HARD | {"overlap": True, "k": 5, "reject": reject, "temperature": temperature, "pages": "few"}
+    stood, wrong = fallen(serve(case, "test_draft_model:PaddedOps"), reject)
+    assert stood and not wrong
+
+
+@pytest.mark.parametrize("method", heads.WITH_MODELS)
+def test_captured_at_start(method):
+    """What is captured in advance is what is met later."""
+    where = Where(backend="test_draft_model:PaddedOps")
+    spec = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    asks = [Ask(i, "long", 0.7, length=12, prompt=False) for i in range(3)]
+    company = Company(asks, where, spec, chunk=64, overlap=True, sizes={"warm_up": True})
+    assert company.differences() == []
+    assert company.engine is not None
+    keys = [key for key in company.engine.loop.device._graphs if key[0] == "draft"]
+    assert {key[3].rounds for key in keys} == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("bug", ["position", "noise", "page", "token", "newest", "chunk"])
 def test_control_what_a_slip_costs(bug, monkeypatch):
     """No output changes, but drafts fall."""
@@ -151,5 +187,5 @@ def test_what_cannot_draft_is_refused():
     where = Where()
     with pytest.raises(ConfigError, match="needs a model"):
         where.engine({"method": "draft_model", "model": None})
-    with pytest.raises(ConfigError, match="draft_sampling must be one of shared, greedy"):
+    with pytest.raises(ConfigError, match="draft_sampling must be one of shared, argmax"):
         where.engine({"method": "draft_model", "draft_sampling": "beam"})

@@ -180,8 +180,13 @@ def test_a_little_on_the_reference_backend(method):
 # --- put aside and cached -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", EXACT)
-@pytest.mark.parametrize("method", [None, *METHODS, *SCRIPTED])
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [
+        *product([None, *(m for m in METHODS if m not in FOLLOW), *SCRIPTED], EXACT),
+        *product(FOLLOW, EXACT[:1]),
+    ],
+)
 def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
     """By hand, the first too; then because pages run out, where the one in front is spared."""
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})

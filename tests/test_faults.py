@@ -152,7 +152,7 @@ def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
     monkeypatch.setattr(faults, "take_back", lambda *_: [])
     monkeypatch.setattr("draftproof.engine.loop.take_back", lambda *_: [])
     target, ops = build(debug=False)
-    ops.when = lambda _, op, count: op == "read" and count == 9
+    ops.when = lambda _, op, count: op == "read" and count == 10
     with pytest.raises(AssertionError):
         assert served(target, asks()) == alone
 

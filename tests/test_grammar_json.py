@@ -63,7 +63,7 @@ METHODS = ["ngram", "proposers:Junk", "proposers:Flaky", "proposers:DeviceJunk"]
 def answers(method: str | None, count: int = RUNS, **options: Any) -> dict[str, tiny.Record]:
     """One request a seed, over all schemas."""
     spec = method and {"method": method, "num_speculative_tokens": 5, "adaptive": False, **options}
-    target = tiny.engine(speculative=spec or None, max_num_seqs=50, max_num_batched_tokens=512, debug=False)
+    target = tiny.engine(speculative=spec or None, max_num_seqs=250, max_num_batched_tokens=2048, debug=False)
     requests = []
     for i in range(count):
         wish = {"json": SCHEMAS[i % len(SCHEMAS)], "max_whitespace": 2}

@@ -279,7 +279,7 @@ def test_a_server_that_is_stuck_for_good(
 ) -> None:
     """It loses its requests, and they give back what they had."""
     monkeypatch.setattr(clients, "OUTBOX", 1)
-    monkeypatch.setattr(clients, "STUCK_SECONDS", 0.2)
+    monkeypatch.setattr(clients, "OTHERS_SECONDS", 0.2)
     monkeypatch.setattr(worker.log, "disabled", True)
     put = clients.Client.put
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+import heads
 import tiny
 from draftproof.config import EngineConfig
 from draftproof.engine.sizes import resolve_sizes
 from draftproof.errors import ConfigError
 from draftproof.models.runner import kv_bytes_per_token
 from draftproof.ops.torch_any import TorchOps
+from draftproof.propose import PROPOSERS
+from draftproof.registry import lookup
 
 
 class Card(TorchOps):
@@ -56,3 +59,28 @@ def test_rows_and_slots_follow_each_other() -> None:
     assert sizes(1 << 40, max_num_batched_tokens=16).num_seqs == 16
     with pytest.raises(ConfigError, match="at least max_num_seqs"):
         sizes(1 << 40, max_num_batched_tokens=16, max_num_seqs=17)
+
+
+def test_a_drafter_takes_its_share() -> None:
+    """What it stores for each token, and its weights."""
+    config, made = EngineConfig(model="x", max_model_len=256), tiny.checkpoint()
+    each = kv_bytes_per_token(2, 2, 8, torch.float32)
+    card = Card(4 << 20)
+    plain = resolve_sizes(config, made, card)
+    twice = resolve_sizes(config, made, card, (each, 0))
+    assert 256 < twice.num_pages == pytest.approx(plain.num_pages / 2, abs=1)
+    heavy = resolve_sizes(config, made, card, (0, 1 << 20))
+    assert plain.num_pages - heavy.num_pages == pytest.approx((1 << 20) / each / 16, abs=1)
+
+
+@pytest.mark.parametrize("method", heads.WITH_MODELS)
+def test_what_drafters_say_they_need_is_what_they_take(method: str) -> None:
+    options = heads.options(method, "llama", "float32")
+    kind = lookup(PROPOSERS, method, "method")
+    each, besides = kind.storage(options, tiny.model_config("llama"), torch.float32)
+    target = tiny.engine(speculative={"method": method, **options}, page_size=8, kv_cache_tokens=256)
+    proposer = target.loop.proposer
+    caches = proposer.runner.caches if hasattr(proposer, "runner") else proposer.caches
+    assert sum(cache.numel() * 4 for cache in caches) == each * (256 + 8)  # and page 0
+    assert besides > 4 * 1000
+    assert kind.storage({}, tiny.model_config("llama"), torch.float32) == (0, 0)

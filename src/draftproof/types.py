@@ -272,7 +272,7 @@ TOKENS = 6  # K + 1 columns, valid up to NUM_OUT
 # --- out of the engine ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # many a step, as StepOutput: freezing them would take three times as long
 class LogprobRow:
     """Logprobs at one position: the token itself first, then the others asked for."""
 
@@ -304,7 +304,7 @@ class DraftRecord:
     target_logprob: float | None  # the model's, when `include_draft_logprobs` asked for it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """What one step did for one request."""
 

@@ -57,20 +57,25 @@ class DraftBudgets:
         """Drafts allowed to each in the coming step, of the `most` that there may be."""
         self._steps += 1
         self._probed[slots] = False
-        budget = np.where(self._fixed[slots], most, 0)
-        if self._fixed[slots].all():
+        fixed = self._fixed[slots]
+        budget = np.where(fixed, most, 0)
+        if fixed.all():
             return budget
         limit = most - budget  # what is still to be decided
         survival = self._survival(slots, int(most.max(initial=0)))
         place = np.arange(1, survival.shape[1] + 1)
-        rows = len(slots) + int(budget.sum())
-        tokens = len(slots) + float(survival[place <= budget[:, None]].sum())
+        rows, tokens = len(slots), float(len(slots))
+        if fixed.any():
+            rows += int(budget.sum())
+            tokens += float(survival[place <= budget[:, None]].sum())
         budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0))
         self._probe(slots, budget, limit)
         return budget
 
     def pay(self, slots: Ints, drafts: Ints) -> None:
         """A step is planned, with so many of them: those that were found and had room."""
+        if not self.limit[slots].any():
+            return
         rows = len(slots) + int(drafts.sum())
         seconds = self.costs.of(rows)
         without = self.costs.of(rows - int(drafts[self._probed[slots]].sum()))
@@ -113,11 +118,12 @@ class DraftBudgets:
         count = self.costs.best(rows, tokens, gains)
         if count == 0:
             return np.zeros(len(survival), np.int64)
-        budget = (survival >= gains[count - 1]).sum(1)
-        ties = np.flatnonzero((survival == gains[count - 1]).any(1))[::-1]
-        budget[ties[: int(budget.sum()) - count]] -= 1  # the last of them go without
-        out: Ints = budget.astype(np.int64)
-        return out
+        budget: Ints = (survival >= gains[count - 1]).sum(1, dtype=np.int64)
+        over = int(budget.sum()) - count
+        if over:  # ties: the last of them go without
+            ties = np.flatnonzero((survival == gains[count - 1]).any(1))
+            budget[ties[-over:]] -= 1
+        return budget
 
     def _probe(self, slots: Ints, budget: Ints, limit: Ints) -> None:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,6 +15,7 @@ SLOW = 5.0  # times what was expected: not a step's time any more
 # when it was quick, and only little by little when it was slow. Of steps that follow one another in a queue
 # one looks as much too quick as the one before it was read too late.
 DOWN, UP = 0.5, 0.1
+NEAR = 0.01  # a ratio that has moved by less changes nothing: this is asked at every step
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
 
@@ -25,11 +27,18 @@ class RowCosts:
     """
 
     def __init__(self, seconds: Mapping[int, float], learns: bool = True) -> None:
-        self._sizes = np.array(sorted(seconds), np.int64)
-        self._empty = np.array([seconds[size] for size in self._sizes.tolist()])
+        self._rows = sorted(seconds)
+        self._empty = [seconds[size] for size in self._rows]
+        self._sizes = np.array(self._rows, np.int64)
         self._learns = learns
-        self._ratio = np.full(len(self._sizes), np.nan)  # real over empty, where it is known
-        self._seconds: Reals = np.maximum.accumulate(self._empty)
+        self._ratio = np.full(len(self._rows), np.nan)  # real over empty, where it is known
+        self._used = self._ratio.copy()  # as of the last time that it mattered
+        self._set(np.array(self._empty))
+
+    def _set(self, seconds: Reals) -> None:
+        # a larger step is never quicker: what the clock says to the contrary is noise
+        self._seconds: Reals = np.maximum.accumulate(seconds)
+        self._by_size: list[float] = self._seconds.tolist()
 
     @classmethod
     def guess(cls, most: int) -> RowCosts:
@@ -39,25 +48,28 @@ class RowCosts:
 
     def observe(self, rows: int, seconds: float, queued: bool = False) -> None:
         """A real step of that size took so long; `queued`: since the one before it was read."""
-        at = int(np.searchsorted(self._sizes, rows))
-        known = ~np.isnan(self._ratio)
-        if not self._learns or at == len(self._sizes):
+        at = bisect_left(self._rows, rows)
+        if not self._learns or at == len(self._rows):
             return
-        new = seconds / self._empty[at]
-        if known.any():
-            if seconds > SLOW * self._seconds[at]:
+        new, old = seconds / self._empty[at], float(self._ratio[at])
+        known = np.flatnonzero(~np.isnan(self._used))
+        if len(known):
+            if seconds > SLOW * self._by_size[at]:
                 return  # a pause of whoever calls, not a cost
-            old = float(np.interp(at, np.flatnonzero(known), self._ratio[known]))
-            new = old + (new - old) * (UP if known[at] and (queued or new > old) else DOWN)
+            first = old != old  # this size was not seen before: its neighbours' ratio
+            old = float(np.interp(at, known, self._ratio[known])) if first else old
+            new = old + (new - old) * (UP if not first and (queued or new > old) else DOWN)
         self._ratio[at] = new
-        at_all = np.flatnonzero(~np.isnan(self._ratio))
-        ratio = np.interp(np.arange(len(self._sizes)), at_all, self._ratio[at_all])
-        # a larger step is never quicker: what the clock says to the contrary is noise
-        self._seconds = np.maximum.accumulate(self._empty * ratio)
+        if abs(new - self._used[at]) <= NEAR * new:
+            return
+        self._used[at] = new
+        known = np.flatnonzero(~np.isnan(self._used))
+        ratio = np.interp(np.arange(len(self._rows)), known, self._ratio[known])
+        self._set(self._empty * ratio)
 
     def of(self, rows: int) -> float:
         """Seconds; of more rows than were ever measured, as the largest that was."""
-        return float(self._seconds[min(int(np.searchsorted(self._sizes, rows)), len(self._sizes) - 1)])
+        return self._by_size[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
 
     def best(self, rows: int, tokens: float, gains: Reals) -> int:
         """How many drafts to add to `rows` rows that commit `tokens`, if the n-th adds gains[n - 1]."""

@@ -139,6 +139,8 @@ class Scheduler:
         """Prompt rows of each: all that the best rank wants, then the next."""
         left = self.host.prompt_left[self._lines]
         chunk = np.zeros_like(left)
+        if not left.any():
+            return chunk
         for i in sorted(left.nonzero()[0].tolist(), key=lambda i: self.running[i].rank):
             chunk[i] = min(int(left[i]), rows)
             rows -= int(chunk[i])
@@ -203,13 +205,16 @@ class Scheduler:
     def budget(self, planned: Planned) -> Ints:
         """[B] drafts to ask for after this step. The last token of a request needs none."""
         host, lines = self.host, planned.slots
+        limit = self.budgets.limit[lines]
+        if not limit.any():
+            return limit
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
         if self.lookahead:  # all but the last draft are stored before they are verified
             stored = host.num_pages[lines] * self.page_size - host.most[lines]
             room = np.minimum(room, np.maximum(stored + 1, 0))
         wanted = planned.samples & (room > 0)
-        budget = np.where(wanted, self.budgets.limit[lines], 0)
+        budget = np.where(wanted, limit, 0)
         if not self.asks_first:
             budget[wanted] = self.budgets.take(lines[wanted], budget[wanted])
         allowed: Ints = np.minimum(budget, room)

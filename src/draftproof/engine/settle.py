@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,20 +98,32 @@ class StepResults(Sequence[StepOutput]):
             raise IndexError(index)
         return self._output(index % len(self))
 
+    @cached_property
+    def _lines(self) -> list[list[int]]:
+        """The table as lists: whoever reads one line of a step mostly reads them all."""
+        return self.table.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def _columns(self) -> dict[Wants, tuple[list[list[float]], list[list[int]], list[int]]]:
+        return {
+            kind: (each.values.tolist(), each.ids.tolist(), each.ranks.tolist())
+            for kind, each in self.columns.items()
+        }
+
     def tokens(self, i: int) -> list[int]:
-        line = self.table[i]
-        return line[TOKENS : TOKENS + int(line[NUM_OUT])].tolist()  # type: ignore[no-any-return]
+        line = self._lines[i]
+        return line[TOKENS : TOKENS + line[NUM_OUT]]
 
     def _output(self, i: int) -> StepOutput:
-        request, line = self.requests[i], self.table[i]
+        request, line = self.requests[i], self._lines[i]
         extra, ending = self.extras.get(i), self.endings.get(i)
-        accepted = int(line[NUM_ACCEPTED])
+        accepted = line[NUM_ACCEPTED]
         return StepOutput(
             request_id=request.id,
             token_ids=self.tokens(i),
             logprobs=self._logprobs(i, extra),
             prompt_logprobs=extra.prompt_logprobs if extra else None,
-            num_draft=int(line[NUM_DRAFT]),
+            num_draft=line[NUM_DRAFT],
             num_accepted=accepted,
             sources=self.sources_of(i, accepted),
             drafts=extra.drafts if extra else None,
@@ -133,10 +146,12 @@ class StepResults(Sequence[StepOutput]):
         tokens = self.tokens(i)
         if not tokens:
             return []
-        found = self.columns[Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED]
-        at = slice(int(self.table[i, PICK]), int(self.table[i, PICK]) + len(tokens))
-        lines = found.values[at].tolist(), found.ids[at].tolist(), found.ranks[at].tolist()
-        return LogprobRow.of_columns(*lines, tokens, params.logprobs or 0)
+        values, ids, ranks = self._columns[Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED]
+        first = self._lines[i][PICK]
+        end = first + len(tokens)
+        return LogprobRow.of_columns(
+            values[first:end], ids[first:end], ranks[first:end], tokens, params.logprobs or 0
+        )
 
 
 def ending_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Ending | None:

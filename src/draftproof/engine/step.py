@@ -96,6 +96,7 @@ class DeviceStep:
         self._plan = torch.zeros((4, -(-num_slots // ALIGN) * ALIGN), dtype=torch.int64, device=device)
         self._plan[0] = -1
         self.plan = Plan.of(self._plan[:, :num_slots])
+        self._sent: bytes | None = None  # the plan as the device has it
         self._rows = lines(4, self.max_rows)
         self._entries = lines(3, num_slots)
         self._logits = lines(5, self.max_logits)
@@ -243,8 +244,13 @@ class DeviceStep:
         table[0] = -1
         if planned is not None:
             columns = [planned.slots, planned.chunk, planned.drafts, budget]
-            table[:, : len(planned.slots)] = np.stack(columns)
+            table[:, : len(planned.slots)] = columns
+        plan = table.tobytes()
+        if plan == self._sent:  # while nobody comes or goes the next plan is the last one
+            return
+        self._sent = None
         self.ops.send(torch.from_numpy(table), self._plan)
+        self._sent = plan
 
     def _layout(self, rows: int, logits: int) -> Layout:
         """The buffers of a step of this size."""

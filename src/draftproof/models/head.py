@@ -13,9 +13,24 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling
 
-KINDS = ("eagle3", "eagle", "mtp")
 FEATURES = ("aux", "last", "last_normed")
 FEATURE_NORMS = ("none", "whole", "each")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a head joins the two rows that it is given."""
+
+    reads_both: bool  # its first layer's attention reads both, normed, side by side; else they are projected
+    norms_both: bool  # before that
+    fuses: str  # the name of the weight that makes one row of several
+
+
+KINDS = {
+    "eagle3": Kind(reads_both=True, norms_both=True, fuses="fc"),
+    "eagle": Kind(reads_both=False, norms_both=False, fuses="fc"),
+    "mtp": Kind(reads_both=False, norms_both=True, fuses="eh_proj"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +110,7 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         for what, value, known in (
-            ("kind", self.kind, KINDS),
+            ("kind", self.kind, tuple(KINDS)),
             ("feature", self.feature, FEATURES),
             ("feature_norm", self.feature_norm, FEATURE_NORMS),
         ):
@@ -103,19 +118,23 @@ class HeadConfig:
                 raise LoadError(f"a head's {what} is {value!r}, which is not known: {', '.join(known)}")
         if (self.feature == "aux") != bool(self.aux_layers):
             raise LoadError("aux_layers belong to feature 'aux', and it needs them")
-        if (self.kind == "eagle3") != (self.feature == "aux"):
+        if self.join.reads_both != (self.feature == "aux"):
             raise LoadError(f"a head of kind {self.kind!r} cannot have the feature {self.feature!r}")
         layers = self.target.num_layers
         if any(not 0 <= layer < (layers or layer + 1) for layer in self.aux_layers):
             raise LoadError(f"aux_layers {list(self.aux_layers)}: the target has layers 0..{layers - 1}")
         if not 0 < self.draft_vocab_size <= self.target.vocab_size:
             raise LoadError(f"a draft vocabulary of {self.draft_vocab_size} ids of {self.target.vocab_size}")
-        alone = self.kind == "eagle3" and self.own_embedding and not self.share_head
+        alone = self.join.reads_both and self.own_embedding and not self.share_head
         if self.hidden_size != self.target.hidden_size and not alone:
             raise LoadError(
                 "a head of another width than the target's needs embedding and LM head of its own"
             )
         self.decoder()
+
+    @property
+    def join(self) -> Kind:
+        return KINDS[self.kind]
 
     @property
     def reduced(self) -> bool:
@@ -150,24 +169,24 @@ class HeadConfig:
         shapes: dict[str, tuple[int, ...]] = {}
         if self.own_embedding:
             shapes["embed_tokens.weight"] = (self.target.vocab_size, hidden)
-        if self.kind == "eagle3":
+        join, fuse = self.join, f"{self.join.fuses}.weight"
+        if join.reads_both:
             count = len(self.aux_layers)
             if self.feature_norm == "whole":
                 shapes["feature_norm.weight"] = (count * wide,)
             if self.feature_norm == "each":
                 shapes |= {f"feature_norm.{i}.weight": (wide,) for i in range(count)}
-            shapes["fc.weight"] = (hidden, count * wide)
-        elif self.kind == "mtp":
-            shapes |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
-            shapes["eh_proj.weight"] = (hidden, 2 * hidden)
+            shapes[fuse] = (hidden, count * wide)
         else:
-            shapes["fc.weight"] = (hidden, 2 * hidden)
+            if join.norms_both:
+                shapes |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
+            shapes[fuse] = (hidden, 2 * hidden)
             if self.fc_bias:
-                shapes["fc.bias"] = (hidden,)
+                shapes[f"{join.fuses}.bias"] = (hidden,)
         for index in range(self.num_layers):
             at, first = f"layers.{index}.", index == 0
-            reads = 2 * hidden if first and self.kind == "eagle3" else hidden
-            if first and self.kind == "eagle3":
+            reads = 2 * hidden if first and join.reads_both else hidden
+            if first and join.reads_both:
                 shapes[at + "hidden_norm.weight"] = (hidden,)
             if not first or self.input_norm:
                 shapes[at + "input_layernorm.weight"] = (hidden,)

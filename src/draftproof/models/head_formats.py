@@ -60,6 +60,7 @@ _NAMES = (
     ("mtp_layers.0.token_layernorm.", "enorm."),
     ("mtp_layers.", "layers."),
 )
+_SPECULATORS = ("eagle3", "mtp")
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -107,8 +108,9 @@ def _public(
     raw: Mapping[str, Any], tensors: dict[str, Tensor], num_layers: int
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     kind = raw.get("speculators_model_type")
-    if kind not in (None, "eagle3", "mtp"):
-        raise LoadError(f"speculators of type {kind!r} are not supported; supported: eagle3, mtp")
+    if kind is not None and kind not in _SPECULATORS:
+        known = ", ".join(_SPECULATORS)
+        raise LoadError(f"speculators of type {kind!r} are not supported; supported: {known}")
     mask = tensors.get("t2d")
     named = {
         _ours(name): t for name, t in tensors.items() if name not in _UNUSED and "rotary_emb" not in name

@@ -49,17 +49,24 @@ class HeadModel:
         decoder, take = config.decoder(), Weights(tensors, ops)
         self.vocab = config.target.vocab_size
         self.rope = rope_table(decoder, max_len).to(ops.device)
-        self.embedding = take.tensor("embed_tokens.weight") if config.own_embedding else target.embedding
+        self.embedding = target.embedding
+        if config.own_embedding:  # many a public head has a copy of its target's
+            own = take.tensor("embed_tokens.weight")
+            self.embedding = self.embedding if torch.equal(own, self.embedding) else own
         self.ids = take.tensor("d2t") if config.reduced else None  # [draft vocab] target ids
         if self.ids is not None:  # ids that it does not know stay as they are
             self._logits = torch.full((most, self.vocab), -math.inf, device=ops.device)
         self.feature_norms = [take.tensor(name) for name in config.tensors() if "feature_norm" in name]
         self.norms: list[Tensor] = []  # of the embedding, of the feature, before they are joined
-        if config.kind == "mtp":
-            self.norms = [take.tensor("enorm.weight"), take.tensor("hnorm.weight")]
-        if config.kind == "eagle3":
-            self.norms = [take.tensor(f"layers.0.{x}.weight") for x in ("input_layernorm", "hidden_norm")]
-        self.fc = take.packed(["eh_proj" if config.kind == "mtp" else "fc"], config.fc_bias)
+        join = config.join
+        if join.norms_both:
+            names = (
+                ("layers.0.input_layernorm", "layers.0.hidden_norm")
+                if join.reads_both
+                else ("enorm", "hnorm")
+            )
+            self.norms = [take.tensor(f"{name}.weight") for name in names]
+        self.fc = take.packed([join.fuses], config.fc_bias)
         one = torch.ones(config.hidden_size, dtype=target.dtype, device=ops.device)
         self.layers = [
             decoder_layer(
@@ -67,7 +74,7 @@ class HeadModel:
                 f"layers.{index}.",
                 decoder,
                 index,
-                one if index == 0 and (config.kind == "eagle3" or not config.input_norm) else None,
+                one if index == 0 and (join.reads_both or not config.input_norm) else None,
             )
             for index in range(config.num_layers)
         ]
@@ -79,7 +86,7 @@ class HeadModel:
 
     def feature(self, rows: tuple[Tensor, ...]) -> Tensor:
         """What it makes of the target's rows, [R, target's hidden] each: [R, hidden]."""
-        if self.config.kind != "eagle3":
+        if not self.config.join.reads_both:
             return rows[0]
         ops, eps = self.ops, self.config.rms_norm_eps
         if self.config.feature_norm == "each":
@@ -129,7 +136,7 @@ class HeadModel:
             embedded = ops.rms_norm(embedded, self.norms[0], eps)
             known = ops.rms_norm(feature.contiguous(), self.norms[1], eps)
         joined = torch.cat([embedded, known], 1)
-        if config.kind == "eagle3":
+        if config.join.reads_both:
             return joined, known if config.norm_before_residual else feature.contiguous()
         row = ops.linear(joined, self.fc)
         return ops.rms_norm(row, self.layers[0].attention_norm, eps) if config.input_norm else row, row

@@ -27,6 +27,7 @@ from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
 from draftproof.types import Rows as Rows
 
 T = TypeVar("T")
+Forward = Callable[[Rows], tuple[Tensor, ...]]
 
 BACKENDS = {
     "reference": "draftproof.ops.reference:ReferenceOps",
@@ -176,10 +177,8 @@ class Ops(DraftSearch):
         caches: list[Tensor],  # one a layer
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """All layers and the norm after them; stores K and V of every row.
-
-        Hidden rows [R, hidden], and the residual rows that the norm was taken of.
-        """
+        """All layers and the norm after them: its result and what it was taken of, [R, hidden] each.
+        Stores K and V of every row."""
         x = self.rms_norm(residual, layers[0].attention_norm, eps)
         following = [layer.attention_norm for layer in layers[1:]] + [norm]
         for layer, cache, next_norm in zip(layers, caches, following, strict=True):
@@ -197,9 +196,7 @@ class Ops(DraftSearch):
         A hint; an op called without it gives the same.
         """
 
-    def capture(
-        self, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int
-    ) -> Callable[[Rows], tuple[Tensor, ...]]:
+    def capture(self, forward: Forward, max_rows: int) -> Forward:
         """`forward` in a form that is quick to repeat; calls have at most `max_rows` rows.
 
         The tensors that a captured function returns are valid until its next call.
@@ -285,8 +282,7 @@ class Ops(DraftSearch):
     def cut(self, base: Tensor, windows: Windows) -> Tensor:
         """base [L, V] over the temperature, then cut to top-k, top-p and min-p; greedy rows as they are."""
         columns, slot = windows.columns, windows.slot.clamp(min=0)
-        heat = columns.temperature[slot]
-        hot = heat > 0
+        hot = (heat := columns.temperature[slot]) > 0
         scaled = base / torch.where(hot, heat, 1.0)[:, None]
         top_k = torch.where(hot, columns.top_k[slot], 0)
         top_p = torch.where(hot, columns.top_p[slot], 1.0)

@@ -2,8 +2,9 @@
 
 Nothing that was decoded is ever thrown away, and nobody's memory grows without bound. A frame goes into the
 socket's queue; when that is full (the server does not read), it is kept here, up to OUTBOX bytes. Beyond that
-the server is stuck, and the engine waits; if it stays so for STUCK_SECONDS, its requests are aborted, and
-should it wake up, that is the last thing it is told: then it says so to its clients and begins anew.
+the server is stuck, and the engine waits; if it stays so for STUCK_SECONDS (OTHERS_SECONDS if another server
+has requests here), its requests are aborted, and should it wake up, that is the last thing it is told: then
+it says so to its clients and begins anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from draftproof.serve.telling import Refusal
 from draftproof.types import Request, Wants
 
 OUTBOX = 64 << 20  # bytes kept for a server that does not read
-STUCK_SECONDS = 60.0
+STUCK_SECONDS = 60.0  # that a stuck server is waited for,
+OTHERS_SECONDS = 5.0  # and where others have requests here that wait for it too
 
 
 class Gone(Exception):
@@ -63,11 +65,13 @@ class Client:
         if self.stuck and self.stuck_since is None:
             self.stuck_since = time.monotonic()
 
-    def flush(self, socket: zmq.Socket[bytes]) -> None:
+    def flush(self, socket: zmq.Socket[bytes], alone: bool) -> None:
+        """Send what is here as far as there is room. Raises Gone, or Stuck."""
         while self.outbox and self.put(socket, self.outbox[0]):
             self.size -= len(self.outbox.popleft())
             self.stuck_since = time.monotonic() if self.stuck else None
-        if self.stuck_since is not None and time.monotonic() - self.stuck_since > STUCK_SECONDS:
+        patience = STUCK_SECONDS if alone else OTHERS_SECONDS
+        if self.stuck_since is not None and time.monotonic() - self.stuck_since > patience:
             raise Stuck
 
     def put(self, socket: zmq.Socket[bytes], data: bytes) -> bool:

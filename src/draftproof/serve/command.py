@@ -85,6 +85,7 @@ def _engine_options(group: Any, default_speculation: str) -> None:
     add("--page-size", type=int, default=16, metavar="N", help="tokens of a page of it (default: 16)")
     add(
         "--memory-utilization",
+        "--gpu-memory-utilization",
         type=float,
         default=0.9,
         metavar="SHARE",

@@ -84,6 +84,8 @@ class Form:
             speculative_decoding=speculation(total, self._most_drafts) if self._most_drafts else None,
             strategy=outputs[0].strategy,
             lossless=all(output.lossless for output in outputs),
+            queue_seconds=outputs[0].queue_seconds,
+            first_token_seconds=outputs[0].first_token_seconds,
         )
 
     # --- of the prompt ------------------------------------------------------------------------------

@@ -61,6 +61,9 @@ class Line:
             if self._socket in ready:
                 continue
             if self._monitor in ready:
+                # what came between the look at the one and the look at the other was there before the end
+                with contextlib.suppress(zmq.Again):
+                    return self._socket.recv(zmq.NOBLOCK)
                 self.renew()
                 return News.LOST
             if self._bell.fileno() in ready:

@@ -53,6 +53,8 @@ class RequestMetrics(Reply, kw_only=True):
     speculative_decoding: SpeculativeDecoding | None
     strategy: str  # the verification that served it, with its label
     lossless: bool
+    queue_seconds: float | None = None  # in the engine, of the first answer
+    first_token_seconds: float | None = None  # from its arrival there
 
 
 class TokenInfo(Reply, kw_only=True):

@@ -103,10 +103,11 @@ def serve(
         timeout_graceful_shutdown=int(settings.drain_seconds + LAST_WORDS_SECONDS),
     )
     server = HttpServer(config, llm, app.state.desk, settings, tick)
-    # uvicorn raises the signals that it caught once more when it has ended, and there is something to tidy up
+    # uvicorn raises the signals that it caught once more when it has ended, and there is something to tidy
+    # up; and one that comes before it listens for them counts
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     if parent is not None:
         _stop_with_parent(parent, server)
     listener.listen(BACKLOG)

@@ -54,7 +54,7 @@ COMPILERS = 4  # threads that wait for grammars; one process compiles them
 IDLE_SECONDS = 1.0  # between two frames that tell an idle server how the engine stands
 FULL_SECONDS = 0.002  # between two looks at a server that did not read
 DRAIN_SECONDS = 60.0
-LINGER = 500  # milliseconds that the last words may take
+LINGER = 10_000  # milliseconds that the last frames and words may take, on a machine with much to do
 
 log = logging.getLogger("draftproof")
 
@@ -128,7 +128,7 @@ class Worker:
             timings = TIMINGS + encode(self.engine.stats().timings)
             self._each(lambda client: client.outbox or client.put(self._socket, timings))
         if any(client.outbox for client in self._clients.values()):
-            self._each(lambda client: client.flush(self._socket))
+            self._each(self._flush)
         stuck = any(client.stuck for client in self._clients.values())
         if self._entries and not stuck:
             self._step()
@@ -170,6 +170,10 @@ class Worker:
             log.error("a server does not read: %d of its requests are aborted", len(client.entries))
             self._drop(client)
             self._cut_off.append(client)
+
+    def _flush(self, client: Client) -> None:
+        if client.outbox:
+            client.flush(self._socket, alone=len(client.entries) == len(self._entries))
 
     def _drop(self, client: Client) -> None:
         self._clients.pop(client.identity, None)

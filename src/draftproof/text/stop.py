@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from draftproof.errors import RequestError
 
@@ -38,6 +39,7 @@ class StopStrings:
         self._include = include_in_output
         self._min_tokens = min_tokens
         self._reach = max((len(stop) for stop in self._stops), default=1) - 1
+        self._begun = [0] * len(self._stops)  # of each, how much the end of the text has of its beginning
         self._tail = ""  # the last characters of the text: as many as an unfinished stop may need
         self._length = 0  # characters of the whole text so far, shown or held
         self._shown = 0
@@ -75,7 +77,7 @@ class StopStrings:
             return ""
         if self.match is not None:
             return self._show(self.match.text_length)
-        text = self._show(self._length - (0 if self._include else self._held()))
+        text = self._show(self._length - (0 if self._include else self._held(piece)))
         self._forget()
         return text
 
@@ -107,16 +109,37 @@ class StopStrings:
         length = start + len(best[1]) if self._include else start
         return StopMatch(best[1], self._tokens - 1, start, length)
 
-    def _held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        for size in range(min(self._reach, len(self._tail)), 0, -1):
-            end = self._tail[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
-                return size
-        return 0
+    def _held(self, piece: str) -> int:
+        """Length of the longest end of the text, now longer by `piece`, that begins a stop string.
+
+        Each stop is followed character by character (Knuth, Morris, Pratt): a long one costs no more than
+        a short one, so no request can make this slow.
+        """
+        for number, stop in enumerate(self._stops):
+            shorter, size = _shorter(stop), self._begun[number]
+            for character in piece:
+                while size and stop[size] != character:
+                    size = shorter[size - 1]
+                size += stop[size] == character
+                if size == len(stop):  # it is all there, and did not count
+                    size = shorter[size - 1]
+            self._begun[number] = size
+        return max(self._begun, default=0)
 
     def _show(self, upto: int) -> str:
         base = self._length - len(self._tail)
         text = self._tail[self._shown - base : upto - base]
         self._shown = max(self._shown, upto)
         return text
+
+
+@lru_cache(maxsize=1024)
+def _shorter(stop: str) -> tuple[int, ...]:
+    """For each beginning of `stop`, the longest shorter one that it ends with."""
+    sizes, size = [0], 0
+    for character in stop[1:]:
+        while size and stop[size] != character:
+            size = sizes[size - 1]
+        size += stop[size] == character
+        sizes.append(size)
+    return tuple(sizes)

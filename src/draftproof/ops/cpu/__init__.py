@@ -7,7 +7,7 @@ every row count. Compiled by numba at first use, then read from its disk cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Heads, Rows
+from draftproof.ops import Forward, Heads, Rows
 
 try:
     from llvmlite import binding
@@ -233,9 +233,7 @@ class CpuOps(CpuBookkeeping):
         self._call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)
         return out
 
-    def capture(
-        self, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int
-    ) -> Callable[[Rows], tuple[Tensor, ...]]:
+    def capture(self, forward: Forward, max_rows: int) -> Forward:
         return Captured(self, forward, max_rows)
 
     # --- sampling ---------------------------------------------------------------------------------
@@ -300,7 +298,7 @@ class CpuOps(CpuBookkeeping):
 class Captured:
     """A forward pass that is recorded at its first call and replayed from then on."""
 
-    def __init__(self, ops: CpuOps, forward: Callable[[Rows], tuple[Tensor, ...]], max_rows: int) -> None:
+    def __init__(self, ops: CpuOps, forward: Forward, max_rows: int) -> None:
         self._ops, self._forward, self._max_rows = ops, forward, max_rows
         self._ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
         self._ints = self._ints.view(4, max_rows)  # tokens, positions, slots, kv_index

@@ -1,0 +1,298 @@
+"""How much the server adds to the engine, and how many tokens leave it; the last line of stdout is JSON.
+
+    python bench/serve_load.py                       on this CPU: against LLM.generate, and the first token
+    python bench/serve_load.py --device cuda --servers 8 --streams 256 --tokens 256
+    python bench/serve_load.py --device none --servers 1 --streams 64 --tokens 400
+
+cpu: `LLM.generate` and the server take turns with the same prompts at concurrency 8. cuda: many streams, one
+event a token with five logprobs. none: the same with a worker that makes its tokens up, so that the HTTP
+side is the bottleneck; tokens by second of its CPU time. The load client is several processes of raw sockets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from measure import finish
+from served import NGRAM, ask, cpu_seconds, get, request_bytes, served
+
+EVENT = b"data: {"
+Where = tuple[str, int]
+
+
+# --- the client -------------------------------------------------------------------------------------------
+
+
+class Counting(asyncio.Protocol):
+    """One stream: counts the events as bytes come, and keeps nothing of them."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
+        self._request, self._done = request, done
+        self._tail = b""
+        self.events = 0
+        self.first = self.last = 0.0
+        self.status = b""
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.last = time.monotonic()
+        if not self.first:
+            self.first, self.status = self.last, data[9:12]
+        self.events += (self._tail + data).count(EVENT)
+        self._tail = data[1 - len(EVENT) :]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+
+async def _streams(where: Where, requests: list[bytes], start: float) -> list[Counting]:
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(max(start - time.monotonic(), 0))
+
+    async def one(request: bytes) -> Counting:
+        done = loop.create_future()
+        _, made = await loop.create_connection(lambda: Counting(request, done), *where)
+        await done
+        return made
+
+    return await asyncio.gather(*map(one, requests))
+
+
+def client(where: Where, requests: list[bytes], start: float) -> list[tuple[int, float, float, bytes]]:
+    """In a process of its own."""
+    try:
+        import uvloop
+
+        runner: Any = uvloop
+    except ImportError:
+        runner = asyncio
+    found = runner.run(_streams(where, requests, start))
+    return [(each.events, each.first, each.last, each.status) for each in found]
+
+
+def load(where: Where, bodies: list[dict[str, Any]], processes: int) -> dict[str, Any]:
+    """All at once; tokens a second from the start to the last byte."""
+    requests = [request_bytes(body) for body in bodies]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        list(pool.map(time.sleep, [0.2] * processes))  # they are there
+        start = time.monotonic() + 0.5
+        shares = [requests[i::processes] for i in range(processes)]
+        jobs = [pool.submit(client, where, share, start) for share in shares if share]
+        found = [line for job in jobs for line in job.result()]
+    events, last = sum(line[0] for line in found), max(line[2] for line in found)
+    middle = statistics.median(line[1] for line in found)
+    return {
+        "events": events,
+        "seconds": round(last - start, 3),
+        "tokens_per_second": round(events / (last - start), 1),
+        "statuses": sorted({line[3].decode() for line in found}),
+        "median_first_s": round(middle - start, 4),
+    }
+
+
+def stream_bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
+    common = {"max_tokens": options.tokens, "ignore_eos": True, "stream": True, "temperature": 0.8}
+    asked = {**common, "logprobs": options.logprobs} if options.logprobs >= 0 else common
+    return [
+        {**asked, "prompt": f"Story number {i}: once upon a time", "seed": i} for i in range(options.streams)
+    ]
+
+
+# --- a made-up worker -------------------------------------------------------------------------------------
+
+
+def made_up(options: argparse.Namespace) -> dict[str, Any]:
+    """The HTTP side alone."""
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory(prefix="draftproof-") as folder, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(4096)
+        where = listener.getsockname()[:2]
+        common = [sys.executable, str(here / "serve_stub.py")]
+        profile = ["--profile", options.profile + ".worker"] if options.profile else []
+        command = [*common, "worker", folder, "--tokenizer", options.tokenizer, *profile]
+        command += ["--step-seconds", str(options.step_seconds)]
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE)]
+        try:
+            assert processes[0].stdout is not None and processes[0].stdout.readline()
+            for i in range(options.servers):
+                profile = ["--profile", f"{options.profile}.{i}"] if options.profile else []
+                command = [*common, "server", folder, "--listener", str(listener.fileno()), *profile]
+                processes.append(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[listener.fileno()])
+                )
+            for process in processes[1:]:
+                assert process.stdout is not None and process.stdout.readline()
+            load(where, stream_bodies(options)[:8], 1)  # names of tokens, imports
+            before = [cpu_seconds(process.pid) for process in processes]
+            found = load(where, stream_bodies(options), options.clients)
+            used = [cpu_seconds(p.pid) - b for p, b in zip(processes, before, strict=True)]
+        finally:
+            for process in reversed(processes):
+                process.send_signal(signal.SIGTERM)
+            for process in processes:
+                process.wait(30)
+    found["worker_cpu_s"], found["server_cpu_s"] = round(used[0], 2), round(sum(used[1:]), 2)
+    found["tokens_per_worker_cpu_s"] = round(found["events"] / max(used[0], 0.01))
+    found["tokens_per_server_cpu_s"] = round(found["events"] / max(sum(used[1:]), 0.01))
+    return found
+
+
+# --- a GPU ------------------------------------------------------------------------------------------------
+
+
+def many_streams(options: argparse.Namespace) -> dict[str, Any]:
+    more = ["--device", options.device, "--server-processes", str(options.servers)]
+    more += ["--speculative-config", options.speculative_config, "--max-num-seqs", str(options.streams)]
+    more += ["--max-concurrent", "4096", "--max-concurrent-per-key", "4096", "--log-level", "warning"]
+    rounds = []
+    with served(options.model, *more, *options.serve) as program:
+        bodies = stream_bodies(options)
+        load(program.where, [{**body, "max_tokens": 16} for body in bodies], options.clients)
+        for _ in range(options.rounds):
+            pids = [*program.servers(), program.worker() or 0]
+            before = [cpu_seconds(pid) for pid in pids]
+            found = load(program.where, bodies, options.clients)
+            used = [round(cpu_seconds(pid) - b, 2) for pid, b in zip(pids, before, strict=True)]
+            rounds.append({**found, "server_cpu_s": used[:-1], "worker_cpu_s": used[-1]})
+    best = max(each["tokens_per_second"] for each in rounds)
+    whole = all(each["events"] == options.streams * options.tokens for each in rounds)
+    bar = 40_000 if options.device.startswith("cuda") else 0
+    return {"passed": best >= bar and whole, "best_tokens_per_second": best, "rounds": rounds}
+
+
+# --- a CPU ------------------------------------------------------------------------------------------------
+
+
+def beside_llm(options: argparse.Namespace) -> dict[str, Any]:
+    """`LLM.generate` here and the server over there, in turn; both have the machine for themselves then."""
+    from prompts import chat_prompts
+
+    from draftproof import LLM, SamplingParams
+
+    speculation = None if options.speculative_config == "off" else eval_json(options.speculative_config)
+    llm = LLM(options.model, speculative_config=speculation, max_num_seqs=8)
+    tokenizer = llm.get_tokenizer()
+    everything = chat_prompts(8 * (options.rounds + 1), llm.engine.limits.vocab_size, tokenizer)
+    common = {"max_tokens": options.tokens, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+    params = SamplingParams(**common)
+    more = ("--speculative-config", options.speculative_config, "--max-num-seqs", "8")
+    ratios, lines = [], []
+    with served(options.model, *more, "--log-level", "warning") as program:
+
+        async def over_http(prompts: list[list[int]]) -> list[list[int]]:
+            asks = [ask(program.where, {**common, "prompt": p, "return_token_ids": True}) for p in prompts]
+            replies = await asyncio.gather(*asks)
+            return [reply.json()["choices"][0]["token_ids"] for reply in replies]
+
+        for number in range(options.rounds + 1):
+            prompts = everything[8 * number : 8 * number + 8]
+            times, tokens = {}, {}
+            for side in ("llm", "server") if number % 2 else ("server", "llm"):
+                began = time.perf_counter()
+                if side == "llm":
+                    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+                    tokens[side] = [list(output.outputs[0].token_ids) for output in outputs]
+                else:
+                    tokens[side] = asyncio.run(over_http(prompts))
+                times[side] = time.perf_counter() - began
+            if tokens["llm"] != tokens["server"]:
+                raise SystemExit("the server says something else than LLM.generate")
+            if number:  # the first one warms up
+                made = sum(map(len, tokens["llm"]))
+                ratios.append(times["llm"] / times["server"])
+                lines.append({side: round(made / seconds, 1) for side, seconds in times.items()})
+        first = asyncio.run(first_token(program.where, options.rounds * 4))
+    llm.close()
+    ratio = statistics.median(ratios)
+    return {
+        "passed": ratio >= 0.95 and first["median_ms"] <= 10,
+        "server_over_llm": round(ratio, 4),
+        "ratios": [round(each, 3) for each in ratios],
+        "tokens_per_second": lines,
+        "first_token": first,
+        "load_average": os.getloadavg(),
+    }
+
+
+async def first_token(where: Where, count: int) -> dict[str, Any]:
+    """Of a lone request: from its sampling in the worker to its arrival here.
+
+    The worker says when, after a request's arrival there, the first token was sampled; the answer's usage
+    event brings that figure. What is left of the whole time is the way there and the way back.
+    """
+    rest = []
+    for i in range(count):
+        arrived = [0.0]
+
+        def note(_: bytes, arrived: list[float] = arrived) -> None:
+            arrived[0] = arrived[0] or time.perf_counter()
+
+        body = {"prompt": f"Number {i}", "max_tokens": 4, "stream": True, "temperature": 0, "logprobs": 1}
+        body["stream_options"] = {"include_usage": True}
+        began = time.perf_counter()
+        reply = await ask(where, body, on_data=note)
+        inside = reply.events()[-2]["metrics"]["first_token_seconds"]
+        rest.append(1000 * (arrived[0] - began - inside))
+        await get(where, "/health")
+    rest.sort()
+    return {
+        "median_ms": round(statistics.median(rest), 2),
+        "p90_ms": round(rest[int(0.9 * len(rest))], 2),
+        "least_ms": round(rest[0], 2),
+        "what": "request and first token, both ways, without the engine's time from arrival to the token",
+    }
+
+
+def eval_json(text: str) -> Any:
+    import json
+
+    return json.loads(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, or none: tokens are made up")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--logprobs", type=int, default=5, help="-1: none")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=1, help="processes of the load client")
+    parser.add_argument("--speculative-config", default=NGRAM)
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="that a made-up step takes")
+    parser.add_argument("--tokenizer", help="for made-up tokens: a folder or .gguf file")
+    parser.add_argument("--profile", metavar="FILE", help="of made-up runs: cProfile of each process")
+    parser.add_argument("--serve", nargs="*", default=[], metavar="OPTION", help="more for the server")
+    options = parser.parse_args()
+    if options.device == "none":
+        found = made_up(options)
+    elif options.device == "cpu":
+        found = beside_llm(options)
+    else:
+        found = many_streams(options)
+    asked = {name: getattr(options, name) for name in ("servers", "streams", "tokens", "logprobs", "clients")}
+    finish("serve_load", {"device": options.device, **asked, **found})
+
+
+if __name__ == "__main__":
+    main()

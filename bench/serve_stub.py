@@ -1,0 +1,155 @@
+"""A worker without a model: it says made-up tokens at once, to see how much the rest of the server can carry.
+
+The engine alone is made up; frames, sockets, text, HTTP and events are those of `draftproof serve`.
+Run by `bench/serve_load.py --device none`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from draftproof.engine.admission import Limits, check_request
+from draftproof.engine.settle import Ending, LogprobColumns, StepResults
+from draftproof.metrics import EngineStats, RequestStats
+from draftproof.serve.status import WorkerStatus, address_of, write_status
+from draftproof.types import NUM_OUT, PICK, TOKENS, Request, Wants
+
+TOP = 20
+STEPS = 64  # that differ
+WORDS = 100, 4000  # the tokens that are said: as many as a text may have
+
+
+class MadeUp:
+    """The surface of `Engine` that the worker uses. Each step commits one token of every request."""
+
+    sources: tuple[str, ...] = ()
+    strategy_name = "target_match"
+    eos_token_ids: tuple[int, ...] = ()
+    ops = None
+
+    def __init__(self, vocab: int, seconds: float) -> None:
+        self.limits = Limits(vocab, 4096, TOP, 1 << 24, 0, False)
+        self.seconds = seconds  # that a step takes at least
+        self._requests: dict[str, tuple[Request, list[int]]] = {}
+        self._noise = np.random.default_rng(1)
+        self._made: dict[int, list[Any]] = {}
+        self._count = 0
+        self.num_tokens = 0
+
+    def describe(self) -> str:
+        return "no model at all, float32 on cpu, no drafts"
+
+    def add(self, request: Request, max_length: int | None = None) -> RequestStats:
+        length = check_request(request, self.limits)
+        self._requests[request.id] = request, [length - len(request.prompt_token_ids)]
+        return RequestStats()
+
+    def abort(self, request_id: str) -> bool:
+        return self._requests.pop(request_id, None) is not None
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self._requests), 0, 0, 0, 0, 1, 0, 0)
+
+    def _columns(self, size: int) -> Any:
+        """Made once for each size of a batch: making them is not what is measured."""
+        if size not in self._made:
+            noise, steps = self._noise, []
+            for _ in range(STEPS):
+                table = np.zeros((size, TOKENS + 1), np.int64)
+                table[:, NUM_OUT], table[:, PICK] = 1, np.arange(size)
+                table[:, TOKENS] = noise.integers(*WORDS, size)
+                values = -np.sort(noise.exponential(2.0, (size, 1 + TOP)).astype(np.float32), axis=1)
+                best = noise.integers(*WORDS, (size, TOP))
+                steps.append((table, LogprobColumns(values, best, noise.integers(1, 9, size))))
+            self._made[size] = steps
+        self._count += 1
+        return self._made[size][self._count % STEPS]
+
+    def step(self) -> StepResults:
+        end = time.perf_counter() + self.seconds
+        here = list(self._requests.values())
+        table, columns = self._columns(len(here))
+        endings = {}
+        for i, (_, left) in enumerate(here):
+            left[0] -= 1
+            if not left[0]:
+                endings[i] = Ending("length")
+        requests = [request for request, _ in here]
+        for i in endings:
+            del self._requests[requests[i].id]
+        self.num_tokens += len(here)
+        while time.perf_counter() < end:
+            time.sleep(max(end - time.perf_counter(), 0))
+        return StepResults(requests, table, {Wants.RAW: columns}, endings=endings)
+
+
+def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) -> None:
+    from draftproof.serve.worker import Worker
+    from draftproof.text.tokenizer import load_tokenizer
+
+    vocab = load_tokenizer(tokenizer).vocab_size
+    engine = MadeUp(vocab, seconds)
+    llm = SimpleNamespace(
+        engine=engine,
+        config=SimpleNamespace(model="made-up"),
+        tokenizer=SimpleNamespace(where=tokenizer),
+        grammar_of=None,
+    )
+    made: Any = Worker(llm, address_of(folder), {})  # type: ignore[arg-type]
+    write_status(folder, WorkerStatus("ready", pid=os.getpid(), since=time.time()))
+    signal.signal(signal.SIGTERM, lambda *_: made.stop())
+    print("ready", flush=True)
+    _run(made.run, profile)
+
+
+def server(folder: Path, descriptor: int, profile: str | None) -> None:
+    from draftproof.serve.processes import serve_address
+    from draftproof.serve.settings import Settings
+
+    listener = socket.socket(fileno=descriptor)
+
+    def ready(_: Any) -> None:
+        print("ready", flush=True)
+
+    settings = Settings(max_concurrent=4096, max_concurrent_per_key=4096)
+    _run(lambda: serve_address(address_of(folder), settings, listener, ready), profile)
+
+
+def _run(act: Any, profile: str | None) -> None:
+    if profile is None:
+        act()
+        return
+    with cProfile.Profile() as found:
+        act()
+    found.dump_stats(profile)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("worker", "server"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--listener", type=int)
+    parser.add_argument("--profile")
+    options = parser.parse_args()
+    if options.kind == "worker":
+        worker(options.folder, options.tokenizer, options.step_seconds, options.profile)
+    else:
+        server(options.folder, options.listener, options.profile)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()

@@ -1,0 +1,318 @@
+"""Programs that nobody here wrote, unchanged, against `draftproof serve`; the last line of stdout is JSON.
+
+    python bench/serve_tools.py [--tools FOLDER] [--results FOLDER] [--only lm_eval guidellm schemathesis]
+
+lm-eval: log-likelihoods over HTTP (echo and logprobs) are those of `LLM` in this process, to the last digit,
+and the same with speculation on and off; so are the texts that it has generated. guidellm: a load client.
+schemathesis: a fuzzer of /openapi.json. Each is installed into an environment of its own under FOLDER if it
+is not there yet; none of them brings torch. No dataset and no tokenizer is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+from typing import Any
+
+from measure import finish
+from served import NGRAM, Program, served
+
+from draftproof import LLM, SamplingParams
+from draftproof.text.tokenizer import Tokenizer
+
+# transformers only for its tokenizers; newer guidellm than this wants a torch of its own
+WANTED = {
+    "lm_eval": ["lm-eval==0.4.13", "transformers==5.17.0", "tenacity", "tiktoken"],
+    "guidellm": ["guidellm==0.3.1"],
+    "schemathesis": ["schemathesis==4.32.5"],
+}
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
+    "response_schema_conformance,negative_data_rejection,unsupported_method,allow_header_conformance"
+)
+CHOICES: dict[str, list[tuple[str, str]]] = {
+    "The capital of {} is": [
+        ("France", "Paris"),
+        ("Italy", "Rome"),
+        ("Japan", "Tokyo"),
+        ("Spain", "Madrid"),
+        ("Egypt", "Cairo"),
+        ("Russia", "Moscow"),
+        ("Greece", "Athens"),
+        ("Peru", "Lima"),
+    ],
+    "The opposite of {} is": [
+        ("hot", "cold"),
+        ("big", "small"),
+        ("early", "late"),
+        ("open", "closed"),
+        ("light", "dark"),
+        ("full", "empty"),
+        ("old", "young"),
+        ("wet", "dry"),
+    ],
+    "Question: Which animal says {}? Answer: the": [
+        ("moo", "cow"),
+        ("woof", "dog"),
+        ("meow", "cat"),
+        ("oink", "pig"),
+        ("baa", "sheep"),
+        ("neigh", "horse"),
+        ("quack", "duck"),
+        ("cluck", "hen"),
+    ],
+}
+STARTS = (
+    "Once upon a time",
+    "Water boils at",
+    "1, 2, 3, 1, 2, 3,",
+    "A list of colours:\n- red\n-",
+    "Größe und",
+)
+CHOICE_TASK = """task: own_choices
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+START_TASK = """task: own_starts
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{text}}}}"
+generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 32, temperature: 0}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def environment(tools: Path, name: str) -> Path:
+    """The folder with a tool's programs."""
+    folder = tools / name
+    if not (folder / "bin" / "python").exists():
+        venv.create(folder, with_pip=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *WANTED[name]]
+        subprocess.run(pip, check=True)
+    return folder / "bin"
+
+
+def run(command: list[str], log: Path, work: Path) -> str:
+    """What it printed, which is also kept."""
+    hidden = {str(work): "WORK", str(Path(command[0]).parent.parent.resolve()): "TOOL"}
+    hidden |= {str(Path(command[0]).parent.parent): "TOOL", str(Path.home()): "~"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "COLUMNS": "160", "NO_COLOR": "1"}
+    done = subprocess.run(
+        command,
+        cwd=work,  # some leave things where they run
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "", **offline},
+    )
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout)
+    text = text.replace(str(Path.home()), "~")
+    log.write_text(
+        f"$ {Path(command[0]).name} {' '.join(command[1:])}\n{text}\nexit status {done.returncode}\n"
+    )
+    return text
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """As transformers reads it."""
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 2048}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**facts, **tokenizer.special_tokens}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+# --- lm-eval ----------------------------------------------------------------------------------------------
+
+
+def documents() -> list[dict[str, Any]]:
+    made = []
+    for text, pairs in CHOICES.items():
+        for i, (what, right) in enumerate(pairs):
+            others = [pairs[(i + k) % len(pairs)][1] for k in range(1, 4)]
+            choices = sorted([right, *others])
+            made.append({"text": text.format(what), "choices": choices, "answer": choices.index(right)})
+    return made
+
+
+def write_tasks(folder: Path) -> None:
+    for name, task, lines in (
+        ("choices", CHOICE_TASK, documents()),
+        ("starts", START_TASK, [{"text": text} for text in STARTS]),
+    ):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / f"{name}.yaml").write_text(task.format(data=data))
+
+
+def offline(llm: LLM) -> tuple[list[list[tuple[float, bool]]], list[str]]:
+    """What lm-eval should find: the sums of log-likelihoods, whether they are greedy, and the texts."""
+    tokenizer = llm.get_tokenizer()
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    sums = []
+    for line in documents():
+        length = len(tokenizer.encode(line["text"]))
+        row = []
+        for choice in line["choices"]:
+            ids = tokenizer.encode(f"{line['text']} {choice}")
+            told = llm.generate([{"prompt_token_ids": ids}], params)[0].prompt_logprobs
+            assert told is not None
+            pairs = [(told[i][ids[i]], told[i]) for i in range(length, len(ids))]  # type: ignore[index]
+            greedy = all(own.logprob == max(o.logprob for o in row.values()) for own, row in pairs)
+            row.append((sum(own.logprob for own, _ in pairs), greedy))
+        sums.append(row)
+    end = tokenizer.special_tokens["eos_token"]
+    until = SamplingParams(temperature=0, max_tokens=32, stop=["\n\n", end])
+    return sums, [llm.generate([text], until)[0].outputs[0].text for text in STARTS]
+
+
+def lm_eval(program: Program, bin_folder: Path, work: Path, log: Path) -> dict[str, Any]:
+    out = work / f"out-{log.stem}"
+    model = {
+        "model": "smollm2-135m",
+        "base_url": f"{program.url}/v1/completions",
+        "tokenizer_backend": "huggingface",
+        "tokenizer": str(work),
+        "num_concurrent": 4,
+        "max_retries": 1,
+        "max_length": 2048,
+    }
+    command = [str(bin_folder / "lm_eval"), "run", "--model", "local-completions", "--model_args"]
+    command += [",".join(f"{key}={value}" for key, value in model.items()), "--batch_size", "4"]
+    command += ["--tasks", "own_choices,own_starts", "--include_path", str(work)]
+    command += ["--output_path", str(out), "--log_samples"]
+    run(command, log, work)
+    samples: dict[str, list[Any]] = {}
+    for name in ("own_choices", "own_starts"):
+        paths = sorted(out.rglob(f"samples_{name}_*.jsonl"))
+        if not paths:
+            raise SystemExit(f"lm-eval wrote no samples: see {log}")
+        lines = [json.loads(line) for line in paths[-1].read_text().splitlines()]
+        samples[name] = [line["resps"] for line in sorted(lines, key=lambda line: line["doc_id"])]
+    found = json.loads(sorted(out.rglob("results_*.json"))[-1].read_text())
+    choices = samples["own_choices"]
+    return {
+        "accuracy": found["results"]["own_choices"]["acc,none"],
+        "sums": [[(float(r), greedy in (True, "True")) for [[r, greedy]] in row] for row in choices],
+        "texts": [row[0][0] for row in samples["own_starts"]],
+    }
+
+
+# --- load and fuzzing -------------------------------------------------------------------------------------
+
+
+def guidellm(program: Program, bin_folder: Path, work: Path, log: Path, requests: int) -> dict[str, Any]:
+    out = work / "guidellm.json"
+    command = [str(bin_folder / "guidellm"), "benchmark", "run", "--target", program.url]
+    command += ["--rate-type", "concurrent", "--rate", "1,8", "--max-requests", str(requests)]
+    command += ["--data", "prompt_tokens=64,output_tokens=48", "--processor", str(work)]
+    command += ["--output-path", str(out), "--disable-progress"]
+    run(command, log, work)
+    figures = []
+    for each in json.loads(out.read_text())["benchmarks"]:
+        metrics = each["metrics"]
+        middle = {name: metrics[name]["successful"]["median"] for name in metrics if name.endswith("_ms")}
+        rate = metrics["output_tokens_per_second"]["successful"]["mean"]
+        total = each.get("request_totals") or each["run_stats"]["requests_made"]
+        strategy = each["args"]["strategy"]
+        facts = {"streams": strategy.get("streams"), "requests": total, "output_tokens_per_second": rate}
+        figures.append({**facts, "medians": middle})
+    good = all(f["requests"]["errored"] == 0 and f["requests"]["successful"] > 0 for f in figures)
+    return {"passed": good, "runs": figures}
+
+
+def schemathesis(
+    program: Program, bin_folder: Path, work: Path, log: Path, examples: int, seconds: int
+) -> dict[str, Any]:
+    command = [str(bin_folder / "schemathesis"), "run", f"{program.url}/openapi.json", "--checks", CHECKS]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(examples), "--seed", "5"]
+    command += ["--continue-on-failure", "--request-timeout", "120", "--max-time", str(seconds)]
+    command += ["--suppress-health-check", "all", "--no-shrink"]
+    began = time.monotonic()
+    text = run(command, log, work)
+    cases = re.search(r"(\d+) generated", text)
+    return {
+        "passed": log.read_text().endswith("exit status 0\n"),
+        "cases": int(cases[1]) if cases else None,
+        "seconds": round(time.monotonic() - began, 1),
+        "summary": text.strip().splitlines()[-6:],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tools", type=Path, default=Path(tempfile.gettempdir()) / "draftproof-tools")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", nargs="+", choices=sorted(WANTED), default=sorted(WANTED))
+    parser.add_argument("--requests", type=int, default=24, help="of guidellm, at each concurrency")
+    parser.add_argument("--examples", type=int, default=300, help="of schemathesis, for each route")
+    parser.add_argument("--fuzz-seconds", type=int, default=600)
+    options = parser.parse_args()
+    programs = {name: environment(options.tools.resolve(), name) for name in options.only}
+    results = options.results.resolve()
+    found: dict[str, Any] = {"versions": {name: WANTED[name][0] for name in options.only}}
+    passed = True
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        if {"lm_eval", "guidellm"} & set(options.only):
+            llm = LLM(options.model)
+            write_tokenizer(llm.get_tokenizer(), work)
+            write_tasks(work)
+            expected = offline(llm) if "lm_eval" in options.only else ([], [])
+            llm.close()
+            told = {}
+            for side, config in (("speculation", NGRAM), ("plain", "off")):
+                if side == "plain" and "lm_eval" not in options.only:
+                    continue
+                with served(options.model, "--speculative-config", config) as program:
+                    if "lm_eval" in options.only:
+                        log = results / f"serve_lm_eval_{side}.txt"
+                        told[side] = lm_eval(program, programs["lm_eval"], work, log)
+                    if side == "speculation" and "guidellm" in options.only:
+                        log = results / "serve_guidellm.txt"
+                        found["guidellm"] = guidellm(
+                            program, programs["guidellm"], work, log, options.requests
+                        )
+                        passed &= found["guidellm"]["passed"]
+            if told:
+                found["lm_eval"] = {
+                    "log_likelihoods": sum(map(len, expected[0])),
+                    "equal_offline": {side: (t["sums"], t["texts"]) == expected for side, t in told.items()},
+                    "equal_with_speculation": told["speculation"] == told["plain"],
+                    "accuracy": told["plain"]["accuracy"],
+                }
+                passed &= all(found["lm_eval"]["equal_offline"].values())
+                passed &= found["lm_eval"]["equal_with_speculation"]
+        if "schemathesis" in options.only:
+            short = ("--max-model-len", "64", "--max-n", "2", "--speculative-config", NGRAM)
+            with served(options.model, *short) as program:
+                log = results / "serve_schemathesis.txt"
+                found["schemathesis"] = schemathesis(
+                    program, programs["schemathesis"], work, log, options.examples, options.fuzz_seconds
+                )
+                passed &= found["schemathesis"]["passed"]
+    finish("serve_tools", {"passed": bool(passed), **found})
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()
