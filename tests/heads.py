@@ -146,4 +146,7 @@ def options(method: str, arch: str, dtype: str) -> dict[str, Any]:
     assert all(name in PROPOSERS for name in WITH_MODELS)
     if method == "draft_model":
         return {"model": small(dtype)}
+    if method == "hybrid":
+        members = [{"method": name, **options(name, arch, dtype)} for name in ("suffix", "mtp", "ngram")]
+        return {"proposers": [{**one, "num_speculative_tokens": 3} for one in members[1:]] + members[:1]}
     return {"model": head(method, arch, dtype)} if method in WITH_MODELS else {}

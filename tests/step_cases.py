@@ -16,7 +16,9 @@ from torch import Tensor
 
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.drafting import SIZES, UNIT, WAYS, Record, SuffixPool, SuffixRule
 from draftproof.ops.reference import ReferenceOps, gumbel
+from draftproof.ops.reference_suffix import bucket_of
 from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
 POISON = -(2**40)
@@ -405,6 +407,81 @@ def ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         wanted = torch.where(said.to(ref.device), wanted, 0)  # beyond: any token
         same(torch.where(said, tokens, 0), wanted, f"tokens, {smallest} to {largest}")
     all_same(columns, step.columns, "columns")
+
+
+def pool_of(step: Step, lines: int = 6, wide: int = 20, buckets: int = 8) -> SuffixPool:
+    """Lines of few letters, some begun with the end of a request's text; stale and wild entries too."""
+    size, slots = step.size, len(step.columns.length)
+    tokens = step.ints(0, size.letters - 1, lines, wide).to(torch.int32)
+    filled, owner = step.ints(0, wide, lines), step.ints(-1, 1, lines)
+    table = torch.full((len(SIZES), buckets, WAYS), -1, dtype=torch.int32)
+    slot_owner = step.ints(0, 1, slots)
+    for slot, length in enumerate(step.columns.length.tolist()):
+        if length > 2 and step.chance(0.7):
+            line, tail = step.int(0, lines - 1), step.columns.tokens[slot, max(0, length - 14) : length]
+            tokens[line, : len(tail)], filled[line] = tail.to(torch.int32), step.int(len(tail), wide)
+            owner[line] = slot_owner[slot] if step.chance(0.8) else 1 - slot_owner[slot]
+    for line in range(lines):
+        for at in range(1, int(filled[line])):
+            for which, n in enumerate(SIZES):
+                if at >= n and owner[line] >= 0:
+                    before = tokens[line, at - n : at].tolist()[::-1]
+                    bucket = bucket_of(int(owner[line]), before, buckets)
+                    table[which, bucket, step.int(0, WAYS - 1)] = line * wide + at
+    wild = torch.rand(table.shape, generator=step.random) < 0.1
+    table = torch.where(wild, step.ints(-1, lines * wide - 1, *table.shape).to(torch.int32), table)
+    tokens[torch.arange(wide) >= filled[:, None]] = -7
+    weight, used = step.ints(1, 20, lines), step.ints(0, 5, lines)
+    return SuffixPool(tokens, filled, owner, weight, used, table, slot_owner, torch.tensor([9]))
+
+
+@check
+def suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    step = Step(seed, size)
+    pool = pool_of(step)
+    count = torch.minimum(step.ints(0, size.k, size.entries), step.plan.budget.clamp(min=0))
+    begun = step.ints(0, size.letters - 1, size.entries, size.k)
+    begun[torch.arange(size.k) >= count[:, None]] = POISON
+    rules = SuffixRule(1, 1.0, 0.05), SuffixRule(2, 0.5, 0.3), SuffixRule(4, 2.0, 0.0)
+    for drafts, rule in ((None, rules[seed % 3]), ((begun, count), rules[(seed + 1) % 3])):
+        done = []
+        for by in (ref, ops):
+            columns, mine, plan = (copied(x, by.device) for x in (step.columns, pool, step.plan))
+            given = None if drafts is None else tuple(x.clone().to(by.device) for x in drafts)
+            tokens, number, worth = by.suffix(columns, plan.slots, plan.budget, mine, rule, given)
+            made = torch.arange(size.k, device=by.device) < number[:, None]
+            done.append((torch.where(made, tokens, 0), number, worth, mine.used))
+            all_same(columns, step.columns, "columns")
+        for name, want, got in zip(("tokens", "count", "worth", "used"), *done, strict=True):
+            same(got, want, name)
+
+
+@check
+def arbitrate(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    """Several steps of the same slots: what stood is remembered, until another request comes."""
+    step, members = Step(seed, size), 3
+    slots, search = len(step.columns.length), (-1, 0, 2)[seed % 3]
+    used = step.columns.length > 0
+    step.columns.seed[used] = step.ints(0, 2, slots)[used]
+    start = Record(step.ints(0, 5, 4, slots), *(step.ints(0, 3 * UNIT, slots, members) for _ in range(2)))
+    records = {by: copied(start, by.device) for by in (ref, ops)}
+    for _ in range(3):
+        shape = (members, size.entries)
+        tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
+        worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * UNIT, *shape), -1)
+        done = []
+        for by, record in records.items():
+            columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
+            drafts = (x.clone().to(by.device) for x in (tokens, count, worth))
+            got = by.arbitrate(columns, plan.slots, plan.budget, record, *drafts, search)
+            made = torch.arange(size.k, device=by.device) < got[1][:, None]
+            done.append((torch.where(made, got[0], 0), *got[1:]))
+            all_same(columns, step.columns, "columns")
+        for name, want, got in zip(("tokens", "number", "whose", "room"), *done, strict=True):
+            same(got, want, name)
+        all_same(records[ops], records[ref], "record")
+        step.columns.length[used] += step.ints(1, 3, slots)[used]
+        step.columns.seed[used] += step.ints(0, 5, slots)[used] // 5
 
 
 @check

@@ -52,9 +52,10 @@ FACTORS = {
 }
 MATRIX = pairwise(FACTORS)
 DANGEROUS = {name: FACTORS[name] for name in ("strategy", "k", "temperature")}
-FOLLOW = list(heads.WITH_MODELS)  # on the device, with models of their own
+FOLLOW = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").follows_rows]
+FOLLOW += ["hybrid"]  # with models of their own
 SCRIPTED = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
-DEVICE = ["ngram", *FOLLOW, *SCRIPTED]
+DEVICE = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").graph_safe] + SCRIPTED
 # nothing in them keeps the host in the loop, so that steps do overlap
 FREE = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens", "max_tokens"]
 FREE += ["eos", "stop_ids", "no_logprobs", "processed"]

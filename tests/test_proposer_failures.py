@@ -15,7 +15,9 @@ from exact import check_empty, count_errors
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("method", "name"), [("proposers:Junk", "start"), ("proposers:Junk", "propose"), ("ngram", "draft")]
+    ("method", "name"),
+    [("proposers:Junk", "start"), ("proposers:Junk", "propose"), ("ngram", "draft")]
+    + [("suffix", name) for name in ("start", "prepare", "learn", "draft")],
 )
 def test_a_proposer_that_raises_costs_drafts_and_no_tokens(method, name, overlap, monkeypatch, caplog):
     """On the host and on the device, in the middle of prompts, of decoding and of prompt logprobs."""

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from draftproof.ops import Heads, Layer, Rows
+from draftproof.ops.drafting import Record, SuffixRule
 from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
 from draftproof.types import TOKENS, Choice, Draft, Outcome
@@ -101,7 +102,7 @@ def forward(ops: TritonOps, dtype: torch.dtype, rows: int, heads: Heads, hidden:
 
 def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     """Every op of a step, each way it can be called."""
-    from step_cases import PAGE, Guarded, Size, Step, masked
+    from step_cases import PAGE, Guarded, Size, Step, masked, pool_of
 
     made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
     windows = made.windows(0, CPU)
@@ -116,6 +117,16 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     for top in (0, 5, 20, 64):
         ops.logprobs(logits, ints, ints, top)
     tokens, count = ops.ngram(made.columns, made.plan.slots, made.plan.budget, 1, 4)
+    pool, rule = pool_of(made), SuffixRule(2, 1.0, 0.1)
+    for begun in (None, (tokens, count)):
+        ops.suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
+    three, ints = torch.stack([tokens] * 3), torch.stack([count] * 3)
+    record = Record(
+        torch.zeros((4, entries), dtype=torch.int64), *torch.zeros((2, entries, 3), dtype=torch.int64)
+    )
+    for search in (-1, 2):
+        given = made.columns, made.plan.slots, made.plan.budget, record, three, ints, ints, search
+        ops.arbitrate(*given)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 

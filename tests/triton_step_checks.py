@@ -20,6 +20,7 @@ from draftproof.ops.triton_cuda import (
     step_draft,
     step_layout,
     step_logprobs,
+    step_suffix,
 )
 from step_cases import CHECKS, Size
 
@@ -27,9 +28,9 @@ for module in (sampling, step_choose, step_logprobs):
     module.CHUNK = 16
 for module in (select, step_logprobs):
     module.GROUP = 4
-step_layout.BLOCK = step_draft.BLOCK = step_adjust.BLOCK = step_commit.PICKS = 8
+step_layout.BLOCK = step_draft.BLOCK = step_suffix.BLOCK = step_adjust.BLOCK = step_commit.PICKS = 8
 step_logprobs.PROGRAMS = 4
-SLOW = {"logprobs": 3, "ngram": 5, "choose": 8, "penalise": 8}  # the interpreter sorts slowly
+SLOW = {"logprobs": 3, "ngram": 5, "suffix": 3, "choose": 8, "penalise": 8}  # the interpreter sorts slowly
 
 
 def main(seeds: int, only: list[str]) -> None:

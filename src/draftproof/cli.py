@@ -1,4 +1,4 @@
-"""The command line: generate, chat, serve, train, info. Accepted drafts are shown in colour."""
+"""The command line: generate, chat, serve, train, simulate, info. Accepted drafts are shown in colour."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.text import Text
 from draftproof import __version__
 from draftproof.errors import DraftproofError, RequestError
 from draftproof.serve import command
+from draftproof.simulate import command as simulation
 from draftproof.train import command as train_command
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     train = commands.add_parser("train", help="make a draft head for a model")
     train_command.add_options(train)
     train.set_defaults(run=train_command.run)
+    simulate = commands.add_parser("simulate", help="what a proposer would have gained on recorded outputs")
+    simulation.add_options(simulate, DEFAULT_SPECULATION)
     info = commands.add_parser("info", help="what a model is, without loading its weights")
     info.add_argument("model")
     info.set_defaults(run=_info)
@@ -254,7 +257,8 @@ def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Con
     """The same request twice, without and with speculation: only the speed may differ."""
     seed = 0 if options.seed is None else options.seed
     console.rule("without speculation", align="left")
-    params = _params(options, logprobs=5, seed=seed, speculative=False)
+    # under another salt: a proposer that learns must not have heard the answer when it is asked
+    params = _params(options, logprobs=5, seed=seed, speculative=False, cache_salt="plain")
     plain, plain_figures = _answer(llm, ids, params, console)
     console.print(Text(plain_figures, style="dim"))
     console.rule("with speculation", align="left")

@@ -14,7 +14,11 @@ MAX_SPECULATIVE_TOKENS = 64
 _SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "max_num_waiting")
 
 # Other engines' names for the same thing.
-_KEY_ALIASES = {"max_ngram_size": "prompt_lookup_max", "min_ngram_size": "prompt_lookup_min"}
+_KEY_ALIASES = {
+    "max_ngram_size": "prompt_lookup_max",
+    "min_ngram_size": "prompt_lookup_min",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+}
 _METHOD_ALIASES = {"ngram_match": "ngram", "[ngram]": "ngram"}
 
 

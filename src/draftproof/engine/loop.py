@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +26,7 @@ from draftproof.engine.extras import Extras
 from draftproof.engine.faults import FAULTS, HOPELESS, TRIES, StepFault, answers, take_back, with_failed
 from draftproof.engine.host_drafts import batch_of
 from draftproof.engine.invariants import check_step
+from draftproof.engine.lessons import Lessons
 from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.settle import Ending, StepResults, columns_of, ending_of
@@ -82,6 +84,7 @@ class Loop:
         self._last_read = 0.0  # by the clock
         self._traits: tuple[int, Traits] | None = None
         self._faults = 0  # steps that failed running
+        self._lessons = Lessons(slots)
         self._extras = Extras(device, slots, self.sources)
 
     def step(self) -> StepResults:
@@ -110,6 +113,8 @@ class Loop:
     def end(self, sequence: Sequence) -> None:
         """Remove a request, finished or not; what is still under way of it is nobody's."""
         if sequence.slot >= 0:
+            length = int(self.scheduler.host.length[sequence.slot])
+            self._lessons.hear(self.proposer, sequence.slot, length)
             self._stop(sequence.slot)
         self.scheduler.remove(sequence)
         self._rest()
@@ -123,8 +128,7 @@ class Loop:
             self.end(sequence)
 
     def _stop(self, slot: int) -> None:
-        if self._host_drafts:
-            assert self.proposer is not None
+        if self.proposer is not None:
             self.proposer.stop(slot)
 
     @property
@@ -154,6 +158,7 @@ class Loop:
         for sequence, _ in self._retiring:  # its last step may be among those that are lost
             self.scheduler.bury(sequence, None)
         self._retiring.clear()
+        self._lessons.forget()
         slots = {s: s.slot for s in self.scheduler.running}
         back = take_back(self.scheduler, lost)
         for sequence in back:
@@ -321,6 +326,7 @@ class Loop:
             self.end(sequence)
             return
         self._retiring.append((sequence, read))
+        self._lessons.hear(self.proposer, sequence.slot, length, read)
         self._stop(sequence.slot)
         scheduler.retire(sequence)
 
@@ -337,16 +343,22 @@ class Loop:
             with suppress(*FAULTS):  # then nobody can find it; a device that is gone shows in the next step
                 ids = read().tolist()
             self.scheduler.bury(sequence, ids)
+        if self.proposer is not None:
+            self._tell(self._lessons.teach, self.proposer)
 
-    # --- a proposer on the host ---------------------------------------------------------------------
+    # --- the proposer -------------------------------------------------------------------------------
 
     def _start(self, newcomers: list[Sequence]) -> None:
-        if not self._host_drafts or self.proposer is None:
-            return
+        for sequence in newcomers:
+            if self.proposer is not None:
+                self._tell(self.proposer.start, sequence.slot, sequence.request)
+        if self.proposer is not None:
+            self._tell(self.proposer.prepare)
+
+    def _tell(self, proposer: Callable[..., None], *what: Any) -> None:
         try:
-            for sequence in newcomers:
-                self.proposer.start(sequence.slot, sequence.request)
-        except Exception as error:
+            proposer(*what)
+        except Exception as error:  # a plug-in's code may raise anything
             self._give_up(error)
 
     def _propose(self, flight: Flight) -> None:
@@ -370,4 +382,4 @@ class Loop:
         if self.debug:
             raise error
         logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
-        self.proposer = None
+        self.proposer = self.device.drafting.proposer = None

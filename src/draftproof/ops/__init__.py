@@ -10,7 +10,7 @@ Activations have the model's dtype (fp32 or bf16); sums are accumulated in fp32;
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
+from draftproof.ops.drafting import DraftSearch
 from draftproof.registry import lookup
 from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
 from draftproof.types import Rows as Rows
@@ -86,7 +87,7 @@ class Layer:
     heads: Heads
 
 
-class Ops(ABC):
+class Ops(DraftSearch):
     """What a backend provides. Shapes are the contract; `R` rows, `V` vocabulary."""
 
     name: ClassVar[str]
@@ -189,7 +190,7 @@ class Ops(ABC):
             x, residual = self.add_rms_norm(x, residual, next_norm, eps)
         return x, residual
 
-    def begin(self, rows: Rows) -> None:  # noqa: B027 - nothing to do is right for most
+    def begin(self, rows: Rows) -> None:
         """A forward pass over these rows begins: what its layers share may be worked out once.
 
         A hint; an op called without it gives the same.
@@ -345,17 +346,6 @@ class Ops(ABC):
     @abstractmethod
     def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """Of tokens [N] at logits rows [N] (-1: padding) and of the `top` best there: logit - logsumexp."""
-
-    @abstractmethod
-    def ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
-    ) -> tuple[Tensor, Tensor]:
-        """Drafts from what followed the last n committed tokens before: tokens [B, K], count [B].
-
-        The longest n in smallest..largest that occurs earlier (followed by at least one token), of its
-        occurrences the latest. `budget` tokens from there; past the end it goes on with what it has just
-        said. None: count 0, as for budget 0 and for requests that have ended. Beyond count: any token.
-        """
 
     @abstractmethod
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import STREAM_SAMPLE, Layout, Ops, TokenLogprobs
+from draftproof.ops.suffix_torch import TorchSuffix
 from draftproof.types import (
     ENDED,
     FIRST_ROW,
@@ -32,7 +33,7 @@ from draftproof.types import (
 )
 
 
-class Bookkeeping(Ops):
+class Bookkeeping(TorchSuffix, Ops):
     """Compositions of torch ops and of the backend's own primitives."""
 
     def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:

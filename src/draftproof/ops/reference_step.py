@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import STREAM_SAMPLE, Layout, Ops, TokenLogprobs
+from draftproof.ops.reference_suffix import ReferenceSuffix
 from draftproof.types import (
     ENDED,
     FIRST_ROW,
@@ -27,7 +28,7 @@ from draftproof.types import (
 )
 
 
-class ReferenceStep(Ops):
+class ReferenceStep(ReferenceSuffix, Ops):
     """Loops; columns are read and written one element at a time."""
 
     def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:

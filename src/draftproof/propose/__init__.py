@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
@@ -21,11 +24,13 @@ from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
 PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
+    "suffix": "draftproof.propose.suffix:SuffixProposer",
     "given": "draftproof.propose.given:GivenProposer",
     "mtp": "draftproof.propose.head:MtpProposer",
     "eagle": "draftproof.propose.head:EagleProposer",
     "eagle3": "draftproof.propose.head:Eagle3Proposer",
     "draft_model": "draftproof.propose.draft_model:DraftModelProposer",
+    "hybrid": "draftproof.propose.hybrid:HybridProposer",
 }
 
 
@@ -55,6 +60,7 @@ class Proposer(ABC):
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
     follows_rows: ClassVar[bool] = False  # on the device: is given every step's rows, prompts included
     cheap: ClassVar[bool] = False  # asking it costs next to nothing: only what is verified does
+    learns: ClassVar[bool] = False  # from what requests have said, once they end
     takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
 
@@ -79,11 +85,20 @@ class Proposer(ABC):
         """The request in `slot` has ended."""
         return None
 
+    def learn(self, request: Request, ids: NDArray[np.int64]) -> None:
+        """With `learns`: all tokens of a request that has ended, its prompt first."""
+        return None
+
+    def prepare(self) -> None:
+        """A step is about to be queued: what the host has for the device must go now, without waiting."""
+        return None
+
 
 class DeviceProposer(Proposer):
     """A proposer whose code is tensor code that waits for no device: it runs inside a captured step."""
 
     graph_safe = True
+    extends: ClassVar[bool] = False  # goes on from another's drafts, and says what its own are worth
     taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
     minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
 
@@ -94,6 +109,12 @@ class DeviceProposer(Proposer):
         With `follows_rows` it is asked after every step, also one in which nobody may have drafts. The
         features are then the last hidden rows (`needs_hidden`, after the norm), and those of its `taps`.
         """
+
+    def extend(
+        self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With `extends`: tokens, their number and their worth, as `Ops.suffix`."""
+        raise TypeError(f"{type(self).__name__} begins by itself")
 
     def propose(self, batch: ProposeBatch) -> Draft:
         raise TypeError(f"{type(self).__name__} drafts on the device")

@@ -17,6 +17,7 @@ from draftproof.errors import ConfigError
 from draftproof.ops import Ops, Rows
 from draftproof.types import DeviceBatch, Draft, DraftTraits, End, Windows
 
+ALIGN = 16  # int64s
 SAMPLING = {"draft_sampling": "shared"}  # "argmax": the likeliest token at any temperature
 _WAYS = ("shared", "argmax")
 
@@ -41,20 +42,28 @@ class Rounds:
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.traits: DraftTraits = batch.traits
         columns, rounds, self.k = batch.columns, batch.traits.rounds, batch.columns.draft.shape[1]
+        size = len(batch.slots)
         self.line = batch.slots.clamp(min=0)
-        length = columns.length[self.line]  # [B] committed tokens
-        room = columns.max_length[self.line] - length - 1
-        live = (batch.slots >= 0) & (columns.ended[self.line] == End.NOT_YET)
-        count = torch.where(live, torch.minimum(batch.budget, room), 0)
-        self.count = count.clamp(0, rounds)  # [B] drafts each is to have
+        # a line a round; they lie apart, so that each begins at an address that any kernel likes
+        slots, budget = (
+            torch.nn.functional.pad(column, (0, -size % ALIGN), value=-1)
+            for column in (batch.slots, batch.budget)
+        )
+        line = slots.clamp(min=0)
+        length = columns.length[line]  # [B] committed tokens
+        room = columns.max_length[line] - length - 1
+        live = (slots >= 0) & (columns.ended[line] == End.NOT_YET)
+        count = torch.where(live, torch.minimum(budget, room), 0).clamp(0, rounds)
+        self.count = count[:size]  # drafts each is to have
         j = torch.arange(rounds, device=length.device)[:, None]
-        on = self.count > j  # [rounds, B]
-        self.active = torch.where(on, batch.slots, -1)
-        self.outputs = torch.where(on, length - columns.prompt_len[self.line] + j, 0)  # keys of the noise
+        on = count > j  # [rounds, B]
+        self.active = torch.where(on, slots, -1)[:, :size]
+        self.outputs = torch.where(on, length - columns.prompt_len[line] + j, 0)[:, :size]  # the noise's keys
         # in round j >= 1 draft j - 1 is stored; it stands at length + j - 1
-        self.positions = torch.where(on, length - 1 - lag + j, 0).clamp(min=0)
-        page = columns.page_table[self.line, self.positions // page_size].long()
-        self.places = torch.where(on, page * page_size + self.positions % page_size, 0)
+        positions = torch.where(on, length - 1 - lag + j, 0).clamp(min=0)
+        page = columns.page_table[line, positions // page_size].long()
+        self.positions = positions[:, :size]
+        self.places = torch.where(on, page * page_size + positions % page_size, 0)[:, :size]
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._probs: list[Tensor] = []

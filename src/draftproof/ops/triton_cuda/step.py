@@ -10,6 +10,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops import Layout, TokenLogprobs
 from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.drafting import Record, SuffixPool, SuffixRule
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
 try:
@@ -21,6 +22,7 @@ try:
         step_draft,
         step_layout,
         step_logprobs,
+        step_suffix,
     )
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "triton":
@@ -110,6 +112,41 @@ class StepOps(Bookkeeping):
         _plain("slots and budget", (slots, budget), len(slots))
         found = step_draft.ngram(columns, slots, budget, smallest, largest, self.pdl)
         self._done("ngram")
+        return found
+
+    def suffix(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        pool: SuffixPool,
+        rule: SuffixRule,
+        begun: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _plain("slots and budget", (slots, budget), len(slots))
+        if begun is not None:
+            begun = begun[0].contiguous(), begun[1].contiguous()
+            _plain("drafts begun", (begun[0].view(-1),), len(slots) * columns.draft.shape[1])
+            _plain("drafts begun", (begun[1],), len(slots))
+        found = step_suffix.suffix(columns, slots, budget, pool, rule, begun, self.pdl)
+        self._done("suffix")
+        return found
+
+    def arbitrate(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        record: Record,
+        tokens: Tensor,
+        count: Tensor,
+        worth: Tensor,
+        search: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _plain("slots and budget", (slots, budget), len(slots))
+        drafts = tokens.contiguous(), count.contiguous(), worth.contiguous()
+        found = step_suffix.arbitrate(columns, slots, budget, record, *drafts, search, self.pdl)
+        self._done("arbitrate")
         return found
 
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:

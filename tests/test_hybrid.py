@@ -1,0 +1,185 @@
+"""hybrid: who is listened to, who goes on from whose drafts, and who is named for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import heads
+import proposers
+import tiny
+from draftproof.errors import ConfigError
+from draftproof.ops.drafting import UNIT
+from draftproof.propose.hybrid import HybridProposer
+from draftproof.propose.suffix import SuffixProposer
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import DeviceBatch, Draft
+from exact import Ask, Company, Where, plant, solo
+from test_propose import lines, make
+
+PERFECT, JUNK = {"method": "proposers:DevicePerfect"}, {"method": "proposers:DeviceJunk"}
+SUFFIX, NGRAM = {"method": "suffix"}, {"method": "ngram"}
+
+
+def hybrid(*members, **more):
+    return {"method": "hybrid", "proposers": list(members), "adaptive": False, **more}
+
+
+def served(spec, temperature=0.7, overlap=False, **fields):
+    """A long answer with these drafts: its steps, once it was found to be the plain one."""
+    where = Where()
+    asks = [Ask(i, "ignore_eos", temperature, length=12 + i, prompt=False, **fields) for i in range(3)]
+    company = Company(asks, where, spec, overlap=overlap)
+    assert company.differences() == []
+    records = company.serve({str(a.index): solo(a, where).token_ids for a in asks})
+    return [step for record in records.values() for step in record.steps]
+
+
+@pytest.fixture(autouse=True)
+def long_answers(monkeypatch):
+    monkeypatch.setitem(__import__("exact").OPTIONS, "ignore_eos", {"max_tokens": 60, "ignore_eos": True})
+
+
+def accepted(steps, name):
+    return sum(step.sources.count(name) for step in steps)
+
+
+# --- who is listened to -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("members", [(PERFECT, JUNK), (JUNK, PERFECT)], ids=["first", "last"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_better_one_is_soon_heard(members, overlap):
+    spec = hybrid(*members, num_speculative_tokens=4)
+    alone = served({**PERFECT, "adaptive": False, "num_speculative_tokens": 4})
+    steps = served(spec, overlap=overlap)
+    assert accepted(steps, "perfect") > 60
+    assert len(steps) < 1.6 * len(alone)
+
+
+def test_control_the_worse_one_is_heard(monkeypatch):
+    def worse(whole, ops, columns, slots, budget, record, tokens, count, worth, search):
+        return whole(
+            ops, columns, slots, budget, record, tokens, count, torch.tensor([[0], [1]]) + 0 * worth, search
+        )
+
+    plant(monkeypatch, "arbitrate", worse)
+    steps = served(hybrid(PERFECT, JUNK, num_speculative_tokens=4))
+    assert accepted(steps, "perfect") < 60
+
+
+def test_a_search_says_itself_what_it_is_worth():
+    """A long match against one that has never been heard, and none against it."""
+    proposer = make(HybridProposer, proposers=[NGRAM, {**SUFFIX, "pool_tokens": 0}], k=6)
+    long = [*range(20, 34), 50, *range(20, 34)]
+    columns = lines(proposer.env.ops, 6, [long, [5, 6, 7, 8]])
+    draft = proposer.draft(DeviceBatch(columns, torch.tensor([0, 1]), torch.tensor([6, 6])))
+    assert draft.count.tolist() == [6, 0] and draft.tokens[0].tolist() == [50, 20, 21, 22, 23, 24]
+    assert draft.sources.dtype == torch.int8
+
+
+def test_a_new_request_in_the_slot_begins_anew():
+    proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=4)
+    columns = lines(proposer.env.ops, 4, [[5, 6, 7, 5, 6], [7]])
+    batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
+    columns.seed[0] = 1
+    proposer.draft(batch)
+    assert not proposer.record.fell.any()
+    columns.length[0] += 1  # all of them fell
+    columns.tokens[0, 5] = 90
+    proposer.draft(batch)
+    assert proposer.record.fell[0].sum() == UNIT
+    columns.seed[0] = 2
+    proposer.draft(batch)
+    assert not proposer.record.fell.any()
+
+
+# --- and who goes on ----------------------------------------------------------------------------------
+
+
+def test_a_match_goes_on_from_the_drafts_of_another():
+    """The first knows two tokens; after them the text has been seen before."""
+
+    class Two(proposers.DevicePerfect):
+        def draft(self, batch):
+            return Draft(torch.tensor([[21, 22, 0, 0, 0, 0]]), torch.tensor([2]))
+
+    proposer = make(HybridProposer, proposers=[PERFECT, {**SUFFIX, "min_match": 2}], k=6)
+    proposer.members[0] = Two(proposer.env, {})
+    columns = lines(proposer.env.ops, 6, [[20, 21, 22, 23, 24, 25, 26, 40, 41], [7]])
+    draft = proposer.draft(DeviceBatch(columns, torch.tensor([0]), torch.tensor([6])))
+    assert draft.tokens[0].tolist() == [21, 22, 23, 24, 25, 26] and draft.count.tolist() == [6]
+    names = [proposer.sources[i] for i in draft.sources[0].tolist()]
+    assert names == ["perfect"] * 2 + ["suffix"] * 4
+    draft = proposer.draft(DeviceBatch(columns, torch.tensor([0]), torch.tensor([3])))
+    assert draft.count.tolist() == [3]
+
+
+def test_the_second_time_the_pool_knows():
+    """The head is random: what stands is what was said before, and is named so."""
+    members = [{"method": "mtp", **heads.options("mtp", "llama", "float32")}, SUFFIX]
+    spec = hybrid(*members, num_speculative_tokens=5)
+    steps = served(spec)  # `served` runs everybody twice
+    assert accepted(steps, "suffix") > 90 and len(steps) < 60
+
+
+def test_a_head_has_its_own_number_of_drafts():
+    head = {"method": "mtp", **heads.options("mtp", "llama", "float32"), "num_speculative_tokens": 2}
+    steps = served(hybrid(head, {**NGRAM, "prompt_lookup_min": 60}, num_speculative_tokens=6))
+    assert {step.num_draft for step in steps} <= {0, 1, 2}
+
+
+def test_draft_records_name_everybody():
+    steps = served(hybrid(PERFECT, SUFFIX, num_speculative_tokens=4))
+    assert accepted(steps, "perfect") and accepted(steps, "suffix")
+    ask = tiny.request(0, SamplingParams(max_tokens=30, ignore_eos=True, include_draft_logprobs=True))
+    head = {"method": "mtp", **heads.options("mtp", "llama", "float32"), "num_speculative_tokens": 2}
+    target = tiny.engine(speculative=hybrid(head, SUFFIX, num_speculative_tokens=5))
+    record = tiny.run(target, [ask])["0"]
+    drafts = [draft for step in record.steps for draft in step.drafts or []]
+    assert {draft.source for draft in drafts} == {"mtp", "suffix"}
+    assert all((draft.draft_logprob is None) == (draft.source == "suffix") for draft in drafts)
+
+
+def test_laws_of_drafts_are_those_of_whoever_made_them():
+    proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=2)
+    law = torch.rand((2, 2, tiny.VOCAB))
+    mine = Draft(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), probs=law)
+    theirs = Draft(torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 2]))
+    chosen = Draft(
+        torch.tensor([[1, 2], [7, 8]]), torch.tensor([2, 2]), sources=torch.tensor([[0, 1], [1, 1]])
+    )
+    probs = proposer._with_thoughts(chosen, [mine, theirs], torch.tensor([1, 2])).probs
+    assert torch.equal(probs[0, 0], law[0, 0])
+    certain = torch.nn.functional.one_hot(torch.tensor([2, 7, 8]), tiny.VOCAB).float()
+    assert torch.equal(torch.stack([probs[0, 1], probs[1, 0], probs[1, 1]]), certain)
+
+
+# --- what it says of itself ---------------------------------------------------------------------------
+
+
+def test_it_is_what_its_members_are():
+    both = make(HybridProposer, proposers=[NGRAM, SUFFIX])
+    assert both.sources == ("ngram", "suffix") and both.cheap and both.learns and not both.follows_rows
+    assert HybridProposer.storage({"proposers": [NGRAM, SUFFIX]}, None, None) == SuffixProposer.storage(
+        {}, None, None
+    )
+
+
+def test_options_are_checked():
+    for wrong, reason in (
+        (None, "two at least"),
+        ("ngram", "two at least"),
+        ([NGRAM], "two at least"),
+        ([NGRAM, "suffix"], "a mapping with a 'method'"),
+        ([NGRAM, {"method": "sufix"}], "suffix"),
+        ([NGRAM, {"method": "given"}], "on the device"),
+        ([NGRAM, hybrid(NGRAM, NGRAM)], "on the device"),
+        ([NGRAM, {**SUFFIX, "min_mach": 3}], "min_match"),
+        ([NGRAM, {**SUFFIX, "num_speculative_tokens": 0}], "1..64"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            make(HybridProposer, proposers=wrong)
+    head = {"method": "mtp", **heads.options("mtp", "llama", "float32")}
+    with pytest.raises(ConfigError, match="not several"):
+        tiny.engine(speculative=hybrid(head, head))

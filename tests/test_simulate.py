@@ -1,0 +1,160 @@
+"""Recorded outputs said again: the counts are those of a real run, and what cannot be said is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import tiny
+from draftproof.cli import main
+from draftproof.config import SpeculativeConfig
+from draftproof.errors import ConfigError, RequestError
+from draftproof.metrics import SpecStats
+from draftproof.sampling_params import SamplingParams
+from draftproof.simulate.recorded import Recorded, read
+from draftproof.simulate.replay import Costs, replay
+
+LOOP = [5, 6, 7, 8] * 8
+
+
+def config(method, **options):
+    return SpeculativeConfig.parse({"method": method, **options})
+
+
+def test_a_text_that_repeats_itself():
+    """Four tokens to see the loop, then windows of k + 1; the last token needs no draft."""
+    found = replay([Recorded([1], LOOP)], config("ngram"), [1, 3])
+    assert [out.k for out in found] == [1, 3]
+    # 5 6 7 8 5 6 come one by one, then 26 tokens in windows
+    assert [out.stats.num_steps for out in found] == [6 + 13, 6 + 7]
+    assert all(out.stats.num_emitted_tokens == 32 for out in found)
+    assert found[1].stats.acceptance_rate == 1.0 and found[1].sources == {"ngram": 19}
+    assert found[1].stats.accepted_per_position == [7, 6, 6]
+
+
+def served(method, asks, k, **engine):
+    """Counts of a real engine, and what it said."""
+    spec = {"method": method, "num_speculative_tokens": k, "adaptive": False}
+    target = tiny.engine(speculative=spec, **engine)
+    records = tiny.run(target, asks)
+    stats = SpecStats()
+    for record in records.values():
+        for step in record.steps:
+            if step.token_ids:
+                stats.record(step.num_draft, step.num_accepted, len(step.token_ids))
+    said = [Recorded(ask.prompt_token_ids, records[ask.id].token_ids) for ask in asks]
+    return stats, said
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_counts_are_those_of_a_real_run(method):
+    """One request after the other, so that a pool is told in the same order."""
+    params = SamplingParams(max_tokens=40, temperature=0.4, ignore_eos=True, logit_bias={5: 6.0, 9: 6.0})
+    asks = [tiny.request(i, params) for i in range(4)]
+    want, said = served(method, asks, 4, max_num_seqs=1)
+    got = replay(said, config(method), [4])[0].stats
+    assert got == want and want.num_accepted_tokens > 10
+    wrong = [Recorded(r.prompt, [*r.output[:20], 3, *r.output[21:]]) for r in said]
+    assert replay(wrong, config(method), [4])[0].stats != want  # the comparison can fail
+
+
+def test_what_was_said_before_helps():
+    text = list(range(10, 40))
+    twice = [Recorded([1, 2, 3], text, "first"), Recorded([1, 2, 3], text, "second")]
+    out = replay(twice, config("suffix"), [6])[0]
+    assert out.tasks["first"].acceptance_length == 1.0 and out.tasks["second"].acceptance_length > 4
+    salted = [Recorded(r.prompt, r.output, r.task, salt) for r, salt in zip(twice, "ab", strict=True)]
+    assert replay(salted, config("suffix"), [6])[0].tasks["second"].acceptance_length == 1.0
+    together = replay(twice, config("suffix"), [6], batch=2)[0]
+    assert together.stats.acceptance_length == 1.0  # neither had ended when the other began
+
+
+def test_predictions_are_followed():
+    out = replay([Recorded([1], LOOP, prediction=LOOP)], config("given"), [3])[0]
+    assert out.stats.num_steps == 1 + 8 and out.sources == {"given": 23}
+
+
+def test_costs():
+    costs = Costs({1: 0.010, 4: 0.016})
+    assert [round(costs.of(n), 4) for n in (1, 2, 4, 8)] == [0.010, 0.012, 0.016, 0.032]
+    out = replay([Recorded([1], LOOP)], config("ngram"), [3], costs=costs)[0]
+    assert out.plain == pytest.approx(0.32)
+    # 6 plain steps and the last window has one draft only
+    assert out.seconds == pytest.approx(6 * 0.010 + 6 * 0.016 + 0.012)
+    assert out.speed_up == pytest.approx(0.32 / out.seconds)
+    for wrong in ({}, {0: 1.0}, {1: 0.0}):
+        with pytest.raises(ConfigError, match="seconds by rows"):
+            Costs(wrong)
+
+
+def test_several_proposers():
+    members = [{"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix", "min_match": 6}]
+    spec = config("hybrid", proposers=members)
+    out = replay([Recorded([1], LOOP)], spec, [4])[0]
+    assert set(out.sources) == {"ngram", "suffix"} and out.stats.acceptance_length > 2
+
+
+def test_what_needs_a_model_is_refused():
+    with pytest.raises(ConfigError, match="model of its own"):
+        replay([Recorded([1], LOOP)], config("proposers:SelfModel"), [2])
+    with pytest.raises(ConfigError, match="prompt_lookup_max"):
+        replay([Recorded([1], LOOP)], config("ngram", prompt_lookup_mx=3), [2])
+
+
+# --- files and the command ----------------------------------------------------------------------------
+
+
+class Letters:
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+
+def test_files(tmp_path):
+    path = tmp_path / "said.jsonl"
+    rows = [
+        {"prompt_token_ids": [1, 2], "token_ids": [3], "task": "qa", "cache_salt": "x"},
+        {"prompt": "ab", "text": "cd", "prediction": "e"},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    assert read(path, Letters()) == [
+        Recorded([1, 2], [3], "qa", "x"),
+        Recorded([97, 98], [99, 100], prediction=[101]),
+    ]
+    for line, reason in (
+        ("{", "not JSON"),
+        ("[]", "an object"),
+        ('{"prompt": "a", "text": "b"}', "--tokenizer"),
+        ('{"prompt_token_ids": [1]}', "neither token_ids nor text"),
+        ('{"prompt_token_ids": [1], "token_ids": []}', "a token at least"),
+        ('{"prompt_token_ids": [1, -1], "token_ids": [1]}', "token ids"),
+        ('{"prompt_token_ids": [1], "token_ids": [1], "task": 3}', "texts"),
+        ("", "no request"),
+    ):
+        path.write_text(line)
+        with pytest.raises(RequestError, match=reason):
+            read(path)
+    with pytest.raises(RequestError, match="cannot read"):
+        read(tmp_path / "nothing")
+
+
+def test_the_command(tmp_path, capsys):
+    path, out = tmp_path / "said.jsonl", tmp_path / "out.json"
+    path.write_text(json.dumps({"prompt_token_ids": [1], "token_ids": LOOP, "task": "loops"}))
+    given = ["simulate", str(path), "-k", "1,3", "--costs", '{"1": 0.01, "4": 0.016}']
+    assert main([*given, "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "acceptance length" in shown and "loops" in shown and "2.46" in shown
+    told = json.loads(out.read_text())
+    assert [o["k"] for o in told["outcomes"]] == [1, 3] and told["tokens"] == 32
+    assert told["outcomes"][1]["speed_up"] == pytest.approx(0.32 / 0.168, abs=1e-3)
+    assert main([*given, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcomes"][0]["tasks"] == {"loops": 1.6842}
+    for wrong in (
+        ["-k", "0"],
+        ["-k", "x"],
+        ["--costs", "3"],
+        ["--batch", "0"],
+        ["--speculative-config", "["],
+    ):
+        assert main([*given[:2], *wrong]) == 2
