@@ -17,7 +17,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-
 # why an answer ends that cannot go on; its request is to blame, as for a RequestError
 NO_TOKEN_LEFT = "no token is left to sample: the request's options forbid every one"
 
