@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import step_cases
+from draftproof.ops.drafting import SuffixRule
 from draftproof.ops.reference_step import _latest_match
 from draftproof.ops.torch_any import TorchOps
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, End, Outcome, Wants
@@ -141,3 +142,13 @@ def test_the_cases_have_everything_in_them() -> None:
     assert not rare, rare
     assert {f"ends: {end.name}" for end in End if end != End.FAILED} <= set(found)
     assert {f"wants {w.name}" for w in Wants} | {"hot", "cold"} <= set(found)
+
+
+def test_the_pools_of_the_cases_are_drafted_from() -> None:
+    drafts = 0
+    for seed in range(SEEDS):
+        step = Step(seed)
+        pool = step_cases.pool_of(step)
+        REF.suffix(step.columns, step.plan.slots, step.plan.budget, pool, SuffixRule(1, 1.0, 0.05))
+        drafts += int((pool.used == pool.clock).sum())
+    assert drafts >= 5

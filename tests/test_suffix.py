@@ -19,6 +19,7 @@ from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch
 from exact import Ask, Company, Where, solo
+from test_overlap import Watch
 from test_propose import lines, make
 
 CPU = torch.device("cpu")
@@ -171,6 +172,20 @@ def test_an_engine_learns_from_what_it_has_said(monkeypatch):
     assert second == first
     first, second = served([None, None], monkeypatch, pool_tokens=0)
     assert second == first
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"method": "suffix"}, {"method": "hybrid", "proposers": [{"method": "ngram"}, {"method": "suffix"}]}],
+)
+def test_steps_overlap_all_the_same(spec):
+    """Requests come and go, and are learned from, and the host never waits for a step."""
+    asks = [Ask(i, "none", 0.7, length=9 + i, prompt=False) for i in range(6)]
+    engine = Where().engine(spec, overlap=True, max_num_seqs=3)
+    watch = Watch(engine)
+    assert Company(asks, Where(), engine=engine).differences() == []
+    ahead, waited = watch.check()
+    assert waited == 0 and ahead >= len(watch.launched) - 4 > 10
 
 
 def test_one_that_was_aborted_teaches_too():
