@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import xgrammar
 
 import grammars
 import tiny
@@ -180,6 +181,32 @@ SCHEMAS: dict[str, tuple[Any, Any, Any]] = {
     "annotations": ({**ONE, "title": "T", "default": 1, "x-own": {}, "format": "int32"}, 1, "a"),
     "named like a keyword": ({"type": "object", "properties": {"not": ONE}}, {"not": 1}, {"not": "x"}),
 }
+
+
+@pytest.mark.parametrize("bounds", [{"maxLength": 3}, {"minLength": 1}, {"minLength": 1, "maxLength": 900}])
+def test_strings_of_bounded_length_are_json(bounds: dict[str, int]) -> None:
+    """The compiler itself would let control characters through."""
+    info = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], stop_token_ids=[10])
+    made = grammar_worker._build(xgrammar, info, "json", json.dumps({"type": "string", **bounds}), {})
+    plain = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps({"type": "string", **bounds}))
+    for text in ("", "a", "é€", "abc", "abcd", "a" * 901, "\x00", "\x1f", "a\tb", "\n", '"', "\\"):
+        said = f'"{text}"'
+        try:
+            length = len(json.loads(said))
+            right = bounds.get("minLength", 0) <= length <= bounds.get("maxLength", length)
+        except ValueError:
+            right = False
+        assert _takes(made, said) == right, text
+        assert _takes(plain, said) == (
+            right or text in ("\x00", "\x1f", "a\tb")
+        )  # control: why this is needed
+
+
+def _takes(grammar: Any, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(grammar)
+    return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(10)
+
+
 IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an answer that the compiler would let through
     "not": ({**ONE, "not": {"const": 3}}, 3),
     "if": ({**ONE, "if": {"minimum": 3}, "then": {"minimum": 5}}, 4),

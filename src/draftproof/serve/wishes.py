@@ -128,6 +128,7 @@ class Wishes:
             prompt_logprobs=asked.prompt_logprobs,
             prediction=None if asked.prediction is None else _text(asked.prediction.content),
         )
+        self._check_text(sum(len(_text(message.content)) for message in asked.messages), "messages")
         prompt = PromptIn(await self.conversation(asked))
         self._check_length(prompt)
         entries = self._entries([prompt], params)
@@ -212,6 +213,7 @@ class Wishes:
         made = []
         for prompt in several:
             if isinstance(prompt, str):
+                self._check_text(len(prompt), "prompt")
                 made.append(PromptIn(await self.encode(prompt, special), prompt))
             else:
                 made.append(PromptIn(prompt))
@@ -236,6 +238,12 @@ class Wishes:
                 "prompt_logprobs" if params.prompt_logprobs else "logprobs",
             )
         return count
+
+    def _check_text(self, size: int, name: str) -> None:
+        """What cannot fit whatever its tokens are is not tokenised first."""
+        most = self._settings.max_prompt_tokens or self._llm.limits.max_model_len
+        if size > most * self.tokenizer.longest:
+            raise Problem(400, f"the prompt has {size} characters, which are more than {most} tokens", name)
 
     def _check_length(self, prompt: PromptIn) -> None:
         most, vocab = self._settings.max_prompt_tokens, self._llm.limits.vocab_size

@@ -18,6 +18,9 @@ import tempfile
 from typing import IO, Any
 
 MEMORY = 4 << 30  # bytes that a compilation may take
+# A character of a string whose length is bounded, as the compiler writes it: control characters, which no
+# JSON text may have in a string, are among them. So they are taken out.
+LOOSE, TIGHT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 SECONDS = 60  # that one may take; whoever asked has given up by then, or is gone
 
 
@@ -47,7 +50,8 @@ def _limit_memory() -> None:
 def _build(xgrammar: Any, info: Any, kind: str, source: str, options: dict[str, Any]) -> Any:
     compiler = xgrammar.GrammarCompiler(info, max_threads=min(4, os.cpu_count() or 1), cache_enabled=False)
     if kind == "json":
-        return compiler.compile_json_schema(source, strict_mode=True, **options)
+        grammar = xgrammar.Grammar.from_json_schema(source, strict_mode=True, **options)
+        return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(str(grammar).replace(LOOSE, TIGHT)))
     if kind == "json_object":
         return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, **options)
     if kind == "regex":

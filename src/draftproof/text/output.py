@@ -6,7 +6,7 @@ logprobs, text, provenance and statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from draftproof.text.detokenize import Detokenizer
@@ -56,6 +56,9 @@ class StepEvents(Sequence[TokenEvent]):
 
     def __len__(self) -> int:
         return len(self._shown)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        return map(self.__getitem__, range(len(self._shown)))
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # slices are lists
         if isinstance(index, slice):

@@ -15,6 +15,7 @@ from draftproof.text.chat import ChatTemplate
 from draftproof.text.decoding import byte_decoder
 from draftproof.text.gguf_tokenizer import build_tokenizer
 
+LONG_TEXT = 4096  # characters from which on other threads go on while a text is tokenised
 _SPECIAL = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 
@@ -51,6 +52,7 @@ class Tokenizer:
         decoder = byte_decoder(backend.decoder)
         self.strip_left = decoder.strip_left
         self._to_bytes = decoder.to_bytes
+        self.longest = max(map(len, backend.get_vocab()), default=1)  # token, in characters
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
@@ -61,6 +63,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; `add_special_tokens` puts BOS and the like where the model wants them."""
         try:
+            if len(text) > LONG_TEXT:  # a batch lets go of the interpreter's lock, a single text does not
+                return list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
