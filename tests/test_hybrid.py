@@ -28,7 +28,7 @@ def hybrid(*members, **more):
 def served(spec, temperature=0.7, overlap=False, **fields):
     """A long answer with these drafts: its steps, once it was found to be the plain one."""
     where = Where()
-    asks = [Ask(i, "ignore_eos", temperature, length=12 + i, prompt=False, **fields) for i in range(3)]
+    asks = [Ask(i, "sixty tokens", temperature, length=12 + i, prompt=False, **fields) for i in range(3)]
     company = Company(asks, where, spec, overlap=overlap)
     assert company.differences() == []
     records = company.serve({str(a.index): solo(a, where).token_ids for a in asks})
@@ -37,7 +37,7 @@ def served(spec, temperature=0.7, overlap=False, **fields):
 
 @pytest.fixture(autouse=True)
 def long_answers(monkeypatch):
-    monkeypatch.setitem(__import__("exact").OPTIONS, "ignore_eos", {"max_tokens": 60, "ignore_eos": True})
+    monkeypatch.setitem(__import__("exact").OPTIONS, "sixty tokens", {"max_tokens": 60, "ignore_eos": True})
 
 
 def accepted(steps, name):
