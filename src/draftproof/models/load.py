@@ -165,10 +165,11 @@ def _bar(text: str, progress: bool) -> Callable[[Iterator[Any], int], Iterator[A
     from rich.progress import track
 
     console = Console(stderr=True)
+    if not console.is_terminal:  # it would write an empty line, and what it writes to may be a full disk
+        return None
 
     def bar(items: Iterator[Any], total: int) -> Iterator[Any]:
-        quiet = not console.is_terminal
-        yield from track(items, text, total, console=console, transient=True, disable=quiet)
+        yield from track(items, text, total, console=console, transient=True)
 
     return bar
 

@@ -97,6 +97,7 @@ def _hold_on(folder: Path) -> None:
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)  # a device in trouble may hold up the interpreter's own way out

@@ -13,7 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar, there from the first call on: what is done, how much, of how much."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, console=Console(stderr=True))
+    console = Console(stderr=True)
+    # where nobody looks it would still write lines, and what it writes to may be a full disk
+    bar = Progress(*columns, console=console, disable=not (console.is_terminal or console.is_jupyter))
     tasks: dict[str, TaskID] = {}
 
     def show(what: str, done: int, total: int) -> None:
@@ -25,4 +27,5 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     try:
         yield show
     finally:
-        bar.stop()
+        if tasks and not bar.disable:
+            bar.stop()
