@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.tensors import linear_shapes
 
 FEATURES = ("aux", "last", "last_normed")
 FEATURE_NORMS = ("none", "whole", "each")
@@ -190,18 +191,8 @@ class HeadConfig:
                 shapes[at + "hidden_norm.weight"] = (hidden,)
             if not first or self.input_norm:
                 shapes[at + "input_layernorm.weight"] = (hidden,)
-            for name, rows, columns, bias in (
-                ("self_attn.q_proj", q, reads, self.qkv_bias),
-                ("self_attn.k_proj", kv, reads, self.qkv_bias),
-                ("self_attn.v_proj", kv, reads, self.qkv_bias),
-                ("self_attn.o_proj", hidden, q, self.o_bias),
-                ("mlp.gate_proj", inner, hidden, self.mlp_bias),
-                ("mlp.up_proj", inner, hidden, self.mlp_bias),
-                ("mlp.down_proj", hidden, inner, self.mlp_bias),
-            ):
-                shapes[f"{at}{name}.weight"] = (rows, columns)
-                if bias:
-                    shapes[f"{at}{name}.bias"] = (rows,)
+            biases = self.qkv_bias, self.o_bias, self.mlp_bias
+            shapes |= linear_shapes(at, hidden, reads, q, kv, inner, biases)
             if self.qk_norm:
                 shapes |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes[at + "post_attention_layernorm.weight"] = (hidden,)

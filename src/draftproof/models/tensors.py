@@ -20,15 +20,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor of this model, in forward order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = (
-        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q_size, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
+    biases = config.qkv_bias, config.o_bias, config.mlp_bias
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -37,13 +29,37 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        for name, rows, columns, bias in linears:
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes |= linear_shapes(prefix, hidden, hidden, q_size, kv_size, inner, biases)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def linear_shapes(
+    prefix: str,
+    hidden: int,
+    reads: int,
+    q_size: int,
+    kv_size: int,
+    inner: int,
+    biases: tuple[bool, bool, bool],
+) -> dict[str, tuple[int, ...]]:
+    """Of one layer whose attention reads `reads` columns; biases of q, k and v, of o, and of the MLP."""
+    of_qkv, of_o, of_mlp = biases
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", q_size, reads, of_qkv),
+        ("self_attn.k_proj", kv_size, reads, of_qkv),
+        ("self_attn.v_proj", kv_size, reads, of_qkv),
+        ("self_attn.o_proj", hidden, q_size, of_o),
+        ("mlp.gate_proj", inner, hidden, of_mlp),
+        ("mlp.up_proj", inner, hidden, of_mlp),
+        ("mlp.down_proj", hidden, inner, of_mlp),
+    ):
+        shapes[f"{prefix}{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
 
 
