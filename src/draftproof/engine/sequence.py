@@ -121,5 +121,11 @@ class Planned:
         return int(np.maximum(self.chunk, 1).sum() + self.drafts.sum())
 
     @property
+    def scores_prompts(self) -> bool:
+        """Does anybody want to know of the rows of a prompt what they say?"""
+        chunks = self.chunk.nonzero()[0].tolist()
+        return any(self.sequences[i].request.params.prompt_logprobs is not None for i in chunks)
+
+    @property
     def num_logits(self) -> int:
         return int(self.samples.sum() + self.drafts.sum())

@@ -65,7 +65,7 @@ class Ran:
     """A step that was queued."""
 
     decided: Decided
-    hidden: Tensor | None  # [R, hidden], where it was asked for or there were prompts
+    hidden: Tensor | None  # [R, hidden], where it was asked for
 
 
 class DeviceStep:
@@ -127,17 +127,23 @@ class DeviceStep:
             follow()
             return ran
         layout, picked = self._layout(rows, logits), self._picked[:logits]
-        forward = self._graph(("forward", rows), lambda: self._forward(layout.rows))
+        ends = 0 if keep or planned.scores_prompts else self._ends(rows)
+        ends = ends if ends >= logits else 0
+        forward = self._graph(("forward", rows, ends), lambda: self._forward(rows, ends))
         judge: Callable[[], Decided] = partial(self._tail, picked, layout.windows, traits, hosted)
         if not planned.num_logits:
             judge = partial(self._advance, layout.windows, traits)
         elif not hosted:
             judge = self._graph(("judge", logits, traits), judge)
         self._load(planned, budget)
-        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
+        written = self._layout(rows, ends or logits)
+        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, written)
         hidden = forward()
-        torch.index_select(hidden, 0, layout.at, out=picked)
-        ran = Ran(judge(), hidden)
+        if ends:
+            picked.copy_(hidden[:logits])
+        else:
+            torch.index_select(hidden, 0, layout.at, out=picked)
+        ran = Ran(judge(), None if ends else hidden)
         follow()
         return ran
 
@@ -197,7 +203,8 @@ class DeviceStep:
             tick("capturing", done, len(work))
             layout = self._layout(size, min(size, self.max_logits))
             if trait is None:
-                self._graph((kind, size), partial(self._forward, layout.rows))
+                ends = self._ends(size)
+                self._graph((kind, size, ends), partial(self._forward, size, ends))
             elif kind == "decode":
                 self._graph((kind, size, trait), partial(self._whole, size, trait))
             else:
@@ -271,11 +278,24 @@ class DeviceStep:
     def _whole(self, size: int, traits: Traits) -> Decided:
         layout = self._layout(size, size)
         self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
-        hidden = self._forward(layout.rows)  # of entries that decode every row has logits
+        hidden = self._forward(size)  # of entries that decode every row has logits
         return self._tail(hidden, layout.windows, traits, NO_ONE)
 
-    def _forward(self, rows: Rows) -> Tensor:
-        hidden, *tapped = self.runner.tapped(rows)
+    def _ends(self, size: int) -> int:
+        """How many rows the last layer of a pass with prompts ends with; 0: all.
+
+        Of a prompt's rows the last one alone has logits. A quarter is room enough for all that decode as well.
+        """
+        if not 0 < self.ops.narrows <= size or self.drafting.follows_rows:
+            return 0
+        return min(self.ops.bucket(size // 4), self.max_logits)
+
+    def _forward(self, size: int, ends: int = 0) -> Tensor:
+        """[size, hidden]; with `ends`, of as many logits rows, [ends, hidden]."""
+        layout = self._layout(size, ends)
+        if ends:
+            return self.runner.some_of(layout.rows, layout.at)
+        hidden, *tapped = self.runner.tapped(layout.rows)
         self.drafting.keep(hidden, *tapped)
         return hidden
 

@@ -28,10 +28,13 @@ class Llama:
             ops.pack_linear(self.embedding) if config.tie_embeddings else take.packed(["lm_head"], bias=False)
         )
 
-    def forward(self, rows: Rows, caches: list[Tensor], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
+    def forward(
+        self, rows: Rows, caches: list[Tensor], taps: Sequence[int] = (), wanted: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row.
 
         Then the residual rows after each layer of `taps`, for which the layers run in ranges.
+        `wanted` [W]: of all rows only these are returned, and the last layer ends with them alone.
         """
         ops, eps = self.ops, self.config.norm_eps
         ops.begin(rows)
@@ -42,7 +45,8 @@ class Llama:
             last = end == len(self.layers)
             norm = self.norm if last else self.layers[end].attention_norm
             layers, mine = self.layers[begin:end], caches[begin:end]
-            hidden, residual = ops.blocks(residual, layers, norm, rows, self.rope, mine, eps)
+            ends = wanted if last else None
+            hidden, residual = ops.blocks(residual, layers, norm, rows, self.rope, mine, eps, ends)
             if end - 1 in taps:
                 tapped[end - 1] = residual
                 residual = residual.clone() if ops.overwrites and not last else residual

@@ -49,6 +49,10 @@ class Runner:
         """[rows, hidden], valid until the next call."""
         return self._forward(rows)[0]
 
+    def some_of(self, rows: Rows, wanted: Tensor) -> Tensor:
+        """`forward`, but of the rows `wanted` [W] alone: [W, hidden]."""
+        return self.model.forward(rows, self.caches, (), wanted)[0]
+
     def tapped(self, rows: Rows) -> tuple[Tensor, ...]:
         """The same, then [rows, hidden] of each tap."""
         return self._forward(rows)

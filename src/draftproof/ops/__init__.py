@@ -95,6 +95,7 @@ class Ops(DraftSearch):
     default_rows: ClassVar[int] = 512  # rows of a step, unless told otherwise
     asynchronous: ClassVar[bool] = False  # work is queued: the host can run ahead of the device
     overwrites: ClassVar[bool] = False  # `blocks` does so with its input
+    narrows: ClassVar[int] = 0  # passes of so many rows and more are told which of them matter; 0: none is
 
     def __init__(self, device: torch.device, numerics: str = "exact") -> None:
         """`numerics`: "fast" lets a backend do what is quickest; one that has nothing quicker stays exact."""
@@ -176,6 +177,7 @@ class Ops(DraftSearch):
         rope: Tensor,
         caches: list[Tensor],  # one a layer
         eps: float,
+        wanted: Tensor | None = None,  # [W] int64: the rows that are returned; None: all of them
     ) -> tuple[Tensor, Tensor]:
         """All layers and the norm after them: its result and what it was taken of, [R, hidden] each.
         Stores K and V of every row."""
@@ -184,7 +186,10 @@ class Ops(DraftSearch):
         for layer, cache, next_norm in zip(layers, caches, following, strict=True):
             norms = layer.q_norm, layer.k_norm
             q = self.linear_rope_store(x, layer.qkv, rows, layer.heads, rope, cache, *norms, eps)
-            x = self.linear(self.attention(q, rows, layer.heads, cache), layer.out)
+            x = self.attention(q, rows, layer.heads, cache)
+            if wanted is not None and layer is layers[-1]:  # nobody will see what becomes of the others
+                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
+            x = self.linear(x, layer.out)
             x, residual = self.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = self.linear(self.linear_silu_mul(x, layer.gate_up), layer.down)
             x, residual = self.add_rms_norm(x, residual, next_norm, eps)

@@ -60,6 +60,7 @@ class TritonOps(StepOps, Queued):
     default_seqs: ClassVar[int] = 256
     default_rows: ClassVar[int] = 8192
     overwrites: ClassVar[bool] = True
+    narrows: ClassVar[int] = 1024
 
     def __init__(
         self,
@@ -275,16 +276,17 @@ class TritonOps(StepOps, Queued):
         rope: Tensor,
         caches: list[Tensor],
         eps: float,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         residual = runtime.matrix("residual", residual)
         rope = runtime.matrix("rope", rope, None, FP32)
-        if self._blocks.takes(residual, layers):
+        if wanted is None and self._blocks.takes(residual, layers):
             for layer, cache in zip(layers, caches, strict=True):
                 self._check_rows(rows, len(residual), layer.heads, cache, residual.dtype)
             if self._blocks(residual, layers, rows, rope, caches, eps):
                 self._done("blocks")
                 return self.rms_norm(residual, norm, eps), residual
-        return super().blocks(residual, layers, norm, rows, rope, caches, eps)
+        return super().blocks(residual, layers, norm, rows, rope, caches, eps, wanted)
 
     # --- sampling ---------------------------------------------------------------------------------
 

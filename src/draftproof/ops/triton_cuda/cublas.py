@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftproof.ops.triton_cuda.gemm import Gemm, PackedLinear
 
-PIECES = (8192, 4096, 2048, 1024, 512)  # rows; large first
+PIECES = range(8192, 0, -512)  # rows
 # A call of exactly so many rows (a bucket of `graph`) of a large weight may go as a whole; not in pieces,
 # because each piece reads the weight.
 WHOLE = (80, 96, 128, 160, 192, 256, 320, 384, 512)

@@ -27,17 +27,13 @@ EAGER_RUNS = 2  # before a capture: compiles kernels, proves cuBLAS pieces, grow
 def bucket_of(rows: int) -> int:
     """The number of rows that is captured for `rows`.
 
-    Above 512: 2, 3, 4, 6, 8 … times 512, which are sums of the pieces that cuBLAS may take.
+    Above 512: multiples of 512, which cuBLAS may take as a whole; above 8192, of larger steps.
     """
     for size in STEPS:
         if rows <= size:
             return size
-    size = 1024
-    while size < rows:
-        if size > 1024 and size * 3 // 4 >= rows:
-            return size * 3 // 4
-        size *= 2
-    return size * 3 // 4 if size > 1024 and size * 3 // 4 >= rows else size
+    step = max(512, (1 << (rows - 1).bit_length()) // 16)
+    return -(-rows // step) * step
 
 
 class Queued(Bookkeeping):

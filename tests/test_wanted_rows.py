@@ -1,0 +1,59 @@
+"""Prompts whose last layer ends with the rows that are looked at: the same bits, and it is so done."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+import tiny
+from draftproof.models.llama import Llama
+from draftproof.models.runner import Runner
+from draftproof.ops import resolve
+from exact import Ask, Company, Where
+from test_draft_model import PaddedOps
+
+CPU = torch.device("cpu")
+
+
+class NarrowOps(PaddedOps):
+    """Tells passes of 16 rows and more which of them matter."""
+
+    narrows = 16
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_some_rows_are_those_of_all(backend, arch):
+    made, ops = tiny.checkpoint(arch, "bfloat16"), resolve(backend, CPU)
+    model = Llama(made.config, made.tensors, ops, 64)
+    all_of, some_of = (Runner(model, ops, made.dtype, num_pages=9, page_size=8, max_rows=32) for _ in "ab")
+    at = torch.arange(4 if backend == "reference" else 21)
+    table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    rows = all_of.rows(at * 7 % tiny.VOCAB, at, torch.ones_like(at), table)
+    wanted = torch.tensor([len(at) - 1, 0, 2, 0])
+    assert torch.equal(some_of.some_of(rows, wanted), all_of.forward(rows)[wanted])
+    for mine, theirs in zip(all_of.caches, some_of.caches, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def company(prompt: bool = False) -> Company:
+    asks = [Ask(i, temperature=0.7 * (i % 2), prompt=prompt and i == 1) for i in range(4)]
+    spec = {"method": "ngram", "num_speculative_tokens": 3}
+    where, sizes = Where(backend="test_wanted_rows:NarrowOps"), {"max_num_batched_tokens": 48}
+    return Company(asks, Where(), engine=where.engine(spec, overlap=True, **sizes), arrivals=(0, 0, 1, 5))
+
+
+@pytest.mark.parametrize("prompt", [False, True], ids=["last rows", "logprobs of a prompt"])
+def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
+    served = company(prompt)
+    assert served.differences() == []
+    keys = {key for key in served.engine.loop.device._graphs if key[0] == "forward" and key[1] >= 16}
+    assert any(bool(ends) != prompt for _, _, ends in keys), "no pass was told which rows matter, or all were"
+
+
+def test_the_wrong_rows_are_noticed():
+    whole = Runner.some_of
+    with mock.patch.object(Runner, "some_of", lambda self, rows, at: whole(self, rows, (at - 1).clamp(min=0))):
+        assert company().differences()
