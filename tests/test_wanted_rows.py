@@ -54,6 +54,7 @@ def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
 
 
 def test_the_wrong_rows_are_noticed():
-    whole = Runner.some_of
-    with mock.patch.object(Runner, "some_of", lambda self, rows, at: whole(self, rows, (at - 1).clamp(min=0))):
+    right = Runner.some_of
+    wrong = lambda self, rows, at: right(self, rows, (at - 1).clamp(min=0))  # noqa: E731
+    with mock.patch.object(Runner, "some_of", wrong):
         assert company().differences()

@@ -241,9 +241,12 @@ def attention_of_many_tiles() -> None:
         rows.slots[-1] = -1
         plain = ops.attention(x, rows, heads, paged.cache)[:-1]
         chunked = {16: walk.Shape(16, 2, 3), 32: walk.Shape(16, 2, 3, apart=False)}
+        ahead = {32: walk.Shape(16, 2, 3, apart=False, ahead=True)}
         for few, cut in ((1000, 1000), (1000, 0), (0, 0)):
             with (
-                mock.patch.multiple(walk, FEW=few, CUT=cut, PROGRAMS=1, CHUNKED=chunked),
+                mock.patch.multiple(
+                    walk, FEW=few, CUT=cut, PROGRAMS=1, CHUNKED=chunked, LOWEST=ahead, HIGH=ahead
+                ),
                 mock.patch.object(tile_lists, "BLOCK", 16),
                 mock.patch.object(attention_kernels, "PROGRAMS", 1),
             ):

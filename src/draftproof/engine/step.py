@@ -284,7 +284,7 @@ class DeviceStep:
     def _ends(self, size: int) -> int:
         """How many rows the last layer of a pass with prompts ends with; 0: all.
 
-        Of a prompt's rows the last one alone has logits. A quarter is room enough for all that decode as well.
+        Of a prompt's rows the last one alone has logits; a quarter is room for all that decode as well.
         """
         if not 0 < self.ops.narrows <= size or self.drafting.follows_rows:
             return 0

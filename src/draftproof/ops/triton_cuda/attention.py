@@ -77,11 +77,23 @@ def _block(
     WINDOW: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """The keys at..at + KEYS go into maximum [BM], sum [BM, ONES], weighted values [BM, BD] of their span."""
+    key = at + tl.arange(0, KEYS)
+    page = tl.load(pages + key // PAGE, mask=(key >= first) & (key <= last), other=0)
+    return paged_block(q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc, NUM_KV, D, BD,
+                       PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+
+
+@triton.jit
+def paged_block(
+    q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc,
+    NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """`_block` of keys whose pages [KEYS] are known."""
     d = tl.arange(0, BD)
     key = at + tl.arange(0, KEYS)
     exists = (key >= first) & (key <= last)  # other places may hold anything, NaN too
-    page = tl.load(pages + key // PAGE, mask=exists, other=0).to(tl.int64)
-    place = (page * PAGE + key % PAGE) * (NUM_KV * D)
+    place = (page.to(tl.int64) * PAGE + key % PAGE) * (NUM_KV * D)
     k = tl.load(cache_k + place[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
     top, p, decay = weigh(score(q, k, key, pos, scale, WINDOW), m, q.dtype)
     v = tl.load(cache_v + place[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)

@@ -31,6 +31,7 @@ GROUP = 8  # row tiles that share a pass over the weight's columns: they find it
 LINES = 32  # of a weight's row, 128 bytes each, are asked for before the last kernel has ended
 # Only for a weight of so many elements, and up to so many rows: asking for a larger one made it come later.
 ASKED, ASK_ROWS = 4 << 20, 256
+EARLY_ROWS = 0
 FEW = 64  # up to this many rows the spans of K run side by side
 
 
@@ -74,6 +75,38 @@ def _span(
 
 
 @triton.jit
+def early_span(
+    x_at, w_at, row_ok, col_ok, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_span` over all of K, for few rows. The first tiles of the weight are on their way before the wait.
+
+    So the weight's loads alone are the compiler's to pipeline; rows are loaded TURNS ahead (1 or 2) by hand.
+    """
+    acc = tl.zeros((BM, BN), tl.float32)
+    now = tl.zeros((BM, BK), x_at.dtype.element_ty)
+    after = tl.zeros((BM, BK), x_at.dtype.element_ty)
+    for k in range(0, K, BK):
+        b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
+        if k == 0:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            now = tl.load(x_at, mask=row_ok[:, None], other=0.0, cache_modifier=".cg")
+            if TURNS == 2:
+                there = row_ok[:, None] & (BK < K)
+                after = tl.load(x_at + BK, mask=there, other=0.0, cache_modifier=".cg")
+        ahead = k + TURNS * BK
+        there = row_ok[:, None] & (ahead < K)
+        later = tl.load(x_at + ahead, mask=there, other=0.0, cache_modifier=".cg")
+        acc = tl.dot(now, b, acc, input_precision="ieee")
+        if TURNS == 2:
+            now, after = after, later
+        else:
+            now = later
+    return acc
+
+
+@triton.jit
 def _two_spans(
     x_at, w_at, row_ok, col_ok, rk, span, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
@@ -111,7 +144,7 @@ def linear_kernel(
     x, w, bias, out, parts, arrived, M, N, K, span, plane,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr, ABREAST: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K], bias [N] -> out [M, N]; parts [SPLIT, M, N] and arrived [tiles] if ABREAST."""
     pid = tl.program_id(0)
@@ -123,7 +156,11 @@ def linear_kernel(
     tile_m = first_m + within % size
     rm = tile_m * BM + tl.arange(0, BM)
     rn = (within // size) * BN + tl.arange(0, BN)
-    begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
+    if EARLY:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+    else:
+        begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
     rk = tl.arange(0, BK)
     row_ok, col_ok = rm < M, rn < N
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
@@ -131,7 +168,10 @@ def linear_kernel(
     where = rm.to(tl.int64)[:, None] * N + rn[None, :]
     inside = row_ok[:, None] & col_ok[None, :]
     bias_at = bias + rn
-    if ABREAST:
+    if EARLY:
+        total = early_span(x_at, w_at, row_ok, col_ok, K, BM, BN, BK, EARLY, PDL)
+        _finish(total, out + where, inside, bias_at, col_ok, HAS_BIAS)
+    elif ABREAST:
         part = tl.program_id(1)
         mine = _span(x_at, w_at, row_ok, col_ok, rk, part * span, (part + 1) * span, K, BM, BN, BK, EVEN_K)
         tl.store(parts + part * plane + where, mine, mask=inside)
@@ -158,6 +198,12 @@ def lines(rows: int, columns: int, depth: int, size: int) -> int:
     if rows > ASK_ROWS or columns * depth > ASKED:
         return 0
     return min(LINES, power_of_two(depth * size // 128))
+
+
+def early(rows: int, columns: int, depth: int, split: int, tile: tiles.Tile, pdl: bool) -> int:
+    """TURNS of `early_span`, or 0: the weight waits for the last kernel."""
+    fits = rows <= EARLY_ROWS and columns * depth > ASKED and split == 1 and depth % tile.bk == 0
+    return 2 if pdl and fits else 0
 
 
 class Gemm:
@@ -196,6 +242,7 @@ class Gemm:
             BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, SPLIT=packed.split, ABREAST=abreast,
             TWO=packed.split == 2, HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0,
             LINES=lines(rows, columns, depth, x.element_size()),
+            EARLY=early(rows, columns, depth, packed.split, tile, pdl),
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
         )  # fmt: skip
 

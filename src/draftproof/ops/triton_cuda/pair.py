@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.ops import Heads, Rows
 from draftproof.ops.triton_cuda import tiles
 from draftproof.ops.triton_cuda.elementwise import gated
-from draftproof.ops.triton_cuda.gemm import PackedLinear, lines
+from draftproof.ops.triton_cuda.gemm import PackedLinear, early, early_span, lines
 from draftproof.ops.triton_cuda.runtime import launch_options, prefetch
 
 MOST = 512  # rows; beyond, the two ops one after the other
@@ -79,7 +79,7 @@ def pair_kernel(
     x, w, bias, out, positions, slots, kv_index, rope, cache, M, N, K, span, apart, plane,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, ROPE: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [2 N, K]. ROPE: q to out [M, NUM_Q * D], k and v to the cache; else out [M, N]."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -109,12 +109,16 @@ def pair_kernel(
             if pid % grid_m == 0:
                 line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
                 prefetch(w + tl.where(both_ok, wn, 0).to(tl.int64)[:, None] * K + line[None, :])
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     rk = tl.arange(0, BK)
     row_ok = rm < M
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
     w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
-    acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
+    if EARLY:
+        acc = early_span(x_at, w_at, row_ok, both_ok, K, BM, 2 * BN, BK, EARLY, PDL)
+    else:
+        acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
     for s in range(1, SPLIT):
         acc += _spans(x_at, w_at, row_ok, both_ok, rk, s * span, (s + 1) * span, K, BM, BN, BK, EVEN_K)
     low, high = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
@@ -172,6 +176,7 @@ def _launch(
         EVEN_K=span % tile.bk == 0, ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0,
         NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0,
         LINES=lines(count, len(packed.weight), depth, 2),
+        EARLY=early(count, len(packed.weight), depth, packed.split, tile, pdl),
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
     )  # fmt: skip
 

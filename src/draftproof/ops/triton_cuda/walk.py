@@ -18,7 +18,15 @@ from torch import Tensor
 
 from draftproof.ops import Heads, Rows
 from draftproof.ops.triton_cuda import attention
-from draftproof.ops.triton_cuda.attention import Partials, _block, _finish, _fold, _gather, scratch_fits
+from draftproof.ops.triton_cuda.attention import (
+    Partials,
+    _block,
+    _finish,
+    _fold,
+    _gather,
+    paged_block,
+    scratch_fits,
+)
 from draftproof.ops.triton_cuda.runtime import INTERPRETED, power_of_two
 from draftproof.ops.triton_cuda.tile_lists import CHUNKS, TileLists
 
@@ -37,6 +45,7 @@ class Shape(NamedTuple):
     stages: int
     registers: int | None = None  # at most, of a thread: fewer let more programs in
     apart: bool = True  # blocks that all rows see have a loop of their own, without masks
+    ahead: bool = False  # pages are looked up a turn early, so that keys do not wait for them
 
 
 # Width of a head -> shape. HIGH: many rows; LOW: their decode rows, and calls up to 256 rows; MIDDLE: to FEW;
@@ -90,6 +99,7 @@ def _walk_blocks(
     q, pos, pages, cache_k, cache_v, first, last, lowest, start, end, scale,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, APART: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Blocks start..end, span by span: maximum [BM], sum [BM], weighted values [BM, BD]."""
     BLOCKS: tl.constexpr = SPAN // KEYS
@@ -108,9 +118,19 @@ def _walk_blocks(
             if block % BLOCKS == BLOCKS - 1:  # the span is complete
                 m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
                 m1 = tl.full((BM,), float("-inf"), tl.float32)
+    key = middle * KEYS + tl.arange(0, KEYS)
+    page = tl.load(pages + key // PAGE, mask=key <= last, other=0) if AHEAD else key
     for block in range(middle, end):
-        m1, sums1, acc1 = _block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1, sums1,
-                                 acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+        if AHEAD:
+            this = page
+            key = (block + 1) * KEYS + tl.arange(0, KEYS)
+            page = tl.load(pages + key // PAGE, mask=key <= last, other=0)
+            m1, sums1, acc1 = paged_block(q, pos, this, cache_k, cache_v, first, last, block * KEYS, scale,
+                                          m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS,
+                                          ONES)  # fmt: skip
+        else:
+            m1, sums1, acc1 = _block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1,
+                                     sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
             m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
             m1 = tl.full((BM,), float("-inf"), tl.float32)
@@ -143,6 +163,7 @@ def _chunk(
     ok, inside, out_at,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, APART: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The part-th `chunk` spans of a tile; the last program of the tile to arrive finishes it.
 
@@ -155,7 +176,8 @@ def _chunk(
     end = tl.minimum(last // KEYS + 1, start + chunk * (SPAN // KEYS))
     if part == 0:
         m, total, acc = _walk_blocks(q, pos, pages, cache_k, cache_v, first, last, lowest, start, end, scale,
-                                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART)  # fmt: skip
+                                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART,
+                                     AHEAD)  # fmt: skip
         if length <= chunk:
             _finish(total, acc, out_at, inside)
         else:
@@ -177,7 +199,7 @@ def walk_kernel(
     R, max_pages, plane, spans, chunk, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    CHUNKS: tl.constexpr, APART: tl.constexpr, LEAD: tl.constexpr, WAIT: tl.constexpr,
+    CHUNKS: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, LEAD: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """q, out [R, heads * D]; grid (NUM_KV, any): a program takes every so many-th tile, the last ones first.
 
@@ -219,12 +241,12 @@ def walk_kernel(
             start, end = first // SPAN * (SPAN // KEYS), last // KEYS + 1
             m, total, acc = _walk_blocks(query, pos, pages, cache_k, cache_v, first, last, lowest, start, end,
                                          scale, NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
-                                         APART)  # fmt: skip
+                                         APART, AHEAD)  # fmt: skip
             _finish(total, acc, out + here, inside)
         else:
             _chunk(query, pos, pages, cache_k, cache_v, first, last, lowest, scale, parts, stats,
                    arrived + row * NUM_KV + head, line * spans, part, chunk, ok, inside, out + here,
-                   NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART)  # fmt: skip
+                   NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART, AHEAD)  # fmt: skip
     if WAIT == "last":
         tl.extra.cuda.gdc_wait()
 
@@ -296,5 +318,6 @@ def _launch(
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim,
         BD=max(16, power_of_two(heads.dim)), BM=shape.height, PAGE=cache.shape[2], WINDOW=heads.window,
         KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, APART=shape.apart,
+        AHEAD=shape.ahead,
         CHUNKS=CHUNKS if chunk else 1, enable_fp_fusion=False, **when, **options,
     )  # fmt: skip
