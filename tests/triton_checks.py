@@ -26,7 +26,7 @@ from torch import Tensor
 from draftproof.ops import Heads, Rows, resolve
 from draftproof.ops.reference import ReferenceOps
 from draftproof.ops.triton_cuda import attention as attention_kernels
-from draftproof.ops.triton_cuda import gemm, graph, select, tile_lists, tiles, truncate, walk
+from draftproof.ops.triton_cuda import gemm, graph, pair, select, tile_lists, tiles, truncate, walk
 from draftproof.ops.triton_cuda.tiles import Tile
 from opcheck import Paged, assert_close, bits
 
@@ -126,6 +126,29 @@ def linear_with_spans_of_k() -> None:
     for span in spans[1:]:
         want = want + span.float()
     assert_close(many, want, torch.float32)
+
+
+@check
+def weights_asked_for_early() -> None:
+    """The loop whose weight does not wait for the rows gives the bits of the other one."""
+    tile, dtype = Tile(16, 16, 64, 4, 2), torch.bfloat16
+    for depth in (64, 128, 320):
+        x, packed = (
+            randn(5, depth, seed=1, dtype=dtype),
+            ops.pack_linear(randn(40, depth, seed=2, dtype=dtype)),
+        )
+        wanted = torch.empty(5, 40, dtype=dtype), torch.empty(5, 20, dtype=dtype)
+        ops.gemm(x, packed, wanted[0], tile=tile)
+        pair.linear_silu_mul(x, packed, wanted[1], False, tile)
+        for turns in (1, 2):
+            got = tuple(map(torch.empty_like, wanted))
+            with (
+                mock.patch.object(gemm, "early", lambda *_, turns=turns: turns),
+                mock.patch.object(pair, "early", lambda *_, turns=turns: turns),
+            ):
+                ops.gemm(x, packed, got[0], tile=tile)
+                pair.linear_silu_mul(x, packed, got[1], False, tile)
+            assert list(map(bits, got)) == list(map(bits, wanted)), (depth, turns)
 
 
 @check
