@@ -21,6 +21,7 @@ from draftproof.ops.triton_cuda import tiles
 from draftproof.ops.triton_cuda.runtime import (
     FLOATS,
     begin_with_weight,
+    ended,
     launch_options,
     matrix,
     power_of_two,
@@ -58,12 +59,18 @@ def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 @triton.jit
 def _span(
     x_at, w_at, row_ok, col_ok, rk, first, last, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Sum over k in [first, last): [BM, BN] fp32. x_at [BM, BK], w_at [BK, BN] point at k = 0."""
+    """Sum over k in [first, last): [BM, BN] fp32. x_at [BM, BK], w_at [BK, BN] point at k = 0.
+
+    EARLY: the first tile of the weight is on its way before the last kernel has ended.
+    """
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(first, last, BK):
-        if EVEN_K:
+        if EARLY:
+            b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
+            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k), other=0.0)
+        elif EVEN_K:
             a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
         else:
@@ -71,38 +78,6 @@ def _span(
             a = tl.load(x_at + k, mask=row_ok[:, None] & inside[None, :], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :] & inside[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def early_span(
-    x_at, w_at, row_ok, col_ok, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """`_span` over all of K, for few rows. The first tiles of the weight are on their way before the wait.
-
-    So the weight's loads alone are the compiler's to pipeline; rows are loaded TURNS ahead (1 or 2) by hand.
-    """
-    acc = tl.zeros((BM, BN), tl.float32)
-    now = tl.zeros((BM, BK), x_at.dtype.element_ty)
-    after = tl.zeros((BM, BK), x_at.dtype.element_ty)
-    for k in range(0, K, BK):
-        b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
-        if k == 0:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            now = tl.load(x_at, mask=row_ok[:, None], other=0.0, cache_modifier=".cg")
-            if TURNS == 2:
-                there = row_ok[:, None] & (BK < K)
-                after = tl.load(x_at + BK, mask=there, other=0.0, cache_modifier=".cg")
-        ahead = k + TURNS * BK
-        there = row_ok[:, None] & (ahead < K)
-        later = tl.load(x_at + ahead, mask=there, other=0.0, cache_modifier=".cg")
-        acc = tl.dot(now, b, acc, input_precision="ieee")
-        if TURNS == 2:
-            now, after = after, later
-        else:
-            now = later
     return acc
 
 
@@ -157,8 +132,7 @@ def linear_kernel(
     rm = tile_m * BM + tl.arange(0, BM)
     rn = (within // size) * BN + tl.arange(0, BN)
     if EARLY:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     else:
         begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
     rk = tl.arange(0, BK)
@@ -169,7 +143,8 @@ def linear_kernel(
     inside = row_ok[:, None] & col_ok[None, :]
     bias_at = bias + rn
     if EARLY:
-        total = early_span(x_at, w_at, row_ok, col_ok, K, BM, BN, BK, EARLY, PDL)
+        total = _span(x_at, w_at, row_ok, col_ok, rk, 0, K, K, BM, BN, BK, EVEN_K, EARLY)
+        tl.extra.cuda.gdc_wait()
         _finish(total, out + where, inside, bias_at, col_ok, HAS_BIAS)
     elif ABREAST:
         part = tl.program_id(1)
@@ -200,10 +175,10 @@ def lines(rows: int, columns: int, depth: int, size: int) -> int:
     return min(LINES, power_of_two(depth * size // 128))
 
 
-def early(rows: int, columns: int, depth: int, split: int, tile: tiles.Tile, pdl: bool) -> int:
-    """TURNS of `early_span`, or 0: the weight waits for the last kernel."""
+def early(rows: int, columns: int, depth: int, split: int, tile: tiles.Tile, pdl: bool) -> bool:
+    """Whether a weight's first tile does not wait for the last kernel."""
     fits = rows <= EARLY_ROWS and columns * depth > ASKED and split == 1 and depth % tile.bk == 0
-    return 2 if pdl and fits else 0
+    return pdl and fits
 
 
 class Gemm:

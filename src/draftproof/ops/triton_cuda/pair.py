@@ -15,8 +15,8 @@ from torch import Tensor
 from draftproof.ops import Heads, Rows
 from draftproof.ops.triton_cuda import tiles
 from draftproof.ops.triton_cuda.elementwise import gated
-from draftproof.ops.triton_cuda.gemm import PackedLinear, early, early_span, lines
-from draftproof.ops.triton_cuda.runtime import launch_options, prefetch
+from draftproof.ops.triton_cuda.gemm import PackedLinear, early, lines
+from draftproof.ops.triton_cuda.runtime import ended, launch_options, prefetch
 
 MOST = 512  # rows; beyond, the two ops one after the other
 
@@ -24,12 +24,15 @@ MOST = 512  # rows; beyond, the two ops one after the other
 @triton.jit
 def _spans(
     x_at, w_at, row_ok, col_ok, rk, first, last, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Sums over k in [first, last) of both tiles side by side: [BM, 2 BN]."""
+    """Sums over k in [first, last) of both tiles side by side: [BM, 2 BN]. EARLY: see `gemm`."""
     acc = tl.zeros((BM, 2 * BN), tl.float32)
     for k in range(first, last, BK):
-        if EVEN_K:
+        if EARLY:
+            b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
+            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k), other=0.0)
+        elif EVEN_K:
             a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
         else:
@@ -116,7 +119,8 @@ def pair_kernel(
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
     w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
     if EARLY:
-        acc = early_span(x_at, w_at, row_ok, both_ok, K, BM, 2 * BN, BK, EARLY, PDL)
+        acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, K, K, BM, BN, BK, EVEN_K, EARLY)
+        tl.extra.cuda.gdc_wait()
     else:
         acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
     for s in range(1, SPLIT):

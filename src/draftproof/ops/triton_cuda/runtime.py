@@ -35,6 +35,19 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def ended(k):
+    """True, but not before the last kernel has ended: a load that is masked by it waits, others need not.
+
+    Pure to the compiler, so that a loop with it is pipelined, and a function of the loop's `k`, so that it
+    stays inside: what a turn does before it is issued before it.
+    """
+    zero = tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0; // $1", "=r,r", [k], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return zero == 0
+
+
+@triton.jit
 def prefetch(at):
     """Asks for the L2 lines at these addresses; a hint, so it may stand before the wait of `begin`."""
     tl.inline_asm_elementwise(
