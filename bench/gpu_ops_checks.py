@@ -249,7 +249,7 @@ def tiles_do_not_change_bits(ops: TritonOps) -> None:
     want = None
     for tile in sorted(known):
         out = torch.empty((200, 1024), device=GPU)
-        ops.gemm(x, packed, out, tile=tile)
+        ops.gemm(x, packed, out, ops.pdl, tile)
         want = out if want is None else want
         assert torch.equal(out, want), f"{tile} gives other bits"
 

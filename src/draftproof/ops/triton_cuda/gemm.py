@@ -32,7 +32,6 @@ GROUP = 8  # row tiles that share a pass over the weight's columns: they find it
 LINES = 32  # of a weight's row, 128 bytes each, are asked for before the last kernel has ended
 # Only for a weight of so many elements, and up to so many rows: asking for a larger one made it come later.
 ASKED, ASK_ROWS = 4 << 20, 256
-EARLY_ROWS = 0
 FEW = 64  # up to this many rows the spans of K run side by side
 
 
@@ -60,6 +59,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 def _span(
     x_at, w_at, row_ok, col_ok, rk, first, last, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Sum over k in [first, last): [BM, BN] fp32. x_at [BM, BK], w_at [BK, BN] point at k = 0.
 
@@ -69,7 +69,7 @@ def _span(
     for k in range(first, last, BK):
         if EARLY:
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
-            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k), other=0.0)
+            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k, PDL), other=0.0)
         elif EVEN_K:
             a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
@@ -131,10 +131,10 @@ def linear_kernel(
     tile_m = first_m + within % size
     rm = tile_m * BM + tl.arange(0, BM)
     rn = (within // size) * BN + tl.arange(0, BN)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    else:
+    if not EARLY:
         begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
+    elif PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     rk = tl.arange(0, BK)
     row_ok, col_ok = rm < M, rn < N
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
@@ -143,8 +143,9 @@ def linear_kernel(
     inside = row_ok[:, None] & col_ok[None, :]
     bias_at = bias + rn
     if EARLY:
-        total = _span(x_at, w_at, row_ok, col_ok, rk, 0, K, K, BM, BN, BK, EVEN_K, EARLY)
-        tl.extra.cuda.gdc_wait()
+        total = _span(x_at, w_at, row_ok, col_ok, rk, 0, K, K, BM, BN, BK, EVEN_K, EARLY, PDL)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         _finish(total, out + where, inside, bias_at, col_ok, HAS_BIAS)
     elif ABREAST:
         part = tl.program_id(1)
@@ -175,10 +176,9 @@ def lines(rows: int, columns: int, depth: int, size: int) -> int:
     return min(LINES, power_of_two(depth * size // 128))
 
 
-def early(rows: int, columns: int, depth: int, split: int, tile: tiles.Tile, pdl: bool) -> bool:
-    """Whether a weight's first tile does not wait for the last kernel."""
-    fits = rows <= EARLY_ROWS and columns * depth > ASKED and split == 1 and depth % tile.bk == 0
-    return pdl and fits
+def early(tile: tiles.Tile, packed: PackedLinear, pdl: bool) -> bool:
+    """Whether the first tile of this weight does not wait for the last kernel."""
+    return pdl and tile.early and packed.split == 1 and packed.weight.shape[1] % tile.bk == 0
 
 
 class Gemm:
@@ -217,7 +217,7 @@ class Gemm:
             BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, SPLIT=packed.split, ABREAST=abreast,
             TWO=packed.split == 2, HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0,
             LINES=lines(rows, columns, depth, x.element_size()),
-            EARLY=early(rows, columns, depth, packed.split, tile, pdl),
+            EARLY=early(tile, packed, pdl),
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
         )  # fmt: skip
 

@@ -25,13 +25,14 @@ MOST = 512  # rows; beyond, the two ops one after the other
 def _spans(
     x_at, w_at, row_ok, col_ok, rk, first, last, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Sums over k in [first, last) of both tiles side by side: [BM, 2 BN]. EARLY: see `gemm`."""
     acc = tl.zeros((BM, 2 * BN), tl.float32)
     for k in range(first, last, BK):
         if EARLY:
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
-            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k), other=0.0)
+            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k, PDL), other=0.0)
         elif EVEN_K:
             a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
@@ -119,8 +120,9 @@ def pair_kernel(
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
     w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
     if EARLY:
-        acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, K, K, BM, BN, BK, EVEN_K, EARLY)
-        tl.extra.cuda.gdc_wait()
+        acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, K, K, BM, BN, BK, EVEN_K, EARLY, PDL)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
     else:
         acc = _spans(x_at, w_at, row_ok, both_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
     for s in range(1, SPLIT):
@@ -180,7 +182,7 @@ def _launch(
         EVEN_K=span % tile.bk == 0, ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0,
         NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0,
         LINES=lines(count, len(packed.weight), depth, 2),
-        EARLY=early(count, len(packed.weight), depth, packed.split, tile, pdl),
+        EARLY=early(tile, packed, pdl),
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
     )  # fmt: skip
 

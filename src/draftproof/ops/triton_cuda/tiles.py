@@ -18,6 +18,7 @@ class Tile(NamedTuple):
     bk: int  # depth of one step
     warps: int
     stages: int
+    early: bool = False  # the weight's first tile is loaded before the last kernel has ended
 
 
 # (N, K) -> number of equal spans of K whose sums are added in ascending order. Absent: 1.
@@ -38,9 +39,9 @@ MEASURED: dict[tuple[int, int, int], Tile] = {
     (576, 1536, 256): Tile(64, 32, 256, 4, 3),
     (576, 1536, 512): Tile(64, 32, 256, 4, 3),
     (576, 1536, 1 << 30): Tile(128, 128, 64, 8, 3),
-    (4096, 4096, 16): Tile(16, 32, 256, 2, 6),
+    (4096, 4096, 16): Tile(16, 32, 512, 4, 4, early=True),
     (4096, 4096, 32): Tile(64, 32, 128, 4, 8),
-    (4096, 4096, 64): Tile(64, 32, 256, 4, 4),
+    (4096, 4096, 64): Tile(64, 32, 256, 4, 4, early=True),
     (4096, 14336, 16): Tile(16, 32, 256, 2, 6),
     (4096, 14336, 32): Tile(64, 32, 128, 4, 8),
     (4096, 14336, 64): Tile(64, 32, 128, 4, 8),
@@ -63,12 +64,12 @@ PAIRS: dict[tuple[int, int, int], Tile] = {
     (3072, 576, 128): Tile(64, 32, 64, 4, 4),
     (3072, 576, 256): Tile(64, 32, 64, 4, 4),
     (3072, 576, 512): Tile(64, 32, 64, 4, 4),
-    (6144, 4096, 16): Tile(16, 32, 256, 4, 4),
+    (6144, 4096, 16): Tile(16, 32, 256, 4, 4, early=True),
     (6144, 4096, 32): Tile(64, 32, 128, 4, 6),
-    (6144, 4096, 64): Tile(64, 32, 128, 4, 6),
-    (28672, 4096, 16): Tile(16, 32, 256, 4, 3),
+    (6144, 4096, 64): Tile(64, 32, 128, 4, 6, early=True),
+    (28672, 4096, 16): Tile(16, 32, 256, 4, 3, early=True),
     (28672, 4096, 32): Tile(32, 64, 128, 4, 3),
-    (28672, 4096, 64): Tile(64, 128, 64, 8, 4),
+    (28672, 4096, 64): Tile(64, 128, 64, 8, 4, early=True),
 }
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1 << 30)  # largest M of each bucket

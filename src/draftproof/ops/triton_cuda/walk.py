@@ -50,11 +50,11 @@ class Shape(NamedTuple):
 
 # Width of a head -> shape. HIGH: many rows; LOW: their decode rows, and calls up to 256 rows; MIDDLE: to FEW;
 # LOWEST: to FEWER. CHUNKED: to CUT, for the widths that gained by it.
-HIGH = {64: Shape(64, 4, 2), 128: Shape(64, 4, 3)}
+HIGH = {64: Shape(64, 4, 2), 128: Shape(128, 8, 3, apart=False, ahead=True)}
 MIDDLE = {64: Shape(16, 4, 3, 168), 128: Shape(16, 4, 3, 128)}
 LOW = {64: Shape(16, 2, 3), 128: Shape(16, 2, 3)}
-LOWEST = {64: Shape(16, 2, 3), 128: Shape(16, 4, 5, apart=False)}
-CHUNKED = {128: Shape(16, 4, 5, apart=False)}
+LOWEST = {64: Shape(16, 2, 3), 128: Shape(16, 4, 3, apart=False, ahead=True)}
+CHUNKED = {128: Shape(16, 4, 3, apart=False, ahead=True)}
 
 
 @triton.jit
