@@ -107,6 +107,9 @@ class DeviceStep:
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
         self.drafting = Drafting(proposer, slots, self.max_rows, self._picked)
+        self._hidden: Tensor | None = None  # [max_rows, hidden] outside the graphs' memory
+        if self.ops.asynchronous:
+            self._hidden = self._picked.new_zeros((self.max_rows, self._picked.shape[1]))
         self._allowed: Tensor | None = None  # masks by slot and depth; made when a grammar first comes
         self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
@@ -127,7 +130,7 @@ class DeviceStep:
             follow()
             return ran
         layout, picked = self._layout(rows, logits), self._picked[:logits]
-        forward = self._graph(("forward", rows), lambda: self._forward(layout.rows))
+        forward = self._graph(("forward", rows), lambda: self._alone(layout.rows))
         judge: Callable[[], Decided] = partial(self._tail, picked, layout.windows, traits, hosted)
         if not planned.num_logits:
             judge = partial(self._advance, layout.windows, traits)
@@ -197,7 +200,7 @@ class DeviceStep:
             tick("capturing", done, len(work))
             layout = self._layout(size, min(size, self.max_logits))
             if trait is None:
-                self._graph((kind, size), partial(self._forward, layout.rows))
+                self._graph((kind, size), partial(self._alone, layout.rows))
             elif kind == "decode":
                 self._graph((kind, size, trait), partial(self._whole, size, trait))
             else:
@@ -278,6 +281,11 @@ class DeviceStep:
         hidden, *tapped = self.runner.tapped(rows)
         self.drafting.keep(hidden, *tapped)
         return hidden
+
+    def _alone(self, rows: Rows) -> Tensor:
+        """The forward pass as a graph of its own: its rows are read after the next of the pool has run."""
+        hidden = self._forward(rows)
+        return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)
 
     def _advance(self, windows: Windows, traits: Traits) -> Decided:
         """No entry has reached the end of its prompt."""
