@@ -1,11 +1,11 @@
 """A server process as the worker sees it: what it asked for, and what is still to be sent to it.
 
-Nothing that was decoded for a server that reads is ever thrown away, nobody's memory grows without bound, and
-nobody waits for another's server. A frame goes into the socket's queue; when that is full (the server does not
-read), it is kept here. Beyond OUTBOX bytes the server is stuck. While nobody else has requests the engine waits
-for it, STUCK_SECONDS at most; otherwise the engine goes on, and the server is given up when it has read nothing
-for OTHERS_SECONDS or when MOST bytes are kept for it. Its requests are then aborted, and should it wake up, that
-is the last thing it is told: then it says so to its clients and begins anew.
+Nothing that was decoded for a server that reads is ever thrown away, nobody's memory grows without bound,
+and nobody waits for another's server. A frame goes into the socket's queue; when that is full (the server
+does not read), it is kept here. Beyond OUTBOX bytes the server is stuck. While nobody else has requests the
+engine waits for it, STUCK_SECONDS at most; otherwise the engine goes on, and the server is given up when it
+has read nothing for OTHERS_SECONDS or when MOST bytes are kept for it. Its requests are then aborted, and
+should it wake up, that is the last thing it is told: then it says so to its clients and begins anew.
 """
 
 from __future__ import annotations
