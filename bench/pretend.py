@@ -34,7 +34,7 @@ class Passed:
 
 
 def _stage(stage: Any, size: int) -> None:
-    stage.bytes, stage.passed = torch.empty(size, dtype=torch.uint8), Passed()
+    stage.bytes, stage.passed, stage._like = torch.empty(size, dtype=torch.uint8), Passed(), None
 
 
 class Pretence:

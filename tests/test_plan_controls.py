@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from draftproof.engine.calm import Calm
 from draftproof.engine.pages import digests
 from draftproof.engine.scheduler import Scheduler
 from lives import K, Life, lives, machine
@@ -62,6 +63,34 @@ def test_control_rows_beyond_the_budget(monkeypatch):
         return whole(self, takes_part, chunk, np.where(drafts > 0, drafts + 1, 0), *rest)
 
     monkeypatch.setattr(Scheduler, "_planned", broken)
+    with pytest.raises(AssertionError):
+        lives()
+
+
+def test_control_room_that_is_used_twice(monkeypatch):
+    """Plans are taken again without counting what they may commit."""
+    whole = Calm.again
+
+    def broken(self, *arguments):
+        room = self.room
+        planned = whole(self, *arguments)
+        self.room = room
+        return planned
+
+    monkeypatch.setattr(Calm, "again", broken)
+    with pytest.raises((AssertionError, IndexError)):  # a row beyond the last page
+        lives()
+
+
+def test_control_the_last_plan_again_whoever_runs(monkeypatch):
+    whole = Scheduler._again
+
+    def broken(self):
+        if self._calm is not None:
+            self._calm.plan.version = self.version
+        return whole(self)
+
+    monkeypatch.setattr(Scheduler, "_again", broken)
     with pytest.raises(AssertionError):
         lives()
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from draftproof.engine.budget import Bools, DraftBudgets, Ints
+from draftproof.engine.calm import Calm
 from draftproof.engine.pages import Pages, digests
 from draftproof.engine.sequence import HostColumns, Planned, Sequence
 from draftproof.engine.slots import Seat, Slots
@@ -77,6 +78,7 @@ class Scheduler:
         self.timings = Timings()
         self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
+        self._calm: Calm | None = None  # after the last plan
 
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -95,6 +97,9 @@ class Scheduler:
         `idle`: nothing is under way. If it must be so and is not: Busy.
         """
         self.put_aside.clear()
+        planned = self._again()
+        if planned is not None:
+            return planned
         while True:
             decodes, drafts = self._decoding()
             short = self._short_of(decodes, drafts, self.lookahead)
@@ -117,7 +122,19 @@ class Scheduler:
         takes_part = decodes | (chunk > 0)
         if not takes_part.any():
             return None
-        return self._planned(takes_part, chunk, drafts, newcomers, grown)
+        planned = self._planned(takes_part, chunk, drafts, newcomers, grown)
+        calm = takes_part.all() and not planned.has_prompts
+        self._calm = Calm.after(planned, self.host, self.budgets, self.page_size) if calm else None
+        return planned
+
+    def _again(self) -> Planned | None:
+        """The last plan once more, if that needs no closer look."""
+        calm = self._calm
+        if calm is None or calm.plan.version != self.version or self.asks_first:
+            return None
+        if self.waiting and self.slots.num_free:
+            return None
+        return calm.again(self.host, self.budgets, self.max_rows, self.lookahead)
 
     def _decoding(self) -> tuple[Bools, Ints]:
         """Which of the running ones decode, and with how many drafts."""
@@ -199,8 +216,19 @@ class Scheduler:
         known: list[int] = []
         for i in chunk.nonzero()[0].tolist():
             known += self._make_known(sequences[i], len(sequences[i].ids) - int(host.prompt_left[lines[i]]))
-        tenants = host.tenant[lines]
-        return Planned(sequences, lines, chunk, drafts, samples, tenants, newcomers, grown, known)
+        num_drafts = int(drafts.sum())
+        return Planned(
+            sequences,
+            [s.request for s in sequences],
+            *(lines, chunk, drafts, samples, host.tenant[lines], self.version),
+            num_rows=int(np.maximum(chunk, 1).sum()) + num_drafts,
+            num_drafts=num_drafts,
+            has_prompts=bool(chunk.any()),
+            nothing=np.zeros_like(lines),
+            newcomers=newcomers,
+            grown=grown,
+            known=known,
+        )
 
     def budget(self, planned: Planned) -> Ints:
         """[B] drafts to ask for after this step. The last token of a request needs none."""
@@ -222,14 +250,19 @@ class Scheduler:
 
     def settle(self, planned: Planned, num_out: Ints, accepted: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
-        host, lines = self.host, planned.slots
-        here: Bools = host.tenant[lines] == planned.tenants
-        mine = lines[here]
-        host.length[mine] += num_out[here]
-        host.under_way[mine] -= planned.samples[here]
-        host.most[mine] -= np.where(planned.samples, 1 + planned.drafts - num_out, 0)[here]
-        self.budgets.record(mine, planned.drafts[here], accepted[here])
-        self._first_tokens(planned, here & planned.samples & (num_out > 0))
+        host, mine, samples, drafts = self.host, planned.slots, planned.samples, planned.drafts
+        here: Bools = host.tenant[mine] == planned.tenants
+        if planned.has_prompts:
+            self._first_tokens(planned, here & samples & (num_out > 0))
+        if planned.version != self.version:  # somebody came or went meanwhile
+            mine, num_out, accepted = mine[here], num_out[here], accepted[here]
+            samples, drafts = samples[here], drafts[here]
+        host.length[mine] += num_out
+        host.under_way[mine] -= samples
+        fell = 1 + drafts - num_out
+        host.most[mine] -= np.where(samples, fell, 0) if planned.has_prompts else fell
+        if planned.num_drafts:
+            self.budgets.record(mine, drafts, accepted)
         return here
 
     def _first_tokens(self, planned: Planned, told: Bools) -> None:
