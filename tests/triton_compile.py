@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -140,19 +141,23 @@ class Chip:
     major = CAPABILITY // 10
 
 
-def all_layers(ops: TritonOps, heads: Heads, hidden: int, inner: int, count: int) -> None:
+def all_layers(
+    ops: TritonOps, heads: Heads, hidden: int, inner: int, count: int, taps: int = 0, joined: bool = False
+) -> None:
     def packed(columns: int, depth: int) -> gemm_kernels.PackedLinear:
         return ops.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
 
     width, norm = heads.num_q * heads.dim, torch.empty(hidden, dtype=torch.bfloat16)
-    projections = packed(width + 2 * heads.num_kv * heads.dim, hidden), packed(hidden, width)
+    projections = packed(width + 2 * heads.num_kv * heads.dim, hidden << joined), packed(hidden, width)
     mlp = packed(2 * inner, hidden), packed(hidden, inner)
     layer = Layer(norm, projections[0], None, None, projections[1], norm, *mlp, heads)
+    layers = [replace(layer, token_norm=norm)] if joined else [layer] * 4
     column, table = torch.zeros(count, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
     cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
     rows, x = Rows(column, column, column, column, table), torch.empty((count, hidden), dtype=torch.bfloat16)
     with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-        ops.blocks(x, [layer] * 2, norm, rows, torch.empty((64, heads.dim)), [cache] * 2, 1e-6)
+        given = x, layers, norm, rows, torch.empty((64, heads.dim)), [cache] * len(layers), 1e-6
+        ops.blocks(*given, range(taps), x)
 
 
 def main() -> None:
@@ -177,6 +182,9 @@ def main() -> None:
             if pdl:
                 all_layers(ops, small, 576, 1536, 1)
                 all_layers(ops, small, 576, 1536, 64)
+                for rows in (1, 16, 64):
+                    all_layers(ops, small, 576, 1536, rows, taps=3)
+                    all_layers(ops, small, 576, 1536, rows, joined=True)
                 all_layers(ops, Heads(num_q=15, num_kv=5, dim=64, scale=0.1, window=0), 960, 2560, 16)
                 break
             forward(ops, torch.bfloat16, 600, large, 4096, 8192)
