@@ -23,7 +23,7 @@ from draftproof.ops import Heads, Layer, Rows
 from draftproof.ops.drafting import Record, SuffixRule
 from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
-from draftproof.types import TOKENS, Choice, Draft, Outcome
+from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
 
 CPU = torch.device("cpu")
 TYPES = {
@@ -132,6 +132,31 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
         ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
 
+def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, columns: int) -> None:
+    """What a head's rounds are made of, beside its layer."""
+    from step_cases import PAGE, Size, Step
+
+    made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
+    rows, last = ops.follow(
+        Rows(*torch.zeros((4, entries * (k + 1)), dtype=torch.int64), made.columns.page_table),
+        made.columns,
+        made.plan.slots,
+    )
+    for rounds in (0, k):
+        ahead = ops.ahead(made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE)
+    line = made.plan.slots
+    windows = Windows(made.columns, line, line, line, line, line, line, line)
+    x, norm = torch.empty((entries, hidden), dtype=torch.bfloat16), torch.empty(hidden, dtype=torch.bfloat16)
+    packed = ops.pack_linear(torch.empty((columns, hidden), dtype=torch.bfloat16))
+    ids = torch.zeros(columns, dtype=torch.int64) if columns < vocab else None
+    for at, greedy in ((None, False), (last, False), (None, True)):
+        ops.pick(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
+    heads = Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
+    layer = Layer(norm, packed, None, None, packed, norm, packed, packed, heads, token_norm=norm)
+    these = Rows(line, line, line, line, made.columns.page_table)
+    ops.first_rows(x, layer, these, torch.empty((vocab, hidden), dtype=torch.bfloat16), 1e-6)
+
+
 class Chip:
     """What the launch of all layers at once asks of a device."""
 
@@ -179,6 +204,9 @@ def main() -> None:
             forward(ops, torch.bfloat16, 64, small, 576, 8192)
             forward(ops, torch.bfloat16, 600, small, 576, 8192)
             step(ops, 256, 5, 49152)
+            for entries in (1, 24, 256):
+                drafts(ops, entries, 4, 49152, 576, 16384)
+            drafts(ops, 1, 5, 49152, 576, 49152)
             if pdl:
                 all_layers(ops, small, 576, 1536, 1)
                 all_layers(ops, small, 576, 1536, 64)
