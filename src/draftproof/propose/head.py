@@ -20,6 +20,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.head_formats import load_head, read_head
 from draftproof.models.head_model import HeadModel
 from draftproof.models.runner import kv_bytes_per_token
+from draftproof.models.shipped import shipped_for, shipped_like
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
 from draftproof.types import DeviceBatch, Draft
@@ -38,8 +39,13 @@ class HeadProposer(DeviceProposer):
         super().__init__(env, options)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
+        if source is None and target is not None:
+            source = shipped_for(self.kind, target.facts)
         if source is None:
-            raise ConfigError(f"method {self.kind!r} needs a head: give its folder as 'model'")
+            raise ConfigError(
+                f"method {self.kind!r} needs a head, and none for this model comes with the package: give the "
+                "folder of one as 'model'; `draftproof train` makes them"
+            )
         assert target is not None
         config, tensors = load_head(source, target.facts)
         if config.kind != self.kind:
@@ -56,9 +62,11 @@ class HeadProposer(DeviceProposer):
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
-        if options.get("model") is None:
+        source = options.get("model")
+        source = shipped_like(cls.kind, target) if source is None else source
+        if source is None:
             return 0, 0
-        config, _ = read_head(options["model"], target.num_layers)
+        config, _ = read_head(source, target.num_layers)
         weights = sum(math.prod(shape) for shape in config.tensors().values())
         if config.share_head and config.reduced:
             weights += config.draft_vocab_size * config.hidden_size
