@@ -43,8 +43,8 @@ class HeadProposer(DeviceProposer):
             source = shipped_for(self.kind, target.facts)
         if source is None:
             raise ConfigError(
-                f"method {self.kind!r} needs a head, and none for this model comes with the package: give the "
-                "folder of one as 'model'; `draftproof train` makes them"
+                f"method {self.kind!r} needs a head, and none for this model comes with the package: give "
+                "the folder of one as 'model'; `draftproof train` makes them"
             )
         assert target is not None
         config, tensors = load_head(source, target.facts)
