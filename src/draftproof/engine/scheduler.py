@@ -234,8 +234,8 @@ class Scheduler:
         """[B] drafts to ask for after this step. The last token of a request needs none."""
         host, lines = self.host, planned.slots
         limit = self.budgets.limit[lines]
-        if not limit.any():
-            return limit
+        if not np.count_nonzero(limit) or self.budgets.rests(lines):
+            return planned.nothing
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
         if self.lookahead:  # all but the last draft are stored before they are verified
@@ -244,7 +244,10 @@ class Scheduler:
         wanted = planned.samples & (room > 0)
         budget = np.where(wanted, limit, 0)
         if not self.asks_first:
-            budget[wanted] = self.budgets.take(lines[wanted], budget[wanted])
+            if wanted.all():  # the same array again, by which budgets know that nobody came or went
+                budget = self.budgets.take(lines, budget)
+            else:
+                budget[wanted] = self.budgets.take(lines[wanted], budget[wanted])
         allowed: Ints = np.minimum(budget, room)
         return allowed
 
