@@ -156,11 +156,14 @@ class DeviceStep:
             return lambda: None
         entries = min(self.ops.bucket(len(planned.slots)), len(self.plan.slots))
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
-        return self._drafts(rows, entries, wanted)
+        return self._drafts(rows, entries, wanted, captured=not planned.has_prompts)
 
-    def _drafts(self, rows: int, entries: int, wanted: DraftTraits) -> Callable[[], None]:
+    def _drafts(
+        self, rows: int, entries: int, wanted: DraftTraits, captured: bool = True
+    ) -> Callable[[], None]:
+        """Behind prompts not captured: their sizes are too many, and drafts are short beside them."""
         draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
-        return self._graph(("draft", rows, entries, wanted), draft, apart=True)
+        return self._graph(("draft", rows, entries, wanted), draft, apart=True) if captured else draft
 
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
@@ -192,7 +195,10 @@ class DeviceStep:
             rounds = [
                 [self.ops.seconds(partial(self._rehearse, n), times=1) for n in sizes] for _ in range(3)
             ]
-            return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
+            every = np.arange(1, wide + 1)  # a step of any number of rows runs as it is
+            return dict(
+                zip(every.tolist(), np.interp(every, sizes, np.min(rounds, axis=0)).tolist(), strict=True)
+            )
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]
