@@ -91,7 +91,7 @@ class Pretence:
         out = np.where(planned.samples, np.minimum(stood + 1, left), 0)
         table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, planned.drafts
         table[:n, NUM_ACCEPTED] = np.minimum(stood, out)
-        table[:n, TOKENS:] = self._draw.integers(3, 20000, (n, self.device.width - TOKENS))
+        table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.width - TOKENS))
         table[:n, PICK] = np.cumsum(out) - out
         self._length[slots] += out
         table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], End.LENGTH, 0)

@@ -113,7 +113,7 @@ def test_control_pages_found_before_they_are_stored(monkeypatch):
     def broken(self, sequence):
         seated = whole(self, sequence)
         if seated:
-            self._make_known(sequence, len(sequence.ids))
+            self.prefixes.make_known(sequence, len(sequence.ids))
         return seated
 
     monkeypatch.setattr(Scheduler, "_admit", broken)
@@ -129,7 +129,7 @@ def test_control_digests_that_say_too_little(monkeypatch, page):
         for at, found in enumerate(digests(tokens, size, "" if page == "salt" else salt)):
             yield repr((salt, tokens[at * size : (at + 1) * size])).encode() if page == "chain" else found
 
-    monkeypatch.setattr("draftproof.engine.scheduler.digests", broken)
+    monkeypatch.setattr("draftproof.engine.prefixes.digests", broken)
     with pytest.raises(AssertionError, match="KV of another text"):
         lives()
 

@@ -19,7 +19,7 @@ class Calm:
 
     plan: Planned  # without drafts
     room: int  # tokens that anybody can have beyond the most it may have now: on its pages, before its end
-    may_draft: bool  # may anybody have drafts?
+    widest: int  # drafts that anybody may have
 
     @classmethod
     def after(cls, planned: Planned, host: HostColumns, budgets: DraftBudgets, page_size: int) -> Calm:
@@ -27,8 +27,7 @@ class Calm:
         lines = planned.slots
         ends = host.num_pages[lines] * page_size
         room = min(int((ends - host.most[lines]).min()), int((host.max_length - host.most)[lines].min()))
-        plain = planned.with_drafts(planned.chunk, 0)
-        return cls(plain, room, bool(budgets.limit[lines].any()))
+        return cls(planned.with_drafts(planned.nothing, 0), room, int(budgets.limit[lines].max()))
 
     def again(
         self, host: HostColumns, budgets: DraftBudgets, max_rows: int, lookahead: int
@@ -36,7 +35,7 @@ class Calm:
         """The next step, with the drafts that there are now; None if somebody may be short of room."""
         planned, count, widest = self.plan, 0, 0
         lines = planned.slots
-        if self.may_draft:
+        if self.widest:
             drafts = host.num_draft[lines]
             each = drafts.tolist()
             count, widest = sum(each), max(each)
@@ -49,6 +48,6 @@ class Calm:
             planned = planned.with_drafts(drafts, count)
             host.most[lines] += drafts
             host.num_draft[lines] = 0
-        if self.may_draft:
+        if self.widest:
             budgets.pay(lines, planned.drafts)
         return planned

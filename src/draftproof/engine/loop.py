@@ -210,7 +210,7 @@ class Loop:
         scheduler, host = self.scheduler, self.scheduler.host
         if planned.grown or planned.newcomers:
             self.slots.grow(planned.grown)
-            self.slots.seat(scheduler.seats(planned.newcomers))
+            self.slots.seat([sequence.seat for sequence in planned.newcomers])
         self._start(planned.newcomers)
         budget = scheduler.budget(planned) if self._device_drafts else planned.nothing
         middle = {}
@@ -293,8 +293,10 @@ class Loop:
             timings.prompt_steps.observe(seconds)
             return
         timings.decode_steps.observe(seconds)
-        rows = self.device.ops.bucket(flight.planned.num_rows)
-        self.scheduler.budgets.costs.observe(rows, seconds, flight.follows)
+        costs = self.scheduler.budgets.costs
+        if costs.learns:
+            keys = int(self.scheduler.host.length[flight.planned.slots].sum())
+            costs.observe(flight.planned.num_rows, keys, seconds)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""
@@ -307,8 +309,8 @@ class Loop:
             assert ending is not None
             endings[b] = ending
             if ending.reason == "error":
-                if table[b, ENDED] == End.NOT_FINITE:
-                    self.scheduler.doubt(sequence)
+                if table[b, ENDED] == End.NOT_FINITE:  # nobody shall build on its numbers
+                    self.scheduler.pages.unlearn(sequence.pages)
                 self.end(sequence)
             else:
                 self._retire(sequence)
@@ -319,7 +321,7 @@ class Loop:
         scheduler = self.scheduler
         length = int(scheduler.host.length[sequence.slot])
         tokens = self.slots.columns.tokens[sequence.slot, :length]
-        if not scheduler.prefix_caching or not length // scheduler.page_size > sequence.num_known:
+        if not scheduler.prefixes.enabled or not length // scheduler.page_size > sequence.num_known:
             self.end(sequence)
             return
         try:

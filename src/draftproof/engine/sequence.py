@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftproof.engine.budget import Bools, Ints
+from draftproof.engine.slots import Seat
 from draftproof.metrics import RequestStats
 from draftproof.types import Request, Wants
 from draftproof.verify.grammar import Guide
@@ -47,6 +48,14 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Who comes first: the smaller priority, then the earlier one."""
         return self.request.params.priority, self.arrival
+
+    @property
+    def seat(self) -> Seat:
+        """What its slot is filled with."""
+        return Seat(
+            *(self.slot, self.request, self.pages, self.max_length),
+            *(self.strategy, self.wants, self.ids, self.found),
+        )
 
     @property
     def hosted(self) -> bool:
