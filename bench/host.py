@@ -1,12 +1,15 @@
 """What the host costs at a large batch, with the device left out; the last line of stdout is JSON.
 
-    python bench/host.py [--batch 256] [--tokens 256] [--rounds 5] [--profile generate|engine]
+    python bench/host.py [--batch 256] [--tokens 256] [--rounds 5] [--parts generate engine steps]
+                         [--profile generate|engine|steps]
 
 Time of this thread, so that a busy machine does little harm, and the quickest of the rounds. Microseconds
 a token: `generate` is LLM's own part, from a made-up engine's steps
 to finished answers, without and with logprobs, drafts, half characters and stop strings; `engine` is
 planning and settling, with a device that answers at once. Milliseconds: taking in a batch with 400 tokens
-of prompt each, and what is left to do after the last step.
+of prompt each, and what is left to do after the last step. Microseconds a step (`steps`): all that the host
+does from one step to the next while everybody decodes, as on a GPU, but for the driver's own calls: plain,
+with n-gram drafts that rarely stand (free) and mostly do (copy), without logprobs and with 0, 5 and 20.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from measure import finish
+from pretend import Pretence
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.packing import Packed
@@ -44,6 +49,8 @@ from draftproof.types import (
     Wants,
 )
 
+PARTS = ("generate", "engine", "steps")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 VOCAB = 32768
 PROMPT = 400
 CONFIG = {
@@ -208,6 +215,27 @@ def engine_only(llm: LLM, batch: int, tokens: int) -> tuple[float, float, float]
     return added - begin, first - added, done - first
 
 
+def between_steps(llm: LLM, device: Pretence, batch: int, top: int | None) -> float:
+    """Seconds a step of `LLM.generate` while all decode and nobody ends: of the quickest 16 in a row."""
+    params = SamplingParams(max_tokens=256, logprobs=top, ignore_eos=True, temperature=0.0)
+    prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(50)]} for i in range(batch)]
+    jobs = [llm._job(prompt, params) for prompt in prompts]
+    llm._add(deque(jobs))
+    for _ in range(6):
+        llm.jobs.step()
+    spent = [0.0]
+    while llm.jobs.ledger.num_open == batch and len(spent) < 96:
+        begin, pretending = time.thread_time(), device.spent
+        llm.jobs.step()
+        spent.append(time.thread_time() - begin - (device.spent - pretending))
+    total = np.cumsum(spent[:-1])  # the last may have had an end in it
+    for job in jobs:
+        llm.jobs.drop(job)
+    while llm.engine.has_work:
+        llm.jobs.step()
+    return float((total[16:] - total[:-16]).min()) / 16
+
+
 def least(runs: list[tuple[float, ...]]) -> list[float]:
     return [min(column) for column in zip(*runs, strict=True)]
 
@@ -218,16 +246,32 @@ def profiled(function: Callable[[], object]) -> None:
     pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", choices=("generate", "engine"))
-    options = parser.parse_args()
+def steps(batches: list[int], rounds: int, profile: bool) -> dict[str, float]:
+    """Microseconds a step."""
+    kinds: dict[str, tuple[dict[str, Any], float]] = {
+        "plain": ({}, 0.0),
+        "free": ({"speculative_config": NGRAM}, 0.02),
+        "copy": ({"speculative_config": NGRAM}, 0.95),
+    }
+    us: dict[str, float] = {}
+    for kind, (options, stands) in kinds.items():
+        for batch in batches:
+            llm = build(256, overlap=True, warm_up=False, enable_prefix_caching=False, **options)
+            device = Pretence(llm.engine, stands)
+            for top in (None, 0, 5, 20):
+                go = partial(between_steps, llm, device, batch, top)
+                name = f"{kind}, batch {batch}" + ("" if top is None else f", logprobs={top}")
+                us[name] = round(1e6 * min(go() for _ in range(rounds + 1)), 1)
+                print(f"{name}: {us[name]} us a step", flush=True)
+                if profile:
+                    profiled(go)
+    return us
+
+
+def generating(llm: LLM, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds a token, and milliseconds."""
     batch, tokens = options.batch, options.tokens
-    llm = build(batch)
-    drafting = build(batch, speculative_config={"method": "ngram", "num_speculative_tokens": 5})
+    drafting = build(batch, speculative_config=NGRAM)
     cases: dict[str, tuple[LLM, dict[str, Any], int | None]] = {
         "none": (llm, {}, None),
         "logprobs=5": (llm, {}, 5),
@@ -254,12 +298,35 @@ def main() -> None:
         print(f"{name}: {us[f'generate, {name}']} us a token, {ms[f'end, {name}']} ms at the end", flush=True)
         if options.profile == "generate":
             profiled(lambda a=target, b=steps, c=params: generate(a, b, batch, c))
-    added, first, rest = least([engine_only(llm, batch, tokens) for _ in range(options.rounds)])
-    us["engine"] = round(1e6 * rest / (batch * (tokens - 1)), 3)
-    ms["engine, add"], ms["engine, first step"] = round(1e3 * added, 2), round(1e3 * first, 2)
-    if options.profile == "engine":
-        profiled(lambda: engine_only(llm, batch, tokens))
-    finish("host", {"batch": batch, "tokens": tokens, "us a token": us, "ms": ms})
+    return us, ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="of `steps`")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--profile", choices=PARTS)
+    options = parser.parse_args()
+    batch, tokens = options.batch, options.tokens
+    us: dict[str, float] = {}
+    ms: dict[str, float] = {}
+    found: dict[str, Any] = {"batch": batch, "tokens": tokens, "us a token": us, "ms": ms}
+    llm = build(batch)
+    if "generate" in options.parts:
+        for mine, new in zip((us, ms), generating(llm, options), strict=True):
+            mine.update(new)
+    if "engine" in options.parts:
+        added, first, rest = least([engine_only(llm, batch, tokens) for _ in range(options.rounds)])
+        us["engine"] = round(1e6 * rest / (batch * (tokens - 1)), 3)
+        ms["engine, add"], ms["engine, first step"] = round(1e3 * added, 2), round(1e3 * first, 2)
+        if options.profile == "engine":
+            profiled(lambda: engine_only(llm, batch, tokens))
+    if "steps" in options.parts:  # last: it changes the backend for good
+        found["us a step"] = steps(options.batches, options.rounds, options.profile == "steps")
+    finish("host", found)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import DeviceProposer, Proposer, ProposerEnv
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
+REQUESTS, TOKENS = 64, 1024  # that drafts on the device can know
+
 
 class _Scripted(Proposer):
     """Knows the plain output of each request, by id; what it makes of it is `guess`."""
@@ -48,6 +50,19 @@ class _Scripted(Proposer):
 
 def set_answers(answers: Mapping[str, list[int]]) -> None:
     _Scripted.answers = answers
+    _fill_tables()
+
+
+@torch.inference_mode()
+def _fill_tables() -> None:
+    answers = _Scripted.answers
+    only = next(iter(answers.values())) if len(answers) == 1 else ()
+    for table in _OnDevice.tables.values():
+        lines = torch.full(table.shape, 7)
+        for i, line in enumerate(lines):
+            answer = torch.tensor(list(answers.get(str(i), only))[:TOKENS], dtype=torch.int64)
+            line[: len(answer)] = answer
+        table.copy_(lines)
 
 
 class Junk(_Scripted):
@@ -91,36 +106,60 @@ class Parity(Flaky):
 
 
 class _OnDevice(DeviceProposer):
-    """Guesses in the middle of a step, from the columns alone.
+    """Guesses in the middle of a step, from the columns and a table of the answers, in tensors alone.
 
     Whose they are it knows by the seed: tests give request i the seed 1000 + i, or have one request.
     """
 
+    tables: ClassVar[dict[torch.device, torch.Tensor]] = {}  # [requests, tokens], at an address that stays
+
+    def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        super().__init__(env, options)
+        table = torch.zeros((REQUESTS, TOKENS), dtype=torch.int64, device=env.ops.device)
+        self.tables.setdefault(table.device, table)
+        _fill_tables()
+
     def draft(self, batch: DeviceBatch) -> Draft:
-        columns, guesses = batch.columns, []
-        for slot, budget in zip(batch.slots.tolist(), batch.budget.tolist(), strict=True):
-            guesses.append([])
-            if slot < 0 or not budget:
-                continue
-            seed, length = int(columns.seed[slot]), int(columns.length[slot])
-            done = length - int(columns.prompt_len[slot])
-            answers = _Scripted.answers
-            only = next(iter(answers.values())) if len(answers) == 1 else ()
-            truth = list(answers.get(str(seed - 1000), only)[done : done + budget])
-            guesses[-1] = self.guess(random.Random(f"{seed} {length}"), truth, budget)  # type: ignore[attr-defined]
-        return Draft.of(guesses, self.env.k)
+        columns, slots = batch.columns, batch.slots.clamp(min=0)  # [B]
+        table, ahead = self.tables[slots.device], torch.arange(self.env.k, device=slots.device)
+        seed, length = columns.seed[slots], columns.length[slots]
+        done = (length - columns.prompt_len[slots])[:, None] + ahead
+        truth = table[(seed - 1000).clamp(0, REQUESTS - 1)[:, None], done.clamp(0, TOKENS - 1)]  # [B, K]
+        dice = (seed * 7919 + length * 104_729)[:, None] + torch.arange(self.env.k + 1, device=slots.device)
+        dice = (dice * 2_654_435_761 % (1 << 40)) >> 9  # [B, 1 + K]
+        tokens, count = self.bend(truth, dice, batch.budget)
+        return Draft(tokens, torch.where(batch.slots < 0, 0, count))
+
+    def bend(
+        self, truth: torch.Tensor, dice: torch.Tensor, budget: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [B, K] and their number [B], at most the budget [B]; dice [B, 1 + K]."""
+        raise NotImplementedError
 
 
-class DeviceJunk(_OnDevice, Junk):
-    pass
+class DeviceJunk(_OnDevice):
+    sources = ("junk",)
+
+    def bend(self, truth, dice, budget):  # type: ignore[no-untyped-def]
+        rolled, vocab = dice[:, 1:], self.env.vocab_size
+        wild = torch.where(rolled % 20 < 10, -(2**40), torch.where(rolled % 20 < 15, vocab, 2**40))
+        return torch.where(rolled % 10 == 0, wild, rolled % vocab), dice[:, 0] % (budget + 1)
 
 
-class DevicePerfect(_OnDevice, Perfect):
-    pass
+class DevicePerfect(_OnDevice):
+    sources = ("perfect",)
+
+    def bend(self, truth, dice, budget):  # type: ignore[no-untyped-def]
+        return truth, budget
 
 
-class DeviceFlaky(_OnDevice, Flaky):
+class DeviceFlaky(_OnDevice):
     sources = ("flaky",)
+
+    def bend(self, truth, dice, budget):  # type: ignore[no-untyped-def]
+        right = dice[:, :1] % (budget[:, None] + 1)
+        ahead = torch.arange(truth.shape[1], device=truth.device)
+        return torch.where(ahead < right, truth, dice[:, 1:] % self.env.vocab_size), budget
 
 
 class SelfModel(Proposer):

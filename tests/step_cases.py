@@ -499,6 +499,69 @@ def put_draft(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     columns, mine = copied(step.columns, ref.device), copied(step.columns, ops.device)
     ref.put_draft(columns, step.plan.slots.to(ref.device), step.plan.budget.to(ref.device), draft)
     plan = copied(step.plan, ops.device)
-    ops.put_draft(mine, plan.slots, plan.budget, copied(draft, ops.device))
+    given = copied(draft, ops.device)
+    if seed % 3 == 2:
+        given = replace(given, tokens=given.tokens.t().contiguous().t())
+    ops.put_draft(mine, plan.slots, plan.budget, given)
     all_same(mine, columns, "columns")
     all_same(plan, step.plan, "plan")
+
+
+def committed(step: Step, seed: int) -> Rows:
+    """The rows of a step, which has been committed."""
+    rows, logits = step.room(spare_of(seed))
+    out = step.out(Guarded(CPU), rows, logits)
+    Bookkeeping.layout(REF, step.plan, step.columns, PAGE, out)
+    choice, bad = choice_of(step, out.windows, seed)
+    table = torch.zeros((step.size.entries, TOKENS + step.size.k + 1), dtype=torch.int64)
+    picks = torch.zeros((2, logits), dtype=torch.int64)
+    REF.commit(step.plan, out.windows, choice, bad, Outcome(table, *picks))
+    return out.rows
+
+
+@check
+def follow(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    """The rows behind a step; then where drafts come to stand."""
+    step = Step(seed, size)
+    rows, k = committed(step, seed), size.k
+    done: list[list[Any]] = []
+    for by in (ref, ops):
+        columns, plan, mine = (copied(x, by.device) for x in (step.columns, step.plan, rows))
+        shifted, last = by.follow(mine, columns, plan.slots)
+        made = [shifted, Plan(last, last, last, last)]
+        for rounds, lag in ((0, 1), (1, 0), (k, 1), (max(1, k // 2), 0)):
+            made.append(by.ahead(columns, plan.slots, plan.budget, last, rounds, lag, PAGE))
+        all_same(columns, step.columns, "columns")
+        all_same(mine, rows, "rows")
+        done.append(made)
+    for got, want in zip(done[1], done[0], strict=True):
+        all_same(got, want, type(want).__name__)
+
+
+@check
+def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    """The bits of the ops one by one: norm, LM head, choice."""
+    step = Step(seed, size)
+    windows = step.windows(spare_of(seed), ops.device)
+    count, hidden, some = len(windows.slot), 128, seed % 2 == 1
+    dtype = torch.float32 if seed % 5 == 4 else torch.bfloat16
+    wide = max(1, size.vocab - 4) if some else size.vocab
+    ids = torch.randperm(size.vocab, generator=step.random)[:wide] if some else None
+    weight, norm, x = step.floats(wide, hidden) / 3, step.floats(hidden), step.floats(count + 3, hidden)
+    weight[wide // 2] = weight[0]  # a tie
+    at = step.ints(-1, count + 2, count) if seed % 3 else None
+    x = x if at is not None else x[:count]
+    x, weight, norm = (part.to(ops.device, dtype) for part in (x, weight, norm))
+    packed = ops.pack_linear(weight)
+    ids, at = (None if part is None else part.to(ops.device) for part in (ids, at))
+    tokens, rows = [], []
+    for kind in (Bookkeeping, type(ops)):
+        out = Guarded(ops.device)
+        tokens.append(out(count))
+        given = x.clone(), at, norm, 1e-5, packed, ids, windows, seed % 4 == 3, tokens[-1]
+        rows.append(kind.pick(ops, *given))  # type: ignore[arg-type]
+        out.check()
+    same(tokens[1], tokens[0], "drafts")
+    same(rows[1].float(), rows[0].float(), "rows")
+    if ops is not REF and seed == 0:
+        pick(REF, 1, size, ref)

@@ -237,7 +237,7 @@ def test_real_steps_correct_the_table():
     for _ in range(90):
         costs.observe(8, 2.0)
         costs.observe(16, 4.0)
-    assert costs._seconds.tolist() == pytest.approx([2.0, 2.0, 3.0, 4.0, 4.0], rel=1e-2)
+    assert costs._by_size == pytest.approx([2.0, 2.0, 3.0, 4.0, 4.0], rel=1e-2)
     assert costs.best(8, 8.0, gains[:8]) == 0  # twice the time for one and a half times the tokens
     assert costs.best(8, 8.0, gains) == 24  # of 32 rows nothing else is known than that 16 took twice as long
 
@@ -246,9 +246,9 @@ def test_a_pause_is_no_cost_and_larger_steps_are_never_quicker():
     costs = RowCosts({1: 1.0, 8: 1.2})
     costs.observe(8, 1.2)
     costs.observe(8, 100.0)
-    assert costs._seconds.tolist() == [1.0, 1.2]
+    assert costs._by_size == [1.0, 1.2]
     costs.observe(1, 2.0)
-    assert costs._seconds.tolist() == pytest.approx([1.5, 1.5])
+    assert costs._by_size == pytest.approx([1.5, 1.5])
 
 
 def test_one_slow_step_is_soon_forgotten():
@@ -294,7 +294,7 @@ def test_an_engine_on_the_cpu_knows_what_rows_cost(overlap):
     spec = {"method": "ngram", "num_speculative_tokens": 4}
     target = tiny.engine(speculative=spec, warm_up=True, overlap=overlap)
     costs = target.loop.scheduler.budgets.costs
-    assert costs._sizes[0] == 1 and costs._sizes[-1] == 8 * 5
+    assert costs._rows[0] == 1 and costs._rows[-1] == 8 * 5
     got = tiny.run(target, asks)
     assert all(got[name].same() == want[name].same() for name in want)
     assert not np.isnan(costs._ratio).all()

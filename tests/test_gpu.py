@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import heads
+import tiny
 from exact import Ask, Company, Where
 from test_exact import GUIDED, MATRIX, check, named
 
@@ -33,3 +35,26 @@ def test_a_gemm_that_feels_the_row_count_is_found(arch: str, monkeypatch: pytest
     linear = TritonOps.linear
     monkeypatch.setattr(TritonOps, "linear", lambda *a: linear(*a) * (1 + 1e-6 * (len(a[1]) % 3)))
     assert Company(asks, where, spec).differences(fresh=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model and a head of sizes that the large kernels take; drafts are captured and do not fail."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
+    monkeypatch.setitem(tiny.ARCHITECTURES, "even", {"architecture": "LlamaForCausalLM", **sizes})
+    config = heads.head_config("eagle3", "even", "bfloat16", **sizes)
+    head = heads.save_head("even", config, heads.head_tensors(config))
+    asks = [Ask(i, "none", temperature, length=14 + 9 * i, prompt=False) for i in range(5)]
+    where = Where("even", "bfloat16", "triton", device="cuda")
+    spec = {"method": "eagle3", "model": head, "num_speculative_tokens": 4, "adaptive": False}
+    for how in ({"overlap": True, "arrivals": [0, 0, 2, 3, 5]}, {"chunk": 8, "overlap": False}):
+        company = Company(asks, where, spec, **how)
+        assert company.differences() == []
+        device = company.engine.loop.device  # type: ignore[union-attr]
+        assert device.drafting.failure is None
+        assert any(key[0] == "draft" for key in device._graphs)
+        assert device.ops._blocks.takes(
+            torch.zeros((1, 64), dtype=torch.bfloat16), device.runner.model.layers
+        )
+        steps = [step for record in company.records.values() for step in record.steps]
+        assert sum(step.num_draft for step in steps) > 20

@@ -245,15 +245,14 @@ def test_a_checkpoint_of_speculators_gives_its_logits(kind, flags, tmp_path):
     at = torch.arange(count)
     caches = [torch.zeros(2, 5, 8, config.num_kv_heads, config.head_dim)]
     rows = Rows(tokens, at, torch.zeros_like(at), 8 + at, table)
-    feature = ours.feature(features.chunk(2, 1))  # type: ignore[arg-type]
-    normed, after = ours.forward(rows, feature, caches)
-    got = ours.logits(normed)
+    row = ours.forward(rows, ours.feature(features), caches)
+    got, after = ours.logits(row), ours.following(row)
     assert torch.allclose(got[:, ours.ids], logits[0], atol=1e-4)
     assert got.isinf().sum() == count * 36
     for p in range(count - 2, -1, -1):  # a round after each row, with the token that comes next
         row = Rows(tokens[p + 1 :][:1], at[p + 1 :][:1], at[:1] * 0, 8 + at[p + 1 :][:1], table)
-        normed, _ = ours.forward(row, after[p : p + 1], caches)
-        assert torch.allclose(ours.logits(normed)[0, ours.ids], logits[1][p], atol=1e-4)
+        made = ours.forward(row, after[p : p + 1], caches)
+        assert torch.allclose(ours.logits(made)[0, ours.ids], logits[1][p], atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")

@@ -18,6 +18,7 @@ from covering import pairwise
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.llama import Llama
 from draftproof.models.runner import Runner
+from draftproof.ops.following_torch import TorchFollowing
 from draftproof.propose.head import Eagle3Proposer, EagleProposer, HeadProposer, MtpProposer
 from draftproof.propose.rounds import Rounds
 from exact import OPTIONS, Ask, Company, Where
@@ -56,11 +57,10 @@ class Audited(HeadProposer):
         tokens, line = columns.tokens[slot], torch.zeros_like(at)
         rows = self.target.rows(tokens[:computed], at, line, self.table)
         hidden, *tapped = self.target.tapped(rows)
-        wanted = (hidden, *tapped) if self.needs_hidden else tuple(tapped)
-        for given, want in zip(batch.features, wanted, strict=True):
-            committed = here[batch.rows.positions[here] < computed]
-            places = batch.rows.positions[committed]
-            assert torch.equal(given[committed], want[places]), "a feature differs"
+        wanted = torch.cat([hidden, *tapped] if self.needs_hidden else tapped, 1)
+        committed = here[batch.rows.positions[here] < computed]
+        places = batch.rows.positions[committed]
+        assert torch.equal(batch.features[committed], wanted[places]), "a feature differs"
         rows = replace(rows, tokens=tokens[1 : computed + 1].contiguous())
         self.model.forward(rows, self.model.feature(wanted), self.again)
         pages = columns.page_table[slot, at // size].long()
@@ -147,12 +147,12 @@ BASE = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "tempera
 
 @pytest.mark.parametrize("bug", ["token", "position", "stays", "keeps"])
 def test_control_the_audit_sees_a_slip(bug, monkeypatch):
-    follow = HeadProposer._follow
+    follow = TorchFollowing.follow
 
-    def broken(self: Any, batch: Any) -> Any:
-        rows, last = follow(self, batch)
+    def broken(self: Any, given: Any, *others: Any) -> Any:
+        rows, last = follow(self, given, *others)
         if bug == "token":  # the token of the row itself, not the one that follows
-            return replace(rows, tokens=torch.where(rows.slots >= 0, batch.rows.tokens, 0)), last
+            return replace(rows, tokens=torch.where(rows.slots >= 0, given.tokens, 0)), last
         if bug == "position":
             return replace(rows, positions=torch.where(rows.slots >= 0, rows.positions + 1, 0)), last
         if bug == "stays":  # the row of the newest token is left out
@@ -163,7 +163,7 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
             ), last
         return rows, last
 
-    monkeypatch.setattr(HeadProposer, "_follow", broken)
+    monkeypatch.setattr(TorchFollowing, "follow", broken)
     if bug == "keeps":  # the features of the step before
         kept = monkeypatch.setattr("draftproof.engine.drafting.Drafting.keep", lambda self, *rows: None)
         assert kept is None
@@ -228,18 +228,18 @@ def test_a_head_that_is_the_model_is_always_right(perfect, temperature, how):
 @pytest.mark.parametrize("bug", ["position", "noise", "token"])
 def test_control_rounds_that_slip(perfect, bug, monkeypatch):
     """Outputs stay the same, but drafts fall."""
-    rows, take = Rounds.rows, Rounds.take
+    rows, windows = Rounds.rows, Rounds.windows
     if bug == "position":
         monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions + 1))
     if bug == "token":
         monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens // 2))
     if bug == "noise":
 
-        def other(self: Any, j: int, logits: Any) -> None:
-            self.columns = replace(self.columns, seed=self.columns.seed + 1)
-            take(self, j, logits)
+        def other(self: Any, j: int) -> Any:
+            made = windows(self, j)
+            return replace(made, columns=replace(made.columns, seed=made.columns.seed + 1))
 
-        monkeypatch.setattr(Rounds, "take", other)
+        monkeypatch.setattr(Rounds, "windows", other)
     drafted, accepted = drafts_of(perfect, 1.0, chunk=16)
     assert accepted < 0.9 * drafted
 

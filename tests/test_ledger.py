@@ -164,20 +164,21 @@ def in_bulk(
     steps: list[StepResults], tokenizer: Any, ledger: Ledger | None = None
 ) -> dict[str, CompletionOutput]:
     ledger, answers, done = ledger or Ledger(VOCAB, K, SOURCES), {}, {}
+    lines = np.zeros(0, np.int64)
     for everybody in steps:
         results = alive(everybody, done)
         for request in results.requests:
             if request.id not in answers:
                 answers[request.id] = ledger.answer(0, request, tokenizer)
                 ledger.open(answers[request.id])
-        lines = np.array([answers[r.id].line for r in results.requests], np.int64)
+        now = np.array([answers[r.id].line for r in results.requests], np.int64)
+        lines = lines if np.array_equal(lines, now) else now  # as `Jobs` does
         columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
         ends = {i: ending.reason for i, ending in results.endings.items()}
         matched = ledger.add(lines, results.table, results.source, columns, ends)
         for i in {*results.endings, *matched}:
             name, ending = results.requests[i].id, results.endings.get(i, Ending("stop"))
             done[name] = ledger.close(answers.pop(name), ending.reason, ending.stop, ending.error)
-        ledger.tidy()
     assert not answers and not ledger.num_open
     return done
 
@@ -262,7 +263,6 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
                 ledger.open(answer)
             found = {kind: (c.values, c.ids, c.ranks) for kind, c in mine.items()}
             ledger.add(np.array([answer.line]), table, results.source, found, {})
-            ledger.tidy()
             assert ledger.num_tokens(answer) == len(builder.output.token_ids)
         builder.abort()
         assert differences(builder.output, ledger.close(answer, "abort", None, None)) == []
@@ -301,7 +301,6 @@ def test_a_window_longer_than_a_page() -> None:
     table[0, TOKENS:] = 7
     for _ in range(3):
         ledger.add(np.array([answer.line]), table, None, {}, {})
-        ledger.tidy()
     out = ledger.close(answer, "length", None, None)
     assert out.text == "x" * 603 and out.metrics.accepted_per_position == [3] * 200
 
@@ -352,7 +351,8 @@ def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.Monk
 
     def early(self: Ledger, *args: Any) -> Any:
         matched = add(self, *args)
-        self.tidy()
+        self._write()
+        self._tidy()
         return matched
 
     monkeypatch.setattr(Ledger, "add", early)
@@ -362,11 +362,23 @@ def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.Monk
 def test_control_logprobs_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Ledger._add_logprobs
 
-    def shifted(self: Ledger, lines: Any, owner: Any, where: Any, picks: Any, columns: Any) -> None:
-        add(self, lines, owner, where, np.maximum(picks - 1, 0), columns)
+    def shifted(self: Ledger, lines: Any, owner: Any, where: Any, place: Any, *rest: Any) -> None:
+        add(self, lines, owner, where, np.maximum(place - 1, 0), *rest)
 
     monkeypatch.setattr(Ledger, "_add_logprobs", shifted)
     assert {"logprobs", "cumulative_logprob"} <= compare(range(3))
+
+
+def test_control_steps_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Ledger._write
+
+    def backwards(self: Ledger) -> None:
+        self._steps.reverse()
+        write(self)
+
+    monkeypatch.setattr(ledger_module, "PAGE", 128)
+    monkeypatch.setattr(Ledger, "_write", backwards)
+    assert {"token_ids", "logprobs", "text"} <= compare(range(3))
 
 
 def test_control_a_sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

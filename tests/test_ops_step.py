@@ -72,6 +72,8 @@ WRONG = {
     "arbitrate": lambda given, result: given[3].fell.mul_(2),
     "suffix": lambda given, result: result[2].clamp_(max=1 << 15),
     "put_draft": lambda given, result: given[0].draft_source.clamp_(min=0),
+    "follow": lambda given, result: result[1].clamp_(min=0),
+    "pick": lambda given, result: given[8].clamp_(max=3),
 }
 
 

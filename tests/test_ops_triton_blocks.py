@@ -14,7 +14,7 @@ HERE = str(Path(__file__).parent)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", ["plain", "bias_and_windows", "what_it_leaves_to_others"])
+@pytest.mark.parametrize("name", ["plain", "bias_and_windows", "taps_and_a_head", "what_it_leaves_to_others"])
 def test_check(name: str) -> None:
     path = [HERE, *sys.path]
     code = f"import sys; sys.path[:0] = {path!r}; import triton_block_checks as b; b.main([{name!r}])"

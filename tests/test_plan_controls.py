@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from draftproof.engine.calm import Calm
 from draftproof.engine.pages import digests
 from draftproof.engine.scheduler import Scheduler
 from lives import K, Life, lives, machine
@@ -66,6 +67,34 @@ def test_control_rows_beyond_the_budget(monkeypatch):
         lives()
 
 
+def test_control_room_that_is_used_twice(monkeypatch):
+    """Plans are taken again without counting what they may commit."""
+    whole = Calm.again
+
+    def broken(self, *arguments):
+        room = self.room
+        planned = whole(self, *arguments)
+        self.room = room
+        return planned
+
+    monkeypatch.setattr(Calm, "again", broken)
+    with pytest.raises((AssertionError, IndexError)):  # a row beyond the last page
+        lives()
+
+
+def test_control_the_last_plan_again_whoever_runs(monkeypatch):
+    whole = Scheduler._again
+
+    def broken(self):
+        if self._calm is not None:
+            self._calm.plan.version = self.version
+        return whole(self)
+
+    monkeypatch.setattr(Scheduler, "_again", broken)
+    with pytest.raises(AssertionError):
+        lives()
+
+
 def test_control_a_tenant_that_is_not_asked_for(monkeypatch):
     whole = Scheduler.settle
 
@@ -84,7 +113,7 @@ def test_control_pages_found_before_they_are_stored(monkeypatch):
     def broken(self, sequence):
         seated = whole(self, sequence)
         if seated:
-            self._make_known(sequence, len(sequence.ids))
+            self.prefixes.make_known(sequence, len(sequence.ids))
         return seated
 
     monkeypatch.setattr(Scheduler, "_admit", broken)
@@ -100,7 +129,7 @@ def test_control_digests_that_say_too_little(monkeypatch, page):
         for at, found in enumerate(digests(tokens, size, "" if page == "salt" else salt)):
             yield repr((salt, tokens[at * size : (at + 1) * size])).encode() if page == "chain" else found
 
-    monkeypatch.setattr("draftproof.engine.scheduler.digests", broken)
+    monkeypatch.setattr("draftproof.engine.prefixes.digests", broken)
     with pytest.raises(AssertionError, match="KV of another text"):
         lives()
 

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from draftproof import LLM
-from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.prefixes import Prefixes
 from draftproof.sampling_params import SamplingParams
 from exact import Ask, Company, Where, check_empty, compare, run_solo
 
@@ -143,8 +143,8 @@ def test_what_is_found_was_stored_before():
 
 def test_control_a_page_that_is_known_too_early(monkeypatch):
     """All of a prompt, when the first chunk of it is planned."""
-    whole = Scheduler._make_known
-    monkeypatch.setattr(Scheduler, "_make_known", lambda self, s, computed: whole(self, s, len(s.ids)))
+    whole = Prefixes.make_known
+    monkeypatch.setattr(Prefixes, "make_known", lambda self, s, computed: whole(self, s, len(s.ids)))
     assert any("request 1" in line for line in overtaken())
 
 
@@ -163,7 +163,7 @@ def plain_digests(salted=True, chained=True):
 def test_control_digests_that_say_too_little(monkeypatch, what):
     """One after the other, so that what is found is there: the salt is ignored, or what comes before."""
     engine, ids = tiny.engine(page_size=PAGE), tiny.prompt(0, 40)
-    monkeypatch.setattr("draftproof.engine.scheduler.digests", plain_digests(**{what: False}))
+    monkeypatch.setattr("draftproof.engine.prefixes.digests", plain_digests(**{what: False}))
     serve(engine, ids, cache_salt="a")
     if what == "salted":
         assert serve(engine, ids, cache_salt="b")[1] == 32, "another's text was found"

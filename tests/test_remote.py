@@ -276,12 +276,13 @@ def test_a_full_queue_of_frames_loses_nothing(
         slow.close()
 
 
-def test_a_server_that_is_stuck_for_good(
-    make: Any, portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bound", ["OTHERS_SECONDS", "MOST"])
+def test_nobody_waits_for_a_server_that_is_stuck(
+    make: Any, portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    """It loses its requests, and they give back what they had."""
+    """Others are served meanwhile. In the end it loses its requests, and they give back what they had."""
     monkeypatch.setattr(clients, "OUTBOX", 1)
-    monkeypatch.setattr(clients, "OTHERS_SECONDS", 0.2)
+    monkeypatch.setattr(clients, "OTHERS_SECONDS", 1e9)
     monkeypatch.setattr(worker.log, "disabled", True)
     put = clients.Client.put
 
@@ -293,12 +294,15 @@ def test_a_server_that_is_stuck_for_good(
     with working(llm, tmp_path) as served:
         stuck = RawServer(tmp_path)
         stuck.add(7, request(max_tokens=240))
-        wait_for(lambda: any(client.stuck for client in list(served._clients.values())))
+        (client,) = wait_for(lambda: [c for c in list(served._clients.values()) if c.stuck])
 
         async def main() -> None:
-            async with connect(address_of(tmp_path), tokenizer=Pieces()) as far:
+            async with asyncio.timeout(60), connect(address_of(tmp_path), tokenizer=Pieces()) as far:
                 assert facts(await far.generate(*HERE[0])) == facts(portable[0])
-                assert far.engine_stats().num_running == 0
+                assert client.entries and client.stuck
+                monkeypatch.setattr(clients, bound, 0)
+                assert facts(await far.generate(*HERE[0])) == facts(portable[0])
+                assert not client.entries and far.engine_stats().num_running == 0
 
         asyncio.run(main())
         awake.append(True)  # it hears that it was given up, and nothing else

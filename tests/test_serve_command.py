@@ -21,7 +21,8 @@ import pytest
 
 from draftproof.cli import _options, main
 from draftproof.serve.command import engine_options, settings_of
-from draftproof.serve.settings import KEY_VARIABLE, Settings
+from draftproof.serve.seats import Seats, shared
+from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings
 from serving import events, make_folder
 
 SPEC = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}'
@@ -139,11 +140,26 @@ def test_serve_drain_and_chat(
     assert "secret" not in "".join(running.log) and any(line["message"] == "drained" for line in lines)
 
 
+def test_a_process_that_dies_leaves_its_seats() -> None:
+    settings = Settings(api_keys=Keys(["alpha", "beta"]))
+    alpha, beta = settings.api_keys.names
+    room, parent = shared(settings, 2)
+    one, two = (Seats(settings, line, 2, room) for line in range(2))
+    os.close(room)
+    assert one.take(alpha) == (1, 1) and two.take(alpha) == (2, 2) and two.take(beta) == (3, 1)
+    two.give(beta)
+    parent.clear(1)  # and what it had with it
+    assert one.take("-") == (2, 1) and one.take(alpha) == (3, 2) and two.take(beta) == (4, 1)
+    assert Seats(settings).take(alpha) == (1, 1)
+
+
 def test_several_processes_keys_and_metrics(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
-    file.write_text('server-processes = 2\nvllm_metrics = true\nmax_n = 3\nserved_model_name = ["tiny"]\n')
+    lines = "server-processes = 2", "vllm_metrics = true", "max_n = 3", 'served_model_name = ["tiny"]'
+    file.write_text("\n".join([*lines, "max_concurrent_per_key = 1", "max_concurrent = 2"]))
     mine = {"authorization": "Bearer alpha"}
-    with program(folder, "--config", str(file), "--max-n", "2", **{KEY_VARIABLE: "alpha"}) as running:
+    keys = {KEY_VARIABLE: "alpha,beta,gamma"}
+    with program(folder, "--config", str(file), "--max-n", "2", **keys) as running:
         assert running.post({"prompt": "one"}).status_code == 401
         assert running.post({"prompt": "one", "n": 3}, headers=mine).status_code == 400
         body = {"prompt": "one two three one two", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
@@ -164,7 +180,40 @@ def test_several_processes_keys_and_metrics(folder: Path, tmp_path: Path) -> Non
                 break
             threading.Event().wait(0.02)
         assert agreed == 8
+        check_limits(running)
         assert running.stop() == 0
+
+
+def check_limits(running: Program) -> None:
+    """The engine is held, so requests stay open; no process then takes another of that key, or a third."""
+
+    def post(key: str) -> int:
+        """Over a connection of its own: either process may take it."""
+        body, headers = {"prompt": "one", "max_tokens": 3}, {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+
+    def wait_for_open(number: int) -> None:
+        headers = {"authorization": "Bearer alpha"}
+        while f'requests_open{{model_name="tiny"}} {number}.0' not in (
+            httpx.get(f"{running.url}/metrics", headers=headers).text
+        ):
+            threading.Event().wait(0.02)
+
+    worker = child_of(running.process.pid)
+    held = [threading.Thread(target=post, args=(key,)) for key in ("alpha", "beta")]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        held[0].start()
+        wait_for_open(1)
+        assert [post("alpha") for _ in range(8)] == [429] * 8
+        held[1].start()
+        wait_for_open(2)
+        assert [post("gamma") for _ in range(8)] == [503] * 8
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for each in held:
+        each.join()
+    assert [post("alpha") for _ in range(4)] == [200] * 4
 
 
 def test_the_engine_is_killed_under_streams(folder: Path) -> None:
@@ -212,6 +261,7 @@ def child_of(pid: int) -> int:
         path.parent.name
         for path in Path("/proc").glob("[0-9]*/stat")
         if path.read_text().rsplit(")", 1)[1].split()[1] == str(pid)
+        and b"worker_main" in path.with_name("cmdline").read_bytes()
     ]
     return int(line)
 

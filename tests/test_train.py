@@ -99,7 +99,7 @@ def test_a_position_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("aim", [Aim(), Aim(hard=0.3), Aim(hard=0.1, overlap=0.7)])
 def test_the_loss_has_its_own_slope(aim: Aim, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against autograd over the definition, in pieces of one text as well."""
+    """Against autograd over the definition, in pieces of one row and of five as well."""
     generator = torch.Generator().manual_seed(1)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -107,21 +107,26 @@ def test_the_loss_has_its_own_slope(aim: Aim, monkeypatch: pytest.MonkeyPatch) -
 
     student, teacher, head = numbers(3, 2, 6, 5).requires_grad_(), numbers(2, 6, 5), numbers(11, 5)
     weight = numbers(3, 2, 6).abs()
+    for step in range(3):
+        weight[step, :, 5 - step :] = 0  # there the next text begins
+    cold = torch.tensor([1.0, 0.0])  # the second text is of a temperature above 0
     expected = torch.zeros(3)
     for step in range(3):
         law = (teacher @ head.T).softmax(-1)
         best = torch.nn.functional.one_hot(law.argmax(-1), 11)
-        law = ((1 - aim.hard) * law + aim.hard * best)[:, 1 + step :]
+        hard = aim.hard * cold[:, None, None]
+        law = ((1 - hard) * law + hard * best)[:, 1 + step :]
         said = (student[step, :, : 5 - step] @ head.T).softmax(-1)
         apart = (law * (law.log() - said.log())).sum(-1)
         apart = apart + aim.overlap * (1 - torch.minimum(law, said).sum(-1))
         expected[step] = (weight[step, :, : 5 - step] * apart).sum()
     expected.sum().backward()
     slope = student.grad
-    for size in (1, 1 << 29):
+    flat = teacher.flatten(0, 1), head, weight.flatten(1), cold.repeat_interleave(6)
+    for size in (1, 4 * 11 * 5, 1 << 29):
         monkeypatch.setattr("draftproof.train.loss.CHUNK_BYTES", size)
         again = student.detach().requires_grad_()
-        total, parts = unrolled_loss(again, teacher, head, weight, aim)
+        total, parts = unrolled_loss(again.flatten(1, 2), *flat, aim)
         total.backward()
         torch.testing.assert_close(parts, expected.detach())
         torch.testing.assert_close(again.grad, slope)
@@ -204,13 +209,14 @@ def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
 def test_what_counts() -> None:
     """Chains of answers in full, of prompts less, none beyond the text."""
     made = trained.trainer(unroll=2, decay=0.5, prompt_weight=0.25)
-    batch = Batch.of([Text(np.arange(7), 4, 0.0, 0), Text(np.arange(5), 1, 0.0, 0)], 64, multiple=8)
-    weight = made._weight(batch)
+    batch = Batch.of([Text(np.arange(7), 4, 0.0, 0), Text(np.arange(5), 1, 1.0, 0)], 64, multiple=8)
+    weight, cold = made._weight(batch)
+    assert cold.tolist() == [1.0] * 8 + [0.0] * 8
     total = 3 * 0.25 + 2 + 3
     first = torch.tensor([[0.25, 0.25, 0.25, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]])
-    torch.testing.assert_close(weight[0] * total, first)
+    torch.testing.assert_close(weight[0] * total, first.flatten())
     second = torch.tensor([[0.25, 0.25, 0.25, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]])
-    torch.testing.assert_close(weight[1] * total, 0.5 * second)
+    torch.testing.assert_close(weight[1] * total, 0.5 * second.flatten())
 
 
 def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def plan(**changes: Any) -> TrainPlan:
         "batch_tokens": 512,
         "max_len": 64,
         "warmup": 2,
-        "learning_rate": 1e-2,
+        "learning_rate": 3e-2,
         "dtype": "float32",
         "eval_every": 6,
         "eval_texts": 8,

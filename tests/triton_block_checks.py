@@ -79,6 +79,38 @@ def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...]) -
     assert not ops._blocks._scratch["arrived"].any()
 
 
+def taps_and_a_head() -> None:
+    """Rows after inner layers, and a first layer that reads a token beside its row."""
+    heads, hidden = Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
+    layers, norm = decoder(heads, hidden, 256, True, (0, 0)), randn(hidden, seed=7, dtype=BF16)
+    wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
+    first = replace(
+        layers[0],
+        qkv=PackedLinear(wide, layers[0].qkv.bias, 1),
+        token_norm=randn(hidden, seed=71, dtype=BF16),
+    )
+    paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
+    rows = paged.rows([(0, 129), (0, 130), (1, 6), (3, 299), (1, 0)])
+    rows.slots[-1] = -1
+    rows.tokens.copy_(torch.tensor([3, 0, 10, 7, -5]))  # padding: any number
+    x, table = randn(5, hidden, seed=3, dtype=BF16), randn(11, hidden, seed=4, dtype=BF16)
+    for these, taps in ((layers, (1, 0)), ([first, layers[1]], (0,)), ([first], ())):
+        last = norm if taps else None
+        ours, theirs = ([paged.cache.clone() for _ in these] for _ in range(2))
+        assert ops._blocks.takes(x, these)
+        made = ops.blocks(x.clone(), these, last, rows, rope, ours, 1e-5, taps, table)
+        real = replace(rows, tokens=rows.tokens.clamp(min=0))
+        wanted = Ops.blocks(ops, x, these, last, real, rope, theirs, 1e-5, taps, table)
+        assert len(made) == len(wanted) == 2 + len(taps)
+        for got, want in zip(made, wanted, strict=True):
+            assert bits(got[:-1]) == bits(want[:-1])
+        assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True))
+    assert bits(made[0]) != bits(x)
+    assert not ops._blocks.takes(x, [layers[1], first])
+    assert not ops._blocks.takes(x, [replace(first, norm_around=True)])
+    assert not ops._blocks.takes(x, [replace(layers[0], attention_norm=None)])
+
+
 def plain() -> None:
     same_bits(Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0, 0))
 
@@ -101,7 +133,9 @@ def what_it_leaves_to_others() -> None:
     assert not takes(x[:, :96].contiguous(), decoder(heads, 96, 256, False, (0,)))
 
 
-CHECKS = {check.__name__: check for check in (plain, bias_and_windows, what_it_leaves_to_others)}
+CHECKS = {
+    check.__name__: check for check in (plain, bias_and_windows, taps_and_a_head, what_it_leaves_to_others)
+}
 
 
 def main(only: list[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -22,7 +23,7 @@ from draftproof.ops import Heads, Layer, Rows
 from draftproof.ops.drafting import Record, SuffixRule
 from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
-from draftproof.types import TOKENS, Choice, Draft, Outcome
+from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
 
 CPU = torch.device("cpu")
 TYPES = {
@@ -131,6 +132,31 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
         ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
 
+def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, columns: int) -> None:
+    """What a head's rounds are made of, beside its layer."""
+    from step_cases import PAGE, Size, Step
+
+    made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
+    rows, last = ops.follow(
+        Rows(*torch.zeros((4, entries * (k + 1)), dtype=torch.int64), made.columns.page_table),
+        made.columns,
+        made.plan.slots,
+    )
+    for rounds in (0, k):
+        ahead = ops.ahead(made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE)
+    line = made.plan.slots
+    windows = Windows(made.columns, line, line, line, line, line, line, line)
+    x, norm = torch.empty((entries, hidden), dtype=torch.bfloat16), torch.empty(hidden, dtype=torch.bfloat16)
+    packed = ops.pack_linear(torch.empty((columns, hidden), dtype=torch.bfloat16))
+    ids = torch.zeros(columns, dtype=torch.int64) if columns < vocab else None
+    for at, greedy in ((None, False), (last, False), (None, True)):
+        ops.pick(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
+    heads = Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
+    layer = Layer(norm, packed, None, None, packed, norm, packed, packed, heads, token_norm=norm)
+    these = Rows(line, line, line, line, made.columns.page_table)
+    ops.first_rows(x, layer, these, torch.empty((vocab, hidden), dtype=torch.bfloat16), 1e-6)
+
+
 class Chip:
     """What the launch of all layers at once asks of a device."""
 
@@ -140,19 +166,23 @@ class Chip:
     major = CAPABILITY // 10
 
 
-def all_layers(ops: TritonOps, heads: Heads, hidden: int, inner: int, count: int) -> None:
+def all_layers(
+    ops: TritonOps, heads: Heads, hidden: int, inner: int, count: int, taps: int = 0, joined: bool = False
+) -> None:
     def packed(columns: int, depth: int) -> gemm_kernels.PackedLinear:
         return ops.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
 
     width, norm = heads.num_q * heads.dim, torch.empty(hidden, dtype=torch.bfloat16)
-    projections = packed(width + 2 * heads.num_kv * heads.dim, hidden), packed(hidden, width)
+    projections = packed(width + 2 * heads.num_kv * heads.dim, hidden << joined), packed(hidden, width)
     mlp = packed(2 * inner, hidden), packed(hidden, inner)
     layer = Layer(norm, projections[0], None, None, projections[1], norm, *mlp, heads)
+    layers = [replace(layer, token_norm=norm)] if joined else [layer] * 4
     column, table = torch.zeros(count, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
     cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
     rows, x = Rows(column, column, column, column, table), torch.empty((count, hidden), dtype=torch.bfloat16)
     with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-        ops.blocks(x, [layer] * 2, norm, rows, torch.empty((64, heads.dim)), [cache] * 2, 1e-6)
+        given = x, layers, norm, rows, torch.empty((64, heads.dim)), [cache] * len(layers), 1e-6
+        ops.blocks(*given, range(taps), x)
 
 
 def main() -> None:
@@ -174,9 +204,15 @@ def main() -> None:
             forward(ops, torch.bfloat16, 64, small, 576, 8192)
             forward(ops, torch.bfloat16, 600, small, 576, 8192)
             step(ops, 256, 5, 49152)
+            for entries in (1, 24, 256):
+                drafts(ops, entries, 4, 49152, 576, 16384)
+            drafts(ops, 1, 5, 49152, 576, 49152)
             if pdl:
                 all_layers(ops, small, 576, 1536, 1)
                 all_layers(ops, small, 576, 1536, 64)
+                for rows in (1, 16, 64):
+                    all_layers(ops, small, 576, 1536, rows, taps=3)
+                    all_layers(ops, small, 576, 1536, rows, joined=True)
                 all_layers(ops, Heads(num_q=15, num_kv=5, dim=64, scale=0.1, window=0), 960, 2560, 16)
                 break
             forward(ops, torch.bfloat16, 600, large, 4096, 8192)

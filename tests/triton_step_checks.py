@@ -12,16 +12,19 @@ import traceback
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
 from draftproof.ops.triton_cuda import (
+    pick,
     sampling,
     select,
     step_adjust,
     step_choose,
     step_commit,
     step_draft,
+    step_follow,
     step_layout,
     step_logprobs,
     step_suffix,
 )
+from draftproof.ops.triton_cuda.tiles import Tile
 from step_cases import CHECKS, Size
 
 for module in (sampling, step_choose, step_logprobs):
@@ -29,8 +32,17 @@ for module in (sampling, step_choose, step_logprobs):
 for module in (select, step_logprobs):
     module.GROUP = 4
 step_layout.BLOCK = step_draft.BLOCK = step_suffix.BLOCK = step_adjust.BLOCK = step_commit.PICKS = 8
-step_logprobs.PROGRAMS = 4
-SLOW = {"logprobs": 3, "ngram": 5, "suffix": 3, "choose": 8, "penalise": 8}  # the interpreter sorts slowly
+step_logprobs.PROGRAMS = step_follow.ENTRIES = 4
+step_follow.BLOCK = 8
+pick.TILES, pick.JOIN = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4, 2))), 2
+SLOW = {
+    "logprobs": 3,
+    "ngram": 5,
+    "suffix": 3,
+    "choose": 8,
+    "penalise": 8,
+    "pick": 6,
+}  # the interpreter sorts slowly
 
 
 def main(seeds: int, only: list[str]) -> None:

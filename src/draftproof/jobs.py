@@ -209,7 +209,6 @@ class Jobs:
                 if ending is None:
                     self.engine.abort(results.requests[i].id)
                 completed += self._ended(job, index)
-        self.ledger.tidy()
         return completed
 
     def _refuse(self, request_id: str, error: RequestError | EngineClosedError) -> Job:

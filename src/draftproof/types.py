@@ -181,7 +181,7 @@ class DeviceBatch:
     budget: Tensor  # [B] int64: drafts wanted at most
     chunk: Tensor | None = None  # [B] int64: prompt rows that the step computed; 0: the entry decoded
     rows: Rows | None = None  # [R] of the step, with the drafts that it verified
-    features: tuple[Tensor, ...] = ()  # [R, hidden] each: what the proposer said it needs of these rows
+    features: Tensor | None = None  # [R, n * hidden]: of each row the n that the proposer wants, side by side
     traits: DraftTraits | None = None
 
 

@@ -31,6 +31,7 @@ FADE = 0.02  # of a belief, at every step
 WORTH = 0.01  # a draft that is less likely to stand is not given, but for a probe
 SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
+REST = 8  # steps in which nothing is decided anew, at most
 AT_ONCE = -1  # before everybody whose turn it is
 
 
@@ -43,8 +44,12 @@ class DraftBudgets:
         self._fixed, self._probed = np.zeros((2, num_slots), np.bool_)
         self._newcomer = np.full(len(RATES), 1 / len(RATES))
         self._belief = np.tile(self._newcomer, (num_slots, 1))  # [S, rates]
-        self._purse = 0.0  # seconds
+        self._purse = 0.0  # in the time of empty steps
+        self._still = 0.0  # what the last step that was asked about costs beside its rows
         self._steps = 0
+        # nothing was given, nothing is heard and no probe can be paid: then the next steps are as the last
+        self._rest = self._since = 0  # how many are left of those, and since when
+        self._resting = np.zeros(0, np.int64)  # for whom
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """A request that may have `limit` drafts sits down; not adaptive: it always has them."""
@@ -53,33 +58,77 @@ class DraftBudgets:
         self._reach[slot] = 1
         self._belief[slot] = self._newcomer
 
-    def take(self, slots: Ints, most: Ints) -> Ints:
-        """Drafts allowed to each in the coming step, of the `most` that there may be."""
+    def take(self, slots: Ints, most: Ints, keys: int) -> Ints:
+        """Drafts allowed to each in the coming step, of the `most` that there may be.
+
+        `keys`: tokens that these requests have stored.
+        """
         self._steps += 1
+        self._still = self.costs.still(keys)
         self._probed[slots] = False
         fixed = self._fixed[slots]
-        budget = np.where(fixed, most, 0)
-        if fixed.all():
+        num_fixed = np.count_nonzero(fixed)
+        budget = np.where(fixed, most, 0) if num_fixed else np.zeros_like(most)
+        if num_fixed == len(slots):
             return budget
-        limit = most - budget  # what is still to be decided
+        limit = most - budget if num_fixed else most  # what is still to be decided
         survival = self._survival(slots, int(most.max(initial=0)))
         place = np.arange(1, survival.shape[1] + 1)
         rows, tokens = len(slots), float(len(slots))
-        if fixed.any():
+        if num_fixed:
             rows += int(budget.sum())
             tokens += float(survival[place <= budget[:, None]].sum())
         budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0))
         self._probe(slots, budget, limit)
+        self._resting, self._since = slots, self._steps
+        self._rest = 0 if budget.any() else self._until_probe(slots)
         return budget
+
+    def fit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
+        """Which of the drafts that were asked for, now that the step has `rows` rows without them.
+
+        Prompts have come into it: with them it may just not be of the size that drafts were chosen for.
+        """
+        survival: Reals = self._belief[slots] @ POWERS[1 : int(drafts.max(initial=0)) + 1].T
+        place = np.arange(1, survival.shape[1] + 1)
+        sure = self._fixed[slots]
+        fixed = np.where(sure, drafts, 0)
+        # a probe is worth no rows, but those that are left over
+        survival = np.where(self._probed[slots][:, None], np.maximum(survival, 2 * WORTH), survival)
+        survival = np.where(place <= (drafts - fixed)[:, None], survival, 0.0)
+        return fixed + self._afford(rows + int(fixed.sum()), float(len(slots)), survival)
+
+    def rests(self, slots: Ints) -> bool:
+        """Is nobody given a draft in the coming step either? Then `take` is not asked.
+
+        `slots` is the very array of the step before, so nobody came or went.
+        """
+        if not self._rest or slots is not self._resting:
+            return False
+        self._rest -= 1
+        self._steps += 1
+        return True
+
+    def _until_probe(self, slots: Ints) -> int:
+        """Nobody was given a draft, or a probe. For how many steps will there be no money for one?"""
+        room, price = self.costs.beyond(len(slots))
+        saves = SHARE * (self.costs.of(len(slots)) + self._still)
+        if AT_ONCE not in self._turn[slots]:
+            price *= 2
+        if not room or price <= self._purse or saves <= 0:
+            return 0
+        return min(REST, int((price - self._purse) / saves))
 
     def pay(self, slots: Ints, drafts: Ints) -> None:
         """A step is planned, with so many of them: those that were found and had room."""
-        if not self.limit[slots].any():
+        if not np.count_nonzero(drafts):
+            if np.count_nonzero(self.limit[slots]):
+                self._purse += SHARE * (self.costs.of(len(slots)) + self._still)
             return
         rows = len(slots) + int(drafts.sum())
         seconds = self.costs.of(rows)
         without = self.costs.of(rows - int(drafts[self._probed[slots]].sum()))
-        self._purse += SHARE * without - (seconds - without)
+        self._purse += SHARE * (without + self._still) - (seconds - without)
 
     def record(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
         """What became of a window each: rows set aside for drafts, and drafts that stood.
@@ -87,9 +136,12 @@ class DraftBudgets:
         A row that was set aside and had no draft in it did not stand.
         """
         told = granted > 0
-        if not told.any():
+        count = np.count_nonzero(told)
+        if not count:
             return
-        slots, granted, accepted = slots[told], granted[told], accepted[told]
+        self._rest = 0  # there is news
+        if count < len(slots):
+            slots, granted, accepted = slots[told], granted[told], accepted[told]
         seen = POWERS[accepted] * np.where((accepted < granted)[:, None], 1 - RATES, 1.0)
         belief: Reals = self._belief[slots] * seen
         belief = belief / belief.sum(1, keepdims=True)
@@ -107,15 +159,18 @@ class DraftBudgets:
     def _survival(self, slots: Ints, most: int) -> Reals:
         """[B, K] how likely each draft is to be reached and to stand; falls along K."""
         belief = self._belief[slots]
-        belief += FADE * (self._newcomer - belief)
+        rested = self._steps - self._since if slots is self._resting else 1
+        belief += (1 - (1 - FADE) ** rested) * (self._newcomer - belief)
         self._belief[slots] = belief
         survival: Reals = belief @ POWERS[1 : most + 1].T
         return survival
 
     def _afford(self, rows: int, tokens: float, survival: Reals) -> Ints:
         """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`."""
-        gains = np.sort(survival[survival > WORTH])[::-1]
-        count = self.costs.best(rows, tokens, gains)
+        gains = survival[survival > WORTH]
+        gains.sort()
+        gains = gains[::-1]
+        count = self.costs.best(rows, self._still, tokens, gains)
         if count == 0:
             return np.zeros(len(survival), np.int64)
         budget: Ints = (survival >= gains[count - 1]).sum(1, dtype=np.int64)
@@ -129,13 +184,17 @@ class DraftBudgets:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
         one size larger; if there is money for it. `budget` is added to."""
         room, price = self.costs.beyond(len(slots) + int(budget.sum()))
-        self._purse = min(self._purse, max(2 * price, SAVED * SHARE * self.costs.of(len(slots))))
+        self._purse = min(
+            self._purse, max(2 * price, SAVED * SHARE * (self.costs.of(len(slots)) + self._still))
+        )
         if not room or price > self._purse:
             return
         idle = (budget == 0) & (limit > 0)
         if 2 * price > self._purse:  # what is left is for those whose last probe stood
             idle &= self._turn[slots] == AT_ONCE
-        who = np.flatnonzero(idle)
+        who = idle.nonzero()[0]
+        if not len(who):
+            return
         who = who[np.argsort(self._turn[slots[who]], kind="stable")]
         reach = np.minimum(np.minimum(self._reach[slots], limit)[who], room)
         count = max(1, int(np.searchsorted(np.cumsum(reach), room, side="right")))

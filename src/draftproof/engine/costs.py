@@ -52,8 +52,8 @@ class RowCosts:
         if not self._learns or at == len(self._rows):
             return
         new, old = seconds / self._empty[at], float(self._ratio[at])
-        known = np.flatnonzero(~np.isnan(self._used))
-        if len(known):
+        known = np.flatnonzero(~np.isnan(self._used)) if old != old else ()
+        if old == old or len(known):
             if seconds > SLOW * self._by_size[at]:
                 return  # a pause of whoever calls, not a cost
             first = old != old  # this size was not seen before: its neighbours' ratio

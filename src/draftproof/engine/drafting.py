@@ -38,8 +38,8 @@ class Drafting:
         count = 0
         if self.proposer is not None and self.proposer.follows_rows:
             count = self.proposer.needs_hidden + len(self.proposer.taps)
-        size = (max_rows, like.shape[-1])
-        self._features = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(count)]
+        size = (max_rows, count * like.shape[-1])
+        self._features = torch.zeros(size, dtype=like.dtype, device=like.device) if count else None
 
     @property
     def follows_rows(self) -> bool:
@@ -61,11 +61,9 @@ class Drafting:
 
     def keep(self, hidden: Tensor, *tapped: Tensor) -> None:
         """What the proposer wants of a step's rows, [R, hidden] each: other graphs run before it is read."""
-        if self._features:
-            assert self.proposer is not None
+        if self._features is not None and self.proposer is not None:
             wanted = (hidden, *tapped) if self.proposer.needs_hidden else tapped
-            for feature, rows in zip(self._features, wanted, strict=True):
-                feature[: len(rows)] = rows
+            torch.cat(wanted, 1, out=self._features[: len(hidden)])
 
     def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
         k = self.slots.columns.draft.shape[1]
@@ -97,7 +95,7 @@ class Drafting:
         batch = DeviceBatch(columns, slots, budget)
         if rows is not None:
             slots, budget, chunk = slots[:entries], budget[:entries], plan.chunk[:entries]
-            features = tuple(feature[: len(rows.tokens)] for feature in self._features)
+            features = None if self._features is None else self._features[: len(rows.tokens)]
             batch = DeviceBatch(columns, slots, budget, chunk, rows, features, traits)
         try:
             draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)])

@@ -26,9 +26,10 @@ HOPELESS = 20  # steps that fail running: then the engine is dead, whatever the 
 
 
 class StepFault(Exception):
-    """Steps whose results are lost, with the tokens that each entry had KV of before; see `__cause__`."""
+    """Steps whose results are lost, with the tokens that each entry had KV of before (None: as one that
+    decodes, all that the host knows but the newest); see `__cause__`."""
 
-    def __init__(self, lost: list[tuple[Planned, Ints]]) -> None:
+    def __init__(self, lost: list[tuple[Planned, Ints | None]]) -> None:
         super().__init__(f"{len(lost)} steps are lost")
         self.lost = lost
 
@@ -41,12 +42,13 @@ def answers(ops: Ops) -> bool:
         return False
 
 
-def take_back(scheduler: Scheduler, lost: Many[tuple[Planned, Ints]]) -> list[Sequence]:
+def take_back(scheduler: Scheduler, lost: Many[tuple[Planned, Ints | None]]) -> list[Sequence]:
     """Those who took part, and are still here; they wait again."""
     computed: dict[Sequence, int] = {}  # before the first step that is lost
     for planned, before in lost:
         scheduler.pages.unlearn(planned.known)
         here = scheduler.host.tenant[planned.slots] == planned.tenants
+        before = scheduler.host.length[planned.slots] - 1 if before is None else before
         for b in here.nonzero()[0].tolist():
             computed.setdefault(planned.sequences[b], int(before[b]))
     for sequence, count in computed.items():

@@ -46,12 +46,12 @@ from draftproof.types import (
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A step that was queued and not read yet; it carries who took part in it."""
 
     planned: Planned
-    computed: Ints  # [B] tokens with KV before it; of one that decodes, as far as the host knew
+    computed: Ints | None  # [B] tokens with KV before it, as far as the host knew; None: all decode
     ran: Ran
     read: Callable[[], Tensor]
     waits: bool  # the host is needed before anything else is planned
@@ -192,9 +192,12 @@ class Loop:
             self._stop(sequence.last_slot)
         if planned is None:
             return None
-        lines = planned.slots
-        before = host.length[lines] - host.prompt_left[lines] - planned.chunk  # nothing of it is under way
-        computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
+        computed, lines = None, planned.slots
+        if planned.has_prompts or waits:
+            before = (
+                host.length[lines] - host.prompt_left[lines] - planned.chunk
+            )  # nothing of it is under way
+            computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
         try:
             flight = self._queue(planned, computed, waits, started)
         except FAULTS as error:
@@ -203,14 +206,13 @@ class Loop:
             self._give_up(self.device.drafting.failure)
         return flight
 
-    def _queue(self, planned: Planned, computed: Ints, waits: bool, started: float) -> Flight:
+    def _queue(self, planned: Planned, computed: Ints | None, waits: bool, started: float) -> Flight:
         scheduler, host = self.scheduler, self.scheduler.host
-        self.slots.grow(planned.grown)
-        self.slots.seat(scheduler.seats(planned.newcomers))
+        if planned.grown or planned.newcomers:
+            self.slots.grow(planned.grown)
+            self.slots.seat([sequence.seat for sequence in planned.newcomers])
         self._start(planned.newcomers)
-        budget = np.zeros_like(planned.slots)
-        if self._device_drafts:
-            budget = scheduler.budget(planned)
+        budget = scheduler.budget(planned) if self._device_drafts else planned.nothing
         middle = {}
         complaints: guided.Complaints = {}
         if scheduler.num_hosted:
@@ -219,7 +221,7 @@ class Loop:
         keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
-        host.num_draft[planned.slots] = budget if self._device_drafts else 0
+        host.num_draft[planned.slots] = budget
         return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints)
 
     def _count_drafts(self) -> None:
@@ -249,7 +251,7 @@ class Loop:
                 for name in ("draft logprobs", "draft sources")
             )
             extras_of = {}
-            if flight.waits and self.scheduler.num_hosted:
+            if flight.waits and self.scheduler.num_hosted and flight.computed is not None:
                 starts = self.scheduler.host.length[planned.slots]
                 extras_of = self._extras.of(planned, flight.computed, starts, flight.ran, table, own, source)
         except FAULTS as error:  # those that were queued behind it went on from what nobody knows
@@ -261,21 +263,21 @@ class Loop:
         self._reap()
         for b, extra in extras_of.items():
             planned.sequences[b].prompt_scored += len(extra.prompt_logprobs or ())
+        same = planned.version == self.scheduler.version  # nobody came or went since it was planned
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
-        endings = self._endings(flight, table, here)
-        told = here & planned.samples
-        told[list(extras_of)] |= here[list(extras_of)]
-        if not told.all():
+        endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}
+        requests = planned.requests
+        if not same or planned.has_prompts:
+            told = here & planned.samples
+            told[list(extras_of)] |= here[list(extras_of)]
             at = told.nonzero()[0]
             place = {b: i for i, b in enumerate(at.tolist())}
             extras_of = {place[b]: x for b, x in extras_of.items() if b in place}
             endings = {place[b]: x for b, x in endings.items()}
-            requests = [planned.sequences[b].request for b in at.tolist()]
+            requests = [requests[b] for b in place]
             table, source = table[at], None if source is None else source[at]
-        else:
-            requests = [s.request for s in planned.sequences]
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
         if self._host_drafts:
             self._propose(flight)
@@ -287,12 +289,14 @@ class Loop:
         now, timings = time.perf_counter(), self.scheduler.timings
         seconds = now - (self._last_read if flight.follows else flight.started)
         self._last_read = now
-        if flight.planned.chunk.any():
+        if flight.planned.has_prompts:
             timings.prompt_steps.observe(seconds)
             return
         timings.decode_steps.observe(seconds)
-        rows = self.device.ops.bucket(flight.planned.num_rows)
-        self.scheduler.budgets.costs.observe(rows, seconds, flight.follows)
+        costs = self.scheduler.budgets.costs
+        if costs.learns:
+            keys = int(self.scheduler.host.length[flight.planned.slots].sum())
+            costs.observe(flight.planned.num_rows, keys, seconds)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""
@@ -305,8 +309,8 @@ class Loop:
             assert ending is not None
             endings[b] = ending
             if ending.reason == "error":
-                if table[b, ENDED] == End.NOT_FINITE:
-                    self.scheduler.doubt(sequence)
+                if table[b, ENDED] == End.NOT_FINITE:  # nobody shall build on its numbers
+                    self.scheduler.pages.unlearn(sequence.pages)
                 self.end(sequence)
             else:
                 self._retire(sequence)
@@ -317,7 +321,7 @@ class Loop:
         scheduler = self.scheduler
         length = int(scheduler.host.length[sequence.slot])
         tokens = self.slots.columns.tokens[sequence.slot, :length]
-        if not scheduler.prefix_caching or not length // scheduler.page_size > sequence.num_known:
+        if not scheduler.prefixes.enabled or not length // scheduler.page_size > sequence.num_known:
             self.end(sequence)
             return
         try:
@@ -371,6 +375,7 @@ class Loop:
             if not here or not (budget.any() or self.proposer.needs_hidden):
                 return
             hidden = flight.ran.hidden if self.proposer.needs_hidden else None
+            assert flight.computed is not None  # such a step is waited for
             batch = batch_of(self.slots, planned, here, flight.computed, lengths, budget, hidden)
             self.device.put(live, budget, self.proposer.propose(batch))
             self._count_drafts()

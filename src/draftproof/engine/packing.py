@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +17,18 @@ KINDS = {torch.int64: np.int64, torch.float32: np.float32, torch.int8: np.int8}
 @dataclass(frozen=True, slots=True)
 class Packed:
     data: Tensor  # [bytes] uint8
-    forms: tuple[tuple[str, tuple[int, ...], Any], ...]  # name, shape and numpy's type of each tensor
+    forms: tuple[tuple[str, tuple[int, ...], Any, int], ...]  # name, shape, numpy's type, first byte
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Packed:
         rows = [t.contiguous().view(-1).view(torch.uint8) for t in tensors.values() if t.numel()]
-        forms = tuple((name, tuple(t.shape), KINDS[t.dtype]) for name, t in tensors.items())
-        return cls(torch.cat(rows), forms)
+        forms, at = [], 0
+        for name, t in tensors.items():
+            forms.append((name, tuple(t.shape), np.dtype(KINDS[t.dtype]), at))
+            at += t.numel() * t.element_size()
+        return cls(torch.cat(rows), tuple(forms))
 
     def open(self, data: Tensor) -> dict[str, NDArray[Any]]:
         """The tensors again, from the bytes as they came to the host."""
-        row, at, out = data.numpy(), 0, {}
-        for name, shape, kind in self.forms:
-            size = math.prod(shape) * np.dtype(kind).itemsize
-            out[name] = row[at : at + size].view(kind).reshape(shape)
-            at += size
-        return out
+        row = data.numpy()
+        return {name: np.ndarray(shape, kind, row, at) for name, shape, kind, at in self.forms}

@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Sequence as Many
 
 import numpy as np
 
 from draftproof.engine.budget import Bools, DraftBudgets, Ints
-from draftproof.engine.pages import Pages, digests
+from draftproof.engine.calm import Calm
+from draftproof.engine.pages import Pages
+from draftproof.engine.prefixes import Prefixes
 from draftproof.engine.sequence import HostColumns, Planned, Sequence
-from draftproof.engine.slots import Seat, Slots
+from draftproof.engine.slots import Slots
 from draftproof.metrics import Timings
 
 AHEAD = 8  # pages taken at a time, where there are plenty
+SOON = 4  # pages: whoever has no more room than that is given some when somebody else is
 
 
 class Busy(Exception):
@@ -62,7 +64,7 @@ class Scheduler:
         self.page_size = page_size
         self.max_rows = max_rows
         self.budgets = budgets
-        self.prefix_caching = prefix_caching
+        self.prefixes = Prefixes(pages, page_size, prefix_caching)
         self.lookahead = lookahead
         self.asks_first = asks_first
         self.host = HostColumns(len(slots.requests))
@@ -77,6 +79,7 @@ class Scheduler:
         self.timings = Timings()
         self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
+        self._calm: Calm | None = None  # after the last plan
 
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -95,6 +98,9 @@ class Scheduler:
         `idle`: nothing is under way. If it must be so and is not: Busy.
         """
         self.put_aside.clear()
+        planned = self._again()
+        if planned is not None:
+            return planned
         while True:
             decodes, drafts = self._decoding()
             short = self._short_of(decodes, drafts, self.lookahead)
@@ -114,10 +120,24 @@ class Scheduler:
             none = np.zeros(len(newcomers), np.int64)
             decodes, drafts = np.append(decodes, none > 0), np.append(drafts, none)
         chunk = self._chunks(rows)
+        if drafts.any() and chunk.any() and not self.asks_first:  # prompts may make it too large for both
+            drafts = self.budgets.fit(self._lines, drafts, int(decodes.sum() + chunk.sum()))
         takes_part = decodes | (chunk > 0)
         if not takes_part.any():
             return None
-        return self._planned(takes_part, chunk, drafts, newcomers, grown)
+        planned = self._planned(takes_part, chunk, drafts, newcomers, grown)
+        calm = takes_part.all() and not planned.has_prompts
+        self._calm = Calm.after(planned, self.host, self.budgets, self.page_size) if calm else None
+        return planned
+
+    def _again(self) -> Planned | None:
+        """The last plan once more, if that needs no closer look."""
+        calm = self._calm
+        if calm is None or calm.plan.version != self.version or self.asks_first:
+            return None
+        if self.waiting and self.slots.num_free:
+            return None
+        return calm.again(self.host, self.budgets, self.max_rows, self.lookahead)
 
     def _decoding(self) -> tuple[Bools, Ints]:
         """Which of the running ones decode, and with how many drafts."""
@@ -130,7 +150,8 @@ class Scheduler:
         room = rows // 2 if prompts else rows  # guesses must not keep prompts out
         drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
         if self.asks_first:
-            drafts[decodes] = self.budgets.take(lines[decodes], drafts[decodes])
+            keys = int(host.length[lines].sum())
+            drafts[decodes] = self.budgets.take(lines[decodes], drafts[decodes], keys)
         if drafts.sum() > room:
             drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
         return decodes, drafts
@@ -161,8 +182,14 @@ class Scheduler:
         return short
 
     def _grow(self, short: Ints) -> list[tuple[int, int, int]]:
-        grown = []
-        for i in short.nonzero()[0].tolist():
+        """Pages for those that lack some; where there are plenty a few more, and for those too that will lack
+        some soon. So it happens seldom: it is a copy to the device, and looking at everybody."""
+        if not short.any():
+            return []
+        grown, wanted = [], short > 0
+        if self.pages.num_free // 2 // len(self.running) >= AHEAD:
+            wanted |= self._room() < SOON * self.page_size
+        for i in wanted.nonzero()[0].tolist():
             sequence, slot = self.running[i], int(self._lines[i])
             most = self.pages_for(sequence.max_length) - len(sequence.pages)
             plenty = self.pages.num_free // 2 // len(self.running)
@@ -198,16 +225,30 @@ class Scheduler:
         self.budgets.pay(lines[chunk == 0], drafts[chunk == 0])
         known: list[int] = []
         for i in chunk.nonzero()[0].tolist():
-            known += self._make_known(sequences[i], len(sequences[i].ids) - int(host.prompt_left[lines[i]]))
-        tenants = host.tenant[lines]
-        return Planned(sequences, lines, chunk, drafts, samples, tenants, newcomers, grown, known)
+            computed = len(sequences[i].ids) - int(host.prompt_left[lines[i]])
+            known += self.prefixes.make_known(sequences[i], computed)
+        num_drafts = int(drafts.sum())
+        return Planned(
+            sequences,
+            [s.request for s in sequences],
+            *(lines, chunk, drafts, samples, host.tenant[lines], self.version),
+            num_rows=int(np.maximum(chunk, 1).sum()) + num_drafts,
+            num_drafts=num_drafts,
+            has_prompts=bool(chunk.any()),
+            nothing=np.zeros_like(lines),
+            newcomers=newcomers,
+            grown=grown,
+            known=known,
+        )
 
     def budget(self, planned: Planned) -> Ints:
         """[B] drafts to ask for after this step. The last token of a request needs none."""
-        host, lines = self.host, planned.slots
+        host, lines, calm = self.host, planned.slots, self._calm
         limit = self.budgets.limit[lines]
-        if not limit.any():
-            return limit
+        if not np.count_nonzero(limit) or self.budgets.rests(lines):
+            return planned.nothing
+        if calm and calm.plan.slots is lines and calm.room > calm.widest and not self.asks_first:
+            return self.budgets.take(lines, limit, int(host.length[lines].sum()))  # nobody is near its end
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
         if self.lookahead:  # all but the last draft are stored before they are verified
@@ -216,20 +257,29 @@ class Scheduler:
         wanted = planned.samples & (room > 0)
         budget = np.where(wanted, limit, 0)
         if not self.asks_first:
-            budget[wanted] = self.budgets.take(lines[wanted], budget[wanted])
+            keys = int(host.length[lines].sum())
+            if wanted.all():  # the same array again, by which budgets know that nobody came or went
+                budget = self.budgets.take(lines, budget, keys)
+            else:
+                budget[wanted] = self.budgets.take(lines[wanted], budget[wanted], keys)
         allowed: Ints = np.minimum(budget, room)
         return allowed
 
     def settle(self, planned: Planned, num_out: Ints, accepted: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
-        host, lines = self.host, planned.slots
-        here: Bools = host.tenant[lines] == planned.tenants
-        mine = lines[here]
-        host.length[mine] += num_out[here]
-        host.under_way[mine] -= planned.samples[here]
-        host.most[mine] -= np.where(planned.samples, 1 + planned.drafts - num_out, 0)[here]
-        self.budgets.record(mine, planned.drafts[here], accepted[here])
-        self._first_tokens(planned, here & planned.samples & (num_out > 0))
+        host, mine, samples, drafts = self.host, planned.slots, planned.samples, planned.drafts
+        here: Bools = host.tenant[mine] == planned.tenants
+        if planned.has_prompts:
+            self._first_tokens(planned, here & samples & (num_out > 0))
+        if planned.version != self.version:  # somebody came or went meanwhile
+            mine, num_out, accepted = mine[here], num_out[here], accepted[here]
+            samples, drafts = samples[here], drafts[here]
+        host.length[mine] += num_out
+        host.under_way[mine] -= samples
+        fell = 1 + drafts - num_out
+        host.most[mine] -= np.where(samples, fell, 0) if planned.has_prompts else fell
+        if planned.num_drafts:
+            self.budgets.record(mine, drafts, accepted)
         return here
 
     def _first_tokens(self, planned: Planned, told: Bools) -> None:
@@ -258,7 +308,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Seat the first that waits, if there are pages for its tokens and the next one."""
-        found = self._find(sequence)
+        found = self.prefixes.find(sequence)
         tokens = min(len(sequence.ids) + 1 + self.lookahead, sequence.max_length)
         need = self.pages_for(tokens) - len(found)
         spare = len(self.running)  # those that run will want a page soon, or the newcomer is out again
@@ -272,7 +322,7 @@ class Scheduler:
             sequence.stats.seated = time.monotonic()
             self.timings.queue.observe(sequence.stats.seated - sequence.stats.arrived)
             sequence.stats.num_cached_tokens = sequence.found
-            self.num_queried += len(sequence.ids) if self.prefix_caching else 0
+            self.num_queried += len(sequence.ids) if self.prefixes.enabled else 0
             self.num_cached += sequence.found
         slot = sequence.slot = sequence.last_slot = self.slots.take(sequence.request)
         host = self.host
@@ -287,26 +337,6 @@ class Scheduler:
         self._lines = np.append(self._lines, slot)
         self.version += 1
         return True
-
-    def _find(self, sequence: Sequence) -> list[int]:
-        """Pages of its tokens that are there already."""
-        if not self.prefix_caching:
-            return []
-        if not sequence.digests:
-            salt = sequence.request.params.cache_salt or ""
-            sequence.digests = list(digests(sequence.ids, self.page_size, salt))
-        return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
-
-    def _make_known(self, sequence: Sequence, computed: int) -> list[int]:
-        """Its full pages, as far as they are computed, can be found from now on: by the next plan, so that
-        no step reads a page that another slot fills in the same step."""
-        if not self.prefix_caching:
-            return []
-        first, full = sequence.num_known, min(computed // self.page_size, len(sequence.digests))
-        for i in range(first, full):
-            self.pages.know(sequence.pages[i], sequence.digests[i])
-        sequence.num_known = max(first, full)
-        return sequence.pages[first:full]
 
     def _put_aside(self, sequence: Sequence) -> None:
         """Nothing is under way: its tokens are known, and it goes on from them when its turn comes."""
@@ -325,23 +355,9 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence, computed: int) -> None:
         length = int(self.host.length[sequence.slot])
         ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
-        self.remember(sequence, ids, computed)
+        self.prefixes.remember(sequence, ids, computed)
         self._leave(sequence)
         insort(self.waiting, sequence, key=lambda s: s.rank)
-
-    def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
-        """What it has said so far; its pages can be found by whoever says the same."""
-        sequence.ids = ids
-        if self.prefix_caching:
-            salt = sequence.request.params.cache_salt or ""
-            sequence.digests = list(digests(ids, self.page_size, salt))
-            self._make_known(sequence, computed)
-
-    def seats(self, newcomers: list[Sequence]) -> list[Seat]:
-        return [
-            Seat(s.slot, s.request, s.pages, s.max_length, s.strategy, s.wants, s.ids, s.found)
-            for s in newcomers
-        ]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is; its slot and pages are free at once.
@@ -355,10 +371,6 @@ class Scheduler:
         else:
             self._leave(sequence)
 
-    def doubt(self, sequence: Sequence) -> None:
-        """Something went wrong with its numbers: nobody shall build on them."""
-        self.pages.unlearn(sequence.pages)
-
     def retire(self, sequence: Sequence) -> None:
         """It ended; its pages are kept until `bury`."""
         self.num_hosted -= sequence.waited_for
@@ -371,7 +383,7 @@ class Scheduler:
     def bury(self, sequence: Sequence, ids: list[int] | None) -> None:
         """`ids` is all it ever said; None: nobody knows."""
         if ids is not None:
-            self.remember(sequence, ids, len(ids) - 1)
+            self.prefixes.remember(sequence, ids, len(ids) - 1)
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftproof.engine.budget import Bools, Ints
+from draftproof.engine.slots import Seat
 from draftproof.metrics import RequestStats
 from draftproof.types import Request, Wants
 from draftproof.verify.grammar import Guide
@@ -49,6 +50,14 @@ class Sequence:
         return self.request.params.priority, self.arrival
 
     @property
+    def seat(self) -> Seat:
+        """What its slot is filled with."""
+        return Seat(
+            *(self.slot, self.request, self.pages, self.max_length),
+            *(self.strategy, self.wants, self.ids, self.found),
+        )
+
+    @property
     def hosted(self) -> bool:
         """Is the host needed in every step of it?"""
         return self.processed_by_host or self.settled_by_host or self.guide is not None
@@ -87,38 +96,50 @@ class HostColumns:
         self.tenant = column()  # changes with whoever sits there: results of a predecessor are known by it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # freezing it would cost more than filling it
 class Planned:
-    """A step: B entries, those that came first in front."""
+    """A step: B entries, those that came first in front. Nothing in it ever changes."""
 
     sequences: list[Sequence]  # [B]
+    requests: list[Request]  # [B]
     slots: Ints  # [B]
     chunk: Ints  # [B] rows of committed tokens that lack KV; 0: it decodes
     drafts: Ints  # [B] drafts verified at most
     samples: Bools  # [B]: its rows reach its newest committed token
     tenants: Ints  # [B]
-    newcomers: list[Sequence]
-    grown: list[tuple[int, int, int]]  # (slot, place in its page table, page)
-    known: list[int]  # pages that it fills and that can be found from the next plan on
+    version: int  # of those that run: as long as it stays the same, so do the tenants
+    num_rows: int  # at most
+    num_drafts: int
+    has_prompts: bool  # some have chunks; else all sample
+    nothing: Ints  # [B] zeros
+    newcomers: list[Sequence] = field(default_factory=list)
+    grown: list[tuple[int, int, int]] = field(default_factory=list)  # slot, place in its page table, page
+    known: list[int] = field(default_factory=list)  # pages that it fills, found from the next plan on
+
+    def with_drafts(self, drafts: Ints, count: int) -> Planned:
+        """The same in a later step, in which nobody comes; `count` drafts in all."""
+        return Planned(
+            *(self.sequences, self.requests, self.slots, self.chunk, drafts, self.samples, self.tenants),
+            *(self.version, len(self.slots) + count, count, False, self.nothing),
+        )
 
     def only(self, at: list[int]) -> Planned:
         """Some of its entries."""
+        chunk, drafts = self.chunk[at], self.drafts[at]
         return Planned(
             [self.sequences[i] for i in at],
+            [self.requests[i] for i in at],
             self.slots[at],
-            self.chunk[at],
-            self.drafts[at],
+            chunk,
+            drafts,
             self.samples[at],
             self.tenants[at],
-            [],
-            [],
-            [],
+            self.version,
+            num_rows=int(np.maximum(chunk, 1).sum() + drafts.sum()),
+            num_drafts=int(drafts.sum()),
+            has_prompts=bool(chunk.any()),
+            nothing=np.zeros_like(chunk),
         )
-
-    @property
-    def num_rows(self) -> int:
-        """At most."""
-        return int(np.maximum(self.chunk, 1).sum() + self.drafts.sum())
 
     @property
     def scores_prompts(self) -> bool:
@@ -128,4 +149,4 @@ class Planned:
 
     @property
     def num_logits(self) -> int:
-        return int(self.samples.sum() + self.drafts.sum())
+        return int(self.samples.sum()) + self.num_drafts

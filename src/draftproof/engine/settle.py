@@ -37,10 +37,14 @@ REASONS = {
     End.FORBIDDEN: NO_TOKEN_LEFT,
     End.NOT_FINITE: "the logits are not finite (NaN or infinity)",
 }
+KINDS = tuple(
+    (kind, (name, f"{name} ids", f"{name} ranks"))
+    for kind, name in ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
+)
 Reals = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogprobColumns:
     """Logprobs of the picked tokens of a step."""
 
@@ -52,9 +56,7 @@ class LogprobColumns:
 def columns_of(found: Mapping[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]:
     """Of the kinds that were computed, as they came from the device."""
     return {
-        kind: LogprobColumns(found[name], found[f"{name} ids"], found[f"{name} ranks"])
-        for kind, name in ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
-        if name in found
+        kind: LogprobColumns(*map(found.__getitem__, names)) for kind, names in KINDS if names[0] in found
     }
 
 

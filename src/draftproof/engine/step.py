@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, TypeVar
 
 import numpy as np
@@ -96,7 +97,10 @@ class DeviceStep:
         self._plan = torch.zeros((4, -(-num_slots // ALIGN) * ALIGN), dtype=torch.int64, device=device)
         self._plan[0] = -1
         self.plan = Plan.of(self._plan[:, :num_slots])
-        self._sent: bytes | None = None  # the plan as the device has it
+        self._told = np.zeros(tuple(self._plan.shape), np.int64)  # the plan as the host tells it
+        self._telling = torch.from_numpy(self._told)
+        self._sent: bytes | None = None  # as the device has it
+        self._from: tuple[Ints, ...] = ()  # what that was made of
         self._rows = lines(4, self.max_rows)
         self._entries = lines(3, num_slots)
         self._logits = lines(5, self.max_logits)
@@ -107,6 +111,9 @@ class DeviceStep:
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
         self.drafting = Drafting(proposer, slots, self.max_rows, self._picked)
+        self._hidden: Tensor | None = None  # [max_rows, hidden] outside the graphs' memory
+        if self.ops.asynchronous:
+            self._hidden = self._picked.new_zeros((self.max_rows, self._picked.shape[1]))
         self._allowed: Tensor | None = None  # masks by slot and depth; made when a grammar first comes
         self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
@@ -116,20 +123,21 @@ class DeviceStep:
         self, planned: Planned, budget: Ints, traits: Traits, hosted: Mapping[int, Request], keep: bool
     ) -> Ran:
         """Queue a step. `hosted`: requests, by slot, that need the host in it; `keep`: hidden rows too."""
-        rows, logits = self.ops.bucket(planned.num_rows), self.ops.bucket(max(1, planned.num_logits))
+        rows = self.ops.bucket(planned.num_rows)
         if traits.masks:
             self._masks()
         follow = self._follow(rows, planned, budget, traits)
-        if not hosted and not keep and not planned.chunk.any():
+        if not hosted and not keep and not planned.has_prompts:
             step = self._graph(("decode", rows, traits), lambda: self._whole(rows, traits))
             self._load(planned, budget)
             ran = Ran(step(), None)
             follow()
             return ran
+        logits = self.ops.bucket(max(1, planned.num_logits))
         layout, picked = self._layout(rows, logits), self._picked[:logits]
         ends = 0 if keep or planned.scores_prompts else self._ends(rows)
         ends = ends if ends >= logits else 0
-        forward = self._graph(("forward", rows, ends), lambda: self._forward(rows, ends))
+        forward = self._graph(("forward", rows, ends), lambda: self._alone(rows, ends))
         judge: Callable[[], Decided] = partial(self._tail, picked, layout.windows, traits, hosted)
         if not planned.num_logits:
             judge = partial(self._advance, layout.windows, traits)
@@ -154,11 +162,14 @@ class DeviceStep:
             return lambda: None
         entries = min(self.ops.bucket(len(planned.slots)), len(self.plan.slots))
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
-        return self._drafts(rows, entries, wanted)
+        return self._drafts(rows, entries, wanted, captured=not planned.has_prompts)
 
-    def _drafts(self, rows: int, entries: int, wanted: DraftTraits) -> Callable[[], None]:
+    def _drafts(
+        self, rows: int, entries: int, wanted: DraftTraits, captured: bool = True
+    ) -> Callable[[], None]:
+        """Behind prompts not captured: their sizes are too many, and drafts are short beside them."""
         draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
-        return self._graph(("draft", rows, entries, wanted), draft, apart=True)
+        return self._graph(("draft", rows, entries, wanted), draft, apart=True) if captured else draft
 
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
@@ -190,7 +201,10 @@ class DeviceStep:
             rounds = [
                 [self.ops.seconds(partial(self._rehearse, n), times=1) for n in sizes] for _ in range(3)
             ]
-            return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
+            every = np.arange(1, wide + 1)  # a step of any number of rows runs as it is
+            return dict(
+                zip(every.tolist(), np.interp(every, sizes, np.min(rounds, axis=0)).tolist(), strict=True)
+            )
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]
@@ -204,7 +218,7 @@ class DeviceStep:
             layout = self._layout(size, min(size, self.max_logits))
             if trait is None:
                 ends = self._ends(size)
-                self._graph((kind, size, ends), partial(self._forward, size, ends))
+                self._graph((kind, size, ends), partial(self._alone, size, ends))
             elif kind == "decode":
                 self._graph((kind, size, trait), partial(self._whole, size, trait))
             else:
@@ -231,33 +245,41 @@ class DeviceStep:
         """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""
         if not self.ops.asynchronous:
             return function
-        if key not in self._graphs:
+        graph = self._graphs.get(key)
+        if graph is None:
             self._load(None)
             layout = self._layout(self.max_rows, self.max_logits)
             self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
             try:
-                self._graphs[key] = self.ops.graph(function, apart)
+                graph = self.ops.graph(function, apart)
             except RuntimeError as error:  # no memory for it, most likely; without it the step is slower
                 log = logging.getLogger("draftproof")
                 log.warning("a step cannot be captured and runs op by op: %s", error)
-                self._graphs[key] = function
-        return self._graphs[key]
+                graph = function
+            self._graphs[key] = graph
+        return graph
 
     # --- the stages ---------------------------------------------------------------------------------
 
     def _load(self, planned: Planned | None, budget: Ints = NO_BUDGET) -> None:
-        """The plan into its buffer; none: an empty one, with which a step does nothing."""
-        table = np.zeros(tuple(self._plan.shape), np.int64)
-        table[0] = -1
-        if planned is not None:
-            columns = [planned.slots, planned.chunk, planned.drafts, budget]
-            table[:, : len(planned.slots)] = columns
-        plan = table.tobytes()
-        if plan == self._sent:  # while nobody comes or goes the next plan is the last one
+        """The plan into its buffer; none: an empty one, with which a step does nothing.
+
+        While nobody comes or goes the next plan is the last one, mostly in the same arrays, and is not sent.
+        """
+        columns = (planned.slots, planned.chunk, planned.drafts, budget) if planned is not None else ()
+        if len(columns) == len(self._from) and all(map(is_, columns, self._from)) and self._sent is not None:
             return
-        self._sent = None
-        self.ops.send(torch.from_numpy(table), self._plan)
-        self._sent = plan
+        table = self._told
+        size = len(planned.slots) if planned is not None else 0
+        for line, column in zip(table, columns, strict=False):
+            line[:size] = column
+        table[0, size:], table[1:, size:] = -1, 0
+        plan = table.tobytes()
+        if plan != self._sent:
+            self._sent = None
+            self.ops.send(self._telling, self._plan)
+            self._sent = plan
+        self._from = columns
 
     def _layout(self, rows: int, logits: int) -> Layout:
         """The buffers of a step of this size."""
@@ -298,6 +320,11 @@ class DeviceStep:
         hidden, *tapped = self.runner.tapped(layout.rows)
         self.drafting.keep(hidden, *tapped)
         return hidden
+
+    def _alone(self, size: int, ends: int) -> Tensor:
+        """The forward pass as a graph of its own: its rows are read after the next of the pool has run."""
+        hidden = self._forward(size, ends)
+        return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)
 
     def _advance(self, windows: Windows, traits: Traits) -> Decided:
         """No entry has reached the end of its prompt."""

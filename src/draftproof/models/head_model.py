@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from draftproof.models.head import HeadConfig, Target
 from draftproof.models.llama import Weights, decoder_layer
 from draftproof.models.rope import rope_table
 from draftproof.ops import Ops, Rows
+from draftproof.types import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,96 +58,98 @@ class HeadModel:
         if self.ids is not None:  # ids that it does not know stay as they are
             self._logits = torch.full((most, self.vocab), -math.inf, device=ops.device)
         self.feature_norms = [take.tensor(name) for name in config.tensors() if "feature_norm" in name]
-        self.norms: list[Tensor] = []  # of the embedding, of the feature, before they are joined
         join = config.join
-        if join.norms_both:
-            names = (
-                ("layers.0.input_layernorm", "layers.0.hidden_norm")
-                if join.reads_both
-                else ("enorm", "hnorm")
-            )
-            self.norms = [take.tensor(f"{name}.weight") for name in names]
+        self.norms: list[Tensor] = []  # of the embedding, of the feature, before they are projected
+        if join.norms_both and not join.reads_both:
+            self.norms = [take.tensor(f"{name}.weight") for name in ("enorm", "hnorm")]
         self.fc = take.packed([join.fuses], config.fc_bias)
-        one = torch.ones(config.hidden_size, dtype=target.dtype, device=ops.device)
+        first = "hidden_norm" if join.reads_both else "input_layernorm" if config.input_norm else ""
         self.layers = [
-            decoder_layer(
-                take,
-                f"layers.{index}.",
-                decoder,
-                index,
-                one if index == 0 and (join.reads_both or not config.input_norm) else None,
-            )
-            for index in range(config.num_layers)
+            decoder_layer(take, f"layers.{i}.", decoder, i, "input_layernorm" if i else first)
+            for i in range(config.num_layers)
         ]
-        self.norm = take.tensor("norm.weight") if config.final_norm else one
+        if join.reads_both:
+            of_token = take.tensor("layers.0.input_layernorm.weight")
+            around = config.norm_before_residual
+            self.layers[0] = replace(self.layers[0], token_norm=of_token, norm_around=around)
+        self.norm = take.tensor("norm.weight") if config.final_norm else None
         if not config.share_head:
             self.head = take.packed(["lm_head"], bias=False)
         else:
             self.head = target.head if self.ids is None else ops.pack_linear(target.head_rows(self.ids))
 
-    def feature(self, rows: tuple[Tensor, ...]) -> Tensor:
-        """What it makes of the target's rows, [R, target's hidden] each: [R, hidden]."""
+    def feature(self, rows: Tensor) -> Tensor:
+        """What it makes of the target's rows, [R, target's hidden, once or several times]: [R, hidden]."""
         if not self.config.join.reads_both:
-            return rows[0]
+            return rows
         ops, eps = self.ops, self.config.rms_norm_eps
         if self.config.feature_norm == "each":
-            rows = tuple(
-                ops.rms_norm(row.contiguous(), norm, eps)
-                for row, norm in zip(rows, self.feature_norms, strict=True)
-            )
-        joined = torch.cat(rows, 1)
+            each = rows.chunk(len(self.feature_norms), 1)
+            normed = zip(each, self.feature_norms, strict=True)
+            rows = torch.cat([ops.rms_norm(row.contiguous(), norm, eps) for row, norm in normed], 1)
         if self.config.feature_norm == "whole":
-            joined = ops.rms_norm(joined, self.feature_norms[0], eps)
-        return ops.linear(joined, self.fc)
+            rows = ops.rms_norm(rows, self.feature_norms[0], eps)
+        return ops.linear(rows, self.fc)
 
-    def forward(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """rows.tokens are those that follow; stores K and V of every row.
+    def forward(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> Tensor:
+        """rows.tokens are those that follow; stores K and V of every row. `feature` may be overwritten.
 
-        [R, hidden] that `logits` takes, and the features of the rows after these.
+        [R, hidden], before the last norm: what `logits` and `following` take.
         """
-        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        ops, eps = self.ops, self.config.rms_norm_eps
         ops.begin(rows)
-        x, residual = self._joined(ops.embed(rows.tokens, self.embedding), feature)
-        following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
-        for layer, cache, norm in zip(self.layers, caches, following, strict=True):
-            norms = layer.q_norm, layer.k_norm
-            q = ops.linear_rope_store(x, layer.qkv, rows, layer.heads, self.rope, cache, *norms, eps)
-            x = ops.linear(ops.attention(q, rows, layer.heads, cache), layer.out)
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = ops.linear(ops.linear_silu_mul(x, layer.gate_up), layer.down)
-            x, residual = ops.add_rms_norm(x, residual, norm, eps)
-        normed = x if config.final_norm else residual
-        return normed, normed if config.norm_output else residual
+        row = self._projected(rows, feature)
+        return ops.blocks(row, self.layers, None, rows, self.rope, caches, eps, (), self.embedding)[0]
 
     def store(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> None:
-        """K and V of every row, and nothing else: nobody wants drafts."""
+        """K and V of every row, and nothing else: nobody wants drafts of these."""
         if len(self.layers) > 1:
             self.forward(rows, feature, caches)
             return
-        layer, norms = self.layers[0], (self.layers[0].q_norm, self.layers[0].k_norm)
-        x, _ = self._joined(self.ops.embed(rows.tokens, self.embedding), feature)
-        eps = self.config.rms_norm_eps
-        self.ops.linear_rope_store(x, layer.qkv, rows, layer.heads, self.rope, caches[0], *norms, eps)
+        ops, layer, eps = self.ops, self.layers[0], self.config.rms_norm_eps
+        row = self._projected(rows, feature)
+        x, _ = ops.first_rows(row, layer, rows, self.embedding, eps)
+        norms = layer.q_norm, layer.k_norm
+        ops.linear_rope_store(x, layer.qkv, rows, layer.heads, self.rope, caches[0], *norms, eps)
 
-    def _joined(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer reads, and what goes around its attention."""
-        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
-        known = feature
+    def _projected(self, rows: Rows, feature: Tensor) -> Tensor:
+        """The row that its first layer is given: the feature, unless the two are projected to one."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        if self.config.join.reads_both:
+            return feature
+        embedded = ops.embed(rows.tokens, self.embedding)
         if self.norms:
             embedded = ops.rms_norm(embedded, self.norms[0], eps)
-            known = ops.rms_norm(feature.contiguous(), self.norms[1], eps)
-        joined = torch.cat([embedded, known], 1)
-        if config.join.reads_both:
-            return joined, known if config.norm_before_residual else feature.contiguous()
-        row = ops.linear(joined, self.fc)
-        return ops.rms_norm(row, self.layers[0].attention_norm, eps) if config.input_norm else row, row
+            feature = ops.rms_norm(feature.contiguous(), self.norms[1], eps)
+        return ops.linear(torch.cat([embedded, feature], 1), self.fc)
 
-    def logits(self, normed: Tensor) -> Tensor:
+    def _normed(self, row: Tensor) -> Tensor:
+        return row if self.norm is None else self.ops.rms_norm(row, self.norm, self.config.rms_norm_eps)
+
+    def following(self, row: Tensor) -> Tensor:
+        """The features of the rows after these."""
+        return self._normed(row) if self.config.norm_output else row
+
+    def logits(self, row: Tensor) -> Tensor:
         """[R, hidden] -> [R, V] fp32 over the target's vocabulary; -inf at ids that it does not know.
 
         Valid until the next call.
         """
-        logits = self.ops.linear(normed, self.head, torch.float32)
+        logits = self.ops.linear(self._normed(row), self.head, torch.float32)
         if self.ids is None:
             return logits
         return self._logits[: len(logits)].index_copy_(1, self.ids, logits)
+
+    def pick(self, row: Tensor, at: Tensor | None, windows: Windows, greedy: bool, out: Tensor) -> Tensor:
+        """Drafts into `out` [B], each from the row at its place, as plain sampling would take them.
+
+        Returns these rows, [B, hidden].
+        """
+        if self.norm is not None:
+            norm, eps = self.norm, self.config.rms_norm_eps
+            return self.ops.pick(row, at, norm, eps, self.head, self.ids, windows, greedy, out)
+        row = row if at is None else row[at.clamp(min=0)]
+        logits = self.logits(row)
+        token = self.ops.argmax(logits) if greedy else self.ops.choose(logits, windows)[0]
+        out.copy_(torch.where(windows.slot >= 0, token, 0))
+        return row

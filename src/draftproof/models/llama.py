@@ -33,25 +33,15 @@ class Llama:
     ) -> tuple[Tensor, ...]:
         """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row.
 
-        Then the residual rows after each layer of `taps`, for which the layers run in ranges.
+        Then the residual rows after each layer of `taps`.
         `wanted` [W]: of all rows only these are returned, and the last layer ends with them alone.
         """
         ops, eps = self.ops, self.config.norm_eps
         ops.begin(rows)
-        residual = ops.embed(rows.tokens, self.embedding)
-        tapped: dict[int, Tensor] = {}
-        hidden, begin = residual, 0
-        for end in sorted({layer + 1 for layer in taps} | {len(self.layers)}):
-            last = end == len(self.layers)
-            norm = self.norm if last else self.layers[end].attention_norm
-            layers, mine = self.layers[begin:end], caches[begin:end]
-            ends = wanted if last else None
-            hidden, residual = ops.blocks(residual, layers, norm, rows, self.rope, mine, eps, ends)
-            if end - 1 in taps:
-                tapped[end - 1] = residual
-                residual = residual.clone() if ops.overwrites and not last else residual
-            begin = end
-        return hidden, *(tapped[layer] for layer in taps)
+        embedded = ops.embed(rows.tokens, self.embedding)
+        rest = rows, self.rope, caches, eps, taps, None, wanted
+        hidden, _, *tapped = ops.blocks(embedded, self.layers, self.norm, *rest)
+        return hidden, *tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""
@@ -59,15 +49,13 @@ class Llama:
 
 
 def decoder_layer(
-    take: Weights, at: str, config: ModelConfig, index: int, attention_norm: Tensor | None = None
+    take: Weights, at: str, config: ModelConfig, index: int, input_norm: str = "input_layernorm"
 ) -> Layer:
-    """Layer `index`, whose names begin with `at`; `attention_norm`: where the checkpoint has none."""
+    """Layer `index`, whose names begin with `at`; `input_norm`: the name of its first norm, "": none."""
     attention, mlp = at + "self_attn.", at + "mlp."
     qk_norm = config.qk_norm
-    if attention_norm is None:
-        attention_norm = take.tensor(at + "input_layernorm.weight")
     return Layer(
-        attention_norm=attention_norm,
+        attention_norm=take.tensor(f"{at}{input_norm}.weight") if input_norm else None,
         qkv=take.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
         q_norm=take.tensor(attention + "q_norm.weight") if qk_norm else None,
         k_norm=take.tensor(attention + "k_norm.weight") if qk_norm else None,

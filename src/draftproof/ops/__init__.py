@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, TypeVar
 
@@ -22,6 +21,11 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.drafting import DraftSearch
+from draftproof.ops.following import Following
+from draftproof.ops.parts import Heads as Heads
+from draftproof.ops.parts import Layer as Layer
+from draftproof.ops.parts import Layout as Layout
+from draftproof.ops.parts import TokenLogprobs as TokenLogprobs
 from draftproof.registry import lookup
 from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
 from draftproof.types import Rows as Rows
@@ -43,58 +47,14 @@ STREAM_RESIDUAL = 2  # rejection: the token in place of a fallen draft
 STREAM_SYNTHETIC = 3  # synthetic acceptance, for benchmarks
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where `Ops.layout` writes the rows of a step; all of it is written, padding included."""
-
-    rows: Rows  # [R]
-    windows: Windows  # [B] windows, [L] logits rows
-    at: Tensor  # [L] int64: the forward row of each logits row; 0 where it is padding
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprobs at N rows; those of padding may hold anything."""
-
-    values: Tensor  # [N, 1 + top] fp32: of the token itself, then of the best
-    ids: Tensor  # [N, top] int64: the best, in the order (value down, id up)
-    ranks: Tensor  # [N] int64: of the token itself
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Shape and flags of an attention layer."""
-
-    num_q: int
-    num_kv: int
-    dim: int
-    scale: float
-    window: int  # keys older than position - window + 1 are not seen; 0 = all are
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder block's weights, packed by the backend."""
-
-    attention_norm: Tensor  # [hidden]
-    qkv: Any
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
-    out: Any
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Any
-    down: Any
-    heads: Heads
-
-
-class Ops(DraftSearch):
+class Ops(DraftSearch, Following):
     """What a backend provides. Shapes are the contract; `R` rows, `V` vocabulary."""
 
     name: ClassVar[str]
     default_seqs: ClassVar[int] = 32  # requests that run side by side, unless told otherwise
     default_rows: ClassVar[int] = 512  # rows of a step, unless told otherwise
     asynchronous: ClassVar[bool] = False  # work is queued: the host can run ahead of the device
-    overwrites: ClassVar[bool] = False  # `blocks` does so with its input
+    at_once: ClassVar[int] = 16  # rows up to which one `blocks` costs less than two on fewer of them
     narrows: ClassVar[int] = 0  # passes of so many rows and more are told which of them matter; 0: none is
 
     def __init__(self, device: torch.device, numerics: str = "exact") -> None:
@@ -170,20 +130,25 @@ class Ops(DraftSearch):
 
     def blocks(
         self,
-        residual: Tensor,  # [R, hidden]: the embedded rows, or those after an earlier range of layers
+        residual: Tensor,  # [R, hidden]: the embedded rows, or a head's features
         layers: list[Layer],
-        norm: Tensor,  # [hidden]: after the last layer
+        norm: Tensor | None,  # [hidden]: after the last layer; None: nobody wants its result
         rows: Rows,
         rope: Tensor,
         caches: list[Tensor],  # one a layer
         eps: float,
-        wanted: Tensor | None = None,  # [W] int64: the rows that are returned; None: all of them
-    ) -> tuple[Tensor, Tensor]:
-        """All layers and the norm after them: its result and what it was taken of, [R, hidden] each.
-        Stores K and V of every row."""
-        x = self.rms_norm(residual, layers[0].attention_norm, eps)
+        taps: Sequence[int] = (),  # of these layers
+        embedding: Tensor | None = None,  # [V, hidden], for a first layer with `token_norm`
+        wanted: Tensor | None = None,  # [W] int64: the rows that the last layer ends with; None: all of them
+    ) -> tuple[Tensor, ...]:
+        """All layers and the norm after them: its result and what it was taken of, [R, hidden] each; without
+        `norm` that twice. Then the residual rows after each layer of `taps`. Stores K and V of every row.
+        What was given as `residual` may be overwritten."""
+        x, residual = self.first_rows(residual, layers[0], rows, embedding, eps)
+        # where there is no norm, any will do: what it gives is dropped
         following = [layer.attention_norm for layer in layers[1:]] + [norm]
-        for layer, cache, next_norm in zip(layers, caches, following, strict=True):
+        tapped: dict[int, Tensor] = {}
+        for i, (layer, cache, next_norm) in enumerate(zip(layers, caches, following, strict=True)):
             norms = layer.q_norm, layer.k_norm
             q = self.linear_rope_store(x, layer.qkv, rows, layer.heads, rope, cache, *norms, eps)
             x = self.attention(q, rows, layer.heads, cache)
@@ -192,8 +157,24 @@ class Ops(DraftSearch):
             x = self.linear(x, layer.out)
             x, residual = self.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = self.linear(self.linear_silu_mul(x, layer.gate_up), layer.down)
-            x, residual = self.add_rms_norm(x, residual, next_norm, eps)
-        return x, residual
+            after = layer.mlp_norm if next_norm is None else next_norm
+            x, residual = self.add_rms_norm(x, residual, after, eps)
+            if i in taps:
+                tapped[i] = residual
+        return residual if norm is None else x, residual, *(tapped[i] for i in taps)
+
+    def first_rows(
+        self, residual: Tensor, layer: Layer, rows: Rows, embedding: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """What the first layer of `blocks` reads, [R, hidden] or twice as wide; what goes around it."""
+        known = residual
+        if layer.attention_norm is not None:
+            known = self.rms_norm(residual, layer.attention_norm, eps)
+        if layer.token_norm is None:
+            return known, residual
+        assert embedding is not None
+        tokens = self.rms_norm(self.embed(rows.tokens, embedding), layer.token_norm, eps)
+        return torch.cat([tokens, known], 1), known if layer.norm_around else residual
 
     def begin(self, rows: Rows) -> None:
         """A forward pass over these rows begins: what its layers share may be worked out once.

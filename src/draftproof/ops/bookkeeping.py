@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from draftproof.ops import STREAM_SAMPLE, Layout, Ops, TokenLogprobs
+from draftproof.ops import STREAM_SAMPLE, Layout, TokenLogprobs
+from draftproof.ops.following_torch import TorchFollowing
 from draftproof.ops.suffix_torch import TorchSuffix
 from draftproof.types import (
     ENDED,
@@ -33,7 +34,7 @@ from draftproof.types import (
 )
 
 
-class Bookkeeping(TorchSuffix, Ops):
+class Bookkeeping(TorchSuffix, TorchFollowing):
     """Compositions of torch ops and of the backend's own primitives."""
 
     def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:

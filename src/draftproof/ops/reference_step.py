@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from draftproof.ops import STREAM_SAMPLE, Layout, Ops, TokenLogprobs
+from draftproof.ops import STREAM_SAMPLE, Layout, TokenLogprobs
+from draftproof.ops.reference_following import ReferenceFollowing
 from draftproof.ops.reference_suffix import ReferenceSuffix
 from draftproof.types import (
     ENDED,
@@ -28,7 +29,7 @@ from draftproof.types import (
 )
 
 
-class ReferenceStep(ReferenceSuffix, Ops):
+class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
     """Loops; columns are read and written one element at a time."""
 
     def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:

@@ -107,7 +107,8 @@ class DeviceProposer(Proposer):
         """Guesses for every entry of the batch; what is beyond its budget is cut off.
 
         With `follows_rows` it is asked after every step, also one in which nobody may have drafts. The
-        features are then the last hidden rows (`needs_hidden`, after the norm), and those of its `taps`.
+        features are then the last hidden rows (`needs_hidden`, after the norm), and those of its `taps`, side
+        by side.
         """
 
     def extend(

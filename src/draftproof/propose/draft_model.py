@@ -74,15 +74,15 @@ class DraftModelProposer(DeviceProposer):
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.traits is not None
         runner, count = self.runner, batch.traits.rounds
-        rounds = Rounds(self.env.ops, batch, self.greedy, 0, self.env.page_size)
         rows, last = self._behind(batch)
+        rounds = Rounds(self.env.ops, batch, self.greedy, last, 0, self.env.page_size)
         hidden = runner.forward(rows)
         if not count:
             return rounds.draft()
         rounds.take(0, runner.logits(hidden[last.clamp(min=0)]))
         for j in range(1, count):
             rounds.take(j, runner.logits(runner.forward(rounds.rows(j))))
-        return rounds.draft(last >= 0)
+        return rounds.draft()
 
     def _behind(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
         """Rows of the committed tokens that it has not computed; [B] the last of each entry, or -1.

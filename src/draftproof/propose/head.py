@@ -20,7 +20,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.head_formats import load_head, read_head
 from draftproof.models.head_model import HeadModel
 from draftproof.models.runner import kv_bytes_per_token
-from draftproof.ops import Rows
+from draftproof.models.shipped import shipped_for, shipped_like
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
 from draftproof.types import DeviceBatch, Draft
@@ -39,8 +39,13 @@ class HeadProposer(DeviceProposer):
         super().__init__(env, options)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
+        if source is None and target is not None:
+            source = shipped_for(self.kind, target.facts)
         if source is None:
-            raise ConfigError(f"method {self.kind!r} needs a head: give its folder as 'model'")
+            raise ConfigError(
+                f"method {self.kind!r} needs a head, and none for this model comes with the package: give "
+                "the folder of one as 'model'; `draftproof train` makes them"
+            )
         assert target is not None
         config, tensors = load_head(source, target.facts)
         if config.kind != self.kind:
@@ -57,9 +62,11 @@ class HeadProposer(DeviceProposer):
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
-        if options.get("model") is None:
+        source = options.get("model")
+        source = shipped_like(cls.kind, target) if source is None else source
+        if source is None:
             return 0, 0
-        config, _ = read_head(options["model"], target.num_layers)
+        config, _ = read_head(source, target.num_layers)
         weights = sum(math.prod(shape) for shape in config.tensors().values())
         if config.share_head and config.reduced:
             weights += config.draft_vocab_size * config.hidden_size
@@ -67,43 +74,29 @@ class HeadProposer(DeviceProposer):
         return each, weights * dtype.itemsize
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        assert batch.traits is not None
+        assert batch.traits is not None and batch.rows is not None and batch.features is not None
+        ops, model, count = self.env.ops, self.model, batch.traits.rounds
+        rows, last = ops.follow(batch.rows, batch.columns, batch.slots)
         # the head's row of a draft stands one before it: that is where the row of its feature stands
-        rounds = Rounds(self.env.ops, batch, self.greedy, 1, self.env.page_size)
-        rows, last = self._follow(batch)
-        feature = self.model.feature(batch.features)
-        if not batch.traits.rounds:
-            self.model.store(rows, feature, self.caches)
+        rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size)
+        feature = model.feature(batch.features)
+        if not count:
+            model.store(rows, feature, self.caches)
             return rounds.draft()
-        normed, feature = self.model.forward(rows, feature, self.caches)
-        at = last[rounds.line]  # [B] the row that an entry's first draft comes from
-        normed, feature = normed[at.clamp(min=0)], feature[at.clamp(min=0)]
-        rounds.take(0, self.model.logits(normed))
-        for j in range(1, batch.traits.rounds):
-            normed, feature = self.model.forward(rounds.rows(j), feature, self.caches)
-            rounds.take(j, self.model.logits(normed))
-        return rounds.draft(at >= 0)
-
-    def _follow(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
-        """The step's rows with the tokens that follow them; [S] the last row of each slot, or -1."""
-        rows, columns = batch.rows, batch.columns
-        assert rows is not None
-        slot, after = rows.slots.clamp(min=0), rows.positions + 1
-        length = columns.length[slot]
-        known = (rows.slots >= 0) & (after < length)
-        tokens = columns.tokens[slot, after.clamp(max=columns.tokens.shape[1] - 1)]
-        shifted = Rows(
-            torch.where(known, tokens, 0),
-            torch.where(known, rows.positions, 0),
-            torch.where(known, rows.slots, -1),
-            torch.where(known, rows.kv_index, 0),
-            rows.page_table,
-        )
-        scrap = len(columns.length)
-        last = torch.full((scrap + 1,), -1, dtype=torch.int64, device=slot.device)
-        place = torch.arange(len(slot), device=slot.device)
-        last[torch.where(known & (after + 1 == length), rows.slots, scrap)] = place
-        return shifted, last
+        at: Tensor | None = last  # [B] the row that an entry's first draft comes from
+        if model.config.num_layers == 1 and len(rows.tokens) > max(ops.at_once, len(last)):
+            # of all rows but these K and V are wanted, and nothing else
+            model.store(rows, feature, self.caches)
+            rows, feature, at = rounds.rows(0), feature[last.clamp(min=0)], None
+        for j in range(count):
+            row = model.forward(rounds.rows(j) if j else rows, feature, self.caches)
+            if rounds.plain:
+                row = model.pick(row, at, rounds.windows(j), self.greedy, rounds.ahead.tokens[j])
+            else:
+                row = row if at is None else row[at.clamp(min=0)]
+                rounds.take(j, model.logits(row))
+            feature, at = model.following(row), None
+        return rounds.draft()
 
 
 class MtpProposer(HeadProposer):

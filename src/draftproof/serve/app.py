@@ -20,6 +20,7 @@ from draftproof.serve.facts import Facts, Handler, told
 from draftproof.serve.guard import Guard
 from draftproof.serve.meters import Meters
 from draftproof.serve.problems import Problem
+from draftproof.serve.seats import Seats
 from draftproof.serve.settings import Settings
 
 PAGE = Path(__file__).parent / "page"
@@ -35,14 +36,16 @@ class Endpoint:
         await self._handler(scope, receive, send)
 
 
-def create_app(llm: Any, settings: Settings | None = None, meters: Meters | None = None) -> FastAPI:
-    """Routes over `llm`, an AsyncLLM, which stays the caller's to shut down.
+def create_app(
+    llm: Any, settings: Settings | None = None, meters: Meters | None = None, seats: Seats | None = None
+) -> FastAPI:
+    """Routes over `llm`, an AsyncLLM, which stays the caller's to shut down. `seats`: of several processes.
 
     `app.state.desk.draining = True` refuses newcomers.
     """
     settings = settings or Settings()
     names = settings.served_model_names or (llm.config.model,)
-    desk = Desk(settings)
+    desk = Desk(settings, seats)
     meters = meters or Meters(llm, names[0], settings.vllm_metrics)
     answers = Answers(llm, settings, desk, meters, names)
     facts = Facts(llm, settings, desk, meters, answers, names)

@@ -1,10 +1,11 @@
 """A server process as the worker sees it: what it asked for, and what is still to be sent to it.
 
-Nothing that was decoded is ever thrown away, and nobody's memory grows without bound. A frame goes into the
-socket's queue; when that is full (the server does not read), it is kept here, up to OUTBOX bytes. Beyond that
-the server is stuck, and the engine waits; if it stays so for STUCK_SECONDS (OTHERS_SECONDS if another server
-has requests here), its requests are aborted, and should it wake up, that is the last thing it is told: then
-it says so to its clients and begins anew.
+Nothing that was decoded for a server that reads is ever thrown away, nobody's memory grows without bound,
+and nobody waits for another's server. A frame goes into the socket's queue; when that is full (the server
+does not read), it is kept here. Beyond OUTBOX bytes the server is stuck. While nobody else has requests the
+engine waits for it, STUCK_SECONDS at most; otherwise the engine goes on, and the server is given up when it
+has read nothing for OTHERS_SECONDS or when MOST bytes are kept for it. Its requests are then aborted, and
+should it wake up, that is the last thing it is told: then it says so to its clients and begins anew.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from draftproof.metrics import RequestStats
 from draftproof.serve.telling import Refusal
 from draftproof.types import Request, Wants
 
-OUTBOX = 64 << 20  # bytes kept for a server that does not read
+OUTBOX = 64 << 20  # bytes kept for a server that does not read before it counts as stuck
+MOST = 256 << 20  # and before it is given up
 STUCK_SECONDS = 60.0  # that a stuck server is waited for,
-OTHERS_SECONDS = 5.0  # and where others have requests here that wait for it too
+OTHERS_SECONDS = 5.0  # and where the engine goes on for others
 
 
 class Gone(Exception):
@@ -57,13 +59,15 @@ class Client:
     stuck_since: float | None = None
 
     def send(self, socket: zmq.Socket[bytes], frame: bytes) -> None:
-        """Now, or when there is room. Raises Gone."""
+        """Now, or when there is room. Raises Gone, or Stuck."""
         self.sequence += 1
         if self.outbox or not self.put(socket, frame):
             self.outbox.append(frame)
             self.size += len(frame)
         if self.stuck and self.stuck_since is None:
             self.stuck_since = time.monotonic()
+        if self.size > MOST:
+            raise Stuck
 
     def flush(self, socket: zmq.Socket[bytes], alone: bool) -> None:
         """Send what is here as far as there is room. Raises Gone, or Stuck."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,6 +13,7 @@ from starlette.types import Receive
 
 from draftproof.serve.logs import Ticket
 from draftproof.serve.problems import Problem
+from draftproof.serve.seats import Seats
 from draftproof.serve.settings import Settings
 
 SWEEP_SECONDS = 1.0
@@ -73,11 +73,12 @@ class Line:
 class Desk:
     """Lets requests in."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, seats: Seats | None = None) -> None:
+        """`seats`: shared with other processes."""
         self.settings = settings
         self.draining = False
         self._ids: set[str] = set()
-        self._by_key: Counter[str] = Counter()
+        self._seats = seats or Seats(settings)
         self._lines: set[Line] = set()
         self._sweeps = False
 
@@ -88,29 +89,24 @@ class Desk:
     @contextmanager
     def seat(self, ticket: Ticket) -> Iterator[None]:
         """For as long as it is served; Problem if it cannot be."""
-        settings, key = self.settings, ticket.key
         if self.draining:
             raise Problem(503, "the server is shutting down", code="draining")
-        if len(self._ids) >= settings.max_concurrent:
-            raise Problem(
-                503, f"{len(self._ids)} requests are open already: try again later", code="too_many"
-            )
-        most = settings.max_concurrent_per_key
-        if most is not None and self._by_key[key] >= most:
-            raise Problem(
-                429, f"this key has {most} requests open already: try again later", code="too_many_of_key"
-            )
         if ticket.id in self._ids:
             raise Problem(400, f"a request with id {ticket.id!r} is already running", "request_id")
-        self._ids.add(ticket.id)
-        self._by_key[key] += 1
+        total, mine = self._seats.take(ticket.key)
         try:
+            if total > self.settings.max_concurrent:
+                text = f"{total - 1} requests are open already: try again later"
+                raise Problem(503, text, code="too_many")
+            most = self.settings.max_concurrent_per_key
+            if most is not None and mine > most:
+                text = f"this key has {most} requests open already: try again later"
+                raise Problem(429, text, code="too_many_of_key")
+            self._ids.add(ticket.id)
             yield
         finally:
             self._ids.discard(ticket.id)
-            self._by_key[key] -= 1
-            if not self._by_key[key]:
-                del self._by_key[key]
+            self._seats.give(ticket.key)
 
     # --- what takes too long ------------------------------------------------------------------------
 

@@ -17,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from draftproof.metrics import Histogram
 from draftproof.serve.board import Board
 from draftproof.serve.meters import Meters
+from draftproof.serve.seats import Seats, shared
 from draftproof.serve.settings import Keys, Settings
 
 LOOK_SECONDS = 0.2
@@ -35,6 +37,7 @@ def serve_address(
     listener: socket.socket,
     ready: Callable[[Any], object],
     board: Board | None = None,
+    seats: Seats | None = None,
     parent: int | None = None,
 ) -> None:
     """Connects to an engine and serves it; `ready` is called with the connection."""
@@ -46,7 +49,8 @@ def serve_address(
     name = settings.served_model_names[0] if settings.served_model_names else llm.config.model
     meters = Meters(llm, name, settings.vllm_metrics, steps, board)
     tick = None if board is None else meters.post
-    serve(llm, settings, listener, meters, ready=lambda: ready(llm), tick=tick, parent=parent)
+    told = partial(ready, llm)
+    serve(llm, settings, listener, meters, seats=seats, ready=told, tick=tick, parent=parent)
 
 
 class Fleet:
@@ -63,6 +67,7 @@ class Fleet:
     ) -> None:
         self._count, self._address, self._folder = count, address, Path(folder)
         self._settings, self._listener, self._ready = settings, listener, ready
+        self._room, self._seats = shared(settings, count)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._stopping = False
 
@@ -83,6 +88,7 @@ class Fleet:
             for number, child in list(self._children.items()):
                 if child.poll() is not None and not self._stopping:
                     log.error("a server process died", extra={"facts": {"status": child.returncode}})
+                    self._seats.clear(number)
                     self._start(number)
         self._end()
 
@@ -97,11 +103,12 @@ class Fleet:
             "folder": str(self._folder),
             "name": f"{number}-{time.time_ns()}",
             "listener": self._listener.fileno(),
+            "seats": (number, self._count, self._room),
             "settings": given,
             "log": self._log,
         }
         command = [sys.executable, "-P", "-m", "draftproof.serve.processes"]
-        fds = (self._listener.fileno(),)
+        fds = (self._listener.fileno(), self._room)
         # of a group of its own: Ctrl-C is for this process to tell
         child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True)
         assert child.stdin is not None
@@ -139,7 +146,9 @@ def child() -> None:
     given["served_model_names"] = tuple(given["served_model_names"])
     listener = socket.socket(fileno=job["listener"])
     board = Board(Path(job["folder"]), job["name"])
-    serve_address(job["address"], Settings(**given), listener, lambda _: None, board, parent=0)
+    settings = Settings(**given)
+    seats = Seats(settings, *job["seats"])
+    serve_address(job["address"], settings, listener, lambda _: None, board, seats, parent=0)
 
 
 if __name__ == "__main__":

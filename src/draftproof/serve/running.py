@@ -21,6 +21,7 @@ from draftproof.serve.app import create_app
 from draftproof.serve.desk import Desk
 from draftproof.serve.meters import Meters
 from draftproof.serve.protocol import Protocol
+from draftproof.serve.seats import Seats
 from draftproof.serve.settings import Settings
 
 BACKLOG = 4096
@@ -80,6 +81,7 @@ def serve(
     listener: socket.socket,
     meters: Meters,
     *,
+    seats: Seats | None = None,
     ready: Callable[[], object] | None = None,
     tick: Tick | None = None,
     parent: int | None = None,
@@ -89,7 +91,7 @@ def serve(
     `ready` is called when nothing can go wrong any more, `tick` once a second.
     """
     _many_files()
-    app = create_app(llm, settings, meters)
+    app = create_app(llm, settings, meters, seats)
     config = uvicorn.Config(
         app,
         http=Protocol,

@@ -61,6 +61,11 @@ class Keys:
         """For another server process; no key can be told from them."""
         return [digest.hex() for digest in self._digests]
 
+    @property
+    def names(self) -> list[str]:
+        """What `find` may say."""
+        return [_name(digest) for digest in self._digests]
+
     def __bool__(self) -> bool:
         return bool(self._digests)
 
@@ -69,8 +74,12 @@ class Keys:
         digest, name = _digest(sent), None
         for known in self._digests:
             if hmac.compare_digest(digest, known):
-                name = known.hex()[:8]
+                name = _name(known)
         return name
+
+
+def _name(digest: bytes) -> str:
+    return digest.hex()[:8]
 
 
 def _digest(key: str) -> bytes:

@@ -129,8 +129,7 @@ class Worker:
             self._each(lambda client: client.outbox or client.put(self._socket, timings))
         if any(client.outbox for client in self._clients.values()):
             self._each(self._flush)
-        stuck = any(client.stuck for client in self._clients.values())
-        if self._entries and not stuck:
+        if any(client.entries and not client.stuck for client in self._clients.values()):
             self._step()
         else:
             self._rest()

@@ -1,9 +1,10 @@
 """Answers that nobody looks at before they are complete, taken down step by step as columns.
 
-A step of 256 requests is a few array operations here, whatever they ask for. Each answer has a line of a
-page; when its line is nearly full, or it ends, the line is made into lists, so memory holds what belongs to
-answers that are still under way and nothing else. Lines are emptied at different times on purpose: then
-no step has to do it for all.
+Steps of the same answers are kept as they came and written down together, because a few array operations
+cost as much for one step as for many; a large batch fills that measure with a step or two. Each answer has a
+line of a page; when its line is nearly full, or it ends, the line is made into lists, so memory holds what
+belongs to answers that are still under way and nothing else. Lines are emptied at different times on
+purpose: then no step has to do it for all.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ from draftproof.types import (
 Ints = NDArray[np.int64]
 # values [N, 1 + top], ids [N, top], ranks [N] of the picked tokens of a step
 Found = tuple[NDArray[np.float32], Ints, Ints]
+# lines of the table, who proposed what, logprobs
+Step = tuple[Ints, NDArray[np.int8] | None, Mapping[Wants, Found]]
 
 PAGE = 128  # tokens of a line, at least
+AT_ONCE = 16  # steps that are written down together at most
+MANY = 1024  # lines of tables, likewise: no step has to wait for more than that
+NO_LINES = np.zeros(0, np.int64)
 PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # where a token came from; from ACCEPTED on: by its source
 STEPS, DRAFTS, DRAFTED, STOOD, WIDEST = range(5)  # columns of the counts
 
@@ -116,14 +122,19 @@ class Ledger:
 
     def __init__(self, vocab: int, max_drafts: int, sources: Sequence[str]) -> None:
         self._vocab = vocab
-        self._width = max(PAGE, 2 * (max_drafts + 1))
-        self._limit = self._width - max_drafts - 1  # a line as full as this has room for one step more
+        self._at_once = max(1, min(AT_ONCE, PAGE // (max_drafts + 1)))  # steps
+        most = self._at_once * (max_drafts + 1)
+        self._width = max(PAGE, 2 * most)
+        self._limit = self._width - most  # a line as full as this has room for so many steps
         names = ["plain", "bonus", "recovered", *(f"accepted:{source}" for source in sources)]
         self._names = np.array(names, object)
         self._pieces: dict[tuple[int, bool], Pieces] = {}
         self._answers: list[Answer | None] = []
         self._free: list[int] = []
         self._num_watched = 0  # answers with stop strings
+        self._lines = NO_LINES  # whose steps are not written down yet
+        self._steps: list[Step] = []
+        self._kind: Any = None  # what steps that are written down together have in common
         self._fill = np.zeros(0, np.int64)
         self._full = np.zeros(0, np.int64)  # tokens at which a line is emptied
         self._wants = np.zeros(0, np.int64)
@@ -164,6 +175,7 @@ class Ledger:
         self, answer: Answer, reason: FinishReason, stop: int | str | None, error: str | None
     ) -> CompletionOutput:
         """It ended: the whole of it; its line is free."""
+        self._write()
         line = answer.line
         if line >= 0:
             self._empty(line, answer.hides_last(reason))
@@ -175,6 +187,7 @@ class Ledger:
         return answer.finish(reason, stop, error)
 
     def num_tokens(self, answer: Answer) -> int:
+        self._write()
         line = answer.line
         return len(answer.output.token_ids) + (int(self._fill[line]) if line >= 0 else 0)
 
@@ -211,28 +224,51 @@ class Ledger:
     ) -> list[int]:
         """A step: [n] lines, the table's lines of their requests (types.Outcome), and who proposed what.
 
-        `ends`: of those of the n that ended, why. Which of them a stop string ended.
+        `ends`: of those of the n that ended, why. Which of them a stop string ended. What is given here must
+        stay as it is.
         """
         matched: list[int] = []
+        if not len(lines):
+            return matched
         if self._num_watched:
             table, matched = self._look(lines, table, ends)
-        out, drafted = table[:, NUM_OUT], table[:, NUM_DRAFT]
-        # one entry a token: whose it is and which of its step's
-        owner = np.repeat(np.arange(len(lines)), out)
-        place = np.arange(len(owner)) - np.repeat(np.cumsum(out) - out, out)
+        kind = table.shape, source is None, [(name, found[1].shape[1]) for name, found in columns.items()]
+        if lines is not self._lines or kind != self._kind:
+            self._write()
+            self._lines, self._kind = lines, kind
+        self._steps.append((table, source, columns))
+        if len(self._steps) == self._at_once or len(self._steps) * len(lines) >= MANY:
+            self._write()
+        return matched
+
+    def _write(self) -> None:
+        """Write down the steps that have come, S of them with n lines each."""
+        if not self._steps:
+            return
+        self._tidy()
+        lines, steps, self._lines, self._steps = self._lines, self._steps, NO_LINES, []
+        table = _joined([table for table, *_ in steps])  # [S * n, …]
+        out = table[:, NUM_OUT]
+        by_step = out.reshape(len(steps), -1)
+        before = by_step.cumsum(0)
+        total = before[-1]
         fill = self._fill[lines]
-        where = (lines * self._width + fill)[owner] + place
+        begin = (lines * self._width + fill + before - by_step).reshape(-1)
+        # one entry a token: whose it is and which of its step's
+        owner = np.repeat(np.arange(len(out)), out)
+        place = np.arange(len(owner)) - np.repeat(out.cumsum() - out, out)
+        where = begin[owner] + place
         self._tokens[where] = table[owner, TOKENS + place]
-        self._fill[lines] = fill + out
-        self._counts[lines, STEPS] += out > 0
-        if drafted.any():
+        self._fill[lines] = fill + total
+        self._counts[lines, STEPS] += (by_step > 0).sum(0)
+        if table[:, NUM_DRAFT].any():
+            source = None if steps[0][1] is None else _joined([s for _, s, _ in steps if s is not None])
             self._origins[where] = _origins(owner, place, table, source)
-            self._count_drafts(lines, table)
+            self._count_drafts(lines, table, by_step > 0)
         else:
             self._origins[where] = PLAIN
-        if columns:
-            self._add_logprobs(lines, owner, where, table[owner, PICK] + place, columns)
-        return matched
+        if steps[0][2]:
+            self._add_logprobs(lines, owner, where, place, table, [columns for *_, columns in steps])
 
     def _look(self, lines: Ints, table: Ints, ends: Mapping[int, FinishReason]) -> tuple[Ints, list[int]]:
         """The table without what was committed behind a stop string, and who has met one."""
@@ -251,30 +287,47 @@ class Ledger:
                 matched.append(i)
         return table, matched
 
-    def _count_drafts(self, lines: Ints, table: Ints) -> None:
-        told = table[:, NUM_OUT] > 0  # a step that committed nothing is no step
-        lines, drafted, accepted = lines[told], table[told, NUM_DRAFT], table[told, NUM_ACCEPTED]
+    def _count_drafts(self, lines: Ints, table: Ints, told: NDArray[np.bool_]) -> None:
+        """`told` [S, n]: a step that committed nothing is no step."""
+        drafted, accepted = (
+            np.where(told, table[:, name].reshape(told.shape), 0) for name in (NUM_DRAFT, NUM_ACCEPTED)
+        )
         counts = self._counts
-        counts[lines, DRAFTS] += drafted > 0
-        counts[lines, DRAFTED] += drafted
-        counts[lines, STOOD] += accepted
-        counts[lines, WIDEST] = np.maximum(counts[lines, WIDEST], drafted)
-        self._stood[lines] += accepted[:, None] > np.arange(self._stood.shape[1])
+        counts[lines, DRAFTS] += (drafted > 0).sum(0)
+        counts[lines, DRAFTED] += drafted.sum(0)
+        counts[lines, STOOD] += accepted.sum(0)
+        counts[lines, WIDEST] = np.maximum(counts[lines, WIDEST], drafted.max(0))
+        self._stood[lines] += (accepted[..., None] > np.arange(self._stood.shape[1])).sum(0)
 
     def _add_logprobs(
-        self, lines: Ints, owner: Ints, where: Ints, picks: Ints, columns: Mapping[Wants, Found]
+        self,
+        lines: Ints,
+        owner: Ints,
+        where: Ints,
+        place: Ints,
+        table: Ints,
+        steps: Sequence[Mapping[Wants, Found]],
     ) -> None:
-        wants = self._wants[lines]
-        for kind, (values, ids, ranks) in columns.items():
+        wants, num_lines = self._wants[lines], len(lines)
+        ends = (table[:, PICK] + table[:, NUM_OUT]).reshape(len(steps), -1).max(1).tolist()
+        for kind in steps[0]:
             mine = wants == kind
             if not mine.any():
                 continue
-            at, rows = where, picks
+            found = [columns[kind] for columns in steps]
+            used = [min(end, len(ranks)) for end, (_, _, ranks) in zip(ends, found, strict=True)]
+            first = np.cumsum([0, *used[:-1]])  # of each step, among all that are used
+            values, ids, ranks = (
+                _joined([column[:end] for column, end in zip(columns, used, strict=True)])
+                for columns in zip(*found, strict=True)
+            )
+            at, whose, rows = where, owner, place
             if not mine.all():
-                of_kind = mine[owner]
-                at, rows = where[of_kind], picks[of_kind]
+                of_kind = mine[owner % num_lines]
+                at, whose, rows = where[of_kind], owner[of_kind], place[of_kind]
             if not len(rows):
                 continue
+            rows = rows + table[whose, PICK] + first[whose // num_lines]
             # mostly they lie one behind the other: then nothing is gathered
             in_a_row = (rows[1:] - rows[:-1] == 1).all()
             pick: Any = slice(int(rows[0]), int(rows[-1]) + 1) if in_a_row else rows
@@ -283,8 +336,8 @@ class Ledger:
             self._ids[at, :top] = ids[pick, :top]
             self._ranks[at] = ranks[pick]
 
-    def tidy(self) -> None:
-        """Empty the lines that are nearly full; after the ends of a step, whose last tokens may be unseen."""
+    def _tidy(self) -> None:
+        """Empty the lines that are nearly full. All that is in them was told: nothing is unseen."""
         for line in (self._fill >= self._full).nonzero()[0].tolist():
             self._empty(line, unseen=False)
             self._full[line] = self._limit
@@ -324,6 +377,10 @@ def _origins(owner: Ints, place: Ints, table: Ints, source: NDArray[np.int8] | N
         return np.where(stood, ACCEPTED, last[owner])
     who = source[owner, np.minimum(place, source.shape[1] - 1)].astype(np.int64)
     return np.where(stood, ACCEPTED + who, last[owner])
+
+
+def _joined(columns: list[NDArray[Any]]) -> NDArray[Any]:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _longer(column: NDArray[Any], rows: int) -> NDArray[Any]:

@@ -30,7 +30,9 @@ class TextPlan:
     held_out: int = _option(64, "prompts of the files, and as many written ones, that are never trained on")
     shard: int = _option(1024, "texts that are written and stored together")
     written: float = _option(0.8, "share of the prompts that the model writes itself; others are the files'")
-    systems: float = _option(0.3, "of the written ones, the share with a system message of the model's own")
+    systems: float = _option(0.2, "of the written ones, the share with a system message of the model's own")
+    opened: float = _option(0.5, "of the others, the share that begins as users' messages often do")
+    shown: float = _option(0.3, "share of the written ones that are about a text the model wrote before")
     greedy: float = _option(0.5, "share of the answers at temperature 0")
     temperature: float = _option(1.0, "of the other answers")
     follow: float = _option(0.3, "share of the answers that the model, as the user, asks on after")
@@ -38,7 +40,7 @@ class TextPlan:
     answer_tokens: int = _option(384, "longer answers are cut")
 
     def __post_init__(self) -> None:
-        for name in ("written", "systems", "greedy", "follow"):
+        for name in ("written", "systems", "opened", "shown", "greedy", "follow"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a share in 0..1, got {getattr(self, name)}")
         _positive(self, ("tokens", "shard", "prompt_tokens", "answer_tokens", "temperature"))
@@ -68,9 +70,10 @@ class TrainPlan:
     decay: float = _option(0.8, "of the weight of each further draft of a chain")
     prompt_weight: float = _option(0.2, "of chains that begin in a prompt; those of answers have 1")
     clip: float = _option(1.0, "longest gradient")
-    weight_decay: float = _option(0.0, "of AdamW")
-    hard: float = _option(0.1, "share of the target's law that is put on its best token")
-    overlap: float = _option(0.0, "weight of 1 - sum min(p, q) beside divergence")
+    optimizer: str = _option("muon", "of matrices: muon or adamw; of the rest it is adamw")
+    weight_decay: float = _option(0.0, "of both")
+    hard: float = _option(0.1, "share of the target's law that is put on its best token, at temperature 0")
+    overlap: float = _option(1.0, "weight of 1 - sum min(p, q) beside divergence")
     dtype: str = _option("bfloat16", "of activations: bfloat16 or float32; weights are trained in fp32")
     eval_every: int = _option(250, "updates between two points of the curve")
     eval_texts: int = _option(48, "held-out texts that a point is measured on")
@@ -84,6 +87,8 @@ class TrainPlan:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
         if self.feature_norm not in ("none", "each") or self.norm_output not in (0, 1):
             raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer is adamw or muon, got {self.optimizer!r}")
         if self.dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if not 0 <= self.hard < 1 or self.overlap < 0 or self.prompt_weight < 0:

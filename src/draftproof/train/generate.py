@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -21,10 +21,12 @@ from draftproof.errors import ConfigError
 from draftproof.llm import LLM
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TextPlan
+from draftproof.train.openings import about, opening
 from draftproof.train.telling import Telling
 from draftproof.train.texts import Text, shard_tokens, write_shard
 
 TURNS = 4  # of a conversation, at most
+SHORT = 80  # letters; what is shorter is not asked about
 Messages = list[dict[str, str]]
 Talk = Messages | list[int]  # a conversation, or the ids of any prompt
 
@@ -104,7 +106,8 @@ class Generator:
         plan = self.plan
         rng = random.Random(f"{plan.seed} shard {index}")
         own = round(plan.shard * plan.written)
-        asked = [Asked(talk, self._temperature(rng), _seed(rng)) for talk in self._written(rng, own)]
+        shown = round(own * plan.shown)
+        asked = [Asked(talk, self._temperature(rng), _seed(rng)) for talk in self._written(rng, own - shown)]
         for number in range(index * (plan.shard - own), (index + 1) * (plan.shard - own)):
             again, place = divmod(number, len(self.prompts))
             temperature = self._temperature(rng)
@@ -113,6 +116,10 @@ class Generator:
             asked.append(Asked(self.prompts[place], temperature, _seed(rng)))
         texts, talks = self._answer(asked)
         every = list(texts)
+        read = self._about(talks, shown, rng)
+        more = self._answer([Asked(talk, self._temperature(rng), _seed(rng)) for talk in read])
+        every += more[0]
+        texts, talks = [*texts, *more[0]], [*talks, *more[1]]
         for _ in range(TURNS - 1):
             texts, talks = self._followed(texts, talks, rng)
             every += texts
@@ -123,7 +130,11 @@ class Generator:
         plan = self.plan
         rng = random.Random(f"{plan.seed} held out")
         own = plan.held_out if plan.written else 0
-        prompts = [*self.held, *self._written(rng, own)]
+        shown = round(own * plan.shown)
+        prompts = [*self.held, *self._written(rng, own - shown)]
+        if shown:
+            seen = self._answer([Asked(prompt, 0.0, _seed(rng)) for prompt in prompts])[1]
+            prompts += self._about(seen, shown, rng)
         rng.shuffle(prompts)  # the first ones alone are measured while training
         asked = [Asked(prompt, t, _seed(rng)) for prompt in prompts for t in (0.0, plan.temperature)]
         return self._answer(asked)[0]
@@ -171,29 +182,55 @@ class Generator:
         with_system = [rng.random() < self.plan.systems for _ in range(count)]
         talks: list[Messages] = [[] for _ in range(count)]
         self._write("system", talks, [i for i in range(count) if with_system[i]], rng)
-        self._write("user", talks, [i for i in range(count) if talks[i] or not with_system[i]], rng)
+        begun = [i for i in range(count) if not with_system[i] and rng.random() < self.plan.opened]
+        wanted = [i for i in range(count) if talks[i] or not with_system[i]]
+        self._write("user", talks, wanted, rng, {i: opening(rng) for i in begun})
         for talk in talks:
             if talk and talk[-1]["role"] == "user":
                 yield talk
 
-    def _write(self, role: str, talks: list[Messages], which: list[int], rng: random.Random) -> None:
+    def _about(self, talks: list[Messages], count: int, rng: random.Random) -> list[Messages]:
+        """Prompts about what the model said last in these conversations: one to three texts each."""
+        said = [talk[-1]["content"].strip() for talk in talks if talk]
+        said = [text for text in said if len(text) > SHORT]
+        if not said:
+            return []
+        read: list[Messages] = []
+        begun: dict[int, str] = {}
+        for index in range(count):
+            message, goes_on = about(rng.choices(said, k=rng.choice((1, 1, 2, 3))), rng)
+            read.append([] if goes_on else [{"role": "user", "content": message}])
+            if goes_on:
+                begun[index] = message
+        self._write("user", read, list(begun), rng, begun)
+        return [talk for talk in read if talk]
+
+    def _write(
+        self,
+        role: str,
+        talks: list[Messages],
+        which: list[int],
+        rng: random.Random,
+        openings: Mapping[int, str] | None = None,  # how the message begins; nothing: with nothing
+    ) -> None:
         """Let the model write the next message of these conversations, and add it where it has an end."""
         tokenizer = self.llm.get_tokenizer()
-        params, prompts = [], []
+        params, prompts, plan, begun = [], [], self.plan, openings or {}
         for index in which:
-            opening = [*talks[index], {"role": role, "content": ""}]
+            message = [*talks[index], {"role": role, "content": begun.get(index, "")}]
             text = tokenizer.apply_chat_template(
-                opening, add_generation_prompt=False, continue_final_message=True
+                message, add_generation_prompt=False, continue_final_message=True
             )
-            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-            params.append(
-                SamplingParams(temperature=1.0, seed=_seed(rng), max_tokens=self.plan.prompt_tokens)
-            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            room = min(plan.answer_tokens, max(1, plan.prompt_tokens - len(ids)))
+            prompts.append({"prompt_token_ids": ids[: plan.prompt_tokens]})
+            params.append(SamplingParams(temperature=1.0, seed=_seed(rng), max_tokens=room))
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         for index, out in zip(which, outputs, strict=True):
             said = out.outputs[0]
             if said.finish_reason == "stop" and said.text.strip():
-                talks[index].append({"role": role, "content": said.text.strip()})
+                whole = (begun.get(index, "") + said.text).strip()
+                talks[index].append({"role": role, "content": whole})
             else:
                 talks[index].clear()
 

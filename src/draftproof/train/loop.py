@@ -1,4 +1,4 @@
-"""The training loop: teacher, unrolled head, AdamW; cut anywhere, it goes on to the same weights."""
+"""The training loop: teacher, unrolled head, updates; cut anywhere, it goes on to the same weights."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from draftproof.train.config import TrainPlan, write_json
 from draftproof.train.evaluate import Acceptance, Examiner
 from draftproof.train.loss import Aim, unrolled_loss
 from draftproof.train.module import HeadModule, new_weights
+from draftproof.train.optimize import Mover
 from draftproof.train.plot import curve_png
 from draftproof.train.teacher import Teacher
 from draftproof.train.telling import Telling
@@ -102,9 +103,7 @@ class Trainer:
             self.config, self._feature_sizes(), checkpoint.tensors["model.norm.weight"], plan.seed
         )
         self.weights = {name: weight.to(device).requires_grad_() for name, weight in fresh.items()}
-        self.optimizer = torch.optim.AdamW(
-            self.weights.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=plan.weight_decay
-        )
+        self.mover = Mover(plan, self.weights, self.steps)
 
     def _feature_sizes(self) -> Tensor:
         """[layers]: of a typical row; the first rows of a text can be a hundred times as large."""
@@ -168,21 +167,18 @@ class Trainer:
         embeds = F.embedding(F.pad(tokens, (0, plan.unroll)), self.teacher.embedding)
         rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
         outputs = self.module.unroll(rounded, lesson.features, embeds, plan.unroll)
-        student = self.module.normed(rounded, outputs)
-        weight = self._weight(batch)
-        loss, parts = unrolled_loss(student, lesson.hidden, self.head, weight, self.aim, measure)
-        self.optimizer.zero_grad()
+        student = self.module.normed(rounded, outputs).flatten(1, 2)
+        weight, cold = self._weight(batch)
+        there = lesson.hidden.flatten(0, 1)
+        loss, parts = unrolled_loss(student, there, self.head, weight, cold, self.aim, measure)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.weights.values(), plan.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
-        self.optimizer.step()
+        self.mover.move(self.step)
         self.step += 1
         self.tokens += int(batch.lengths.sum())
         return parts / self.decays
 
-    def _weight(self, batch: Batch) -> Tensor:
-        """[unroll, B, T]: of chains as far as the text goes; where an answer begins they count in full."""
+    def _weight(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[unroll, B * T]: chains as far as the text goes, in full where an answer begins; [B * T]: cold."""
         plan = self.plan
         lengths = torch.from_numpy(batch.lengths)[:, None]
         prompts = torch.from_numpy(batch.prompt_lengths)[:, None]
@@ -191,15 +187,8 @@ class Trainer:
         weight = torch.stack(
             [whole * (row + 2 + step < lengths) * plan.decay**step for step in range(plan.unroll)]
         )
-        return self.ops.send(weight / weight[0].sum().clamp(min=1))
-
-    def _rate(self) -> float:
-        """Up in a line, down in a cosine to a hundredth."""
-        plan = self.plan
-        if self.step < plan.warmup:
-            return plan.learning_rate * (self.step + 1) / plan.warmup
-        share = (self.step - plan.warmup) / max(1, self.steps - plan.warmup)
-        return plan.learning_rate * (0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, share))) / 2)
+        cold = torch.from_numpy(batch.cold).float().repeat_interleave(row.shape[1])
+        return self.ops.send((weight / weight[0].sum().clamp(min=1)).flatten(1)), self.ops.send(cold)
 
     # --- looking ------------------------------------------------------------------------------------
 
@@ -247,7 +236,7 @@ class Trainer:
             "config": self.config.to_json(),
             "d2t": self.d2t.cpu(),
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.mover.state(),
         }
         write_head(folder / "head", self.config, self.weights, self.d2t)
         half = folder / (STATE + ".part")
@@ -267,7 +256,7 @@ class Trainer:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.mover.resume(state["optimizer"])
         self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
         self.telling.say(f"train: going on after step {self.step} of {self.steps}")
         return True

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from draftproof.models.head import HeadConfig
 from draftproof.models.rope import rope_table
-from draftproof.train.teacher import rotate, rotation
+from draftproof.train.fuse import fused
+from draftproof.train.teacher import gated, rotate, rotation
 
 Weights = Mapping[str, Tensor]
 Keys = tuple[Tensor, Tensor]  # K and V [B, kv heads, T, dim] of one step
@@ -115,13 +116,14 @@ class HeadModule:
             .transpose(1, 2)
             for name in "qkv"
         )
-        stored.append((rotate(k, rope), v))
-        y = attend(rotate(q, rope), stored)
+        turn = fused(rotate, x.device)
+        stored.append((turn(k, rope), v))
+        y = attend(turn(q, rope), stored)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         x = feature + F.linear(y, weights[at + "self_attn.o_proj.weight"])
         y = F.rms_norm(x, (hidden,), weights[at + "post_attention_layernorm.weight"], eps)
-        gate = F.silu(F.linear(y, weights[at + "mlp.gate_proj.weight"]))
-        y = gate * F.linear(y, weights[at + "mlp.up_proj.weight"])
+        gate, up = (F.linear(y, weights[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        y = fused(gated, x.device)(gate, up)
         return x + F.linear(y, weights[at + "mlp.down_proj.weight"])
 
     def normed(self, weights: Weights, outputs: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftproof.models.config import ModelConfig
 from draftproof.models.rope import rope_table
+from draftproof.train.fuse import fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,19 @@ class Teacher:
         if config.qk_norm:
             q = F.rms_norm(q, (config.head_dim,), tensors[at + "self_attn.q_norm.weight"], eps)
             k = F.rms_norm(k, (config.head_dim,), tensors[at + "self_attn.k_norm.weight"], eps)
-        q, k, v = rotate(q.transpose(1, 2), rope), rotate(k.transpose(1, 2), rope), v.transpose(1, 2)
+        turn = fused(rotate, x.device)
+        q, k, v = turn(q.transpose(1, 2), rope), turn(k.transpose(1, 2), rope), v.transpose(1, 2)
         window = config.windows[index]
         mask = _banded(length, window, x.device) if 0 < window < length else None
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         x = x + self._linear(y.transpose(1, 2).reshape(batch, length, -1), at + "self_attn.o_proj")
         y = F.rms_norm(x, (hidden,), tensors[at + "post_attention_layernorm.weight"], eps)
-        gate = F.silu(self._linear(y, at + "mlp.gate_proj"))
-        return x + self._linear(gate * self._linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
+        gate, up = self._linear(y, at + "mlp.gate_proj"), self._linear(y, at + "mlp.up_proj")
+        return x + self._linear(fused(gated, x.device)(gate, up), at + "mlp.down_proj")
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 def rotation(table: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,7 @@ class Batch:
     tokens: NDArray[np.int64]  # [B, T]
     lengths: NDArray[np.int64]  # [B]
     prompt_lengths: NDArray[np.int64]  # [B]
+    cold: NDArray[np.bool_]  # [B]: of temperature 0
 
     @classmethod
     def of(cls, texts: Sequence[Text], max_len: int, multiple: int = 64) -> Batch:
@@ -104,7 +105,8 @@ class Batch:
         tokens = np.zeros((len(texts), width), np.int64)
         for row, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             tokens[row, :length] = text.tokens[:length]
-        return cls(tokens, lengths, np.asarray([text.prompt_length for text in texts], np.int64))
+        prompts = np.asarray([text.prompt_length for text in texts], np.int64)
+        return cls(tokens, lengths, prompts, np.asarray([text.temperature == 0 for text in texts]))
 
 
 class Batches:

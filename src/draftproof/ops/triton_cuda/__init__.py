@@ -7,7 +7,7 @@ captured into a CUDA graph. With TRITON_INTERPRET=1 in the environment the kerne
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops import Heads, Layer, Rows
+from draftproof.ops.triton_cuda.drafting import DraftOps
 from draftproof.ops.triton_cuda.graph import Queued
-from draftproof.ops.triton_cuda.step import StepOps
 
 try:
     import triton  # noqa: F401
@@ -47,7 +47,7 @@ INTS = (torch.int64,)
 FP32 = (torch.float32,)
 
 
-class TritonOps(StepOps, Queued):
+class TritonOps(DraftOps, Queued):
     """See the contract. `debug` waits after every op, so that a launch that fails is named by its op.
 
     `pdl` launches kernels of the forward pass early where rows are few (programmatic dependent launch,
@@ -59,7 +59,7 @@ class TritonOps(StepOps, Queued):
     name: ClassVar[str] = "triton"
     default_seqs: ClassVar[int] = 256
     default_rows: ClassVar[int] = 8192
-    overwrites: ClassVar[bool] = True
+    at_once: ClassVar[int] = 96
     narrows: ClassVar[int] = 1024
 
     def __init__(
@@ -84,6 +84,7 @@ class TritonOps(StepOps, Queued):
         self._attention = attention_kernels.Attention(self._partials)
         self._blocks = blocks.Blocks(device)
         self._walk = walk.Walk(self.pdl, self._partials)
+        self.open_drafts()
         self.open_queue()
 
     def free_memory(self) -> int | None:
@@ -271,22 +272,26 @@ class TritonOps(StepOps, Queued):
         self,
         residual: Tensor,
         layers: list[Layer],
-        norm: Tensor,
+        norm: Tensor | None,
         rows: Rows,
         rope: Tensor,
         caches: list[Tensor],
         eps: float,
+        taps: Sequence[int] = (),
+        embedding: Tensor | None = None,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         residual = runtime.matrix("residual", residual)
         rope = runtime.matrix("rope", rope, None, FP32)
         if wanted is None and self._blocks.takes(residual, layers):
             for layer, cache in zip(layers, caches, strict=True):
                 self._check_rows(rows, len(residual), layer.heads, cache, residual.dtype)
-            if self._blocks(residual, layers, rows, rope, caches, eps):
+            tapped = self._blocks(residual, layers, rows, rope, caches, eps, taps, embedding)
+            if tapped is not None:
                 self._done("blocks")
-                return self.rms_norm(residual, norm, eps), residual
-        return super().blocks(residual, layers, norm, rows, rope, caches, eps, wanted)
+                normed = residual if norm is None else self.rms_norm(residual, norm, eps)
+                return normed, residual, *tapped.unbind(1)
+        return super().blocks(residual, layers, norm, rows, rope, caches, eps, taps, embedding, wanted)
 
     # --- sampling ---------------------------------------------------------------------------------
 

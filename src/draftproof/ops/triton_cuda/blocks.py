@@ -41,7 +41,7 @@ COOPERATIVE = not INTERPRETED  # all programs are on the chip at once, or the la
 LINE = 32  # int32 of a line of memory: counters lie apart
 SHARED = 160 << 10  # bytes of shared memory that a program may need
 ALL_SHARED = 226 << 10  # and all those of an SM
-FIELDS = 11  # of a layer in the table of addresses
+FIELDS = 12  # of a layer in the table of addresses
 
 
 class Form(NamedTuple):
@@ -81,17 +81,21 @@ def addresses(line):
 @triton.jit(do_not_specialize=["R", "first_layer", "last_layer", "max_pages", "spans", "room"])
 def blocks_kernel(
     table, x, q, mixed, inner, positions, slots, kv_index, page_table, rope, parts, stats, arrived, listed,
-    counter, R, first_layer, last_layer, max_pages, plane, spans, room, eps, scale,
+    counter, taps, tokens, embedding, token_norm, R, first_layer, last_layer, max_pages, plane, spans, room,
+    VOCAB, eps, scale,
     STAGE: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, PANELS: tl.constexpr,
     QKV_BIAS: tl.constexpr, OUT_BIAS: tl.constexpr, UP_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, TILES: tl.constexpr,
     WAVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, PIECE: tl.constexpr,
     ROOM: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr, FIELDS: tl.constexpr,
+    TAPS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """x [R, H] becomes the residual after the last of these layers.
 
     q, mixed [R, heads * D], inner [R, INNER]: scratch; table: see `_addresses`. STAGE 0: all stages.
+    TAPS: of so many layers the residual also goes to taps [R, TAPS, H]. JOINED: the layers, which are one,
+    read the norm of the tokens' embedding [VOCAB, H] before their own rows.
     """
     ALL: tl.constexpr = STAGE == 0
     dtype: tl.constexpr = x.dtype.element_ty
@@ -109,8 +113,8 @@ def blocks_kernel(
         if ALL or STAGE == 1:
             goal = qkv_stage(
                 x, pointer(now[0], dtype), pointer(now[1], dtype), biases, q, cache, positions, slots,
-                kv_index, rope, plane, eps, counter, goal, R, NUM_KV * GROUP, NUM_KV, D, H, PIECE, BM,
-                BN, QKV_BIAS, ALL,
+                kv_index, rope, plane, eps, counter, goal, R, tokens, embedding, token_norm, VOCAB,
+                NUM_KV * GROUP, NUM_KV, D, H, PIECE, BM, BN, QKV_BIAS, JOINED, ALL,
             )  # fmt: skip
         if ALL or STAGE == 2:
             goal = attend(
@@ -120,8 +124,8 @@ def blocks_kernel(
             )  # fmt: skip
         if ALL or STAGE == 3:
             goal = add_linear(
-                mixed, pointer(now[2], dtype), biases + 1, x, counter, goal, R, H, NUM_KV * GROUP * D, 1,
-                0, PIECE, BM, BN, OUT_BIAS, ALL,
+                mixed, pointer(now[2], dtype), biases + 1, x, x, -1, counter, goal, R, H, NUM_KV * GROUP * D,
+                1, 0, PIECE, BM, BN, OUT_BIAS, 0, ALL,
             )  # fmt: skip
         if ALL or STAGE == 4:
             goal = gate_stage(
@@ -129,9 +133,10 @@ def blocks_kernel(
                 R, INNER, H, PIECE, BM, GATE, UP_BIAS, ALL,
             )  # fmt: skip
         if ALL or STAGE == 5:
+            tap = tl.load(biases + 4) if TAPS else -1
             goal = add_linear(
-                inner, pointer(now[5], dtype), biases + 3, x, counter, goal, R, H, INNER, PANELS, ROOM,
-                PIECE, BM, BN, DOWN_BIAS, ALL,
+                inner, pointer(now[5], dtype), biases + 3, x, taps, tap, counter, goal, R, H, INNER, PANELS,
+                ROOM, PIECE, BM, BN, DOWN_BIAS, TAPS, ALL,
             )  # fmt: skip
         now = after
     if ALL:  # the last to leave makes the counters ready for the next launch
@@ -164,6 +169,8 @@ class Blocks:
         """Whether this kernel does it: few rows of a small model in bf16, without norms of q and k."""
         if not self.able or not 0 < len(x) <= MOST or x.dtype != torch.bfloat16:
             return False
+        if any(layer.token_norm is not None for layer in layers[1:]):
+            return False
         return all(_form(layer, *x.shape) is not None for layer in layers)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -173,12 +180,14 @@ class Blocks:
             self._held.append(found)
         return found
 
-    def _table(self, layers: Sequence[Layer], caches: Sequence[Tensor]) -> Tensor | None:
+    def _table(self, layers: Sequence[Layer], caches: Sequence[Tensor], taps: Sequence[int]) -> Tensor | None:
         """[layers, FIELDS] int64 on the device; None if it cannot be made: during a capture."""
         lines = [_addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
-        key = tuple(address for line in lines for address in line)
-        if any(address % ALIGNMENT for address in key):
+        if any(address % ALIGNMENT for line in lines for address in line):
             return None
+        for i, line in enumerate(lines):
+            line.append(taps.index(i) if i in taps else -1)
+        key = tuple(address for line in lines for address in line)
         if key not in self._tables:
             if not INTERPRETED and torch.cuda.is_current_stream_capturing():
                 return None
@@ -193,21 +202,25 @@ class Blocks:
         rope: Tensor,
         caches: Sequence[Tensor],
         eps: float,
-    ) -> bool:
-        """x becomes the residual after the last layer; False: nothing was done."""
-        table = self._table(layers, caches)
+        taps: Sequence[int] = (),
+        embedding: Tensor | None = None,
+    ) -> Tensor | None:
+        """x becomes the residual after the last layer; [R, taps, hidden]. None: nothing was done."""
+        table = self._table(layers, caches, taps)
         if table is None or not all(map(_scratch_fits, layers, [rows] * len(layers), caches)):
-            return False
+            return None
+        tapped = torch.empty((len(x), len(taps), x.shape[1]), dtype=x.dtype, device=x.device)
         first = 0
         for _, run in groupby(layers, key=_shape):
             last = first + len(list(run))
-            self._launch(table, x, layers[first], rows, rope, caches[first], eps, first, last)
+            one = layers[first], caches[first], tapped, embedding
+            self._launch(table, x, rows, rope, eps, first, last, *one)
             first = last
-        return True
+        return tapped
 
     def _launch(
-        self, table: Tensor, x: Tensor, layer: Layer, rows: Rows, rope: Tensor, cache: Tensor, eps: float,
-        first: int, last: int,
+        self, table: Tensor, x: Tensor, rows: Rows, rope: Tensor, eps: float, first: int, last: int,
+        layer: Layer, cache: Tensor, tapped: Tensor, embedding: Tensor | None,
     ) -> None:  # fmt: skip
         count, hidden = x.shape
         heads, depth, form = layer.heads, layer.down.weight.shape[1], _form(layer, count, hidden)
@@ -217,6 +230,8 @@ class Blocks:
         group, programs = heads.num_q // heads.num_kv, self.programs * form.abreast
         spans = _spans(rows, cache)
         lines = form.most * heads.num_q * spans
+        joined = layer.token_norm is not None
+        assert not joined or embedding is not None
         launches = [(first, last, 0)]
         if INTERPRETED:
             launches = [(i, i + 1, s) for i in range(first, last) for s in STAGES]
@@ -229,15 +244,18 @@ class Blocks:
                 self._buffer("stats", lines * 2, torch.float32),
                 self._buffer("arrived", MOST * heads.num_kv, torch.int32),
                 self._buffer("listed", (1 + form.most * spans) * 8, torch.int32), self._counter,
-                count, begin, end, max_pages, cache.stride(0), spans, programs // heads.num_kv, eps,
-                heads.scale * attention.LOG2_E,
+                tapped if tapped.numel() else x,
+                rows.tokens, x if embedding is None else embedding, layer.token_norm if joined else x,
+                count, begin, end, max_pages, cache.stride(0), spans, programs // heads.num_kv,
+                len(embedding) if embedding is not None else 0, eps, heads.scale * attention.LOG2_E,
                 STAGE=stage, H=hidden, INNER=depth, PANELS=_panels(layer.down),
                 QKV_BIAS=layer.qkv.bias is not None, OUT_BIAS=layer.out.bias is not None,
                 UP_BIAS=layer.gate_up.bias is not None, DOWN_BIAS=layer.down.bias is not None,
                 NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=padded, PAGE=page_size, WINDOW=heads.window,
                 KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, TILES=form.tiles, WAVE=WAVE,
                 BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room, QM=max(16, power_of_two(group)),
-                ROWS=max(16, power_of_two(form.most)), LINE=LINE, FIELDS=FIELDS,
+                ROWS=max(16, power_of_two(form.most)), LINE=LINE, FIELDS=FIELDS, TAPS=tapped.shape[1],
+                JOINED=joined,
                 num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
                 **({"launch_cooperative_grid": True} if COOPERATIVE else {}),
             )  # fmt: skip
@@ -260,13 +278,15 @@ def _panels(packed: PackedLinear) -> int:
 
 def _shape(layer: Layer) -> tuple[object, ...]:
     packed = (layer.qkv, layer.out, layer.gate_up, layer.down)
-    return layer.heads, *((p.weight.shape, p.split, p.bias is None) for p in packed)
+    return layer.heads, layer.token_norm is None, *((p.weight.shape, p.split, p.bias is None) for p in packed)
 
 
 def _form(layer: Layer, rows: int, hidden: int) -> Form | None:
     """How this kernel works on so many rows of a layer; None: it does not."""
     heads, width = layer.heads, layer.heads.num_q * layer.heads.dim
     if layer.q_norm is not None or layer.k_norm is not None or heads.dim % BN:
+        return None
+    if layer.attention_norm is None or layer.norm_around:
         return None
     if hidden % 64 or width % 64 or not _panels(layer.down):
         return None
@@ -278,6 +298,7 @@ def _form(layer: Layer, rows: int, hidden: int) -> Form | None:
 
 def _addresses(layer: Layer, cache: Tensor) -> list[int]:
     """A layer's line of the table: norm, qkv, out, norm, gate and up, down, cache, four biases."""
+    assert layer.attention_norm is not None, "`takes` has said so"
     packed = (layer.qkv, layer.out, layer.gate_up, layer.down)
     norms, w = (
         (layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()),

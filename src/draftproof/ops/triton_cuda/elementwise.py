@@ -91,6 +91,27 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
+def joined_norms_kernel(
+    tokens, table, x, first, second, out, VOCAB, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out [R, 2 D]: norm of table[tokens], then norm of x [R, D]; a program each."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        token = tl.load(tokens + row)
+        ok = (at < D) & (token >= 0) & (token < VOCAB)
+        value = tl.load(table + token * D + at, mask=ok, other=0.0).to(tl.float32)
+        weight = tl.load(first + at, mask=at < D, other=0.0).to(tl.float32)
+    else:
+        value = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+        weight = tl.load(second + at, mask=at < D, other=0.0).to(tl.float32)
+    y = normed(value, weight, eps, D, out.dtype.element_ty)
+    line = out + (2 * row + tl.program_id(1)) * D
+    tl.store(line + at, y.to(out.dtype.element_ty), mask=at < D)
+
+
+@triton.jit
 def gated(gate, up):
     """silu(gate) * up, in fp32."""
     return gate / (1.0 + tl.exp(-gate)) * up
@@ -124,6 +145,24 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, pdl: bool) -> N
     block = power_of_two(width)
     options = launch_options(pdl, num_warps=_warps(block), enable_fp_fusion=False)
     rms_norm_kernel[(len(x),)](x, weight, out, eps, D=width, BLOCK=block, **options)
+
+
+def joined_norms(
+    tokens: Tensor,
+    table: Tensor,
+    x: Tensor,
+    first: Tensor,
+    second: Tensor,
+    out: Tensor,
+    eps: float,
+    pdl: bool,
+) -> None:
+    width = x.shape[1]
+    block = power_of_two(width)
+    options = launch_options(pdl, num_warps=_warps(block), enable_fp_fusion=False)
+    joined_norms_kernel[(len(x), 2)](
+        tokens, table, x, first, second, out, len(table), eps, D=width, BLOCK=block, **options
+    )
 
 
 def add_rms_norm(

@@ -110,7 +110,7 @@ class Queued(Bookkeeping):
         def read() -> Tensor:
             if not copies:
                 stage.passed.synchronize()
-                copies.append(pinned.clone())
+                copies.append(torch.from_numpy(pinned.numpy().copy()))  # torch's would wake all cores
                 self._stages.put(stage)
             return copies[0]
 
@@ -123,9 +123,14 @@ class Stage:
     def __init__(self, size: int) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.passed = torch.cuda.Event()
+        self._like: Tensor | None = None  # what was last asked for: mostly it is the same again
 
     def like(self, tensor: Tensor) -> Tensor:
-        return self.bytes[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+        last, shape, dtype = self._like, tensor.shape, tensor.dtype
+        if last is None or last.dtype != dtype or last.shape != shape:
+            last = self.bytes[: tensor.numel() * tensor.element_size()].view(dtype).view(shape)
+            self._like = last
+        return last
 
 
 class Stages:

@@ -70,6 +70,19 @@ def inputs(x, rm, R, first, DEPTH: tl.constexpr, STRIDE: tl.constexpr, PIECE: tl
 
 
 @triton.jit
+def embedded(table, tokens, rm, R, VOCAB, K: tl.constexpr, PIECE: tl.constexpr):
+    """The rows of an embedding [VOCAB, K] for tokens rm [BM], in pieces; zeros outside of it."""
+    token = tl.load(tokens + tl.minimum(rm, R - 1))
+    known = (token >= 0) & (token < VOCAB)
+    found = ()
+    for i in tl.static_range(count_of(K, PIECE)):
+        rk = start_of(K, PIECE, i) + tl.arange(0, size_of(K, PIECE, i))
+        at = table + token[:, None] * K + rk[None, :]
+        found = found + (tl.load(at, mask=known[:, None], other=0.0),)
+    return found
+
+
+@triton.jit
 def norm_weights(weight, K: tl.constexpr, PIECE: tl.constexpr):
     found = ()
     for i in tl.static_range(count_of(K, PIECE)):
@@ -96,31 +109,46 @@ def scale_of(xs, eps, K: tl.constexpr, PIECE: tl.constexpr):
 
 
 @triton.jit
-def normed_pair(
-    x, weight, w, bias, rm, R, first, apart, eps, counter, goal, wait_now,
-    K: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ALL: tl.constexpr,
-):  # fmt: skip
-    """The norm of rows rm times `BN // 2` columns from `first`, and times those `apart` further on.
-
-    Both rounded, then fp32, [BM, BN // 2]. `bias`: where its address stands.
-    Partners lie side by side in the product, so that a thread holds both.
-    """
-    dtype: tl.constexpr = x.dtype.element_ty
-    rn = first + tl.arange(0, BN) // 2 + (tl.arange(0, BN) % 2) * apart
-    held = weights(w, rn, 0, K, K, PIECE)
-    gains = norm_weights(weight, K, PIECE)
-    if HAS_BIAS:
-        extra = tl.load(tl.load(bias).to(tl.pointer_type(tl.float32)) + rn)
-    if wait_now:
-        wait(counter, goal, ALL)
-    xs = inputs(x, rm, R, 0, K, K, PIECE)
+def normed_rows(xs, gains, eps, K: tl.constexpr, PIECE: tl.constexpr):
+    """The norm of rows in pieces."""
+    dtype: tl.constexpr = xs[0].dtype
     scale = scale_of(xs, eps, K, PIECE)[:, None]
     rows = ()
     for i in tl.static_range(count_of(K, PIECE)):
         unit = (xs[i].to(tl.float32) * scale).to(dtype).to(tl.float32)
         rows = rows + ((unit * gains[i][None, :]).to(dtype),)
+    return rows
+
+
+@triton.jit
+def normed_pair(
+    x, weight, w, bias, rm, R, first, apart, eps, counter, goal, wait_now, tokens, table, token_norm, VOCAB,
+    K: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    JOINED: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The norm of rows rm times `BN // 2` columns from `first`, and times those `apart` further on.
+
+    Both rounded, then fp32, [BM, BN // 2]. `bias`: where its address stands.
+    Partners lie side by side in the product, so that a thread holds both.
+    JOINED: w [_, 2 K] reads two rows, and the norm of a token's embedding comes first.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    WIDE: tl.constexpr = 2 * K if JOINED else K
+    rn = first + tl.arange(0, BN) // 2 + (tl.arange(0, BN) % 2) * apart
+    held = weights(w, rn, WIDE - K, K, WIDE, PIECE)
+    gains = norm_weights(weight, K, PIECE)
+    if HAS_BIAS:
+        extra = tl.load(tl.load(bias).to(tl.pointer_type(tl.float32)) + rn)
     total = tl.zeros((BM, BN), tl.float32)
+    if JOINED:  # none of it waits for a stage of this launch
+        others = weights(w, rn, 0, K, WIDE, PIECE)
+        rows = embedded(table, tokens, rm, R, VOCAB, K, PIECE)
+        rows = normed_rows(rows, norm_weights(token_norm, K, PIECE), eps, K, PIECE)
+        for i in tl.static_range(count_of(K, PIECE)):
+            total = tl.dot(rows[i], others[i], total)
+    if wait_now:
+        wait(counter, goal, ALL)
+    rows = normed_rows(inputs(x, rm, R, 0, K, K, PIECE), gains, eps, K, PIECE)
     for i in tl.static_range(count_of(K, PIECE)):
         total = tl.dot(rows[i], held[i], total)
     if HAS_BIAS:
@@ -132,8 +160,9 @@ def normed_pair(
 @triton.jit
 def qkv_stage(
     x, weight, w, bias, q, cache, positions, slots, kv_index, rope, plane, eps, counter, goal, R,
+    tokens, table, token_norm, VOCAB,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, K: tl.constexpr, PIECE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ALL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, JOINED: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """q of the norm of x [R, K], rotated, to q [R, NUM_Q * D]; k and v to the cache. Returns the new goal."""
     MIDDLE: tl.constexpr = D // 2
@@ -148,8 +177,8 @@ def qkv_stage(
         j = first + tl.arange(0, HALF)
         cos, sin, place, live = places(rm, rm < R, j, positions, slots, kv_index, rope, D)
         low, high = normed_pair(
-            x, weight, w, bias, rm, R, head * D + first, MIDDLE, eps, counter, goal, item == begin, K,
-            PIECE, BM, BN, HAS_BIAS, ALL,
+            x, weight, w, bias, rm, R, head * D + first, MIDDLE, eps, counter, goal, item == begin, tokens,
+            table, token_norm, VOCAB, K, PIECE, BM, BN, HAS_BIAS, JOINED, ALL,
         )  # fmt: skip
         rotate_store(low, high, cos, sin, place, live, rm, rm < R, head, j, cache, q, plane, NUM_Q, NUM_KV, D)
         arrive(counter, ALL)
@@ -171,8 +200,8 @@ def gate_stage(
         rm = (item % grid_m) * BM + tl.arange(0, BM)
         first = item // grid_m * HALF
         low, high = normed_pair(
-            x, weight, w, bias, rm, R, first, INNER, eps, counter, goal, item == begin, K,
-            PIECE, BM, BN, HAS_BIAS, ALL,
+            x, weight, w, bias, rm, R, first, INNER, eps, counter, goal, item == begin, bias, x, x, 0, K,
+            PIECE, BM, BN, HAS_BIAS, False, ALL,
         )  # fmt: skip
         rn = first + tl.arange(0, HALF)
         at = out + rm[:, None] * INNER + rn[None, :]
@@ -183,14 +212,14 @@ def gate_stage(
 
 @triton.jit
 def add_linear(
-    x, w, bias, residual, counter, goal, R,
+    x, w, bias, residual, taps, tap, counter, goal, R,
     N: tl.constexpr, K: tl.constexpr, PANELS: tl.constexpr, ROOM: tl.constexpr, PIECE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ALL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TAPS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """residual [R, N] += x [R, K] times w [N, K], rounded twice as the two ops round. Returns the new goal.
 
     What is held of a weight at a time is one of PANELS parts. Shared memory has room for ROOM pieces of rows
-    besides; 0: for all of them.
+    besides; 0: for all of them. With TAPS and tap >= 0 it goes to taps [R, TAPS, N] at `tap` as well.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     DEEP: tl.constexpr = K // PANELS
@@ -225,6 +254,10 @@ def add_linear(
                     total = tl.dot(rows[i - first], held[i], total)
         if HAS_BIAS:
             total += extra[None, :]
-        tl.store(at, (total.to(dtype).to(tl.float32) + before.to(tl.float32)).to(dtype), mask=inside)
+        summed = (total.to(dtype).to(tl.float32) + before.to(tl.float32)).to(dtype)
+        tl.store(at, summed, mask=inside)
+        if TAPS:
+            aside = taps + (rm[:, None] * TAPS + tap) * N + rn[None, :]
+            tl.store(aside, summed, mask=inside & (tap >= 0))
         arrive(counter, ALL)
     return goal + items

@@ -43,11 +43,11 @@ class StepOps(Bookkeeping):
 
     def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
         rows, windows = out.rows, out.windows
-        _plain("the plan", (plan.slots, plan.chunk, plan.drafts), len(plan.slots))
-        _plain("the rows", (rows.tokens, rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
-        _plain("the windows", (windows.slots, windows.first, windows.num_draft), len(plan.slots))
+        plain("the plan", (plan.slots, plan.chunk, plan.drafts), len(plan.slots))
+        plain("the rows", (rows.tokens, rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
+        plain("the windows", (windows.slots, windows.first, windows.num_draft), len(plan.slots))
         each = (windows.slot, windows.depth, windows.position, windows.draft, out.at)
-        _plain("the logits rows", each, len(out.at))
+        plain("the logits rows", each, len(out.at))
         step_layout.layout(plan, columns, page_size, out, self.pdl)
         self._done("layout")
 
@@ -84,8 +84,8 @@ class StepOps(Bookkeeping):
     def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         each = [windows.draft, choice.token, bad]
         each += [x for x in (choice.recovered,) if x is not None]
-        _plain("what was chosen", each, len(windows.draft))
-        _plain("the picks", (out.pick_rows, out.pick_tokens), len(out.pick_rows))
+        plain("what was chosen", each, len(windows.draft))
+        plain("the picks", (out.pick_rows, out.pick_tokens), len(out.pick_rows))
         if choice.accept is not None and choice.accept.dtype != torch.bool:
             raise ConfigError(f"accept must be bool, not {choice.accept.dtype}")
         wide = (len(plan.slots), TOKENS + windows.columns.draft.shape[1] + 1)
@@ -109,7 +109,7 @@ class StepOps(Bookkeeping):
     def ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
     ) -> tuple[Tensor, Tensor]:
-        _plain("slots and budget", (slots, budget), len(slots))
+        plain("slots and budget", (slots, budget), len(slots))
         found = step_draft.ngram(columns, slots, budget, smallest, largest, self.pdl)
         self._done("ngram")
         return found
@@ -123,11 +123,11 @@ class StepOps(Bookkeeping):
         rule: SuffixRule,
         begun: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        _plain("slots and budget", (slots, budget), len(slots))
+        plain("slots and budget", (slots, budget), len(slots))
         if begun is not None:
             begun = begun[0].contiguous(), begun[1].contiguous()
-            _plain("drafts begun", (begun[0].view(-1),), len(slots) * columns.draft.shape[1])
-            _plain("drafts begun", (begun[1],), len(slots))
+            plain("drafts begun", (begun[0].view(-1),), len(slots) * columns.draft.shape[1])
+            plain("drafts begun", (begun[1],), len(slots))
         found = step_suffix.suffix(columns, slots, budget, pool, rule, begun, self.pdl)
         self._done("suffix")
         return found
@@ -143,14 +143,14 @@ class StepOps(Bookkeeping):
         worth: Tensor,
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _plain("slots and budget", (slots, budget), len(slots))
+        plain("slots and budget", (slots, budget), len(slots))
         drafts = tokens.contiguous(), count.contiguous(), worth.contiguous()
         found = step_suffix.arbitrate(columns, slots, budget, record, *drafts, search, self.pdl)
         self._done("arbitrate")
         return found
 
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
-        _plain("slots and budget", (slots, budget), len(slots))
+        plain("slots and budget", (slots, budget), len(slots))
         shape = (len(slots), columns.draft.shape[1])
         if draft.tokens.shape != shape or draft.count.shape != shape[:1]:
             raise ConfigError(f"a draft of {list(shape)} is wanted, not {list(draft.tokens.shape)}")
@@ -160,7 +160,8 @@ class StepOps(Bookkeeping):
 
         own = None if draft.logprobs is None else there(draft.logprobs, torch.float32)
         sources = None if draft.sources is None else there(draft.sources, torch.int8)
-        tokens, count = there(draft.tokens, torch.int64), there(draft.count, torch.int64)
+        tokens = draft.tokens.to(columns.draft.device, torch.int64)
+        count = there(draft.count, torch.int64)
         made = Draft(tokens, count, logprobs=own, sources=sources)
         step_draft.put_draft(columns, slots, budget, made, self.pdl)
         self._done("put_draft")
@@ -170,7 +171,7 @@ class StepOps(Bookkeeping):
 
     def _logits(self, logits: Tensor, windows: Windows) -> Tensor:
         logits = runtime.matrix("logits", logits, None, FP32)
-        _plain("the logits rows", (windows.slot, windows.depth, windows.position), len(logits))
+        plain("the logits rows", (windows.slot, windows.depth, windows.position), len(logits))
         return logits
 
 
@@ -180,7 +181,7 @@ def _written(base: Tensor, windows: Windows) -> None:
         raise ConfigError(f"base must be [{len(windows.slot)}, V] fp32 in one piece")
 
 
-def _plain(name: str, columns: Iterable[Tensor], size: int) -> None:
+def plain(name: str, columns: Iterable[Tensor], size: int) -> None:
     """Columns of int64, each [size] in one piece."""
     for column in columns:
         if column.shape != (size,) or column.dtype != torch.int64 or not column.is_contiguous():

@@ -61,16 +61,17 @@ def ngram_kernel(
 @triton.jit
 def put_draft_kernel(
     slots, budgets, guesses, counts, logprobs, sources,  # [B], [B], [B, K], [B], [B, K], [B, K]
-    draft, num_draft, draft_logprob, draft_source, ended, length, max_length, V, K,
+    draft, num_draft, draft_logprob, draft_source, ended, length, max_length, V, K, down, across,
     LOGPROBS: tl.constexpr, SOURCES: tl.constexpr, DEPTHS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Guesses lie `down` from entry to entry and `across` from draft to draft."""
     begin(PDL)
     me = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + me)
     if slot >= 0:
         at = tl.arange(0, DEPTHS).to(tl.int64)
         ok = at < K
-        guess = tl.load(guesses + me * K + at, mask=ok, other=-1)
+        guess = tl.load(guesses + me * down + at * across, mask=ok, other=-1)
         outside = (guess < 0) | (guess >= V)
         legal = tl.min(tl.where(outside, at, K), axis=0)
         room = tl.maximum(tl.load(max_length + slot) - tl.load(length + slot) - 1, 0)
@@ -112,7 +113,7 @@ def put_draft(columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft,
         columns.draft_logprob if own is None else own,
         columns.draft_source if sources is None else sources,
         columns.draft, columns.num_draft, columns.draft_logprob, columns.draft_source,
-        columns.ended, columns.length, columns.max_length, columns.ends.shape[1], k,
+        columns.ended, columns.length, columns.max_length, columns.ends.shape[1], k, *draft.tokens.stride(),
         LOGPROBS=own is not None, SOURCES=sources is not None, DEPTHS=power_of_two(k),
         **launch_options(pdl, num_warps=1),
     )  # fmt: skip

@@ -1,0 +1,112 @@
+"""A device with a queue that is none: steps are captured, sent, fetched and read, and nothing is computed.
+
+What is left is the host's part of a step as it is on a GPU, but for the driver's own calls. What the pretence
+itself takes is counted apart (`spent`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftproof.engine.costs import RowCosts
+from draftproof.engine.packing import Packed
+from draftproof.engine.step import Decided
+from draftproof.ops.triton_cuda import graph as queue
+from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, End, Outcome, Traits
+
+# microseconds of a step by rows, as an H200 takes them for a model of 135M parameters
+PRICES = {1: 460, 8: 465, 16: 480, 32: 520, 64: 600, 128: 700, 256: 950, 512: 1500, 1536: 4000}
+
+
+class Passed:
+    """An event of a queue in which everything has happened."""
+
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+def _stage(stage: Any, size: int) -> None:
+    stage.bytes, stage.passed, stage._like = torch.empty(size, dtype=torch.uint8), Passed(), None
+
+
+class Pretence:
+    """Puts itself between an engine and its device. `stands`: the chance that a draft does."""
+
+    def __init__(self, engine: Any, stands: float) -> None:
+        self.engine, self.device, self.ops = engine, engine.loop.device, engine.ops
+        self.stands, self.spent = stands, 0.0
+        self._draw = np.random.default_rng(3)
+        self._run = self.device.run
+        self._planned: Any = None
+        self._length = np.zeros(len(self.device.slots.requests), np.int64)
+        self._packed: dict[Any, Packed] = {}
+        ops = self.ops
+        queue.Stage.__init__ = _stage  # type: ignore[assignment,method-assign]
+        ops.cuda = ops.asynchronous = True
+        ops._stages = queue.Stages()
+        ops.bucket = queue.bucket_of
+        for name in ("send", "fetch"):
+            setattr(ops, name, MethodType(getattr(queue.Queued, name), ops))
+        ops.graph, ops.layout = self._graph, lambda *_: None
+        self.device.run = self._remember
+        engine.loop.scheduler.budgets.costs = RowCosts({n: us / 1e6 for n, us in PRICES.items()})
+
+    def _remember(self, planned: Any, *rest: Any) -> Any:
+        self._planned = planned
+        return self._run(planned, *rest)
+
+    def _graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
+        """What it has to pretend follows from the key under which `DeviceStep` keeps it."""
+        device = self.device
+
+        def replay() -> Any:
+            begin = time.thread_time()
+            key = next(key for key, graph in device._graphs.items() if graph is replay)
+            out = self._forward(key[1]) if key[0] == "forward" else self._decide(key[1], key[2])
+            self.spent += time.thread_time() - begin
+            return out
+
+        return replay
+
+    def _forward(self, rows: int) -> torch.Tensor:
+        return torch.zeros((rows, self.device._picked.shape[1]), dtype=self.device._picked.dtype)
+
+    def _decide(self, rows: int, traits: Traits) -> Decided:
+        planned, host = self._planned, self.engine.loop.scheduler.host
+        for sequence in planned.newcomers:
+            self._length[sequence.slot] = len(sequence.ids)
+        slots, n = planned.slots, len(planned.slots)
+        table = np.zeros((len(self._length), self.device.width), np.int64)
+        left = host.max_length[slots] - self._length[slots]
+        fell = self._draw.random((n, self.device.width - TOKENS)) >= self.stands
+        stood = np.minimum(fell.argmax(1) + np.where(fell.any(1), 0, 99), planned.drafts)
+        out = np.where(planned.samples, np.minimum(stood + 1, left), 0)
+        table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, planned.drafts
+        table[:n, NUM_ACCEPTED] = np.minimum(stood, out)
+        table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.width - TOKENS))
+        table[:n, PICK] = np.cumsum(out) - out
+        self._length[slots] += out
+        table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], End.LENGTH, 0)
+        packed = self._pack(rows, traits)
+        packed.data[: table.nbytes].copy_(torch.from_numpy(table).view(-1).view(torch.uint8))
+        none: Any = None
+        return Decided(Outcome(none, none, none), none, none, none, none, none, packed)
+
+    def _pack(self, rows: int, traits: Traits) -> Packed:
+        key = rows, traits
+        if key not in self._packed:
+            tensors = {"table": torch.zeros((len(self._length), self.device.width), dtype=torch.int64)}
+            if (top := traits.raw_top) >= 0:
+                tensors["raw ids"] = torch.zeros((rows, top), dtype=torch.int64)
+                tensors["raw ranks"] = torch.ones(rows, dtype=torch.int64)
+                tensors["raw"] = torch.full((rows, 1 + top), -1.0)
+            self._packed[key] = Packed.of(tensors)
+        return self._packed[key]

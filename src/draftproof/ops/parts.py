@@ -1,0 +1,57 @@
+"""Nouns of the ops contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from draftproof.types import Rows, Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where `Ops.layout` writes the rows of a step; all of it is written, padding included."""
+
+    rows: Rows  # [R]
+    windows: Windows  # [B] windows, [L] logits rows
+    at: Tensor  # [L] int64: the forward row of each logits row; 0 where it is padding
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs at N rows; those of padding may hold anything."""
+
+    values: Tensor  # [N, 1 + top] fp32: of the token itself, then of the best
+    ids: Tensor  # [N, top] int64: the best, in the order (value down, id up)
+    ranks: Tensor  # [N] int64: of the token itself
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape and flags of an attention layer."""
+
+    num_q: int
+    num_kv: int
+    dim: int
+    scale: float
+    window: int  # keys older than position - window + 1 are not seen; 0 = all are
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder block's weights, packed by the backend."""
+
+    attention_norm: Tensor | None  # [hidden]; None: a head's first layer may read its rows as they are
+    qkv: Any
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
+    out: Any
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Any
+    down: Any
+    heads: Heads
+    # a head's first layer may read two rows side by side: the token's embedding, normed, then its own
+    token_norm: Tensor | None = None  # [hidden]
+    norm_around: bool = False  # what goes around its attention is normed too

@@ -1,0 +1,74 @@
+"""Graphs share memory: what one returns is valid until the next of its pool runs; nobody relies on more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.engine.step import DeviceStep
+from draftproof.ops.torch_any import TorchOps
+from exact import Ask, Company, Where
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors(getattr(value, field.name))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors(each)
+
+
+class PooledOps(TorchOps):
+    """As on a GPU at its worst: a graph's memory is written over as soon as the next of its pool begins."""
+
+    asynchronous = True
+
+    def graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
+        # Both are kept here, so what they do not share was made by the graph: it lies in the pool.
+        first, second = function(), function()
+        lasting = {t.untyped_storage().data_ptr() for t in tensors(first)}
+        lasting &= {t.untyped_storage().data_ptr() for t in tensors(second)}
+        pools, kept = self.__dict__.setdefault("pools", ([], [])), (first, second)
+
+        def replay() -> Any:
+            assert kept
+            for tensor in pools[apart]:
+                tensor.fill_(97 if tensor.dtype != torch.bool else True)
+            out = function()
+            pools[apart][:] = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in lasting]
+            return out
+
+        return replay
+
+
+ASKS = [
+    Ask(1, "all_logprobs", 0.7, length=18),
+    Ask(2, "named_logprobs", 0.0, length=9),
+    Ask(3, "draft_logprobs", 1.0, length=3),
+    Ask(4, "processed", 1.0, length=4, prompt=False),
+]
+
+
+def company(method: str) -> Company:
+    spec = {"method": method, "num_speculative_tokens": 3}
+    where = Where(backend="test_graph_memory:PooledOps")
+    return Company(ASKS, where, spec, chunk=16, arrivals=[0, 0, 2, 3], overlap=True)
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "proposers:SelfModel"])
+def test_nothing_is_read_from_a_graph_after_the_next(method: str) -> None:
+    assert company(method).differences() == []
+
+
+def test_hidden_rows_in_the_pool_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the judging graph runs before prompt logprobs read the rows."""
+    monkeypatch.setattr(DeviceStep, "_alone", DeviceStep._forward)
+    assert any("prompt logprobs" in found for found in company("ngram").differences())

@@ -1,0 +1,187 @@
+"""What a head's drafts cost in launches, and that nothing in them waits for the device; no GPU is needed.
+
+Launches of Triton kernels are replaced by a count, and torch's own ops are counted as they are dispatched, so
+what the tensors hold is of no interest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import heads
+import tiny
+from draftproof.models.head_model import TargetParts
+from draftproof.models.llama import Llama
+from draftproof.models.runner import Runner
+from draftproof.propose import ProposerEnv
+from draftproof.propose.head import Eagle3Proposer
+from draftproof.types import DeviceBatch, Draft, DraftTraits, Rows
+from step_cases import PAGE, Size, Step
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or torch.cuda.is_available(), reason="needs triton, and no GPU"
+)
+CPU = torch.device("cpu")
+K = 4
+SMALL = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
+# ops of torch that launch nothing
+FREE = ("view", "slice", "select", "aten.t.", "split", "unsqueeze", "empty", "unbind", "detach", "alias")
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item", "equal.default")
+
+
+class Chip:
+    multi_processor_count = 132
+    shared_memory_per_block_optin = 227 << 10
+    shared_memory_per_multiprocessor = 228 << 10
+    major = 9
+
+
+class Launches(TorchDispatchMode):
+    """Counts, by name. Kernels of Triton do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def kernel(self, function: Any, *given: Any, **options: Any) -> None:
+        self.found[function.fn.__name__] += 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        if not any(free in name for free in FREE):
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def waits(self) -> list[str]:
+        return [name for name in self.found if any(wait in name for wait in WAITS)]
+
+
+@pytest.fixture
+def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The backend as on a GPU of 132 processors."""
+    from triton.runtime.jit import JITFunction
+
+    from draftproof.ops.triton_cuda import TritonOps, runtime
+
+    launches = Launches()
+    empty = torch.empty
+
+    def emptied(*given: Any, **options: Any) -> torch.Tensor:
+        made = empty(*given, **options)
+        with _disable_current_modes():
+            return made.zero_()  # a place to look things up at
+
+    monkeypatch.setattr(torch, "empty", emptied)
+    monkeypatch.setattr(runtime, "check_device", lambda device: None)
+    monkeypatch.setattr(runtime, "_usable", lambda name, x, dtypes: x)
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: launches.kernel(self, *a, **k))
+    with ExitStack() as stack:
+        for name, value in (
+            ("torch.cuda.is_current_stream_capturing", lambda: False),
+            ("torch.cuda.get_device_capability", lambda device: (9, 0)),
+            ("torch.cuda.get_device_properties", lambda device: Chip),
+        ):
+            stack.enter_context(mock.patch(name, value))
+        stack.enter_context(mock.patch.object(TritonOps, "open_queue", lambda self: None))
+        ops = TritonOps(CPU, cublas="never")
+        ops.launches = launches  # type: ignore[attr-defined]
+        yield ops
+
+
+@pytest.fixture
+def proposer(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> Eagle3Proposer:
+    monkeypatch.setitem(tiny.ARCHITECTURES, "even", {"architecture": "LlamaForCausalLM", **SMALL})
+    config = heads.head_config("eagle3", "even", "bfloat16", **SMALL)
+    head = heads.save_head("even", config, heads.head_tensors(config))
+    made = tiny.checkpoint("even", "bfloat16")
+    parts = TargetParts(
+        *(made.config, config.target, torch.bfloat16, made.tensors["model.embed_tokens.weight"], None),
+        head_rows=lambda ids: torch.zeros((len(ids), SMALL["hidden_size"]), dtype=torch.bfloat16),
+    )
+    env = ProposerEnv(triton_ops, K, tiny.VOCAB, SMALL["hidden_size"], 256, 9, PAGE, 64, 2048, parts)
+    return Eagle3Proposer(env, {"model": head})
+
+
+def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **traits: Any) -> Launches:
+    """Of drafts behind a step in which `entries` verified K drafts each, `put_draft` included."""
+    ops, size = proposer.env.ops, Size(entries=entries, k=K, vocab=tiny.VOCAB, wide=64)
+    step, count = Step(1, size), entries * (K + 1)
+    rows = Rows(*torch.zeros((4, count), dtype=torch.int64), step.columns.page_table)
+    features = torch.zeros((count, 2 * SMALL["hidden_size"]), dtype=torch.bfloat16)
+    plan, wanted = step.plan, DraftTraits(rounds, **traits)
+    batch = DeviceBatch(step.columns, plan.slots, plan.budget, plan.chunk, rows, features, wanted)
+    launches: Launches = ops.launches  # type: ignore[attr-defined]
+    proposer.draft(batch)  # scratch and tables are made
+    launches.found.clear()
+    with launches:
+        made: Draft = proposer.draft(batch)
+        ops.put_draft(step.columns, plan.slots, plan.budget, made)
+    return launches
+
+
+@pytest.mark.parametrize("entries", [1, 16])
+def test_few_rows_take_two_launches_a_round(proposer: Eagle3Proposer, entries: int) -> None:
+    found = launches_of(proposer, entries).found
+    assert found == {
+        "follow_kernel": 1, "ahead_kernel": 1, "linear_kernel": 1, "blocks_kernel": K, "pick_kernel": K,
+        "put_draft_kernel": 1,
+    }  # fmt: skip
+
+
+def test_many_rows(proposer: Eagle3Proposer) -> None:
+    """K and V of all rows in two launches more, then rounds over one row an entry; then op by op."""
+    found = launches_of(proposer, 64).found
+    assert found["blocks_kernel"] == K == found["pick_kernel"] and found.total() <= 17, found
+    many = launches_of(proposer, 256)
+    assert many.found.total() <= 6 + 12 * K and not many.waits, many.found
+
+
+def test_keeping_up_takes_few(proposer: Eagle3Proposer) -> None:
+    found = launches_of(proposer, 64, rounds=0).found
+    assert found.total() == 6 and "blocks_kernel" not in found, found
+
+
+@pytest.mark.parametrize("traits", [{}, {"scales": True}, {"logprobs": True}, {"probs": True}])
+@pytest.mark.parametrize("entries", [1, 64])
+def test_nothing_waits_for_the_device(
+    proposer: Eagle3Proposer, entries: int, traits: dict[str, bool]
+) -> None:
+    assert launches_of(proposer, entries, **traits).waits == []
+
+
+def test_control_a_wait_is_seen(proposer: Eagle3Proposer, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow = type(proposer.env.ops).follow
+
+    def waits(self: Any, *given: Any) -> Any:
+        rows, last = follow(self, *given)
+        return rows, last[last >= 0] if bool((last > 5).any()) else last
+
+    monkeypatch.setattr(type(proposer.env.ops), "follow", waits)
+    assert launches_of(proposer, 1).waits
+
+
+def test_taps_take_no_launch(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.ARCHITECTURES, "even", {"architecture": "LlamaForCausalLM", **SMALL})
+    counts = []
+    for taps in ((), (0, 1)):
+        made = tiny.checkpoint("even", "bfloat16")
+        model = Llama(made.config, made.tensors, triton_ops, 64)
+        runner = Runner(model, triton_ops, made.dtype, num_pages=9, page_size=PAGE, max_rows=32, taps=taps)
+        column, table = torch.zeros(5, dtype=torch.int64), torch.zeros((4, 16), dtype=torch.int32)
+        rows = Rows(column, column, column, column, table)
+        runner.forward(rows)
+        triton_ops.launches.found.clear()
+        with triton_ops.launches:
+            runner.forward(rows)
+        counts.append(dict(triton_ops.launches.found))
+    assert counts[0] == counts[1] == {"embed_kernel": 1, "blocks_kernel": 1, "rms_norm_kernel": 1}
