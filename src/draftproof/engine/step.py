@@ -135,9 +135,11 @@ class DeviceStep:
             return ran
         logits = self.ops.bucket(max(1, planned.num_logits))
         layout, picked = self._layout(rows, logits), self._picked[:logits]
-        ends = 0 if keep or planned.scores_prompts else self._ends(rows)
-        ends = ends if ends >= logits else 0
-        forward = self._graph(("forward", rows, ends), lambda: self._alone(rows, ends))
+        usual = self._ends(rows)
+        ends = 0 if keep or planned.scores_prompts or logits > usual else usual
+        forward: Callable[[], Tensor] = partial(self._alone, rows, ends)
+        if ends == usual:  # others are too seldom and too large to be captured while everybody waits
+            forward = self._graph(("forward", rows, ends), forward)
         judge: Callable[[], Decided] = partial(self._tail, picked, layout.windows, traits, hosted)
         if not planned.num_logits:
             judge = partial(self._advance, layout.windows, traits)
