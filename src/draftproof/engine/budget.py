@@ -89,11 +89,12 @@ class DraftBudgets:
 
         Prompts have come into it: with them it may just not be of the size that drafts were chosen for.
         """
-        survival: Reals = self._belief[slots] @ POWERS[1 : int(drafts.max(initial=0)) + 1].T
+        fixed = np.where(self._fixed[slots], drafts, 0)
+        if (fixed == drafts).all() or not self.costs.knows(rows):
+            return drafts
+        survival: Reals = self._belief[slots] @ POWERS[1 : int(drafts.max()) + 1].T
         place = np.arange(1, survival.shape[1] + 1)
-        sure = self._fixed[slots]
-        fixed = np.where(sure, drafts, 0)
-        # a probe is worth no rows, but those that are left over
+        # a probe is worth no rows of its own, but those that are left over
         survival = np.where(self._probed[slots][:, None], np.maximum(survival, 2 * WORTH), survival)
         survival = np.where(place <= (drafts - fixed)[:, None], survival, 0.0)
         return fixed + self._afford(rows + int(fixed.sum()), float(len(slots)), survival)
@@ -184,9 +185,8 @@ class DraftBudgets:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
         one size larger; if there is money for it. `budget` is added to."""
         room, price = self.costs.beyond(len(slots) + int(budget.sum()))
-        self._purse = min(
-            self._purse, max(2 * price, SAVED * SHARE * (self.costs.of(len(slots)) + self._still))
-        )
+        saved = SAVED * SHARE * (self.costs.of(len(slots)) + self._still)
+        self._purse = min(self._purse, max(2 * price, saved))
         if not room or price > self._purse:
             return
         idle = (budget == 0) & (limit > 0)

@@ -1,8 +1,18 @@
-"""What a step costs by its rows: measured at start, then corrected by real steps."""
+"""What a step costs by its rows: timed at start without requests, then corrected by real steps.
+
+    seconds = speed * (empty(rows) + each * keys)
+
+An empty step reads no keys, so it says how costs grow with rows and not what a step of these requests costs
+without drafts: the more that is, the less a draft adds to it. `each` is what a key costs (a token that a
+request has stored, and that every step reads), with whatever else a step costs beside its rows, in the time
+of empty steps. It is less than nothing where it is the rows that cost more than empty ones. How quick the
+machine is at the moment cancels out of every choice. It is followed, so that a slow minute is not mistaken
+for dear rows or dear keys.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,35 +20,27 @@ from numpy.typing import NDArray
 
 Reals = NDArray[np.float64]
 
-SLOW = 5.0  # times what was expected: not a step's time any more
-# Whatever disturbs a step that is waited for makes it look slower, never quicker: so it is believed at once
-# when it was quick, and only little by little when it was slow. Of steps that follow one another in a queue
-# one looks as much too quick as the one before it was read too late.
-DOWN, UP = 0.5, 0.1
-NEAR = 0.01  # a ratio that has moved by less changes nothing: this is asked at every step
+SLOW = 5.0  # times what was expected: a pause of whoever calls, not a step's time any more
+DISTURBED = 0.5  # above what was expected: by how much does not matter
+FOLLOW = 1 / 8  # of a step in the speed: what it says of the machine is old after some ten
+NOISE = 0.15  # of a step's time, by which steps of one kind differ
+WANDER = 0.01  # of what keys cost, by which that may change in a step
+LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
 
 class RowCosts:
-    """Seconds of a step by its rows.
-
-    An empty step reads no keys and waits for no host, so it says how costs grow with rows, not what they
-    are. What was observed at some sizes corrects the sizes between and beside them.
-    """
+    """Prices of steps, in the time of empty ones."""
 
     def __init__(self, seconds: Mapping[int, float], learns: bool = True) -> None:
+        """`seconds` of empty steps by rows; a step of another number of rows is padded to the next."""
         self._rows = sorted(seconds)
-        self._empty = [seconds[size] for size in self._rows]
-        self._sizes = np.array(self._rows, np.int64)
-        self._learns = learns
-        self._ratio = np.full(len(self._rows), np.nan)  # real over empty, where it is known
-        self._used = self._ratio.copy()  # as of the last time that it mattered
-        self._set(np.array(self._empty))
-
-    def _set(self, seconds: Reals) -> None:
         # a larger step is never quicker: what the clock says to the contrary is noise
-        self._seconds: Reals = np.maximum.accumulate(seconds)
-        self._by_size: list[float] = self._seconds.tolist()
+        self._empty: list[float] = np.maximum.accumulate([seconds[size] for size in self._rows]).tolist()
+        self.learns = learns
+        self._speed = 0.0  # not known yet
+        self._each = self._doubt = self._scale = 0.0  # of a key; its variance; what is much for a key
+        self._usual = 0.0, 0.0  # an empty step of as many rows as steps had lately, and their keys
 
     @classmethod
     def guess(cls, most: int) -> RowCosts:
@@ -46,47 +48,69 @@ class RowCosts:
         sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
         return cls({size: 1.0 + size / ROWS_FREE for size in sizes}, learns=False)
 
-    def observe(self, rows: int, seconds: float, queued: bool = False) -> None:
-        """A real step of that size took so long; `queued`: since the one before it was read."""
+    def observe(self, rows: int, keys: int, seconds: float) -> None:
+        """A real step took so long."""
         at = bisect_left(self._rows, rows)
-        if not self._learns or at == len(self._rows):
+        if not self.learns or at == len(self._rows) or keys <= 0:
             return
-        new, old = seconds / self._empty[at], float(self._ratio[at])
-        known = np.flatnonzero(~np.isnan(self._used)) if old != old else ()
-        if old == old or len(known):
-            if seconds > SLOW * self._by_size[at]:
-                return  # a pause of whoever calls, not a cost
-            first = old != old  # this size was not seen before: its neighbours' ratio
-            old = float(np.interp(at, known, self._ratio[known])) if first else old
-            new = old + (new - old) * (UP if not first and (queued or new > old) else DOWN)
-        self._ratio[at] = new
-        if abs(new - self._used[at]) <= NEAR * new:
+        empty = self._empty[at]
+        if not self._speed:  # the table was timed here: what is beyond it is not the rows
+            self._each = max(0.0, seconds - empty) / keys
+            self._scale = max(self._each, empty / keys)
+            self._doubt = (self._scale / 2) ** 2
+            self._usual = empty, keys
+            self._speed = seconds / (empty + self.still(keys))
             return
-        self._used[at] = new
-        known = np.flatnonzero(~np.isnan(self._used))
-        ratio = np.interp(np.arange(len(self._rows)), known, self._ratio[known])
-        self._set(self._empty * ratio)
+        price = empty + self.still(keys)
+        off = seconds / (self._speed * price) - 1
+        if off > SLOW - 1:
+            return
+        off = min(off, DISTURBED)
+        # A step with more keys for its price than the last ones, and slower than they let expect: keys are
+        # dearer than was thought. A Kalman filter of one number; from steps that are alike it learns nothing.
+        usual_empty, usual_keys = self._usual
+        usual = usual_empty + self.still(usual_keys)
+        lean = keys / price - usual_keys / usual
+        gain = self._doubt * lean / (NOISE**2 + self._doubt * lean**2)
+        self._each = max(self._each + gain * off, LEAST * self._empty[0] / keys)
+        self._doubt = min(self._doubt * (1 - gain * lean) + (WANDER * self._scale) ** 2, self._scale**2)
+        # the usual step takes as long as before, but for what this one says of the machine
+        self._speed *= (1 + FOLLOW * off) * usual / (usual_empty + self.still(usual_keys))
+        self._usual = (
+            usual_empty + FOLLOW * (empty - usual_empty),
+            usual_keys + FOLLOW * (keys - usual_keys),
+        )
+
+    def still(self, keys: float) -> float:
+        """What a step with these keys costs beside its rows."""
+        return max(self._each * keys, LEAST * self._empty[0])
 
     def of(self, rows: int) -> float:
-        """Seconds; of more rows than were ever measured, as the largest that was."""
-        return self._by_size[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
+        """What rows cost; more than were ever measured, as the most that were."""
+        return self._empty[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
 
-    def best(self, rows: int, tokens: float, gains: Reals) -> int:
+    def knows(self, rows: int) -> bool:
+        return rows <= self._rows[-1]
+
+    def best(self, rows: int, still: float, tokens: float, gains: Reals) -> int:
         """How many drafts to add to `rows` rows that commit `tokens`, if the n-th adds gains[n - 1]."""
-        sizes = self._sizes[np.searchsorted(self._sizes, rows) :]
-        if not len(sizes) or not len(gains):
-            return 0
-        counts = np.minimum(sizes - rows, len(gains))
-        total = np.append(0.0, np.cumsum(gains))
-        rates = (tokens + total[counts]) / self._seconds[-len(sizes) :]
-        return int(counts[rates.argmax()])
+        total: list[float] = gains.cumsum().tolist()
+        most, best, best_rate = len(total), 0, 0.0
+        for at in range(bisect_left(self._rows, rows), len(self._rows)):
+            count = min(self._rows[at] - rows, most)
+            rate = (tokens + (total[count - 1] if count else 0.0)) / (self._empty[at] + still)
+            if rate > best_rate:
+                best, best_rate = count, rate
+            if count == most:  # a larger step would bring no more
+                break
+        return best
 
     def beyond(self, rows: int) -> tuple[int, float]:
-        """Rows that a step has room for beside these, and the seconds that it costs to use them.
+        """Rows that a step has room for beside these, and what it costs to use them.
 
         It has room at no cost unless it is of one of the sizes exactly; then the next size has. (0, 0): none.
         """
-        at = int(np.searchsorted(self._sizes, rows, side="right"))
-        if at == len(self._sizes):
+        at = bisect_right(self._rows, rows)
+        if at == len(self._rows):
             return 0, 0.0
-        return int(self._sizes[at]) - rows, float(self._seconds[at]) - self.of(rows)
+        return self._rows[at] - rows, self._empty[at] - self.of(rows)
