@@ -169,7 +169,7 @@ def control(bench: Bench) -> dict[str, Any]:
     """Negative control: with cuBLAS at every row count the same comparison must find differences."""
     llm = bench.llm()
     llm.engine.ops.cublas.mode = "always"
-    llm.engine.ops._blocks.able = False  # few rows of a small model would not come to it
+    llm.engine.ops.one_launch = False  # few rows of a small model would not come to it
     llm.engine.loop.device.forget()
     prompts = bench.prompts("chat", 8)
     asked = {"temperature": 1.0, "logprobs": 5}

@@ -78,8 +78,8 @@ class Always:
 
     pay = record = start
 
-    def rests(self, _):
-        return False
+    def again(self, _):
+        return None
 
     def take(self, slots, *_):
         return np.full(len(slots), self.k)
@@ -121,7 +121,8 @@ def rate(policy, name, batch, task, longest=256, seed=0):
             before, granted, accepted = flights.pop(0)
             here = np.flatnonzero(before == tenant)
             policy.record(here, granted[here], accepted[here])
-        drafts = np.zeros_like(slots) if policy.rests(slots) else policy.take(slots, most, keys)
+        drafts = policy.again(slots)
+        drafts = policy.take(slots, most, keys) if drafts is None else drafts.copy()
         for slot in np.flatnonzero(place >= lengths[who]):
             if waiting == total:
                 return tokens / seconds
@@ -160,7 +161,7 @@ def test_a_budget_that_hopes_and_probes_together_is_too_slow(monkeypatch):
 
     monkeypatch.setattr(DraftBudgets, "start", hopeful)
     monkeypatch.setattr(DraftBudgets, "take", together)
-    monkeypatch.setattr(DraftBudgets, "rests", lambda *_: False)
+    monkeypatch.setattr(DraftBudgets, "again", lambda *_: None)
     assert compared("large", 64, 0.0)[1] < 0.98
     assert compared("cpu", 32, 0.0)[1] < 0.98
 

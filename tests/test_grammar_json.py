@@ -248,15 +248,16 @@ def test_power() -> None:
     assert stats.ncx2.sf(stats.chi2.isf(ALPHA, cells - 1), cells - 1, COUNT * BIAS**2 * 4) > 0.99
 
 
-@pytest.mark.parametrize("strategy", ["rejection", "target_match"])
-def test_the_law_is_that_of_constrained_decoding(strategy: str) -> None:
-    value = p_value(sampled(strategy, "SampledLetters"), law(3.0))
+# target_match gives the answers without drafts, token by token (above): a smaller sample will do
+@pytest.mark.parametrize(("strategy", "count"), [("rejection", COUNT), ("target_match", COUNT // 4)])
+def test_the_law_is_that_of_constrained_decoding(strategy: str, count: int) -> None:
+    value = p_value(sampled(strategy, "SampledLetters", count), law(3.0))
     assert value >= ALPHA, value
 
 
 def test_control_drafts_dropped_before_they_are_judged() -> None:
     """Why a draft that breaks the grammar is left to fall: cutting it off beforehand biases `rejection`."""
-    assert p_value(sampled("rejection", "DroppedLetters"), law(3.0)) < ALPHA
+    assert p_value(sampled("rejection", "DroppedLetters", COUNT // 4), law(3.0)) < ALPHA
 
 
 @pytest.mark.parametrize("strategy", ["topp", "greedy"])

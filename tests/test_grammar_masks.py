@@ -76,7 +76,9 @@ def mask_of(state: Any) -> Tensor:
 
 
 def allowed(mask: Tensor) -> list[int]:
-    return [token for token in range(tiny.VOCAB) if is_set(mask, token)]
+    """What `is_set` says of each token, all at once."""
+    bits = mask[:, None] >> torch.arange(32, dtype=torch.int32) & 1
+    return bits.view(-1)[: tiny.VOCAB].nonzero()[:, 0].tolist()
 
 
 def walks(oracle: Words, chance: random.Random) -> Iterator[list[int]]:
@@ -88,7 +90,7 @@ def walks(oracle: Words, chance: random.Random) -> Iterator[list[int]]:
             if tuple(tokens) not in seen:
                 seen.add(tuple(tokens))
                 yield list(tokens)
-            nexts = [t for t in range(tiny.VOCAB) if oracle.viable([*tokens, t])]
+            nexts = oracle.nexts(tokens)
             likely = [t for t in ENDING if t in nexts]  # a free section would never end by chance
             tokens.append(chance.choice(likely if likely and chance.random() < 0.6 else nexts))
 
@@ -190,7 +192,7 @@ def guessed(oracle: Words, tokens: list[int], chance: random.Random) -> list[int
     """Drafts that fit for a while."""
     out: list[int] = []
     for _ in range(chance.randint(0, 5)):
-        nexts = [t for t in range(3, tiny.VOCAB) if oracle.viable([*tokens, *out, t])]
+        nexts = [t for t in oracle.nexts([*tokens, *out]) if t >= 3]
         fits = nexts and chance.random() < 0.8
         out.append(chance.choice(nexts) if fits else chance.randrange(tiny.VOCAB))
     return out
@@ -212,8 +214,7 @@ def wrong_windows(oracle: Words, guide: Guide, rounds: int, seed: int) -> int:
                 break
         new = []
         for _ in range(chance.randint(1, 3)):
-            nexts = [t for t in range(tiny.VOCAB) if oracle.viable([*tokens, *new, t])]
-            new.append(chance.choice(nexts))
+            new.append(chance.choice(oracle.nexts([*tokens, *new])))
         guide.commit(new)
         tokens += new
     return wrong

@@ -18,6 +18,8 @@ class Words:
     ) -> None:
         self.words = {word.encode() for word in words}
         self.said, self.silent, self.eos, self.end = said, set(silent), eos, end.encode()
+        self.beginnings = {word[:n] for word in self.words for n in range(len(word) + 1)}
+        self._nexts: dict[tuple[int, ...], list[int]] = {}
 
     def start(self) -> GrammarState:
         return WordsState(self)
@@ -29,7 +31,14 @@ class Words:
             return True
         if text[1]:  # it has ended
             return text[0] in self.words
-        return any(word.startswith(text[0]) for word in self.words)
+        return text[0] in self.beginnings
+
+    def nexts(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that may follow, by trying each."""
+        key = tuple(tokens)
+        if key not in self._nexts:
+            self._nexts[key] = [t for t in range(len(self.said)) if self.viable([*key, t])]
+        return self._nexts[key]
 
     def _constrained(self, tokens: Sequence[int]) -> tuple[bytes, bool] | None:
         """What must be a word, and whether it was ended; None: all of it is free, or it is no text at all."""
@@ -55,10 +64,8 @@ class WordsState:
         self.tokens: list[int] = []
 
     def fill(self, row: Tensor) -> None:
-        grammar, vocab = self.grammar, len(self.grammar.said)
         allowed = torch.zeros(32 * len(row), dtype=torch.int64)
-        for token in range(vocab):
-            allowed[token] = grammar.viable([*self.tokens, token])
+        allowed[self.grammar.nexts(self.tokens)] = 1
         words = (allowed.view(-1, 32) << torch.arange(32)).sum(1)
         row.copy_(torch.where(words >= 2**31, words - 2**32, words).to(torch.int32))
 

@@ -31,7 +31,8 @@ FADE = 0.02  # of a belief, at every step
 WORTH = 0.01  # a draft that is less likely to stand is not given, but for a probe
 SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
-REST = 8  # steps in which nothing is decided anew, at most
+REST = 8  # steps in which nothing is decided anew, at most, where nobody is given any
+KEEP = 3  # such steps where somebody is
 AT_ONCE = -1  # before everybody whose turn it is
 
 
@@ -47,9 +48,9 @@ class DraftBudgets:
         self._purse = 0.0  # in the time of empty steps
         self._still = 0.0  # what the last step that was asked about costs beside its rows
         self._steps = 0
-        # nothing was given, nothing is heard and no probe can be paid: then the next steps are as the last
-        self._rest = self._since = 0  # how many are left of those, and since when
-        self._resting = np.zeros(0, np.int64)  # for whom
+        # what was decided holds for some steps: how many are left of those, since when, for whom, and what
+        self._rest = self._since = 0
+        self._resting = self._given = np.zeros(0, np.int64)
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """A request that may have `limit` drafts sits down; not adaptive: it always has them."""
@@ -79,9 +80,13 @@ class DraftBudgets:
             rows += int(budget.sum())
             tokens += float(survival[place <= budget[:, None]].sum())
         budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0))
+        self._given = budget.copy()  # a probe is made once
         self._probe(slots, budget, limit)
-        self._resting, self._since = slots, self._steps
-        self._rest = 0 if budget.any() else self._until_probe(slots)
+        self._resting, self._since, self._rest = slots, self._steps, 0
+        if np.count_nonzero(self._given):
+            self._rest = KEEP
+        elif not np.count_nonzero(budget):
+            self._rest = self._until_probe(slots)
         return budget
 
     def fit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
@@ -99,16 +104,16 @@ class DraftBudgets:
         survival = np.where(place <= (drafts - fixed)[:, None], survival, 0.0)
         return fixed + self._afford(rows + int(fixed.sum()), float(len(slots)), survival)
 
-    def rests(self, slots: Ints) -> bool:
-        """Is nobody given a draft in the coming step either? Then `take` is not asked.
+    def again(self, slots: Ints) -> Ints | None:
+        """What was decided a moment ago, if that still holds; None: it is time to `take`.
 
-        `slots` is the very array of the step before, so nobody came or went.
+        `slots` is the very array of that time: nobody came or went.
         """
         if not self._rest or slots is not self._resting:
-            return False
+            return None
         self._rest -= 1
         self._steps += 1
-        return True
+        return self._given
 
     def _until_probe(self, slots: Ints) -> int:
         """Nobody was given a draft, or a probe. For how many steps will there be no money for one?"""
@@ -140,7 +145,8 @@ class DraftBudgets:
         count = np.count_nonzero(told)
         if not count:
             return
-        self._rest = 0  # there is news
+        if self._rest and not np.count_nonzero(self._given):
+            self._rest = 0  # nothing was given, and there is news
         if count < len(slots):
             slots, granted, accepted = slots[told], granted[told], accepted[told]
         seen = POWERS[accepted] * np.where((accepted < granted)[:, None], 1 - RATES, 1.0)

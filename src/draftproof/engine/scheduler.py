@@ -245,22 +245,23 @@ class Scheduler:
         """[B] drafts to ask for after this step. The last token of a request needs none."""
         host, lines, calm = self.host, planned.slots, self._calm
         limit = self.budgets.limit[lines]
-        if not np.count_nonzero(limit) or self.budgets.rests(lines):
+        if not np.count_nonzero(limit):
             return planned.nothing
+        keys = 0 if self.asks_first else int(host.length[lines].sum())
+        budget = self.budgets.again(lines)
         if calm and calm.plan.slots is lines and calm.room > calm.widest and not self.asks_first:
-            return self.budgets.take(lines, limit, int(host.length[lines].sum()))  # nobody is near its end
+            return self.budgets.take(lines, limit, keys) if budget is None else budget  # no end is near
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
         if self.lookahead:  # all but the last draft are stored before they are verified
             stored = host.num_pages[lines] * self.page_size - host.most[lines]
             room = np.minimum(room, np.maximum(stored + 1, 0))
         wanted = planned.samples & (room > 0)
-        budget = np.where(wanted, limit, 0)
-        if not self.asks_first:
-            keys = int(host.length[lines].sum())
-            if wanted.all():  # the same array again, by which budgets know that nobody came or went
+        if budget is None:
+            budget = np.where(wanted, limit, 0)
+            if wanted.all() and not self.asks_first:  # the same array again, by which budgets know them
                 budget = self.budgets.take(lines, budget, keys)
-            else:
+            elif not self.asks_first:
                 budget[wanted] = self.budgets.take(lines[wanted], budget[wanted], keys)
         allowed: Ints = np.minimum(budget, room)
         return allowed

@@ -54,6 +54,7 @@ class TritonOps(DraftOps, Queued):
     Hopper and newer).
     `cublas` says where cuBLAS may serve, see there; by default where its bits are proven to be ours, or,
     with numerics="fast", where it was measured to be quicker.
+    `one_launch`: all layers in one kernel, where it takes them (few rows of a small model).
     """
 
     name: ClassVar[str] = "triton"
@@ -69,6 +70,7 @@ class TritonOps(DraftOps, Queued):
         pdl: bool = True,
         cublas: Mode | None = None,
         numerics: str = "exact",
+        one_launch: bool = True,
     ) -> None:
         if MISSING:
             raise ConfigError(f"cannot load the triton backend: {MISSING}")
@@ -82,7 +84,7 @@ class TritonOps(DraftOps, Queued):
         self.cublas = Cublas(self.gemm, mode if self.cuda else "never")
         self._partials = attention_kernels.Partials(device)
         self._attention = attention_kernels.Attention(self._partials)
-        self._blocks = blocks.Blocks(device)
+        self._blocks, self.one_launch = blocks.Blocks(device), one_launch
         self._walk = walk.Walk(self.pdl, self._partials)
         self.open_drafts()
         self.open_queue()
@@ -283,7 +285,7 @@ class TritonOps(DraftOps, Queued):
     ) -> tuple[Tensor, ...]:
         residual = runtime.matrix("residual", residual)
         rope = runtime.matrix("rope", rope, None, FP32)
-        if wanted is None and self._blocks.takes(residual, layers):
+        if wanted is None and self.one_launch and self._blocks.takes(residual, layers):
             for layer, cache in zip(layers, caches, strict=True):
                 self._check_rows(rows, len(residual), layer.heads, cache, residual.dtype)
             tapped = self._blocks(residual, layers, rows, rope, caches, eps, taps, embedding)

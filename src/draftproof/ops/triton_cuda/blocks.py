@@ -38,6 +38,7 @@ STAGES = (6, 1, 2, 3, 4, 5)  # in their order, for programs that run one after a
 WAVE = 3  # spans that a tile walks through while one runs beside others, is stored and folded
 WARPS = 4  # more of them read the same rows once more each
 COOPERATIVE = not INTERPRETED  # all programs are on the chip at once, or the launch fails
+EARLY = False  # the next kernel is launched while this one runs
 LINE = 32  # int32 of a line of memory: counters lie apart
 SHARED = 160 << 10  # bytes of shared memory that a program may need
 ALL_SHARED = 226 << 10  # and all those of an SM
@@ -89,7 +90,7 @@ def blocks_kernel(
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, TILES: tl.constexpr,
     WAVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, PIECE: tl.constexpr,
     ROOM: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr, FIELDS: tl.constexpr,
-    TAPS: tl.constexpr, JOINED: tl.constexpr,
+    TAPS: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [R, H] becomes the residual after the last of these layers.
 
@@ -97,6 +98,8 @@ def blocks_kernel(
     TAPS: of so many layers the residual also goes to taps [R, TAPS, H]. JOINED: the layers, which are one,
     read the norm of the tokens' embedding [VOCAB, H] before their own rows.
     """
+    if EARLY:  # all programs are on the chip: what comes next may get ready beside them
+        tl.extra.cuda.gdc_launch_dependents()
     ALL: tl.constexpr = STAGE == 0
     dtype: tl.constexpr = x.dtype.element_ty
     if ALL or STAGE == 6:
@@ -255,7 +258,7 @@ class Blocks:
                 KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, TILES=form.tiles, WAVE=WAVE,
                 BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room, QM=max(16, power_of_two(group)),
                 ROWS=max(16, power_of_two(form.most)), LINE=LINE, FIELDS=FIELDS, TAPS=tapped.shape[1],
-                JOINED=joined,
+                JOINED=joined, EARLY=EARLY and not INTERPRETED,
                 num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
                 **({"launch_cooperative_grid": True} if COOPERATIVE else {}),
             )  # fmt: skip
