@@ -126,7 +126,8 @@ class Engine:
         wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
         traits = Traits((usual,)), Traits((usual,), raw_top=rounded(5, limits.vocab_size))
         seconds = step.prepare(traits, min(wide, step.max_rows), progress)
-        self.loop.scheduler.budgets.costs = RowCosts(seconds)
+        padded = self.ops.asynchronous
+        self.loop.scheduler.budgets.costs = RowCosts(seconds, between=not padded)
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""
