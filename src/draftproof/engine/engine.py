@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -205,6 +206,10 @@ class Engine:
 
     def wake(self) -> None:
         """A step never waits for anything that somebody could end."""
+
+    def meanwhile(self, work: Callable[[], object]) -> None:
+        """`work` is done while the device has a step to run and the next one queued: nobody waits for it."""
+        self.loop.meanwhile = work
 
     def describe(self) -> str:
         """One line for people: what runs, where, who guesses and who judges."""

@@ -244,6 +244,11 @@ class Ledger:
             self._write()
         return matched
 
+    def catch_up(self) -> None:
+        """There is time: write down what would soon be due."""
+        if 2 * len(self._steps) >= self._at_once or 2 * self._due >= MANY:
+            self._write()
+
     def _write(self) -> None:
         """Write down the steps that have come, S of them with n lines each."""
         if not self._steps:
