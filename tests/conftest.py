@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 # Tiny tensors: threads cost far more than they give. The cpu backend has its own team.
 torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:  # nor do programs that tests start get in the other worker's way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Files that take long, the longest first: workers that share the files then end together.
+LONG = ["exact", "transformers_smollm2", "ops_step", "ops_triton", "ops_triton_blocks", "exact_smollm2"]
+LONG += ["grammar_json", "serve_command", "examples", "grammar_text", "supervisor", "soak"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -157,6 +158,9 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
         return found
 
     scheduler.plan, scheduler._short_of = counted, short  # type: ignore[method-assign]
+
+
+WIDE = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # threads for a real model: the cores may be shared
 
 
 @contextmanager

@@ -29,13 +29,12 @@ def graphs(table):
     return {n: float(np.interp(n, sizes, [table[size] for size in sizes])) for n in GRAPHS}
 
 
-def between(table):
-    """Any number of rows runs as it is."""
-    sizes = sorted(table)
-    return {n: float(np.interp(n, sizes, [table[size] for size in sizes])) for n in range(1, sizes[-1] + 1)}
+def prices(name):
+    """As of an engine that was just started; on a CPU any number of rows runs as it is."""
+    tables = {"cpu": CPU, "small": graphs(SMALL), "large": graphs(LARGE)}
+    return RowCosts(tables[name], between=name == "cpu")
 
 
-TABLES = {"cpu": between(CPU), "small": graphs(SMALL), "large": graphs(LARGE)}
 EACH = {"cpu": 0.0027, "small": 6e-6, "large": 3e-5}  # milliseconds that a key costs
 CONTEXT, CHUNK = 300, 8  # tokens of a prompt, and its rows: the rest of it was found in the cache
 TASKS = ("copy", "edit", "chat", "free")
@@ -90,8 +89,8 @@ class Always:
 
 def rate(policy, name, batch, task, longest=256, seed=0):
     """Tokens a millisecond, as long as the batch is full. Prices of a policy are told what steps took."""
-    draw, costs = np.random.default_rng(seed), RowCosts(TABLES[name])
-    prices, overlap = getattr(policy, "costs", RowCosts.guess(1)), name != "cpu"
+    draw, costs = np.random.default_rng(seed), prices(name)
+    learning, overlap = getattr(policy, "costs", RowCosts.guess(1)), name != "cpu"
     total = batch * {1: 8, 8: 5, 32: 4}.get(batch, 3)
     lengths = draw.integers(longest // 2, longest + 1, total)
     likely = np.stack([chances(task, i, longest + K, draw) for i in range(total)])
@@ -112,7 +111,7 @@ def rate(policy, name, batch, task, longest=256, seed=0):
         took = costs.of(rows + prompts) + EACH[name] * keys
         seconds += took
         if not prompts:
-            prices.observe(rows, keys, took * (1 + draw.random() / 10))
+            learning.observe(rows, keys, took * (1 + draw.random() / 10))
         prompts = 0
         tokens += int(stood.sum()) + batch
         place += stood + 1
@@ -136,7 +135,7 @@ def rate(policy, name, batch, task, longest=256, seed=0):
 def compared(name, batch, task):
     """Adaptive over the best fixed number and over none; and over none in the first minute of its life."""
     fixed = [rate(Always(k), name, batch, task) for k in FIXED]
-    made = DraftBudgets(batch, RowCosts(TABLES[name]))
+    made = DraftBudgets(batch, prices(name))
     first, adaptive = (rate(made, name, batch, task) for _ in range(2))
     return adaptive / max(fixed), adaptive / fixed[0], first / fixed[0]
 

@@ -302,7 +302,7 @@ def check(output: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "after"), [("step", 0), ("step", 1), ("step", 9), ("step", 25), ("tidy", 9), ("add", 7)]
+    ("where", "after"), [("step", 0), ("step", 1), ("step", 9), ("step", 25), ("add", 7)]
 )
 def test_an_engine_that_breaks_ends_everything_with_its_reason(
     make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int

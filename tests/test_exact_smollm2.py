@@ -16,7 +16,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
 from draftproof.verify.target_match import TargetMatch
-from exact import check_empty, compare, plant, using
+from exact import WIDE, check_empty, compare, plant, using
 from test_exact_controls import one_too_many
 
 LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 17))
@@ -53,7 +53,7 @@ def model(smollm2, smollm2_path):
             debug=True,
             speculative=SpeculativeConfig.parse(spec) if speculates else None,
         )
-        with using(2):
+        with using(WIDE):
             return Engine(config, smollm2(dtype))
 
     @cache

@@ -23,7 +23,7 @@ from draftproof.models.load import Checkpoint
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import LogprobRow
-from exact import using
+from exact import WIDE, using
 from test_transformers import check_order
 from tiny import Record, request, run
 
@@ -95,7 +95,7 @@ def both(smollm2: Callable[[str], Checkpoint]) -> Both:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=20)
     asks = [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)]
     logprobs = []
-    with using(2), torch.inference_mode():  # both sides
+    with using(WIDE), torch.inference_mode():  # both sides
         served = run(Engine(config, checkpoint), asks)
         records = [served[str(i)] for i in range(len(prompts))]
         for ids, record in zip(prompts, records, strict=True):

@@ -24,6 +24,7 @@ Bools = NDArray[np.bool_]
 # A belief is one weight for each of these chances that a draft stands whose predecessors stood.
 RATES = np.array([0.005, 0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
 POWERS = RATES ** np.arange(MAX_SPECULATIVE_TOKENS + 1)[:, None]  # [n, rates]: n drafts stand
+SEEN = np.stack([POWERS * (1 - RATES), POWERS])  # [2, n, rates]: n stood and the next fell, or all did
 LEAST = 0.002  # what is never quite ruled out of what the engine expects of a newcomer
 LEARN = 1 / 32  # weight of a newcomer's window in that
 NEW = 32  # windows for which a request counts as a newcomer: a long one is still one request
@@ -149,17 +150,17 @@ class DraftBudgets:
             self._rest = 0  # nothing was given, and there is news
         if count < len(slots):
             slots, granted, accepted = slots[told], granted[told], accepted[told]
-        seen = POWERS[accepted] * np.where((accepted < granted)[:, None], 1 - RATES, 1.0)
-        belief: Reals = self._belief[slots] * seen
-        belief = belief / belief.sum(1, keepdims=True)
-        self._belief[slots] = belief
         whole = accepted == granted  # if that was a probe: another at once, of twice the length
+        belief: Reals = self._belief[slots] * SEEN[whole.view(np.int8), accepted]
+        belief /= belief.sum(1, keepdims=True)
+        self._belief[slots] = belief
         self._reach[slots] = np.where(whole, np.minimum(2 * granted, self.limit[slots]), 1)
         self._turn[slots[whole]] = AT_ONCE
         new = self._windows[slots] < NEW
         self._windows[slots] += 1
-        if new.any():
-            keep = (1 - LEARN) ** int(new.sum())
+        num_new = np.count_nonzero(new)
+        if num_new:
+            keep = (1 - LEARN) ** num_new
             expected = np.maximum(keep * self._newcomer + (1 - keep) * belief[new].mean(0), LEAST)
             self._newcomer = expected / expected.sum()
 

@@ -25,6 +25,7 @@ DISTURBED = 0.5  # above what was expected: by how much does not matter
 FOLLOW = 1 / 8  # of a step in the speed: what it says of the machine is old after some ten
 NOISE = 0.15  # of a step's time, by which steps of one kind differ
 WANDER = 0.01  # of what keys cost, by which that may change in a step
+SHAPE = 1 / 64  # of what a step is off in the table itself
 LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
@@ -32,14 +33,21 @@ ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, 
 class RowCosts:
     """Prices of steps, in the time of empty ones."""
 
-    def __init__(self, seconds: Mapping[int, float], learns: bool = True) -> None:
-        """`seconds` of empty steps by rows; a step of another number of rows is padded to the next."""
-        self._rows = sorted(seconds)
+    def __init__(self, seconds: Mapping[int, float], between: bool = False, learns: bool = True) -> None:
+        """`seconds` of empty steps by rows; a step of another number of rows is padded to the next of them.
+        `between`: it is not, and costs what lies between.
+        """
+        self._timed = sorted(seconds)
         # a larger step is never quicker: what the clock says to the contrary is noise
-        self._empty: list[float] = np.maximum.accumulate([seconds[size] for size in self._rows]).tolist()
+        self._knots: list[float] = np.maximum.accumulate([seconds[size] for size in self._timed]).tolist()
+        self._between = between
+        self._rows = list(range(1, self._timed[-1] + 1)) if between else self._timed
+        self._empty: list[float] = self._knots  # by `_rows`
+        self._fill()
         self.learns = learns
         self._speed = 0.0  # not known yet
         self._each = self._doubt = self._scale = 0.0  # of a key; its variance; what is much for a key
+        self._before = 0.0  # by how much the steps before were off
         self._usual = 0.0, 0.0  # an empty step of as many rows as steps had lately, and their keys
 
     @classmethod
@@ -66,20 +74,37 @@ class RowCosts:
         if off > SLOW - 1:
             return
         off = min(off, DISTURBED)
-        # A step with more keys for its price than the last ones, and slower than they let expect: keys are
-        # dearer than was thought. A Kalman filter of one number; from steps that are alike it learns nothing.
-        usual_empty, usual_keys = self._usual
-        usual = usual_empty + self.still(usual_keys)
+        self._speed *= 1 + FOLLOW * off
+        off, self._before = off - self._before, (off + self._before) / 2  # beside the steps just before it
+        # With more keys for its price than those, and slower: keys are dearer than was thought. This is a
+        # Kalman filter of one number; from steps that are alike it learns nothing.
+        empties, usual_keys = self._usual
+        usual = empties + self.still(usual_keys)
         lean = keys / price - usual_keys / usual
         gain = self._doubt * lean / (NOISE**2 + self._doubt * lean**2)
         self._each = max(self._each + gain * off, LEAST * self._empty[0] / keys)
         self._doubt = min(self._doubt * (1 - gain * lean) + (WANDER * self._scale) ** 2, self._scale**2)
-        # the usual step takes as long as before, but for what this one says of the machine
-        self._speed *= (1 + FOLLOW * off) * usual / (usual_empty + self.still(usual_keys))
-        self._usual = (
-            usual_empty + FOLLOW * (empty - usual_empty),
-            usual_keys + FOLLOW * (keys - usual_keys),
-        )
+        self._speed *= usual / (empties + self.still(usual_keys))  # the usual step takes as long as before
+        self._usual = empties + FOLLOW * (empty - empties), usual_keys + FOLLOW * (keys - usual_keys)
+        self._bend(rows, 1 + SHAPE * off)
+
+    def _bend(self, rows: int, factor: float) -> None:
+        """Steps of about so many rows cost that much more, or less, than was thought beside others."""
+        at, knots = bisect_left(self._timed, rows), self._knots
+        if self._between and at and 2 * rows < self._timed[at - 1] + self._timed[at]:
+            at -= 1
+        seconds = knots[at] = knots[at] * factor
+        larger, smaller = range(at + 1, len(knots)), range(at - 1, -1, -1)
+        for other in larger if factor > 1 else smaller:
+            if knots[other] >= seconds if factor > 1 else knots[other] <= seconds:
+                break
+            knots[other] = seconds
+        self._usual = self._usual[0] * factor, self._usual[1]
+        self._fill()
+
+    def _fill(self) -> None:
+        if self._between:
+            self._empty = np.interp(self._rows, self._timed, self._knots).tolist()
 
     def still(self, keys: float) -> float:
         """What a step with these keys costs beside its rows."""

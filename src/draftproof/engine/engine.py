@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ class Engine:
         wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
         traits = Traits((usual,)), Traits((usual,), raw_top=rounded(5, limits.vocab_size))
         seconds = step.prepare(traits, min(wide, step.max_rows), progress)
-        self.loop.scheduler.budgets.costs = RowCosts(seconds)
+        padded = self.ops.asynchronous
+        self.loop.scheduler.budgets.costs = RowCosts(seconds, between=not padded)
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""
@@ -204,6 +206,10 @@ class Engine:
 
     def wake(self) -> None:
         """A step never waits for anything that somebody could end."""
+
+    def meanwhile(self, work: Callable[[], object]) -> None:
+        """`work` is done while the device has a step to run and the next one queued: nobody waits for it."""
+        self.loop.meanwhile = work
 
     def describe(self) -> str:
         """One line for people: what runs, where, who guesses and who judges."""

@@ -79,6 +79,7 @@ class Loop:
         self.sources = proposer.sources if proposer else ()
         self.overlap = overlap
         self.debug = debug
+        self.meanwhile: Callable[[], object] = lambda: None  # called while two steps are under way
         self._flights: deque[Flight] = deque()
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
         self._last_read = 0.0  # by the clock
@@ -108,6 +109,8 @@ class Loop:
             self._flights.append(flight)
             if self.overlap and not flight.waits and len(self._flights) == 1:
                 return NOTHING
+        if len(self._flights) > 1:
+            self.meanwhile()
         return self._settle(self._flights.popleft()) if self._flights else NOTHING
 
     def end(self, sequence: Sequence) -> None:

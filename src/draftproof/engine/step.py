@@ -203,10 +203,7 @@ class DeviceStep:
             rounds = [
                 [self.ops.seconds(partial(self._rehearse, n), times=1) for n in sizes] for _ in range(3)
             ]
-            every = np.arange(1, wide + 1)  # a step of any number of rows runs as it is
-            return dict(
-                zip(every.tolist(), np.interp(every, sizes, np.min(rounds, axis=0)).tolist(), strict=True)
-            )
+            return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]

@@ -227,6 +227,9 @@ class RemoteEngine:
     def wake(self) -> None:
         self._line.wake()
 
+    def meanwhile(self, work: Callable[[], object]) -> None:
+        """No device is here that could be kept waiting."""
+
     def step(self) -> StepResults:
         """The next frame's results; nothing, if it was woken. EngineDownError: the worker is gone."""
         self._flush()

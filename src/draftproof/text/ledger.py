@@ -41,7 +41,8 @@ Step = tuple[Ints, NDArray[np.int8] | None, Mapping[Wants, Found]]
 
 PAGE = 128  # tokens of a line, at least
 AT_ONCE = 16  # steps that are written down together at most
-MANY = 1024  # lines of tables, likewise: no step has to wait for more than that
+MANY = 8192  # numbers, likewise: no step shall wait for many
+EACH = 8  # numbers that a token is worth beside its logprobs
 NO_LINES = np.zeros(0, np.int64)
 PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # where a token came from; from ACCEPTED on: by its source
 STEPS, DRAFTS, DRAFTED, STOOD, WIDEST = range(5)  # columns of the counts
@@ -134,7 +135,8 @@ class Ledger:
         self._num_watched = 0  # answers with stop strings
         self._lines = NO_LINES  # whose steps are not written down yet
         self._steps: list[Step] = []
-        self._kind: Any = None  # what steps that are written down together have in common
+        self._kind: Any = None  # what they have in common
+        self._due = 0  # numbers in them
         self._fill = np.zeros(0, np.int64)
         self._full = np.zeros(0, np.int64)  # tokens at which a line is emptied
         self._wants = np.zeros(0, np.int64)
@@ -237,16 +239,22 @@ class Ledger:
             self._write()
             self._lines, self._kind = lines, kind
         self._steps.append((table, source, columns))
-        if len(self._steps) == self._at_once or len(self._steps) * len(lines) >= MANY:
+        self._due += int(table[:, NUM_OUT].sum()) * (EACH + sum(top for _, top in kind[2]))
+        if len(self._steps) == self._at_once or self._due >= MANY:
             self._write()
         return matched
+
+    def catch_up(self) -> None:
+        """There is time: write down what would soon be due."""
+        if 2 * len(self._steps) >= self._at_once or 2 * self._due >= MANY:
+            self._write()
 
     def _write(self) -> None:
         """Write down the steps that have come, S of them with n lines each."""
         if not self._steps:
             return
         self._tidy()
-        lines, steps, self._lines, self._steps = self._lines, self._steps, NO_LINES, []
+        lines, steps, self._lines, self._steps, self._due = self._lines, self._steps, NO_LINES, [], 0
         table = _joined([table for table, *_ in steps])  # [S * n, …]
         out = table[:, NUM_OUT]
         by_step = out.reshape(len(steps), -1)

@@ -15,7 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
@@ -35,6 +35,31 @@ def inlined(fn: Callable[..., Any]) -> Any:
     return njit(forceinline=True, **OPTIONS)(fn)
 
 
+class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
+    """A file for each kernel, named by everything that it was made from.
+
+    numba numbers the files of a function and keeps an index of the numbers: two processes that compile two
+    variants at once take the same number, and one may later be given the other's code.
+    """
+
+    def _name(self, key: Any) -> str:
+        made_from = repr((self._version, self._source_stamp, key))
+        return (
+            self._index_name.removesuffix("nbi")
+            + hashlib.sha256(made_from.encode()).hexdigest()[:24]
+            + ".nbc"
+        )
+
+    def save(self, key: Any, data: Any) -> None:
+        self._save_data(self._name(key), data)
+
+    def load(self, key: Any) -> Any:
+        try:
+            return self._load_data(self._name(key))
+        except OSError:  # it is not there
+            return None
+
+
 class SourceCache(FunctionCache):  # type: ignore[misc]
     """numba's disk cache, fresh only while every file of this package is unchanged.
 
@@ -47,7 +72,7 @@ class SourceCache(FunctionCache):  # type: ignore[misc]
         digest = hashlib.sha256()
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
-        self._cache_file._source_stamp = digest.hexdigest()
+        self._cache_file = KernelFiles(self._cache_path, self._impl.filename_base, digest.hexdigest())
 
 
 class Kernel:
@@ -112,11 +137,9 @@ def _storer(elem: ir.Type, value_type: Any, narrow: bool = False) -> Any:
 
 load_i64 = _loader(I64, types.int64)
 load_i32 = _loader(I32, types.int64, "sext")
-load_u16 = _loader(I16, types.int64, "zext")
 load_f32 = _loader(F32, types.float32)
 load_f64 = _loader(F64, types.float64)
 store_i64 = _storer(I64, types.int64)
-store_i32 = _storer(I32, types.int64, narrow=True)
 store_i16 = _storer(I16, types.int64, narrow=True)
 store_f32 = _storer(F32, types.float32)
 store_f64 = _storer(F64, types.float64)

@@ -198,7 +198,6 @@ vmin = _op(F, (F, F), _min)
 # Comparisons, masks, selections.
 vgt = _op(M, (F, F), lambda b, a: b.fcmp_ordered(">", a[0], a[1]))
 vge = _op(M, (F, F), lambda b, a: b.fcmp_ordered(">=", a[0], a[1]))
-veq = _op(M, (F, F), lambda b, a: b.fcmp_ordered("==", a[0], a[1]))
 mask_and = _op(M, (M, M), lambda b, a: b.and_(a[0], a[1]))
 mask_or = _op(M, (M, M), lambda b, a: b.or_(a[0], a[1]))
 mask_first = _op(M, (_i64,), lambda b, a: _first(b, a[0]))
@@ -221,8 +220,6 @@ iand = _op(I, (I, I), lambda b, a: b.and_(a[0], a[1]))
 ior = _op(I, (I, I), lambda b, a: b.or_(a[0], a[1]))
 ieq = _op(M, (I, I), lambda b, a: b.icmp_signed("==", a[0], a[1]))
 ishl = _op(I, (I, I), lambda b, a: b.shl(a[0], a[1]))
-ishr = _op(I, (I, I), lambda b, a: b.ashr(a[0], a[1]))
-igt = _op(M, (I, I), lambda b, a: b.icmp_signed(">", a[0], a[1]))
 as_int = _op(I, (F,), lambda b, a: b.bitcast(a[0], VI))
 as_float = _op(F, (I,), lambda b, a: b.bitcast(a[0], VF))
 to_int = _op(I, (F,), lambda b, a: b.fptosi(a[0], VI))
@@ -276,7 +273,6 @@ def _tree(builder: Any, x: Any, combine: Any) -> Any:
 vsum = _op(_f32, (F,), lambda b, a: _tree(b, a[0], b.fadd))
 dsum = _op(_f64, (D,), lambda b, a: _tree(b, a[0], b.fadd))
 vmax_lane = _op(_f32, (F,), lambda b, a: _tree(b, a[0], lambda x, y: _max(b, [x, y])))
-isum = _op(_i64, (I,), lambda b, a: b.sext(_tree(b, a[0], b.add), I64))
 
 
 def _prefetch(locality: int) -> Any:

@@ -1,0 +1,87 @@
+"""The head that comes with the package: whose it is, that it drafts well, and that it changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import tiny
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.engine.engine import Engine
+from draftproof.errors import ConfigError, LoadError
+from draftproof.models.head import Target
+from draftproof.models.head_formats import load_head
+from draftproof.models.shipped import shipped, shipped_for, shipped_like
+from draftproof.sampling_params import SamplingParams
+from draftproof.text.tokenizer import load_tokenizer
+from draftproof.types import Request
+
+PROMPT = "How many legs have two cats and a bird? Explain it step by step."
+MEGABYTES = 12
+
+
+@pytest.fixture(scope="module")
+def target(smollm2) -> Target:
+    checkpoint = smollm2("bfloat16")
+    return Target.of(checkpoint.config, checkpoint.tensors)
+
+
+def test_what_is_shipped_is_small_and_whole() -> None:
+    assert shipped(), "no head comes with the package"
+    for folder, config in shipped().items():
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        assert size <= MEGABYTES * 10**6, f"{folder.name}: {size} bytes"
+        assert "Apache" in (folder / "LICENSE").read_text()
+        assert config.target.digest
+
+
+def test_it_is_found_by_its_model(smollm2, target: Target) -> None:
+    folder = shipped_for("eagle3", target)
+    assert folder is not None and folder == shipped_like("eagle3", smollm2("bfloat16").config)
+    config, _ = load_head(folder, target)
+    assert config.target == target
+    wide = smollm2("float32")
+    assert shipped_for("eagle3", Target.of(wide.config, wide.tensors)) == folder
+    # another kind, and a model that differs in its weights alone
+    assert shipped_for("mtp", target) is None
+    assert shipped_for("eagle3", replace(target, digest="0" * 32)) is None
+
+
+def test_another_model_is_refused(target: Target) -> None:
+    def engine(options: dict[str, object]) -> Engine:
+        spec = SpeculativeConfig.parse({"method": "eagle3", **options})
+        config = EngineConfig(model="tiny", max_model_len=64, max_num_seqs=2, speculative=spec)
+        return Engine(config, tiny.checkpoint("llama"))
+
+    with pytest.raises(ConfigError, match="none for this model comes with the package"):
+        engine({})
+    with pytest.raises(LoadError, match="made for another model: its target's hidden size is 576"):
+        engine({"model": str(shipped_for("eagle3", target))})
+
+
+def test_it_changes_nothing_but_the_steps(smollm2, smollm2_path) -> None:
+    """Tokens and logprobs at both temperatures are those without drafts; and more than one comes a step."""
+    tokenizer = load_tokenizer(smollm2_path)
+    chat = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.encode(chat)
+
+    def requests() -> list[Request]:
+        params = [SamplingParams(temperature=t, max_tokens=48, logprobs=3) for t in (0.0, 1.0)]
+        return [tiny.request(i, p, prompt_token_ids=ids) for i, p in enumerate(params)]
+
+    def engine(spec: dict[str, object] | None) -> Engine:
+        config = EngineConfig(
+            model="smollm2-135m",
+            max_model_len=256,
+            max_num_seqs=2,
+            speculative=SpeculativeConfig.parse(spec) if spec else None,
+        )
+        return Engine(config, smollm2("bfloat16"))
+
+    plain = tiny.run(engine(None), requests())
+    drafts = engine({"method": "eagle3", "num_speculative_tokens": 4, "adaptive": False})
+    drafted = tiny.run(drafts, requests())
+    for name, record in plain.items():
+        assert drafted[name].same() == record.same()
+        assert len(drafted[name].steps) < len(record.steps) / 1.3
