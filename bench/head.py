@@ -47,29 +47,44 @@ def read(path: Path, each: int | None) -> dict[str, list[str]]:
     return {task: [text for _, text in pairs][:each] for task, pairs in tasks}
 
 
-def engine(options: argparse.Namespace, speculation: dict[str, Any] | None, seqs: int, room: int) -> LLM:
-    begin = time.monotonic()
-    llm = LLM(
-        options.model,
-        device=options.device,
-        dtype="bfloat16",
-        max_model_len=options.max_len,
-        max_num_seqs=seqs,
-        kv_cache_tokens=room,
-        speculative_config=speculation,
-    )
-    name = speculation["method"] if speculation else "plain"
-    print(f"{name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
-    return llm
+class Engines:
+    """Built when they are first asked for, and kept: on a GPU that takes longer than what is measured."""
+
+    def __init__(self, options: argparse.Namespace, asked: dict[str, list[str]]) -> None:
+        self.options = options
+        self.made: dict[str, LLM] = {}
+        room = options.seqs * options.max_len
+        if "speed" in options.parts:  # the prompts of every round stay in the prefix cache
+            room += (options.rounds + 1) * sum(map(len, asked.values())) * 512
+        self.room = min(room, options.kv_tokens or room)
+        self.prompts: Prompts = encoded(self["eagle3"], asked, options.max_len - options.tokens)
+
+    def __getitem__(self, name: str) -> LLM:
+        if name not in self.made:
+            begin, options = time.monotonic(), self.options
+            self.made[name] = LLM(
+                options.model,
+                device=options.device,
+                dtype="bfloat16",
+                max_model_len=options.max_len,
+                max_num_seqs=options.seqs,
+                kv_cache_tokens=self.room,
+                speculative_config=speculation(options, name),
+            )
+            print(f"{name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
+        return self.made[name]
 
 
-def speculation(options: argparse.Namespace, method: str, **more: Any) -> dict[str, Any]:
+def speculation(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
     head = {"model": options.head} if options.head else {}
-    if method == "hybrid":
-        more["proposers"] = [{"method": "eagle3", **head}, {"method": "suffix"}]
-    elif method == "eagle3":
-        more |= head
-    return {"method": method, "num_speculative_tokens": options.k, **more}
+    if name == "plain":
+        return None
+    if name == "argmax":
+        return {"method": "eagle3", "draft_sampling": "argmax", "num_speculative_tokens": options.k, **head}
+    more: dict[str, Any] = {"eagle3": head}.get(name, {})
+    if name == "hybrid":
+        more = {"proposers": [{"method": "eagle3", **head}, {"method": "suffix"}]}
+    return {"method": name, "num_speculative_tokens": options.k, **more}
 
 
 def encoded(llm: LLM, asked: dict[str, list[str]], longest: int) -> Prompts:
@@ -85,20 +100,19 @@ def encoded(llm: LLM, asked: dict[str, list[str]], longest: int) -> Prompts:
 # --- acceptance -----------------------------------------------------------------------------------------
 
 
-def acceptance(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str, Any]:
+def acceptance(options: argparse.Namespace, engines: Engines) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for sampling, temperatures in (("shared", (0.0, 1.0)), ("argmax", (1.0,))):
-        config = speculation(options, "eagle3", adaptive=False, draft_sampling=sampling)
-        seqs = options.seqs or (64 if options.device == "cuda" else 8)
-        llm = engine(options, config, seqs, seqs * options.max_len)
-        prompts = encoded(llm, asked, options.max_len - options.tokens)
-        for temperature in temperatures:
-            name = "greedy" if temperature == 0 else sampling
-            found[name] = {task: of_task(llm, ids, temperature, options) for task, ids in prompts.items()}
-            mean = statistics.fmean(cell["acceptance length"] for cell in found[name].values())
-            found[name]["mean"] = {"acceptance length": round(mean, 3)}
-            print(f"temperature {temperature:g}, {sampling}: {mean:.3f}", flush=True)
-        llm.close()
+    for name, side, temperature in (
+        ("greedy", "eagle3", 0.0),
+        ("shared", "eagle3", 1.0),
+        ("argmax", "argmax", 1.0),
+    ):
+        cells = {
+            task: of_task(engines[side], ids, temperature, options) for task, ids in engines.prompts.items()
+        }
+        mean = statistics.fmean(cell["acceptance length"] for cell in cells.values())
+        found[name] = {**cells, "mean": {"acceptance length": round(mean, 3)}}
+        print(f"temperature {temperature:g}, {name}: {json.dumps(found[name])}", flush=True)
     means = {name: cells["mean"]["acceptance length"] for name, cells in found.items()}
     means["shared over argmax"] = round(means["shared"] - means["argmax"], 3)
     passes = {name: means[name] >= bar for name, bar in BARS.items()}
@@ -108,8 +122,9 @@ def acceptance(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict
 def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: argparse.Namespace) -> Any:
     """Tokens a step that had drafts; the step of the prompt has none."""
     llm.jobs.stats = SpecStats()
+    always = {"num_speculative_tokens": options.k, "adaptive": False}
     params = [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=options.tokens)
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=options.tokens, speculative=always)
         for seed in range(len(prompts))
     ]
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -147,24 +162,15 @@ def run(llm: LLM, prompts: Sequence[list[int]], batch: int, tokens: int, salt: s
             slots.stand(slot)
 
 
-def speed(options: argparse.Namespace, asked: dict[str, list[str]], until: float) -> dict[str, Any]:
-    most = max(options.batches)
-    room = most * options.max_len + (options.rounds + 1) * sum(map(len, asked.values())) * 512
-    names = ["plain", *options.methods]
-    sides: dict[str, LLM] = {}
-    for name in names:
-        config = None if name == "plain" else speculation(options, name)
-        sides[name] = engine(options, config, most, min(room, options.kv_tokens or room))
-    prompts = encoded(sides["plain"], asked, options.max_len - options.tokens)
+def speed(options: argparse.Namespace, engines: Engines, until: float) -> dict[str, Any]:
+    sides = {name: engines[name] for name in ("plain", *options.methods)}
     found: dict[str, Any] = {}
     for batch in options.batches:
         if time.monotonic() > until:
             found[f"{batch}"] = "no time left"
             continue
-        found[f"{batch}"] = cell(sides, prompts, batch, options, until)
+        found[f"{batch}"] = cell(sides, engines.prompts, batch, options, until)
         print(f"batch {batch}: {json.dumps(found[str(batch)])}", flush=True)
-    for llm in sides.values():
-        llm.close()
     return found
 
 
@@ -245,12 +251,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="stop measuring speed about then")
     options = parser.parse_args()
     options.batches = options.batches or ([1, 8, 64, 256] if options.device == "cuda" else [1])
+    options.seqs = options.seqs or (64 if options.device == "cuda" else 8)
+    if "speed" in options.parts:
+        options.seqs = max(options.seqs, *options.batches)
     until = time.monotonic() + options.seconds
     asked = read(options.prompts, options.each)
-    parts = {"acceptance": lambda: acceptance(options, asked), "speed": lambda: speed(options, asked, until)}
+    parts = {
+        "acceptance": lambda engines: acceptance(options, engines),
+        "speed": lambda engines: speed(options, engines, until),
+    }
     if unknown := sorted(set(options.parts) - set(parts)):
         raise SystemExit(f"--parts has no {', '.join(unknown)}: {', '.join(parts)}")
-    finish("head", {part: parts[part]() for part in options.parts})
+    engines = Engines(options, asked)
+    finish("head", {part: parts[part](engines) for part in options.parts})
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class TrainPlan:
     steps: int = _option(0, "updates; 0: as many as --epochs need")
     batch_tokens: int = _option(32768, "tokens of an update, padding included")
     max_len: int = _option(1024, "longer texts are cut")
-    learning_rate: float = _option(1e-3, "at its highest")
+    learning_rate: float = _option(6e-3, "at its highest; with adamw take a third of it or less")
     warmup: int = _option(100, "updates until it is there")
     decay: float = _option(0.8, "of the weight of each further draft of a chain")
     prompt_weight: float = _option(0.2, "of chains that begin in a prompt; those of answers have 1")
