@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml
 
 demo: setup
 	$(BIN)/draftproof generate --compare < examples/demo_prompt.txt
+	$(BIN)/draftproof generate --compare --speculative-config '{"method": "eagle3", "num_speculative_tokens": 4}' < examples/demo_question.txt
 
 lint: setup
 	$(BIN)/ruff check src tests bench examples
