@@ -240,7 +240,8 @@ class Ledger:
             self._lines, self._kind = lines, kind
         self._steps.append((table, source, columns))
         self._due += int(table[:, NUM_OUT].sum()) * (EACH + sum(top for _, top in kind[2]))
-        if len(self._steps) == self._at_once or self._due >= MANY:
+        # a step by itself can wait for the next one: `catch_up` may come before it
+        if len(self._steps) == self._at_once or (self._due >= MANY and len(self._steps) > 1):
             self._write()
         return matched
 
