@@ -1,0 +1,138 @@
+"""What a step costs: rows by a table, keys and the table's shape learned from real steps, noise and all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from draftproof.engine.costs import RowCosts
+
+TABLE = {n: 10 + n / 2 for n in range(1, 129)}  # an empty step
+
+
+def feed(costs, true, steps=300, noise=lambda step: 1.0, keys=8000):
+    """Steps of 32 requests, with 0 to 40 drafts."""
+    for step in range(steps):
+        rows = 32 + step * 7 % 41
+        costs.observe(rows, keys + step, true(rows, keys + step) * noise(step))
+
+
+def shape(costs, true, keys=8000):
+    """[2] what 72 rows cost over what 32 rows do: as is thought, and in truth."""
+    thought = (costs.of(72) + costs.still(keys)) / (costs.of(32) + costs.still(keys))
+    return thought, true(72, keys) / true(32, keys)
+
+
+@pytest.mark.parametrize("each", [0.0, 0.001, 0.005])
+@pytest.mark.parametrize("speed", [0.3, 1.0, 4.0])
+def test_real_steps_tell_what_keys_cost(each, speed):
+    """Whatever the speed of the machine is now, and was when the table was timed."""
+    costs = RowCosts(TABLE)
+
+    def true(rows, keys):
+        return speed * (TABLE[rows] + each * keys)
+
+    feed(costs, true)
+    thought, truth = shape(costs, true)
+    assert thought == pytest.approx(truth, rel=0.05)
+
+
+def test_rows_that_are_dearer_than_empty_ones_are_found_out():
+    costs = RowCosts(TABLE)
+
+    def true(rows, _):
+        return TABLE[rows] + rows / 2
+
+    feed(costs, true)
+    assert costs.still(8000) < 0
+    thought, truth = shape(costs, true)
+    assert thought == pytest.approx(truth, rel=0.05)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_table_of_the_wrong_shape_is_put_right(between):
+    """Empty steps of 48 rows and more were too quick: with keys they go another way."""
+    sizes = (1, 16, 32, 48, 64, 72, 128)
+    costs = RowCosts({n: TABLE[n] for n in sizes}, between)
+
+    def true(rows, keys):
+        size = rows if between else min(n for n in sizes if n >= rows)
+        return (TABLE[size] + 0.001 * keys) * (1.3 if size >= 48 else 1.0)
+
+    assert shape(costs, true)[0] < 0.9 * shape(costs, true)[1]
+    feed(costs, true, 3000)
+    thought, truth = shape(costs, true)
+    assert thought == pytest.approx(truth, rel=0.08)
+    assert costs._empty == sorted(costs._empty)
+
+
+def slow_minutes(step):
+    return 3.0 if step // 50 % 2 else 1.0
+
+
+def pauses(step):
+    return 40.0 if step % 10 == 5 else 1.0
+
+
+def read_late(step):
+    return 1.25 if step % 2 else 0.75  # and the next looks as much too quick
+
+
+@pytest.mark.parametrize("noise", [slow_minutes, pauses, read_late])
+def test_what_disturbs_all_steps_alike_is_not_taken_for_a_price(noise):
+    costs = RowCosts(TABLE)
+
+    def true(rows, keys):
+        return TABLE[rows] + 0.002 * keys
+
+    feed(costs, true, 600, noise)
+    thought, truth = shape(costs, true)
+    assert thought == pytest.approx(truth, rel=0.05)
+
+
+def test_pauses_that_are_believed_spoil_the_prices(monkeypatch):
+    """Control: the test above sees it."""
+    for name in ("SLOW", "DISTURBED"):
+        monkeypatch.setattr(f"draftproof.engine.costs.{name}", 1e9)
+    with pytest.raises(AssertionError):
+        test_what_disturbs_all_steps_alike_is_not_taken_for_a_price(pauses)
+
+
+def test_steps_that_are_alike_tell_nothing():
+    """They are slower than the table said, and it may be rows or keys: what was thought at first stays."""
+    costs = RowCosts(TABLE)
+    costs.observe(32, 8000, 36.0)
+    before = costs.still(8000)
+    for step in range(500):
+        costs.observe(32, 8000, 90.0 if step > 250 else 36.0)
+    assert costs.still(8000) == pytest.approx(before) == pytest.approx(10.0)
+
+
+def test_larger_steps_are_never_quicker():
+    costs = RowCosts({1: 1.0, 8: 1.2, 16: 1.1})
+    assert costs.of(16) == costs.of(8) == 1.2
+
+
+def test_the_more_a_step_costs_without_drafts_the_more_drafts_pay():
+    costs, gains = RowCosts(TABLE), np.linspace(0.9, 0.1, 64)
+    counts = [costs.best(32, still, 32.0, gains) for still in (-8.0, 0.0, 20.0, 80.0)]
+    assert counts == sorted(counts) and counts[0] < counts[1] < counts[-1]
+
+
+def test_where_nothing_was_measured_the_clock_is_not_asked():
+    costs = RowCosts.guess(24)
+    before = costs.of(8)
+    costs.observe(8, 100, 100.0)
+    assert (
+        not costs.learns
+        and costs.still(100) == 0
+        and costs.of(8) == before
+        and costs.of(24) > costs.of(8) > costs.of(1)
+    )
+    assert costs.of(100) == costs.of(24)
+
+
+def test_room_beside_the_rows_of_a_step():
+    costs = RowCosts({4: 1.0, 8: 1.5, 16: 2.0})
+    beyond = {3: (1, 0), 4: (4, 0.5), 5: (3, 0), 8: (8, 0.5), 16: (0, 0), 20: (0, 0)}
+    assert {rows: costs.beyond(rows) for rows in beyond} == beyond
