@@ -1,4 +1,4 @@
-"""All layers in one kernel against the ops one by one: see `triton_block_checks`."""
+"""All layers in one kernel against the ops one by one: see `triton_block_checks`, which runs as a process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ import pytest
 HERE = str(Path(__file__).parent)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", ["plain", "bias_and_windows", "taps_and_a_head", "what_it_leaves_to_others"])
-def test_check(name: str) -> None:
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """Name of a check -> what went wrong, or nothing."""
     path = [HERE, *sys.path]
-    code = f"import sys; sys.path[:0] = {path!r}; import triton_block_checks as b; b.main([{name!r}])"
+    code = f"import sys; sys.path[:0] = {path!r}; import triton_block_checks as b; b.main([])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])[name]
-    assert found == "", found
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["plain", "bias_and_windows", "taps_and_a_head", "what_it_leaves_to_others"])
+def test_check(name: str, results: dict[str, str]) -> None:
+    assert results[name] == "", results[name]
