@@ -230,7 +230,7 @@ def test_one_bad_request_loses_nothing(llm: LLM) -> None:
 
 def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the engine has let a request go and its answer is not built yet."""
-    for moment in ("add", "close", "tidy"):
+    for moment in ("add", "close", "_write"):
         whole, calls = getattr(Ledger, moment), []
 
         def interrupted(self: Ledger, *args: object, whole: Any = whole, calls: Any = calls) -> Any:
