@@ -3,10 +3,10 @@
     python bench/adaptive.py [--device cpu] [--batches 1,8,32] [--tasks mix] [--tokens 64] [--seconds 100]
 
 Every side is a lane of its own in one engine: a batch that is always full, whose requests are followed by the
-next in the same order on all sides. Lanes take turns, a few requests or fractions of a second each, so a slow
-minute of the machine hits all of them; in a window every lane has served the same requests, as many of each
-task. Copy, edit, chat and free-text prompts take turns (`mix`; or `copy`, `edit`, `chat`, `free` alone). They
-have been served before, so that the prefix cache has them and what is timed is decoding.
+next in the same order on all sides. Lanes take turns of so many tokens, fractions of a second each, so a slow
+minute of the machine hits all of them; in a window every lane has come as far, through as many of each task.
+Copy, edit, chat and free-text prompts take turns (`mix`; or `copy`, `edit`, `chat`, `free` alone). They have
+been served before, so that the prefix cache has them and what is timed is decoding.
 
 A ratio is the median over windows of adaptive's tokens a second over a fixed number's in the same window; its
 interval holds the true median with 90 % (of fewer than five windows: their range). Sides that are far behind
@@ -67,7 +67,7 @@ class Side:
     def __init__(self, bench: Bench, name: str, task: str, batch: int) -> None:
         self.bench, self.name, self.task = bench, name, task
         self.lane = Lane.like(bench.plain)
-        self.asked = self.ended = self.tokens = 0
+        self.asked = self.tokens = self.goal = 0
         self.seconds = 0.0
         self.said: dict[str, list[int]] = {}
         with bench.on(self.lane):
@@ -80,18 +80,18 @@ class Side:
         self.said[request.id] = []
         self.bench.llm.engine.add(request)
 
-    def turn(self, ends: int) -> None:
-        """On, until as many more have ended; what is under way then is waited for."""
-        engine, until, lane = self.bench.llm.engine, self.ended + ends, self.lane
+    def turn(self, tokens: int) -> None:
+        """On by so many tokens; what is under way then is waited for."""
+        engine, lane = self.bench.llm.engine, self.lane
+        self.goal += tokens
         with self.bench.on(lane):
             begin = time.perf_counter()
-            while self.ended < until or engine.loop._flights:
-                lane.rests = self.ended >= until
+            while self.tokens < self.goal or engine.loop._flights:
+                lane.rests = self.tokens >= self.goal
                 for out in engine.step():
                     self.tokens += len(out.token_ids)
                     self.said[out.request_id] += out.token_ids
                     if out.finish_reason is not None:
-                        self.ended += 1
                         self.bench.heard(out.request_id, self.said.pop(out.request_id))
                         self._ask(self.bench.tokens)
             lane.rests = False
@@ -176,8 +176,8 @@ def interval(values: list[float]) -> list[float]:
     return [round(ordered[low], 4), round(ordered[n - 1 - low], 4)]
 
 
-def window(sides: dict[str, Side], ends: int, turns: int, first: int) -> dict[str, float]:
-    """Tokens a second of each side, over the same requests."""
+def window(sides: dict[str, Side], tokens: int, turns: int, first: int) -> dict[str, float]:
+    """Tokens a second of each side."""
     before = {name: (side.tokens, side.seconds) for name, side in sides.items()}
     gc.collect()
     gc.disable()
@@ -185,7 +185,7 @@ def window(sides: dict[str, Side], ends: int, turns: int, first: int) -> dict[st
     for turn in range(first, first + turns):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            sides[name].turn(ends)
+            sides[name].turn(tokens)
     gc.enable()
     return {
         name: (side.tokens - before[name][0]) / (side.seconds - before[name][1])
@@ -194,12 +194,12 @@ def window(sides: dict[str, Side], ends: int, turns: int, first: int) -> dict[st
 
 
 def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until: float) -> dict[str, Any]:
-    ends, turns = options.grain.get(batch, options.grain[0])
+    tokens, turns = options.grain.get(batch, options.grain[0])
     sides = {name: Side(bench, name, task, batch) for name in SIDES}
     windows: list[dict[str, float]] = []
     bench.wrong, number = 0, -1
     while number < FIRST or time.monotonic() < until:
-        rates = window(sides, ends, turns, number * turns)
+        rates = window(sides, tokens, turns, number * turns)
         if number >= 0:  # the first is not counted: batches fill, prices are learned
             windows.append(rates)
         number += 1
@@ -248,8 +248,9 @@ def main() -> None:
     options.tokens = options.tokens or (64 if on_cpu else 128)
     options.seconds = options.seconds or (300.0 if on_cpu else 90.0)
     options.distinct = 8 if on_cpu else 32  # prompts of a task; more requests use them again
-    # requests that a lane serves in a turn, and turns of a window; 0: of other batches
-    options.grain = {1: (1, 4), 8: (2, 4), 0: (4, 4)} if on_cpu else {1: (4, 2), 64: (64, 2), 0: (128, 2)}
+    # tokens of a turn, and turns of a window; 0: of other batches
+    options.grain = {1: (16, 16), 8: (64, 8), 0: (256, 4)} if on_cpu else {1: (512, 2), 0: (128 * 128, 2)}
+    options.grain[64] = options.grain[0] if on_cpu else (64 * 128, 2)
     bench = Bench(options)
     begin, cells = time.monotonic(), {}
     todo = list(product(options.tasks, options.batches))
