@@ -42,6 +42,7 @@ class RowCosts:
         self._knots: list[float] = np.maximum.accumulate([seconds[size] for size in self._timed]).tolist()
         self._between = between
         self._rows = list(range(1, self._timed[-1] + 1)) if between else self._timed
+        self._grid = np.array(self._rows)
         self._empty: list[float] = self._knots  # by `_rows`
         self._fill()
         self.learns = learns
@@ -104,7 +105,7 @@ class RowCosts:
 
     def _fill(self) -> None:
         if self._between:
-            self._empty = np.interp(self._rows, self._timed, self._knots).tolist()
+            self._empty = np.interp(self._grid, self._timed, self._knots).tolist()
 
     def still(self, keys: float) -> float:
         """What a step with these keys costs beside its rows."""
