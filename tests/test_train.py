@@ -219,6 +219,42 @@ def test_what_counts() -> None:
     torch.testing.assert_close(weight[1] * total, 0.5 * second.flatten())
 
 
+def test_what_is_kept_is_what_is_computed(tmp_path: Path) -> None:
+    """The target's rows of every batch, found among those of all texts; a cut changes nothing."""
+    plain, kept = trained.trainer(), trained.trainer(keep=1)
+    for batch, _ in zip(plain.batches.from_step(0), range(4), strict=False):
+        tokens = torch.from_numpy(batch.tokens)
+        ours, theirs = plain.lessons(batch, tokens), kept.lessons(batch, tokens)
+        for line, length in enumerate(batch.lengths.tolist()):
+            for name in ("features", "hidden"):
+                one, other = (getattr(lesson, name)[line, :length] for lesson in (ours, theirs))
+                torch.testing.assert_close(one, other)
+    assert kept.run(tmp_path / "whole")
+    for stop in (5, 12):
+        part = trained.trainer(keep=1)
+        part.resume(tmp_path / "part")
+        for batch in part.batches.from_step(part.step):
+            if part.step == stop:
+                break
+            part.learn(batch)
+        part.save(tmp_path / "part")
+    whole, cut = (tmp_path / name / "head" / "model.safetensors" for name in ("whole", "part"))
+    assert whole.read_bytes() == cut.read_bytes()
+
+
+def test_a_head_is_gone_on_from(tmp_path: Path) -> None:
+    first = trained.trainer()
+    first.run(tmp_path)
+    folder = str(tmp_path / "head")
+    again = trained.trainer(begin=folder)
+    assert torch.equal(again.d2t, first.d2t)
+    for name, weight in first.rounded().items():
+        assert torch.equal(again.weights[name].detach(), weight), name
+    assert again.accepted(again.held) == first.accepted(first.held)
+    with pytest.raises(ConfigError, match="cannot be gone on from: intermediate_size is"):
+        trained.trainer(begin=folder, intermediate_size=40)
+
+
 def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:
     made = trained.trainer()
     assert not made.run(tmp_path, stop_at=0.0)

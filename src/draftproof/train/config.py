@@ -74,6 +74,8 @@ class TrainPlan:
     weight_decay: float = _option(0.0, "of both")
     hard: float = _option(0.1, "share of the target's law that is put on its best token, at temperature 0")
     overlap: float = _option(1.0, "weight of 1 - sum min(p, q) beside divergence")
+    begin: str = _option("", "folder of a head to go on from, with its draft vocabulary; nothing: a new one")
+    keep: int = _option(0, "1: what the target says of the texts is computed once and kept on the device")
     dtype: str = _option("bfloat16", "of activations: bfloat16 or float32; weights are trained in fp32")
     eval_every: int = _option(250, "updates between two points of the curve")
     eval_texts: int = _option(48, "held-out texts that a point is measured on")
@@ -87,6 +89,8 @@ class TrainPlan:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
         if self.feature_norm not in ("none", "each") or self.norm_output not in (0, 1):
             raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
+        if self.keep not in (0, 1):
+            raise ConfigError(f"keep is 0 or 1, got {self.keep}")
         if self.optimizer not in ("adamw", "muon"):
             raise ConfigError(f"optimizer is adamw or muon, got {self.optimizer!r}")
         if self.dtype not in ("bfloat16", "float32"):

@@ -16,10 +16,12 @@ from torch import Tensor
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.head import HeadConfig, Target
+from draftproof.models.head_formats import load_head
 from draftproof.models.load import DTYPES, Checkpoint
 from draftproof.ops import resolve
 from draftproof.train.config import TrainPlan, write_json
 from draftproof.train.evaluate import Acceptance, Examiner
+from draftproof.train.lessons import Lessons
 from draftproof.train.loss import Aim, unrolled_loss
 from draftproof.train.module import HeadModule, new_weights
 from draftproof.train.optimize import Mover
@@ -63,6 +65,17 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> He
     )
 
 
+def begun_head(folder: str, wanted: HeadConfig) -> dict[str, Tensor]:
+    """The tensors of a head to go on from, weights in fp32; refused if it is not as the plan wants it."""
+    config, tensors = load_head(folder, wanted.target)
+    ours, theirs = wanted.to_json(), config.to_json()
+    if other := [
+        f"{key} is {theirs[key]}, wanted is {ours[key]}" for key in ours if ours[key] != theirs[key]
+    ]:
+        raise ConfigError(f"{folder}: this head cannot be gone on from: {'; '.join(other)}")
+    return {name: t if name == "d2t" else t.float() for name, t in tensors.items()}
+
+
 def _three_layers(config: ModelConfig) -> tuple[int, ...]:
     """A low one, one in the middle, a high one; fewer if there are not so many."""
     last = config.num_layers - 1
@@ -85,8 +98,10 @@ class Trainer:
         self.dtype = DTYPES[plan.dtype]
         vocab = checkpoint.config.vocab_size
         count = min(plan.draft_vocab or vocab, vocab)
-        self.d2t = torch.from_numpy(frequent_ids(texts, vocab, count)).to(device)
         self.config = head_config(plan, checkpoint, count)
+        begun = begun_head(plan.begin, self.config) if plan.begin else {}
+        ids = begun.pop("d2t", None) if begun else torch.from_numpy(frequent_ids(texts, vocab, count))
+        self.d2t = (torch.arange(count) if ids is None else ids).to(device)
         room = plan.max_len + plan.unroll + plan.drafts + 64
         self.teacher = Teacher(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
         self.module = HeadModule(self.config, device, room)
@@ -95,11 +110,12 @@ class Trainer:
         self.examiner = Examiner(self.teacher, self.module, self.d2t, self.ops, plan.drafts)
         self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
         self.steps = plan.steps or math.ceil(plan.epochs * len(self.batches.epoch(0)))
+        self.lessons = Lessons(self.teacher, self.batches, self.config.aux_layers, self.ops, bool(plan.keep))
         self.aim = Aim(plan.hard, plan.overlap)
         self.decays = torch.tensor([plan.decay**j for j in range(plan.unroll)], device=device)
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
-        fresh = new_weights(
+        fresh = begun or new_weights(
             self.config, self._feature_sizes(), checkpoint.tensors["model.norm.weight"], plan.seed
         )
         self.weights = {name: weight.to(device).requires_grad_() for name, weight in fresh.items()}
@@ -163,7 +179,7 @@ class Trainer:
         """One update; the loss of each step of a chain, [unroll], on the device."""
         plan = self.plan
         tokens = self.ops.send(torch.from_numpy(batch.tokens))  # [B, T]
-        lesson = self.teacher(tokens, self.config.aux_layers)
+        lesson = self.lessons(batch, tokens)
         embeds = F.embedding(F.pad(tokens, (0, plan.unroll)), self.teacher.embedding)
         rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
         outputs = self.module.unroll(rounded, lesson.features, embeds, plan.unroll)

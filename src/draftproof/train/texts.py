@@ -97,16 +97,18 @@ class Batch:
     lengths: NDArray[np.int64]  # [B]
     prompt_lengths: NDArray[np.int64]  # [B]
     cold: NDArray[np.bool_]  # [B]: of temperature 0
+    which: list[int]  # [B]: places among all texts, where they have some
 
     @classmethod
-    def of(cls, texts: Sequence[Text], max_len: int, multiple: int = 64) -> Batch:
+    def of(cls, texts: Sequence[Text], max_len: int, multiple: int = 64, which: Sequence[int] = ()) -> Batch:
         lengths = np.asarray([min(len(text.tokens), max_len) for text in texts], np.int64)
         width = -(-int(lengths.max()) // multiple) * multiple
         tokens = np.zeros((len(texts), width), np.int64)
         for row, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             tokens[row, :length] = text.tokens[:length]
         prompts = np.asarray([text.prompt_length for text in texts], np.int64)
-        return cls(tokens, lengths, prompts, np.asarray([text.temperature == 0 for text in texts]))
+        cold = np.asarray([text.temperature == 0 for text in texts])
+        return cls(tokens, lengths, prompts, cold, list(which))
 
 
 class Batches:
@@ -122,12 +124,14 @@ class Batches:
         self.seed = seed
         if not self.texts:
             raise LoadError("there is no text to train on: all of it is too long, or empty")
+        self.lengths = np.asarray([min(len(t.tokens), max_len) for t in self.texts], np.int64)
+        self.begins = np.concatenate([[0], np.cumsum(self.lengths)])  # of each text, one after the other
 
     def epoch(self, number: int) -> list[list[int]]:
         """Indices of the texts of each batch: shuffled, then neighbours of one length put together."""
         rng = np.random.default_rng([self.seed, number])
         order = rng.permutation(len(self.texts))
-        lengths = np.asarray([min(len(t.tokens), self.max_len) for t in self.texts], np.int64)
+        lengths = self.lengths
         # sorted within stretches of some 32 batches: little padding, and no batch is the same in two epochs
         stretch = max(1, int(32 * self.batch_tokens / max(1.0, float(lengths.mean()))))
         groups: list[list[int]] = []
@@ -147,12 +151,20 @@ class Batches:
             current.append(index)
         return [*groups, current] if current else groups
 
+    def in_order(self) -> Iterator[Batch]:
+        """Every text once, the shortest first."""
+        for group in self._cut(np.argsort(self.lengths, kind="stable").tolist(), self.lengths):
+            yield self._batch(group)
+
+    def _batch(self, group: list[int]) -> Batch:
+        return Batch.of([self.texts[i] for i in group], self.max_len, which=group)
+
     def from_step(self, step: int) -> Iterator[Batch]:
         """The batches of step `step`, `step + 1`, …, without end."""
         number = 0
         while True:
             groups = self.epoch(number)
             for group in groups[step:]:
-                yield Batch.of([self.texts[i] for i in group], self.max_len)
+                yield self._batch(group)
             step = max(0, step - len(groups))
             number += 1
