@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# how far a start has come, where no terminal shows a bar
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
 
 def best(function: Callable[[], object], repeat: int) -> float:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from operator import is_
 from typing import Any, TypeVar
 
@@ -164,14 +165,14 @@ class DeviceStep:
             return lambda: None
         entries = min(self.ops.bucket(len(planned.slots)), len(self.plan.slots))
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
-        return self._drafts(rows, entries, wanted, captured=not planned.has_prompts)
+        key, draft = self._draft(rows, entries, wanted)
+        if planned.has_prompts:  # their sizes are too many to be captured, and drafts are short beside them
+            return draft
+        return self._graph(key, draft, apart=True)
 
-    def _drafts(
-        self, rows: int, entries: int, wanted: DraftTraits, captured: bool = True
-    ) -> Callable[[], None]:
-        """Behind prompts not captured: their sizes are too many, and drafts are short beside them."""
+    def _draft(self, rows: int, entries: int, wanted: DraftTraits) -> tuple[Hashable, Callable[[], None]]:
         draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
-        return self._graph(("draft", rows, entries, wanted), draft, apart=True) if captured else draft
+        return ("draft", rows, entries, wanted), draft
 
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
@@ -206,23 +207,21 @@ class DeviceStep:
             return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
-        work: list[tuple[str, int, Traits | None]] = [("forward", n, None) for n in sizes]
-        work += [(kind, n, t) for t in traits for n in decoding for kind in ("decode", "judge")]
-        behind = self.drafting.usual(self.ops, decoding)
-        for done, sizes_of_one in enumerate(behind):
-            tick("capturing drafts", done, len(behind))
-            self._drafts(*sizes_of_one)
-        for done, (kind, size, trait) in enumerate(work):
+        work: list[tuple[Hashable, Callable[[], Any], bool]] = []  # key, function, apart
+        work += [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, decoding)]
+        for size, ends in ((n, self._ends(n)) for n in sizes):
+            work.append((("forward", size, ends), partial(self._alone, size, ends), False))
+        for trait, size in product(traits, decoding):
+            windows = self._layout(size, min(size, self.max_logits)).windows
+            tail = partial(self._tail, self._picked[:size], windows, trait, NO_ONE)
+            work.append((("decode", size, trait), partial(self._whole, size, trait), False))
+            work.append((("judge", size, trait), tail, False))
+        proposer = self.drafting.proposer
+        self.ops.compile([self._idle, *(function for _, function, _ in work)], partial(tick, "compiling"))
+        self.drafting.proposer, self.drafting.failure = proposer, None  # to fail it must have been run
+        for done, (key, function, apart) in enumerate(work):
             tick("capturing", done, len(work))
-            layout = self._layout(size, min(size, self.max_logits))
-            if trait is None:
-                ends = self._ends(size)
-                self._graph((kind, size, ends), partial(self._alone, size, ends))
-            elif kind == "decode":
-                self._graph((kind, size, trait), partial(self._whole, size, trait))
-            else:
-                tail = partial(self._tail, self._picked[:size], layout.windows, trait, NO_ONE)
-                self._graph((kind, size, trait), tail)
+            self._graph(key, function, apart)
         tick("capturing", len(work), len(work))
         return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
 
@@ -246,9 +245,7 @@ class DeviceStep:
             return function
         graph = self._graphs.get(key)
         if graph is None:
-            self._load(None)
-            layout = self._layout(self.max_rows, self.max_logits)
-            self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
+            self._idle()
             try:
                 graph = self.ops.graph(function, apart)
             except RuntimeError as error:  # no memory for it, most likely; without it the step is slower
@@ -279,6 +276,12 @@ class DeviceStep:
             self.ops.send(self._telling, self._plan)
             self._sent = plan
         self._from = columns
+
+    def _idle(self) -> None:
+        """An empty plan, laid out: a step that is run now does nothing."""
+        self._load(None)
+        layout = self._layout(self.max_rows, self.max_logits)
+        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
 
     def _layout(self, rows: int, logits: int) -> Layout:
         """The buffers of a step of this size."""

@@ -201,6 +201,12 @@ class Ops(DraftSearch, Following):
         """
         return function
 
+    def compile(self, functions: Sequence[Callable[[], object]], tick: Callable[[int, int], None]) -> None:
+        """Make ready what `functions` will need of the backend, if it takes long; they do no harm now.
+
+        `tick`: how much is done, of how much.
+        """
+
     def send(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         """A tensor of the host's on the device, in `target` if given, without waiting for the queue."""
         return source.to(self.device) if target is None else target.copy_(source)

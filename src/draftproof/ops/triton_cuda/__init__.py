@@ -34,6 +34,7 @@ try:
         truncate,
         walk,
     )
+    from draftproof.ops.triton_cuda.compiling import compile_ahead
     from draftproof.ops.triton_cuda.cublas import Cublas, Mode
 
     MISSING = ""
@@ -95,6 +96,10 @@ class TritonOps(DraftOps, Queued):
     def _early(self, x: Tensor) -> bool:
         """Whether kernels on these rows are launched early."""
         return self.pdl and len(x) <= EARLY
+
+    def compile(self, functions: Sequence[Callable[[], object]], tick: Callable[[int, int], None]) -> None:
+        if self.cuda:
+            compile_ahead(functions, tick)
 
     def _done(self, op: str) -> None:
         if self.debug and self.cuda and not torch.cuda.is_current_stream_capturing():

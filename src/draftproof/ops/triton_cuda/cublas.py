@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from draftproof.ops.triton_cuda.compiling import is_compiling
 from draftproof.ops.triton_cuda.gemm import Gemm, PackedLinear
 
 PIECES = range(8192, 0, -512)  # rows
@@ -49,7 +50,7 @@ class Cublas:
         key = (columns, depth, rows, packed.weight.dtype, out_dtype)
         found = self.proven.get(key)
         if found is None:
-            if torch.cuda.is_current_stream_capturing():
+            if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return ""
             ways = ("plain", "bias") if out_dtype == packed.weight.dtype else ("plain",)
             right = (w for w in ways if packed.split == 1 and self._equal(packed, rows, out_dtype, w))
@@ -124,7 +125,7 @@ class Cublas:
         """
         found = self.quicker.get(key)
         if found is None:
-            if torch.cuda.is_current_stream_capturing():
+            if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return False
             times = [_time(first), _time(second), _time(first), _time(second)]
             late = ROUNDS * LATE / 1000 if early else 0.0

@@ -1,0 +1,179 @@
+"""Kernels compiled ahead, side by side: what runs meanwhile and what does not. It takes no GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or torch.cuda.is_available(), reason="needs triton, and no GPU"
+)
+
+
+class Driver:
+    """Of a GPU that is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def norms(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The kernels that an RMS norm has, by width; and a disk without any."""
+    from triton.runtime import driver
+
+    from draftproof.ops.triton_cuda import elementwise
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = elementwise.rms_norm_kernel
+    driver.set_active(Driver())
+    kernel.device_caches.clear()
+    try:
+        yield elementwise, lambda: [k.metadata.name for k in kernel.device_caches[0][0].values()]
+    finally:
+        kernel.device_caches.clear()
+        driver._active = None
+
+
+def norm(elementwise: Any, width: int) -> torch.Tensor:
+    x = torch.ones((4, width))
+    out = torch.empty_like(x)
+    elementwise.rms_norm(x, torch.ones(width), out, 1e-5, False)
+    return out
+
+
+def test_kernels_are_compiled_and_not_run(norms: Any) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from draftproof.ops.triton_cuda.compiling import compile_ahead, is_compiling
+
+    elementwise, known = norms
+    launch, ticks, found = JITFunction.run, [], []
+
+    def both() -> None:
+        assert is_compiling()
+        found.extend(norm(elementwise, width) for width in (32, 64, 32))
+
+    compile_ahead([both, both], lambda *of: ticks.append(of))
+    assert known() == ["rms_norm_kernel"] * 2
+    assert all(not out.any() for out in found)  # indices made of it exist
+    assert ticks[-1] == (2, 2)
+    assert JITFunction.run is launch and not is_compiling()
+
+
+def test_other_threads_launch_as_ever(norms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may be served by another engine of this process."""
+    from triton.runtime.jit import JITFunction
+
+    from draftproof.ops.triton_cuda.compiling import compile_ahead
+
+    elementwise, _ = norms
+    launched: list[bool] = []
+    whole = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        launched.append(warmup)
+        return whole(self, *args, grid=grid, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=norm, args=(elementwise, 128))
+        thread.start()
+        thread.join()
+
+    compile_ahead([meanwhile], lambda *_: None)
+    assert launched == [False]
+
+
+def test_what_raises_leaves_everything_as_it_was(norms: Any) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from draftproof.ops.triton_cuda.compiling import compile_ahead, is_compiling
+
+    launch = JITFunction.run
+    with pytest.raises(ZeroDivisionError):
+        compile_ahead([lambda: 1 // 0], lambda *_: None)
+    assert JITFunction.run is launch and not is_compiling()
+    compile_ahead([], lambda *_: None)  # no lock is held
+
+
+def test_nothing_is_concluded_from_kernels_that_did_not_run() -> None:
+    """cuBLAS is neither proven nor refuted by them."""
+    from draftproof.ops.triton_cuda import compiling
+    from draftproof.ops.triton_cuda.cublas import Cublas
+    from draftproof.ops.triton_cuda.gemm import PackedLinear
+
+    cublas = Cublas(lambda *_: None)  # type: ignore[arg-type]
+    packed = PackedLinear(torch.zeros((64, 64), dtype=torch.bfloat16), None, 1)
+    compiling._here.compiling = True
+    try:
+        assert cublas.way(packed, 512, torch.bfloat16) == ""
+        assert not cublas.second_is_quicker("x", lambda: None, lambda: None, False)
+    finally:
+        compiling._here.compiling = False
+    assert not cublas.proven and not cublas.quicker
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "hybrid", "draft_model"])
+@torch.inference_mode()
+def test_a_start_is_gone_through_without_a_kernel(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is captured, with the GPU's sizes and torch's own ops, which look up what is not there.
+
+    On the CPU an index out of range raises; on a GPU it would take the process with it.
+    """
+    from triton.runtime.jit import JITFunction
+
+    import heads
+    import tiny
+    from draftproof.ops.triton_cuda import TritonOps, compiling, graph, runtime
+    from test_launches import Chip
+
+    gone_through = []
+
+    def compile_without_a_pool(self: Any, functions: Any, tick: Any) -> None:
+        with compiling._launching_nothing(), compiling._Zeros():
+            for function in functions:
+                function()
+                gone_through.append(function)
+        tick(0, 0)
+
+    kernels = []
+    for owner, name, value in (
+        (runtime, "check_device", lambda device: None),
+        (runtime, "_usable", lambda name, x, dtypes: x),
+        (JITFunction, "run", lambda self, *a, **k: kernels.append(self.fn.__name__)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "get_device_properties", lambda device: Chip),
+        (graph.Queued, "open_queue", lambda self: setattr(self, "asynchronous", True)),
+        (graph.Queued, "graph", lambda self, function, apart=False: function),
+        (graph.Queued, "seconds", lambda self, function, times=5: 1.0),
+        (graph.Queued, "send", lambda self, source, target=None: target.copy_(source)),
+        (TritonOps, "compile", compile_without_a_pool),
+        (TritonOps, "free_memory", lambda self: 1 << 30),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    speculative = {
+        "method": method,
+        "num_speculative_tokens": 4,
+        **heads.options(method, "llama", "bfloat16"),
+    }
+    options = {"warm_up": True, "max_num_batched_tokens": 2048, "backend": "triton", "debug": False}
+    engine = tiny.engine("llama", "bfloat16", speculative, **options)
+    assert len(gone_through) > 40 and len(set(kernels)) > 15
+    engine.ops.compile(list(gone_through), lambda *_: None)  # again: a start forgets failures
+    assert engine.loop.device.drafting.failure is None and engine.loop.device.drafting.proposer is not None
