@@ -34,7 +34,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         if what not in tasks:
             tasks[what] = bar.add_task(what, total=total)
             bar.start()
-        bar.update(tasks[what], completed=done, total=total)
+        bar.update(tasks[what], completed=done)
 
     try:
         yield show
