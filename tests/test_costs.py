@@ -136,3 +136,27 @@ def test_room_beside_the_rows_of_a_step():
     costs = RowCosts({4: 1.0, 8: 1.5, 16: 2.0})
     beyond = {3: (1, 0), 4: (4, 0.5), 5: (3, 0), 8: (8, 0.5), 16: (0, 0), 20: (0, 0)}
     assert {rows: costs.beyond(rows) for rows in beyond} == beyond
+
+
+def test_drafts_that_cost_more_than_they_bring_are_not_asked_for():
+    """A model's drafts for 8 requests take as long as half a step: rows for them are nearly free."""
+    table, gains = {8: 1.0, 16: 1.05, 64: 1.1}, np.full(8, 0.4)
+    assert RowCosts(table).best(8, 0.0, 8.0, gains) == 8
+    costs = RowCosts(table, asking={1: 0.1, 8: 0.5, 16: 0.9})
+    assert [costs.asking(n) for n in (0, 1, 2, 8, 9, 99)] == [0, 0.1, 0.5, 0.5, 0.9, 0.9]
+    assert costs.best(8, 0.0, 8.0, gains, costs.asking(8)) == 0
+    assert costs.best(8, 0.0, 8.0, np.full(8, 0.6), costs.asking(8)) == 8
+
+
+def test_time_for_asking_is_not_mistaken_for_rows_or_keys():
+    """Steps with drafts behind them are slower by what was timed, and by that alone."""
+    costs, blind = RowCosts(TABLE, asking={32: 20.0}), RowCosts(TABLE)
+    for step in range(300):
+        asked = 32 * (step % 3 > 0)
+        rows = 72 if asked else 32
+        seconds = TABLE[rows] + 0.001 * (8000 + step) + (20.0 if asked else 0.0)
+        costs.observe(rows, 8000 + step, seconds, asked)
+        blind.observe(rows, 8000 + step, seconds)
+    thought, truth = shape(costs, lambda rows, keys: TABLE[rows] + 0.001 * keys)
+    assert thought == pytest.approx(truth, rel=0.05)
+    assert shape(blind, lambda rows, keys: 1.0)[0] > 1.2 * truth

@@ -80,7 +80,8 @@ class DraftBudgets:
         if num_fixed:
             rows += int(budget.sum())
             tokens += float(survival[place <= budget[:, None]].sum())
-        budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0))
+        asking = 0.0 if num_fixed else self.costs.asking(len(slots))
+        budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0), asking)
         self._given = budget.copy()  # a probe is made once
         self._probe(slots, budget, limit)
         self._resting, self._since, self._rest = slots, self._steps, 0
@@ -119,6 +120,7 @@ class DraftBudgets:
     def _until_probe(self, slots: Ints) -> int:
         """Nobody was given a draft, or a probe. For how many steps will there be no money for one?"""
         room, price = self.costs.beyond(len(slots))
+        price += self.costs.asking(len(slots))
         saves = SHARE * (self.costs.of(len(slots)) + self._still)
         if AT_ONCE not in self._turn[slots]:
             price *= 2
@@ -134,7 +136,10 @@ class DraftBudgets:
             return
         rows = len(slots) + int(drafts.sum())
         seconds = self.costs.of(rows)
-        without = self.costs.of(rows - int(drafts[self._probed[slots]].sum()))
+        probes = int(drafts[self._probed[slots]].sum())
+        without = self.costs.of(rows - probes)
+        if probes == rows - len(slots):  # they alone were asked for
+            seconds += self.costs.asking(len(slots))
         self._purse += SHARE * (without + self._still) - (seconds - without)
 
     def record(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
@@ -173,12 +178,12 @@ class DraftBudgets:
         survival: Reals = belief @ POWERS[1 : most + 1].T
         return survival
 
-    def _afford(self, rows: int, tokens: float, survival: Reals) -> Ints:
+    def _afford(self, rows: int, tokens: float, survival: Reals, asking: float = 0.0) -> Ints:
         """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`."""
         gains = survival[survival > WORTH]
         gains.sort()
         gains = gains[::-1]
-        count = self.costs.best(rows, self._still, tokens, gains)
+        count = self.costs.best(rows, self._still, tokens, gains, asking)
         if count == 0:
             return np.zeros(len(survival), np.int64)
         budget: Ints = (survival >= gains[count - 1]).sum(1, dtype=np.int64)
@@ -191,7 +196,10 @@ class DraftBudgets:
     def _probe(self, slots: Ints, budget: Ints, limit: Ints) -> None:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
         one size larger; if there is money for it. `budget` is added to."""
-        room, price = self.costs.beyond(len(slots) + int(budget.sum()))
+        given = int(budget.sum())
+        room, price = self.costs.beyond(len(slots) + given)
+        if not given:
+            price += self.costs.asking(len(slots))
         saved = SAVED * SHARE * (self.costs.of(len(slots)) + self._still)
         self._purse = min(self._purse, max(2 * price, saved))
         if not room or price > self._purse:

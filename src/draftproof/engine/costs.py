@@ -1,13 +1,13 @@
 """What a step costs by its rows: timed at start without requests, then corrected by real steps.
 
-    seconds = speed * (empty(rows) + each * keys)
+    seconds = speed * (empty(rows) + each * keys + asking(requests))
 
 An empty step reads no keys, so it says how costs grow with rows and not what a step of these requests costs
 without drafts: the more that is, the less a draft adds to it. `each` is what a key costs (a token that a
 request has stored, and that every step reads), with whatever else a step costs beside its rows, in the time
 of empty steps. It is less than nothing where it is the rows that cost more than empty ones. How quick the
 machine is at the moment cancels out of every choice. It is followed, so that a slow minute is not mistaken
-for dear rows or dear keys.
+for dear rows or dear keys. `asking` is what a proposer with a model takes behind a step for the next drafts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Reals = NDArray[np.float64]
+NOTHING: Mapping[int, float] = {}
 
 SLOW = 5.0  # times what was expected: a pause of whoever calls, not a step's time any more
 DISTURBED = 0.5  # above what was expected: by how much does not matter
@@ -33,10 +34,18 @@ ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, 
 class RowCosts:
     """Prices of steps, in the time of empty ones."""
 
-    def __init__(self, seconds: Mapping[int, float], between: bool = False, learns: bool = True) -> None:
+    def __init__(
+        self,
+        seconds: Mapping[int, float],
+        between: bool = False,
+        learns: bool = True,
+        asking: Mapping[int, float] = NOTHING,
+    ) -> None:
         """`seconds` of empty steps by rows; a step of another number of rows is padded to the next of them.
-        `between`: it is not, and costs what lies between.
+        `between`: it is not, and costs what lies between. `asking`: seconds for drafts, by requests.
         """
+        self._askers = sorted(asking)
+        self._asking = [asking[count] for count in self._askers]
         self._timed = sorted(seconds)
         # a larger step is never quicker: what the clock says to the contrary is noise
         self._knots: list[float] = np.maximum.accumulate([seconds[size] for size in self._timed]).tolist()
@@ -57,12 +66,12 @@ class RowCosts:
         sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
         return cls({size: 1.0 + size / ROWS_FREE for size in sizes}, learns=False)
 
-    def observe(self, rows: int, keys: int, seconds: float) -> None:
-        """A real step took so long."""
+    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0) -> None:
+        """A real step took so long; `asked`: requests that drafts were made for behind it."""
         at = bisect_left(self._rows, rows)
         if not self.learns or at == len(self._rows) or keys <= 0:
             return
-        empty = self._empty[at]
+        empty = self._empty[at] + self.asking(asked)
         if not self._speed:  # the table was timed here: what is beyond it is not the rows
             self._each = max(0.0, seconds - empty) / keys
             self._scale = max(self._each, empty / keys)
@@ -115,16 +124,26 @@ class RowCosts:
         """What rows cost; more than were ever measured, as the most that were."""
         return self._empty[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
 
+    def asking(self, requests: int) -> float:
+        """What drafts for so many requests cost before any of them is verified."""
+        if not self._askers or not requests:
+            return 0.0
+        return self._asking[min(bisect_left(self._askers, requests), len(self._askers) - 1)]
+
     def knows(self, rows: int) -> bool:
         return rows <= self._rows[-1]
 
-    def best(self, rows: int, still: float, tokens: float, gains: Reals) -> int:
-        """How many drafts to add to `rows` rows that commit `tokens`, if the n-th adds gains[n - 1]."""
+    def best(self, rows: int, still: float, tokens: float, gains: Reals, asking: float = 0.0) -> int:
+        """How many drafts to add to `rows` rows that commit `tokens`, if the n-th adds gains[n - 1].
+
+        `asking`: what it costs to have any.
+        """
         total: list[float] = gains.cumsum().tolist()
         most, best, best_rate = len(total), 0, 0.0
         for at in range(bisect_left(self._rows, rows), len(self._rows)):
             count = min(self._rows[at] - rows, most)
-            rate = (tokens + (total[count - 1] if count else 0.0)) / (self._empty[at] + still)
+            more = total[count - 1] if count else 0.0
+            rate = (tokens + more) / (self._empty[at] + still + (asking if count else 0.0))
             if rate > best_rate:
                 best, best_rate = count, rate
             if count == most:  # a larger step would bring no more

@@ -7,7 +7,7 @@ kept by their number and by how far anybody may draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -83,6 +83,20 @@ class Drafting:
                 if entries <= ops.bucket(num_slots) and rows in sizes:
                     found |= {(rows, min(entries, num_slots), DraftTraits(rounds)): 0 for rounds in (0, k)}
         return list(found)
+
+    def asking(
+        self, ops: Ops, sizes: Iterable[int], seconds: Callable[[int, int, DraftTraits], float]
+    ) -> dict[int, float]:
+        """What drafts cost by the number of entries, if each verified some; `seconds` times a step's."""
+        if not self.follows_rows:
+            return {}
+        num_slots, k = self.slots.columns.draft.shape
+        found = {}
+        for entries in (n for n in sizes if n <= num_slots):
+            rows = ops.bucket(entries * (1 + k))
+            some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (k, 0))
+            found[entries] = max(0.0, some - none)
+        return found
 
     def draft(
         self, plan: Plan, rows: Rows | None = None, entries: int = -1, traits: DraftTraits | None = None

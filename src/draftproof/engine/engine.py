@@ -128,7 +128,8 @@ class Engine:
         traits = Traits((usual,)), Traits((usual,), raw_top=rounded(5, limits.vocab_size))
         seconds = step.prepare(traits, min(wide, step.max_rows), progress)
         padded = self.ops.asynchronous
-        self.loop.scheduler.budgets.costs = RowCosts(seconds, between=not padded)
+        asking = step.asking(seconds)
+        self.loop.scheduler.budgets.costs = RowCosts(seconds, between=not padded, asking=asking)
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""

@@ -58,6 +58,7 @@ class Flight:
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float  # by the clock
     complaints: guided.Complaints = field(default_factory=dict)
+    asked: int = 0  # requests for which a model drafted behind it
 
 
 class Loop:
@@ -225,7 +226,8 @@ class Loop:
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
         host.num_draft[planned.slots] = budget
-        return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints)
+        asked = len(planned.slots) if self.device.drafting.follows_rows and np.count_nonzero(budget) else 0
+        return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints, asked)
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
@@ -299,7 +301,7 @@ class Loop:
         costs = self.scheduler.budgets.costs
         if costs.learns:
             keys = int(self.scheduler.host.length[flight.planned.slots].sum())
-            costs.observe(flight.planned.num_rows, keys, seconds)
+            costs.observe(flight.planned.num_rows, keys, seconds, flight.asked)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""

@@ -97,3 +97,9 @@ def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: 
             "smaller model"
         )
     return room
+
+
+def some_of(most: int) -> list[int]:
+    """Row counts that stand for all: powers of two, and the middle between two of them."""
+    sizes = [n for power in range(12) for n in (1 << power, 3 << power)]
+    return [n for n in sorted(sizes) if n < most] + [most]

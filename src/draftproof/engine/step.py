@@ -10,7 +10,7 @@ through the forward graph of its rows, and judged by the graph of its logits row
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,6 +25,7 @@ from draftproof.engine.budget import Ints
 from draftproof.engine.drafting import Drafting, checked
 from draftproof.engine.packing import Packed
 from draftproof.engine.sequence import Planned
+from draftproof.engine.sizes import some_of
 from draftproof.engine.slots import ALIGN, Slots
 from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Rows, TokenLogprobs
@@ -200,7 +201,7 @@ class DeviceStep:
         Returns the seconds of a step by its rows.
         """
         if not self.ops.asynchronous:
-            sizes = _some_of(wide)  # in rounds: a busy moment of the machine hits one of them, not one size
+            sizes = some_of(wide)  # in rounds: a busy moment of the machine hits one of them, not one size
             rounds = [
                 [self.ops.seconds(partial(self._rehearse, n), times=1) for n in sizes] for _ in range(3)
             ]
@@ -224,6 +225,16 @@ class DeviceStep:
             self._graph(key, function, apart)
         tick("capturing", len(work), len(work))
         return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
+
+    def asking(self, sizes: Iterable[int]) -> dict[int, float]:
+        """Seconds that drafts take behind a step of so many entries, beside keeping up with it."""
+
+        def seconds(rows: int, *rest: Any) -> float:
+            draft = self._draft(min(rows, self.max_rows), *rest)
+            return self.ops.seconds(self._graph(*draft, apart=True), times=2)
+
+        self._idle()
+        return self.drafting.asking(self.ops, sizes, seconds)
 
     def _rehearse(self, size: int) -> None:
         """What costs in a step of so many rows, for nobody: its keys go to page 0, which nobody has."""
@@ -383,9 +394,3 @@ class DeviceStep:
             slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
             rows = torch.where(windows.columns.wants[slot] == kind, rows, -1)
         return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind])
-
-
-def _some_of(most: int) -> list[int]:
-    """Row counts that stand for all: powers of two, and the middle between two of them."""
-    sizes = [n for power in range(12) for n in (1 << power, 3 << power)]
-    return [n for n in sorted(sizes) if n < most] + [most]
