@@ -231,7 +231,7 @@ class DeviceStep:
 
         def seconds(rows: int, *rest: Any) -> float:
             draft = self._draft(min(rows, self.max_rows), *rest)
-            return self.ops.seconds(self._graph(*draft, apart=True), times=2)
+            return self.ops.seconds(self._graph(*draft, apart=True), times=3)
 
         self._idle()
         return self.drafting.asking(self.ops, sizes, seconds)
