@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import weakref
+from threading import Event
 from typing import Any
 
 import pytest
@@ -232,14 +233,27 @@ if {how!r} == "open":
 # --- an engine that breaks --------------------------------------------------------------------------------
 
 
-def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int) -> None:
-    """An exception out of a step: before it, or when some of its results are taken down and some are not."""
+def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, asked: int) -> None:
+    """An exception out of a step: before it, or when some of its results are taken down and some are not.
+
+    Not before all have `asked`: a dead engine takes nobody in.
+    """
     owner: Any = llm.engine if where == "step" else Ledger
-    whole, calls = getattr(owner, where), []
+    whole, submit, calls, asking, all_here = getattr(owner, where), Driver.submit, [], [], Event()
+
+    def noted(*args: Any) -> Any:
+        box = submit(*args)
+        asking.append(1)
+        if len(asking) == asked:
+            all_here.set()
+        return box
+
+    monkeypatch.setattr(Driver, "submit", noted)
 
     def broken(*args: Any) -> Any:
         calls.append(1)
         if len(calls) > after:
+            assert all_here.wait(60)
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return whole(*args)
 
@@ -249,7 +263,7 @@ def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int) 
 def dies(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int) -> set[str]:
     llm, reasons = make("ngram"), set()
     with monkeypatch.context() as patch:
-        break_it(llm, patch, where, after)
+        break_it(llm, patch, where, after, 2 * len(ASKS))
 
         async def main() -> None:
             engine = AsyncLLM.from_llm(llm)
