@@ -119,14 +119,18 @@ class DraftBudgets:
 
     def _until_probe(self, slots: Ints) -> int:
         """Nobody was given a draft, or a probe. For how many steps will there be no money for one?"""
-        room, price = self.costs.beyond(len(slots))
-        price += self.costs.asking(len(slots))
+        room, price = self._beyond(len(slots), 0)
         saves = SHARE * (self.costs.of(len(slots)) + self._still)
         if AT_ONCE not in self._turn[slots]:
             price *= 2
         if not room or price <= self._purse or saves <= 0:
             return 0
         return min(REST, int((price - self._purse) / saves))
+
+    def _beyond(self, requests: int, given: int) -> tuple[int, float]:
+        """Rows that a step has for probes beside the drafts that are given, and what they cost."""
+        room, price = self.costs.beyond(requests + given)
+        return room, price if given else price + self.costs.asking(requests)
 
     def pay(self, slots: Ints, drafts: Ints) -> None:
         """A step is planned, with so many of them: those that were found and had room."""
@@ -196,10 +200,7 @@ class DraftBudgets:
     def _probe(self, slots: Ints, budget: Ints, limit: Ints) -> None:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
         one size larger; if there is money for it. `budget` is added to."""
-        given = int(budget.sum())
-        room, price = self.costs.beyond(len(slots) + given)
-        if not given:
-            price += self.costs.asking(len(slots))
+        room, price = self._beyond(len(slots), int(budget.sum()))
         saved = SAVED * SHARE * (self.costs.of(len(slots)) + self._still)
         self._purse = min(self._purse, max(2 * price, saved))
         if not room or price > self._purse:

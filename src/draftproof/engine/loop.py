@@ -198,9 +198,8 @@ class Loop:
             return None
         computed, lines = None, planned.slots
         if planned.has_prompts or waits:
-            before = (
-                host.length[lines] - host.prompt_left[lines] - planned.chunk
-            )  # nothing of it is under way
+            # of a prompt nothing is under way
+            before = host.length[lines] - host.prompt_left[lines] - planned.chunk
             computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
         try:
             flight = self._queue(planned, computed, waits, started)
