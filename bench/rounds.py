@@ -3,9 +3,9 @@
     python bench/rounds.py [--model FOLDER --load-format dummy] [--head FOLDER] [--batches 1,8,64,256] [--k 4]
 
 Without --model the target has the shape of SmolLM2-135M, without --head there is a one-layer EAGLE-3 head
-for it with `--vocab` draft ids; both have random weights, which cost as much as trained ones. Every request
-has `--context` tokens. Times are medians of replays of the engine's own captured steps, put back to the same
-state before each:
+for it with `--vocab` draft ids; both have random weights, which cost as much as trained ones. One engine has
+as many seats as the largest batch; every request has `--context` tokens. Times are medians of replays of the
+engine's own captured steps, put back to the same state before each:
 
     plain     a step of one row a request         step      the step that verifies K drafts of each
     drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
@@ -24,10 +24,10 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from measure import finish
@@ -36,6 +36,8 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.engine import Engine
+from draftproof.engine.slots import Seat
+from draftproof.engine.step import Work
 from draftproof.models.config import ModelConfig
 from draftproof.models.head import HeadConfig, Target
 from draftproof.models.load import Checkpoint, load_checkpoint
@@ -50,6 +52,15 @@ SMOLLM2 = ModelConfig(
     num_kv_heads=3, head_dim=64, intermediate_size=1536, norm_eps=1e-5, rope_theta=100000.0,
     max_position=8192, tie_embeddings=True, eos_token_ids=(2,),
 )  # fmt: skip
+
+T = TypeVar("T")
+TRAITS = Traits((0,))
+# ops that do several things at once, and who says how they are done one by one
+ONE_BY_ONE: dict[str, type] = {
+    **dict.fromkeys(("blocks", "first_rows"), Ops),
+    **dict.fromkeys(("pick", "follow", "ahead"), Bookkeeping),
+}
+BEGUN = _told = time.monotonic()
 
 
 def checkpoint(options: argparse.Namespace) -> Checkpoint:
@@ -90,110 +101,137 @@ def dummy_head(made: Checkpoint, vocab: int, folder: Path) -> str:
 
 
 class Decoding:
-    """An engine whose requests all decode, and its captured steps."""
+    """An engine with as many seats as the largest batch, all taken by requests in the middle of a text.
 
-    def __init__(self, options: argparse.Namespace, batch: int, head: str, made: Checkpoint) -> None:
-        k, room = options.k, options.context + 64
+    Their tokens, K and V are random: nobody had to compute them, and they cost as much as any others.
+    """
+
+    def __init__(self, options: argparse.Namespace, head: str, made: Checkpoint) -> None:
+        k, most, length = options.k, max(options.batches), options.context + 1
         spec = {"method": options.method, "model": head, "num_speculative_tokens": k, "adaptive": False}
+        room = length + 2 * (k + 1)
         config = EngineConfig(
             model="bench", device=options.device, backend=options.backend, max_model_len=room,
-            max_num_seqs=batch, kv_cache_tokens=batch * room, enable_prefix_caching=False, warm_up=False,
-            max_num_batched_tokens=max(512, batch * (k + 1)), speculative=SpeculativeConfig.parse(spec),
+            max_num_seqs=most, kv_cache_tokens=most * (room + 16), enable_prefix_caching=False, warm_up=False,
+            max_num_batched_tokens=max(512, most * (k + 1)), speculative=SpeculativeConfig.parse(spec),
         )  # fmt: skip
-        self.engine = Engine(config, made)
-        params = SamplingParams(temperature=options.temperature, max_tokens=60, ignore_eos=True)
-        random, vocab = torch.Generator().manual_seed(2), made.config.vocab_size
-        for i in range(batch):
-            ids = torch.randint(vocab, (options.context,), generator=random).tolist()
-            self.engine.add(Request(id=str(i), prompt_token_ids=ids, params=params, seed=i))
-        self.device, self.batch, self.k = self.engine.loop.device, batch, k
-        columns = self.device.slots.columns
-        while int((columns.length > options.context).sum()) < batch:
-            self.engine.step()
-        for _ in range(2):
-            self.engine.step()
-        failure = self.device.drafting.failure
-        if failure is not None:
-            raise failure
+        self.engine, self.k = Engine(config, made), k
+        self.device = self.engine.loop.device
         drafter = self.device.drafting.proposer
         assert isinstance(drafter, HeadProposer)
         self.drafter = drafter
+        params = SamplingParams(temperature=options.temperature, max_tokens=room, ignore_eos=True)
+        random, slots = torch.Generator().manual_seed(2), self.device.slots
+        pages = -(-room // config.page_size)
+        seats = []
+        for i in range(most):
+            ids = torch.randint(made.config.vocab_size, (length,), generator=random).tolist()
+            request = Request(id=str(i), prompt_token_ids=ids, params=params, seed=i)
+            mine = range(1 + i * pages, 1 + (i + 1) * pages)  # page 0 is nobody's
+            seats.append(Seat(slots.take(request), request, mine, room, said=ids, computed=options.context))
+        assert pages * most < drafter.env.num_pages
+        slots.seat(seats)
+        self.slots = torch.tensor([seat.slot for seat in seats], device=slots.device)
+        torch.manual_seed(3)
+        for cache in (*self.engine.runner.caches, *drafter.caches):
+            cache.normal_()
+        slots.columns.draft.random_(made.config.vocab_size)
         names = ("length", "computed", "num_draft", "ended", "draft", "tokens")
-        self._state = {name: getattr(columns, name).clone() for name in names}
-        self._plan = self.device._plan.clone()
-        self._plan[2, :batch], self._plan[3, :batch] = k, k  # drafts that are verified, and given
+        self._state = {name: getattr(slots.columns, name).clone() for name in names}
+        self._stored = [cache.clone() for cache in drafter.caches]
 
-    def put_back(self, drafts: int) -> None:
-        columns = self.device.slots.columns
+    def ready(self, batches: Sequence[int], check: bool) -> None:
+        """Everything that will be timed is captured, its kernels compiled side by side."""
+        work: Work = [part for batch in batches for n in (0, self.k) for part in self._work(batch, n)]
+        alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
+        self.device.ready(work, tell, *alone)
+
+    def put_back(self, batch: int, drafts: int) -> None:
+        columns, plan = self.device.slots.columns, self.device.plan
         for name, held in self._state.items():
             getattr(columns, name).copy_(held)
-        columns.num_draft[: self.batch] = drafts
-        self.device._plan.copy_(self._plan)
-        self.device._plan[2:, : self.batch] = drafts
+        columns.num_draft.fill_(drafts)
+        for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
+            line.fill_(value)
+        plan.slots[:batch] = self.slots[:batch]
+        plan.drafts[:batch], plan.budget[:batch] = drafts, drafts
         self.device._sent = None
 
-    def parts(self, drafts: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """The step that verifies so many drafts of each, and the drafts behind it."""
-        device, ops = self.device, self.engine.ops
-        rows, entries = ops.bucket(self.batch * (1 + drafts)), min(ops.bucket(self.batch), self.batch)
-        traits = Traits((0,))
-        step = device._graph(("decode", rows, traits), partial(device._whole, rows, traits))
-        return step, device._drafts(rows, entries, DraftTraits(drafts))
+    def _sizes(self, batch: int, drafts: int) -> tuple[int, int]:
+        """Rows of a step that verifies so many drafts of each, and entries."""
+        ops = self.engine.ops
+        return ops.bucket(batch * (1 + drafts)), min(ops.bucket(batch), len(self.slots))
 
-    def times(self, drafts: int, repeat: int) -> tuple[float, float]:
+    def _work(self, batch: int, drafts: int) -> Work:
+        """The step that verifies so many drafts of each, and the drafts behind it."""
+        rows, entries = self._sizes(batch, drafts)
+        step = ("decode", rows, TRAITS), partial(self.device._whole, rows, TRAITS), False
+        return [step, (*self.device._draft(rows, entries, DraftTraits(drafts)), True)]
+
+    def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
+        return tuple(self.device._graph(*part) for part in self._work(batch, drafts))
+
+    def times(self, batch: int, drafts: int, repeat: int) -> tuple[float, float]:
         """Microseconds of a step and of the drafts behind it."""
-        parts, found = self.parts(drafts), []
+        parts, found = self.parts(batch, drafts), []
         for _ in range(repeat + 3):
             with self.engine.ops.stepping():
-                self.put_back(drafts)
+                self.put_back(batch, drafts)
                 found.append(clocked(self.engine.ops, parts))
-        return tuple(statistics.median(column) for column in list(zip(*found, strict=True))[:2])
+        self._check_drafter()
+        step, behind = zip(*found[3:], strict=True)
+        return statistics.median(step), statistics.median(behind)
 
-    def floor_bytes(self) -> int:
+    def floor_bytes(self, batch: int) -> int:
         """Of the drafts behind a step of full windows."""
         model, config = self.drafter.model, self.drafter.model.config
         layer = [
             (p.weight, p.bias) for one in model.layers for p in (one.qkv, one.out, one.gate_up, one.down)
         ]
         sizes = sum(t.nbytes for pair in layer for t in pair if t is not None)
-        once = model.fc.weight.nbytes + self.batch * (1 + self.k) * model.fc.weight.shape[1] * 2
-        context = int(self._state["length"][: self.batch].sum())
+        once = model.fc.weight.nbytes + batch * (1 + self.k) * model.fc.weight.shape[1] * 2
+        context = int(self._state["length"][:batch].sum())
         stored = sum(cache[:, 0, 0].nbytes for cache in self.drafter.caches) * context
-        rows = 4 * self.batch * config.hidden_size * 2
+        rows = 4 * batch * config.hidden_size * 2
         return once + self.k * (sizes + model.head.weight.nbytes + stored + rows)
 
-    def drafted(self) -> tuple[Tensor, list[Tensor]]:
+    def drafted(self, batch: int) -> tuple[Tensor, list[Tensor]]:
         """Drafts and the head's storage after a step, op by op launched anew."""
-        self.put_back(self.k)
-        rows = self.engine.ops.bucket(self.batch * (1 + self.k))
-        self.device._whole(rows, Traits((0,)))
-        for cache in self.drafter.caches:
-            cache.zero_()
-        entries = min(self.engine.ops.bucket(self.batch), self.batch)
-        layout = self.device._layout(rows, 0).rows
-        self.device.drafting.draft(self.device.plan, layout, entries, DraftTraits(self.k))
+        self.put_back(batch, self.k)
+        for cache, held in zip(self.drafter.caches, self._stored, strict=True):
+            cache.copy_(held)
+        for _, part, _ in self._work(batch, self.k):
+            part()
         columns = self.device.slots.columns
-        return columns.draft.clone(), [cache.clone() for cache in self.drafter.caches]
+        return columns.draft[self.slots[:batch]], [cache.clone() for cache in self.drafter.caches]
 
-    def check(self) -> bool:
-        """Is everything as with the ops one by one?"""
-        ops, kind = self.engine.ops, type(self.engine.ops)
-        mine, stored = self.drafted()
-        held = {name: kind.__dict__.get(name) for name in ("blocks", "pick", "first_rows", "follow", "ahead")}
+    def alone(self, function: Callable[[], T]) -> T:
+        """`function` with the ops one by one, as the contract defines those that do several at once."""
+        kind = type(self.engine.ops)
+        own = {name: kind.__dict__.get(name) for name in ONE_BY_ONE}
         try:
-            kind.blocks, kind.first_rows = Ops.blocks, Ops.first_rows  # type: ignore[method-assign]
-            for name in ("pick", "follow", "ahead"):
-                setattr(kind, name, getattr(Bookkeeping, name))
-            theirs, wanted = self.drafted()
+            for name, owner in ONE_BY_ONE.items():
+                setattr(kind, name, getattr(owner, name))
+            return function()
         finally:
-            for name, method in held.items():
+            for name, method in own.items():
                 if method is None:
                     delattr(kind, name)
                 else:
                     setattr(kind, name, method)
-        assert ops is self.engine.ops
+
+    def check(self, batch: int) -> bool:
+        """Is everything as with the ops one by one?"""
+        mine, stored = self.drafted(batch)
+        theirs, wanted = self.alone(partial(self.drafted, batch))
+        self._check_drafter()
         pages = [torch.equal(a[:, 1:], b[:, 1:]) for a, b in zip(stored, wanted, strict=True)]
-        return torch.equal(mine, theirs) and all(pages)
+        news = [bool((a != b).any()) for a, b in zip(stored, self._stored, strict=True)]
+        return torch.equal(mine, theirs) and all(pages) and all(news)
+
+    def _check_drafter(self) -> None:
+        if self.device.drafting.failure is not None:
+            raise self.device.drafting.failure
 
 
 def clocked(ops: Ops, parts: tuple[Callable[[], Any], ...]) -> list[float]:
@@ -222,12 +260,12 @@ def copy_bandwidth(ops: Ops, size: int) -> float:
     return 2 * size / (min(clocked(ops, (partial(target.copy_, source),))[0] for _ in range(8)) / 1e6)
 
 
-def kernels(decoding: Decoding) -> dict[str, tuple[int, float]]:
+def kernels(decoding: Decoding, batch: int) -> dict[str, tuple[int, float]]:
     """Of the drafts behind a step: how often each kernel runs and its microseconds, as the profiler says."""
     from torch.profiler import ProfilerActivity, profile
 
-    _, drafts = decoding.parts(decoding.k)
-    decoding.put_back(decoding.k)
+    _, drafts = decoding.parts(batch, decoding.k)
+    decoding.put_back(batch, decoding.k)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(4):
             drafts()
@@ -236,51 +274,68 @@ def kernels(decoding: Decoding) -> dict[str, tuple[int, float]]:
     return {one.key[:60]: (one.count // 4, round(one.device_time_total / 4, 1)) for one in found if one.count}
 
 
+def tell(what: str, done: int, of: int) -> None:
+    """How far it has come, now and then."""
+    global _told
+    now = time.monotonic()
+    if now - _told >= 5 or done == of:
+        _told = now
+        print(f"{now - BEGUN:.0f} s: {what}, {done} of {of}", flush=True)
+
+
 @torch.inference_mode()
-def main() -> None:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        made = checkpoint(options)
+        head = options.head or dummy_head(made, options.vocab, Path(folder))
+        decoding = Decoding(options, head, made)
+    ops = decoding.engine.ops
+    with ops.stepping():
+        decoding.ready(options.batches, options.check)
+    bandwidth = copy_bandwidth(ops, (2 << 30) if ops.asynchronous else options.copy << 20)
+    for batch in options.batches:
+        plain, keeping = decoding.times(batch, 0, options.repeat)
+        step, drafts = decoding.times(batch, options.k, options.repeat)
+        floor = 1e6 * decoding.floor_bytes(batch) / bandwidth
+        line: dict[str, Any] = {"batch": batch, "plain": plain, "step": step, "drafts": drafts}
+        line |= {"keeping": keeping, "floor": floor, "share": drafts / plain, "of floor": drafts / floor}
+        line = {name: round(value, 3) for name, value in line.items()}
+        print(f"{time.monotonic() - BEGUN:.0f} s: {line}", flush=True)
+        if options.check:
+            line["as op by op"] = decoding.check(batch)
+        if options.kernels and ops.asynchronous:
+            line["kernels"] = kernels(decoding, batch)
+        lines.append(line)
+        tell("batches", len(lines), len(options.batches))
+    shape = {"k": options.k, "context": options.context, "temperature": options.temperature}
+    took = round(time.monotonic() - BEGUN, 1)
+    return {**shape, "copy GB/s": round(bandwidth / 1e9, 1), "seconds in all": took, "microseconds": lines}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--head")
     parser.add_argument("--method", default="eagle3")
     parser.add_argument("--vocab", type=int, default=16384)
-    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--batches", type=numbers, default="1,8,64,256")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--context", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--copy", type=int, default=256, help="MiB that are copied, where there is no GPU")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--kernels", action="store_true")
-    options = parser.parse_args()
-    lines: list[dict[str, Any]] = []
-    bandwidth = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        made = checkpoint(options)
-        head = options.head or dummy_head(made, options.vocab, Path(folder))
-        for batch in map(int, options.batches.split(",")):
-            fresh = Checkpoint(made.config, dict(made.tensors), made.dtype, made.source, made.format)
-            begin = time.monotonic()
-            decoding = Decoding(options, batch, head, fresh)
-            ops = decoding.engine.ops
-            bandwidth = bandwidth or copy_bandwidth(ops, (2 << 30) if ops.asynchronous else (256 << 20))
-            plain, keeping = decoding.times(0, options.repeat)
-            step, drafts = decoding.times(options.k, options.repeat)
-            floor = 1e6 * decoding.floor_bytes() / bandwidth
-            line: dict[str, Any] = {"batch": batch, "plain": plain, "step": step, "drafts": drafts}
-            line |= {"keeping": keeping, "floor": floor, "share": drafts / plain, "of floor": drafts / floor}
-            line = {name: round(value, 3) for name, value in line.items()}
-            if options.check:
-                line["as op by op"] = decoding.check()
-            if options.kernels and ops.asynchronous:
-                line["kernels"] = kernels(decoding)
-            lines.append(line | {"seconds to start and measure": round(time.monotonic() - begin, 1)})
-            print(lines[-1], flush=True)
-            del decoding
-    shape = {"k": options.k, "context": options.context, "temperature": options.temperature}
-    finish("rounds", {**shape, "copy GB/s": round(bandwidth / 1e9, 1), "microseconds": lines})
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    finish("rounds", measure(parsed()))

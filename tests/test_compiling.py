@@ -135,38 +135,11 @@ def test_a_start_is_gone_through_without_a_kernel(method: str, monkeypatch: pyte
 
     On the CPU an index out of range raises; on a GPU it would take the process with it.
     """
-    from triton.runtime.jit import JITFunction
-
     import heads
     import tiny
-    from draftproof.ops.triton_cuda import TritonOps, compiling, graph, runtime
-    from test_launches import Chip
+    from no_gpu import pretend
 
-    gone_through = []
-
-    def compile_without_a_pool(self: Any, functions: Any, tick: Any) -> None:
-        with compiling._launching_nothing(), compiling._Zeros():
-            for function in functions:
-                function()
-                gone_through.append(function)
-        tick(0, 0)
-
-    kernels = []
-    for owner, name, value in (
-        (runtime, "check_device", lambda device: None),
-        (runtime, "_usable", lambda name, x, dtypes: x),
-        (JITFunction, "run", lambda self, *a, **k: kernels.append(self.fn.__name__)),
-        (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
-        (torch.cuda, "get_device_properties", lambda device: Chip),
-        (graph.Queued, "open_queue", lambda self: setattr(self, "asynchronous", True)),
-        (graph.Queued, "graph", lambda self, function, apart=False: function),
-        (graph.Queued, "seconds", lambda self, function, times=5: 1.0),
-        (graph.Queued, "send", lambda self, source, target=None: target.copy_(source)),
-        (TritonOps, "compile", compile_without_a_pool),
-        (TritonOps, "free_memory", lambda self: 1 << 30),
-    ):
-        monkeypatch.setattr(owner, name, value)
+    kernels, gone_through = pretend(monkeypatch)
     speculative = {
         "method": method,
         "num_speculative_tokens": 4,

@@ -46,6 +46,7 @@ from draftproof.verify.sampler import Sampled, Sampler
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
+Work = list[tuple[Hashable, Callable[[], Any], bool]]  # key, function, apart: see `_graph`
 NO_ONE: Mapping[int, Request] = {}
 NO_BUDGET = np.zeros(0, np.int64)
 
@@ -208,8 +209,7 @@ class DeviceStep:
             return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
-        work: list[tuple[Hashable, Callable[[], Any], bool]] = []  # key, function, apart
-        work += [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, decoding)]
+        work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, decoding)]
         for size, ends in ((n, self._ends(n)) for n in sizes):
             work.append((("forward", size, ends), partial(self._alone, size, ends), False))
         for trait, size in product(traits, decoding):
@@ -217,14 +217,18 @@ class DeviceStep:
             tail = partial(self._tail, self._picked[:size], windows, trait, NO_ONE)
             work.append((("decode", size, trait), partial(self._whole, size, trait), False))
             work.append((("judge", size, trait), tail, False))
-        proposer = self.drafting.proposer
-        self.ops.compile([self._idle, *(function for _, function, _ in work)], partial(tick, "compiling"))
-        self.drafting.proposer, self.drafting.failure = proposer, None  # to fail it must have been run
-        for done, (key, function, apart) in enumerate(work):
-            tick("capturing", done, len(work))
-            self._graph(key, function, apart)
-        tick("capturing", len(work), len(work))
+        self.ready(work, tick)
         return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
+
+    def ready(self, work: Work, tick: Progress, *more: Callable[[], object]) -> None:
+        """Capture `work`; before, its kernels are compiled side by side, and those of `more`."""
+        proposer, functions = self.drafting.proposer, [function for _, function, _ in work]
+        self.ops.compile([self._idle, *functions, *more], partial(tick, "compiling"))
+        self.drafting.proposer, self.drafting.failure = proposer, None  # to fail it must have been run
+        for done, one in enumerate(work):
+            tick("capturing", done, len(work))
+            self._graph(*one)
+        tick("capturing", len(work), len(work))
 
     def asking(self, sizes: Iterable[int]) -> dict[int, float]:
         """Seconds that drafts take behind a step of so many entries, beside keeping up with it."""

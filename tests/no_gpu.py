@@ -1,0 +1,50 @@
+"""A GPU that is not there: everything of a start but the kernels, with the sizes that a GPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[], object]]]:
+    """From now on the backend believes in it. Kernels launched, and functions gone through to compile.
+
+    On the CPU an index out of range raises; on a GPU it would take the process with it.
+    """
+    from triton.runtime.jit import JITFunction
+
+    from draftproof.ops.triton_cuda import TritonOps, compiling, graph, runtime
+    from test_launches import Chip
+
+    kernels: list[str] = []
+    gone_through: list[Callable[[], object]] = []
+
+    def compile_without_a_pool(self: Any, functions: Any, tick: Any) -> None:
+        with compiling._launching_nothing(), compiling._Zeros():
+            for function in functions:
+                function()
+                gone_through.append(function)
+        tick(0, 0)
+
+    def send(self: Any, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return source if target is None else target.copy_(source)
+
+    for owner, name, value in (
+        (runtime, "check_device", lambda device: None),
+        (runtime, "_usable", lambda name, x, dtypes: x),
+        (JITFunction, "run", lambda self, *a, **k: kernels.append(self.fn.__name__)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "get_device_properties", lambda device: Chip),
+        (graph.Queued, "open_queue", lambda self: setattr(self, "asynchronous", True)),
+        (graph.Queued, "graph", lambda self, function, apart=False: function),
+        (graph.Queued, "seconds", lambda self, function, times=5: 1.0),
+        (graph.Queued, "send", send),
+        (TritonOps, "compile", compile_without_a_pool),
+        (TritonOps, "free_memory", lambda self: 1 << 30),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    return kernels, gone_through

@@ -1,0 +1,79 @@
+"""bench/rounds.py on a small model: it runs where nobody has a GPU, so that no change breaks it unseen."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import draftproof
+import tiny
+
+BENCH = Path(draftproof.__file__).parents[2] / "bench"
+FEW = ["--device", "cpu", "--vocab", "64", "--k", "3", "--context", "20", "--repeat", "2", "--copy", "1"]
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import rounds
+
+    monkeypatch.setattr(rounds, "SMOLLM2", tiny.model_config("llama"))
+    return rounds
+
+
+def test_rounds_are_timed_and_checked(rounds: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = rounds.measure(rounds.parsed([*FEW, "--batches", "1,3", "--check"]))
+    assert [line["batch"] for line in found["microseconds"]] == [1, 3]
+    assert all(line["as op by op"] for line in found["microseconds"])
+    assert all(line[name] > 0 for line in found["microseconds"] for name in ("plain", "drafts", "floor"))
+    assert "batches, 2 of 2" in capsys.readouterr().out
+
+
+def test_control_a_slip_in_an_op_is_found(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftproof.ops.cpu import CpuOps
+
+    ahead = CpuOps.ahead
+
+    def late(self: Any, *given: Any) -> Any:
+        made = ahead(self, *given)
+        made.positions.add_(1)
+        return made
+
+    monkeypatch.setattr(CpuOps, "ahead", late)
+    found = rounds.measure(rounds.parsed([*FEW, "--batches", "2", "--check"]))
+    assert not found["microseconds"][0]["as op by op"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs triton, no GPU")
+@torch.inference_mode()
+def test_all_that_a_gpu_runs_is_compiled_ahead(
+    rounds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is timed and what is checked launches no kernel that `ready` has not gone through."""
+    from no_gpu import pretend
+
+    kernels, gone_through = pretend(monkeypatch)
+    options = rounds.parsed([*FEW, "--backend", "triton", "--batches", "1,40"])
+    made = rounds.checkpoint(options)
+    decoding = rounds.Decoding(options, rounds.dummy_head(made, options.vocab, tmp_path), made)
+    decoding.ready(options.batches, check=True)
+    ahead = set(kernels)
+    assert len(ahead) > 10 and len(gone_through) == 1 + 4 * 2 + 2
+    kernels.clear()
+
+    def all_of_it() -> None:
+        for batch in options.batches:
+            for drafts in (0, decoding.k):
+                decoding.put_back(batch, drafts)
+                for part in decoding.parts(batch, drafts):
+                    part()
+            decoding.alone(partial(decoding.drafted, batch))
+
+    decoding.engine.ops.compile([all_of_it], lambda *_: None)
+    assert kernels and set(kernels) <= ahead
+    assert decoding.device.drafting.failure is None
