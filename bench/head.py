@@ -10,6 +10,7 @@ drafts; per task, and the mean of the tasks.
 speed: temperature 0, adaptive on. A batch is kept full, prompts are in the prefix cache, so decoding is what
 is timed; batches up to 8 task by task. Sides take turns, ratios to plain are medians of the rounds. A
 proposer that learns has heard nothing of earlier rounds (`cache_salt`). No token may differ from plain.
+Batches share the time that --seconds leaves after the engines' start; it ends by then, with what there is.
 """
 
 from __future__ import annotations
@@ -19,19 +20,26 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from measure import finish
 
 from draftproof import LLM, SamplingParams
+from draftproof.errors import DraftproofError
 from draftproof.metrics import SpecStats
-from draftproof.types import Request
+from draftproof.models.hub import find_model
+from draftproof.text.tokenizer import load_tokenizer
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, Request
 
 BARS = {"greedy": 2.3, "shared": 2.0, "shared over argmax": 0.25}
 SPEED_BARS = {"cuda": {1: 1.5, 8: 1.3, 64: 0.98, 256: 0.98}, "cpu": {1: 1.4}}
 Prompts = dict[str, list[list[int]]]  # by task
+Asked = tuple[list[int], int]  # a prompt, and which copy of it: copies hear nothing of each other
 Answers = dict[str, list[int]]
 
 
@@ -53,11 +61,12 @@ class Engines:
     def __init__(self, options: argparse.Namespace, asked: dict[str, list[str]]) -> None:
         self.options = options
         self.made: dict[str, LLM] = {}
-        room = options.seqs * options.max_len
-        if "speed" in options.parts:  # the prompts of every round stay in the prefix cache
-            room += (options.rounds + 1) * sum(map(len, asked.values())) * 512
-        self.room = min(room, options.kv_tokens or room)
-        self.prompts: Prompts = encoded(self["eagle3"], asked, options.max_len - options.tokens)
+        self.failed: dict[str, str] = {}
+        self.prompts: Prompts = encoded(options, asked)
+        self.room = options.kv_tokens or max(
+            room_for(options, [asked for cell in cells(options, self.prompts) for asked in cell.values()]),
+            options.max_len,
+        )
 
     def __getitem__(self, name: str) -> LLM:
         if name not in self.made:
@@ -71,8 +80,38 @@ class Engines:
                 kv_cache_tokens=self.room,
                 speculative_config=speculation(options, name),
             )
-            print(f"{name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
+            print(f"{name}: ready after {time.monotonic() - begin:.0f} s, {memory(options)}", flush=True)
         return self.made[name]
+
+    def some_of(self, names: Sequence[str], until: float) -> dict[str, LLM]:
+        """Those that start, as far as there is time. One that does not must not cost the others' figures."""
+        sides = {}
+        for name in names:
+            if time.monotonic() > until:
+                self.failed[name] = "no time left"
+                continue
+            try:
+                sides[name] = self[name]
+            except (RuntimeError, DraftproofError) as error:
+                self.failed[name] = f"{type(error).__name__}: {error}"
+                print(f"{name} does not start: {self.failed[name]}", flush=True)
+        return sides
+
+
+def memory(options: argparse.Namespace) -> str:
+    if options.device == "cpu":
+        return "on the CPU"
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
+    return f"{total - free:.0f} of {total:.0f} GiB are used"
+
+
+def room_for(options: argparse.Namespace, cells: Sequence[list[Asked]]) -> int:
+    """Tokens that an engine stores: the prompts of what runs stay in the prefix cache, with their answers."""
+    page = 16
+    each = [5 * sum(len(ids) + options.tokens + 2 * page for ids, _ in cell) // 4 for cell in cells]
+    longest = max((len(ids) for cell in cells for ids, _ in cell), default=0) + options.tokens
+    acceptance = options.seqs * min(longest, options.max_len) if "acceptance" in options.parts else 0
+    return max([*each, acceptance])
 
 
 def speculation(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
@@ -87,11 +126,13 @@ def speculation(options: argparse.Namespace, name: str) -> dict[str, Any] | None
     return {"method": name, "num_speculative_tokens": options.k, **more}
 
 
-def encoded(llm: LLM, asked: dict[str, list[str]], longest: int) -> Prompts:
-    found: Prompts = {}
+def encoded(options: argparse.Namespace, asked: dict[str, list[str]]) -> Prompts:
+    """In the model's chat format."""
+    tokenizer, found = load_tokenizer(find_model(options.model)), {}
     for task, texts in asked.items():
-        ids = [llm.chat_token_ids([{"role": "user", "content": text}]) for text in texts]
-        found[task] = [prompt for prompt in ids if len(prompt) <= longest]
+        chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+        ids = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+        found[task] = [prompt for prompt in ids if len(prompt) <= options.max_len - options.tokens]
         if len(found[task]) < len(ids):
             print(f"{task}: {len(ids) - len(found[task])} prompts are too long and left out", flush=True)
     return found
@@ -140,94 +181,155 @@ def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: arg
 # --- speed ----------------------------------------------------------------------------------------------
 
 
-def run(llm: LLM, prompts: Sequence[list[int]], batch: int, tokens: int, salt: str) -> tuple[float, Answers]:
-    """Seconds for these prompts, `batch` at a time, and what was said."""
-    core, slots = llm.engine, llm.engine.loop.slots
-    params = SamplingParams(temperature=0, max_tokens=tokens, cache_salt=salt)
+def run(
+    llm: LLM, asked: Sequence[Asked], batch: int, tokens: int, salt: str
+) -> tuple[float, Answers, list[int]]:
+    """Seconds for these prompts, `batch` at a time, what was said, and steps, drafts and those that stood."""
+    core, slots, results = llm.engine, llm.engine.loop.slots, []
     requests = [
-        Request(id=f"{i}", prompt_token_ids=ids, params=params, seed=i) for i, ids in enumerate(prompts)
+        Request(
+            id=f"{i}",
+            prompt_token_ids=ids,
+            params=SamplingParams(temperature=0, max_tokens=tokens, cache_salt=f"{salt} {copy}"),
+            seed=i,
+            eos_token_ids=tuple(core.eos_token_ids),
+        )
+        for i, (ids, copy) in enumerate(asked)
     ]
     held = [slots.take(requests[0]) for _ in range(slots.num_free - batch)]  # nobody else sits there
-    said: Answers = {request.id: [] for request in requests}
     begin = time.perf_counter()
     try:
         for request in requests:
             core.add(request)
         while core.has_work:
-            for out in core.step():
-                said[out.request_id] += out.token_ids
-        return time.perf_counter() - begin, said
+            results.append(core.step())  # they are read later: that takes longer than a step
+        spent = time.perf_counter() - begin
     finally:
         for slot in held:
             slots.stand(slot)
+    said: Answers = {request.id: [] for request in requests}
+    for step in results:
+        for i, request in enumerate(step.requests):
+            said[request.id] += step.tokens(i)
+    columns = [NUM_DRAFT, NUM_ACCEPTED]
+    counts = [step.table[:, columns].sum(0) for step in results if len(step)]
+    return spent, said, [sum(map(len, results)), *np.sum(counts, axis=0).tolist()]
 
 
 def speed(options: argparse.Namespace, engines: Engines, until: float) -> dict[str, Any]:
-    sides = {name: engines[name] for name in ("plain", *options.methods)}
-    found: dict[str, Any] = {}
-    for batch in options.batches:
-        if time.monotonic() > until:
-            found[f"{batch}"] = "no time left"
-            continue
-        found[f"{batch}"] = cell(sides, engines.prompts, batch, options, until)
+    sides = engines.some_of(("plain", *options.methods), until)
+    found: dict[str, Any] = {"does not start": engines.failed} if engines.failed else {}
+    if "plain" not in sides:
+        return found
+    for number, batch in enumerate(options.batches):
+        now = time.monotonic()
+        share = now + (until - now) / (len(options.batches) - number)
+        found[f"{batch}"] = cell(sides, chosen(engines.prompts, batch, options), batch, options, share, until)
         print(f"batch {batch}: {json.dumps(found[str(batch)])}", flush=True)
     return found
 
 
-def chosen(prompts: Prompts, batch: int, options: argparse.Namespace) -> Prompts:
+def chosen(prompts: Prompts, batch: int, options: argparse.Namespace) -> dict[str, list[Asked]]:
     """What a batch is measured on: task by task as long as a task fills it for a while."""
     if batch <= 8:
         count = options.count or (4 if batch == 1 else 16)
-        return {task: ids[:count] for task, ids in prompts.items()}
-    every = [ids for row in zip(*prompts.values(), strict=False) for ids in row]  # tasks in turn
-    return {"all": (every * (1 + 2 * batch // len(every)))[: 2 * batch]}
+        return {task: [(ids, 0) for ids in some[:count]] for task, some in prompts.items()}
+    every = [ids for row in zip_longest(*prompts.values()) for ids in row if ids]  # tasks in turn
+    return {"all": [(every[i % len(every)], i // len(every)) for i in range(2 * batch)]}
+
+
+def cells(options: argparse.Namespace, prompts: Prompts) -> list[dict[str, list[Asked]]]:
+    return [chosen(prompts, batch, options) for batch in options.batches if "speed" in options.parts]
+
+
+@dataclass
+class Turn:
+    """One task on every side: seconds, tokens, and steps, drafts and those that stood."""
+
+    seconds: dict[str, float]
+    counts: dict[str, list[int]]
+    tokens: int
+    differ: int
+
+
+def turn_of(
+    sides: dict[str, LLM], names: list[str], asked: list[Asked], batch: int, tokens: int, salt: str
+) -> Turn:
+    seconds, counts, said = {}, {}, {}
+    for name in names:
+        run(sides[name], asked, batch, 1, salt)  # into the prefix cache
+        seconds[name], said[name], counts[name] = run(sides[name], asked, batch, tokens, salt)
+    differ = sum(answers[i] != said["plain"][i] for answers in said.values() for i in answers)
+    return Turn(seconds, counts, sum(map(len, said["plain"].values())), differ)
 
 
 def cell(
-    sides: dict[str, LLM], prompts: Prompts, batch: int, options: argparse.Namespace, until: float
+    sides: dict[str, LLM],
+    tasks: dict[str, list[Asked]],
+    batch: int,
+    options: argparse.Namespace,
+    share: float,
+    until: float,
 ) -> Any:
-    cells, names, differ = chosen(prompts, batch, options), list(sides), 0
-    seconds: dict[str, dict[str, list[float]]] = {task: {name: [] for name in names} for task in cells}
-    tokens = dict.fromkeys(cells, 0)
-    for turn in range(-1, options.rounds):  # the first is not counted: prices are learned, kernels compiled
-        if turn > 0 and time.monotonic() > until:
+    """Rounds until `share`, one at least; what is not complete at `until` does not count."""
+    names, rounds, longest, differ = list(sides), [], 0.0, 0
+    for number in range(-1, options.rounds):  # the first is not counted: prices are learned, graphs captured
+        begin = time.monotonic()
+        if begin > until or (rounds and begin + longest > share):
             break
         names = names[1:] + names[:1]
-        for task, ids in cells.items():
-            said: dict[str, Answers] = {}
-            for name in names:
-                salt = f"{batch} {turn}"
-                run(sides[name], ids, batch, 1, salt)  # into the prefix cache
-                spent, said[name] = run(sides[name], ids, batch, options.tokens, salt)
-                if turn >= 0:
-                    seconds[task][name].append(spent)
-            differ += sum(answers != said["plain"] for answers in said.values())
-            tokens[task] = sum(map(len, said["plain"].values()))
-    rounds = range(len(seconds[next(iter(cells))]["plain"]))
-    whole = {name: [sum(seconds[task][name][r] for task in cells) for r in rounds] for name in sides}
-    every = dict(seconds)
-    if len(cells) > 1:
-        every["all"], tokens["all"] = whole, sum(tokens.values())
-    found: dict[str, Any] = {"differing answers": differ, "rounds": len(rounds)}
-    for task, times in every.items():
-        plain = times["plain"]
+        tokens = options.tokens if number >= 0 else options.tokens // 2
+        one = {}
+        for task, asked in tasks.items():
+            if time.monotonic() > until:
+                break
+            one[task] = turn_of(sides, names, asked, batch, tokens, f"{batch} {number}")
+            differ += one[task].differ
+        longest = max(longest, time.monotonic() - begin)
+        if number >= 0 and len(one) == len(tasks):
+            rounds.append(one)
+        said = {task: {n: round(s, 2) for n, s in turn.seconds.items()} for task, turn in one.items()}
+        print(f"batch {batch}, round {number + 1}: {json.dumps(said)}", flush=True)
+    if not rounds:
+        return {"differing answers": differ, "rounds": "no time left"}
+    return judged({"differing answers": differ, "rounds": len(rounds)}, rounds, list(sides), batch, options)
+
+
+def judged(
+    found: dict[str, Any],
+    rounds: list[dict[str, Turn]],
+    names: list[str],
+    batch: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    groups = {task: [task] for task in rounds[0]}
+    if len(groups) > 1:
+        groups["all"] = list(rounds[0])
+    for group, tasks in groups.items():
+        times = {name: [sum(one[task].seconds[name] for task in tasks) for one in rounds] for name in names}
+        tokens = sum(rounds[0][task].tokens for task in tasks)
+        plain = times.pop("plain")
         ratios = {
-            name: round(statistics.median(p / t for p, t in zip(plain, times[name], strict=True)), 3)
-            for name in times
-            if name != "plain"
+            name: round(statistics.median(p / t for p, t in zip(plain, its, strict=True)), 3)
+            for name, its in times.items()
         }
-        rate = round(tokens[task] / statistics.median(plain), 1)
-        found[task] = {"plain tok/s": rate, "over plain": ratios}
-        singles = [ratio for name, ratio in ratios.items() if name != "hybrid"]
-        if "hybrid" in ratios and singles:
-            found[task]["hybrid over the best other"] = round(ratios["hybrid"] / max(singles), 3)
+        length = {
+            name: round(tokens / sum(rounds[-1][task].counts[name][0] for task in tasks), 2) for name in times
+        }
+        rate = round(tokens / statistics.median(plain), 1)
+        found[group] = {"plain tok/s": rate, "over plain": ratios, "tokens a step": length}
+        singles = [its for name, its in times.items() if name != "hybrid"]
+        if "hybrid" in times and singles:  # beside the best of the whole run, not of each round
+            best = min(singles, key=statistics.median)
+            pairs = zip(best, times["hybrid"], strict=True)
+            found[group]["hybrid over the best other"] = round(statistics.median(s / h for s, h in pairs), 3)
     bar = SPEED_BARS[options.device].get(batch)
     if bar and "eagle3" in found["all"]["over plain"]:
         found["bar"], found["passes"] = bar, found["all"]["over plain"]["eagle3"] >= bar
     return found
 
 
-def main() -> None:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,12 +350,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-len", type=int, default=2304)
     parser.add_argument("--kv-tokens", type=int, help="of each engine's cache; default: enough")
-    parser.add_argument("--seconds", type=float, default=3600, help="stop measuring speed about then")
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=3600, help="in all; what is not done is left out")
+    options = parser.parse_args(arguments)
     options.batches = options.batches or ([1, 8, 64, 256] if options.device == "cuda" else [1])
     options.seqs = options.seqs or (64 if options.device == "cuda" else 8)
     if "speed" in options.parts:
         options.seqs = max(options.seqs, *options.batches)
+    return options
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     until = time.monotonic() + options.seconds
     asked = read(options.prompts, options.each)
     parts = {
@@ -263,8 +369,8 @@ def main() -> None:
     if unknown := sorted(set(options.parts) - set(parts)):
         raise SystemExit(f"--parts has no {', '.join(unknown)}: {', '.join(parts)}")
     engines = Engines(options, asked)
-    finish("head", {part: parts[part](engines) for part in options.parts})
+    return {part: parts[part](engines) for part in options.parts}
 
 
 if __name__ == "__main__":
-    main()
+    finish("head", measure(parsed()))
