@@ -1,0 +1,73 @@
+"""The control of bench/gpu.py really takes every product to cuBLAS: where it would not, it says so."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import draftproof
+import tiny
+
+BENCH = Path(draftproof.__file__).parents[2] / "bench"
+SHAPE = {
+    "architecture": "LlamaForCausalLM",
+    "hidden_size": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+}
+SIZES = (1, 8, 64, 600)  # rows; the kernel of all layers takes the first three
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or torch.cuda.is_available(), reason="needs triton, no GPU"
+)
+
+
+@pytest.fixture
+def bits(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu_bits
+
+    return gpu_bits
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """On a GPU that is not there: kernels and cuBLAS are asked, and nobody computes anything."""
+    from draftproof.ops.triton_cuda.cublas import Cublas
+    from no_gpu import pretend
+
+    pretend(monkeypatch)
+    monkeypatch.setattr(Cublas, "multiply", lambda *_: None)
+    monkeypatch.setitem(tiny.ARCHITECTURES, "wide", SHAPE)
+    return tiny.engine("wide", "bfloat16", backend="triton", debug=False)
+
+
+def asked(bits: Any, engine: Any) -> Any:
+    """Who was asked for the products of a pass and of its logits."""
+    with torch.inference_mode(), bits.Products(engine.ops).watched() as products:
+        for size in SIZES:
+            engine.loop.device._rehearse(size)
+    return products
+
+
+def test_the_control_takes_every_product_to_cublas(bits: Any, engine: Any) -> None:
+    bits.use_cublas(engine)
+    products = asked(bits, engine)
+    assert products.others == 0
+    assert products.rows == {size: 4 * len(engine.runner.model.layers) + 1 for size in SIZES}
+    assert not vars(engine.ops).keys() & {"blocks", "linear"}, "nobody looks on any more"
+
+
+def test_it_notices_a_kernel_that_keeps_products_from_cublas(bits: Any, engine: Any) -> None:
+    bits.use_cublas(engine)
+    engine.ops.one_launch = True
+    products = asked(bits, engine)
+    assert products.others == 3 * 4 * len(engine.runner.model.layers)
+    engine.ops.one_launch, engine.ops.cublas.mode = False, "never"
+    assert asked(bits, engine).others > products.others
