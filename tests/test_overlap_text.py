@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
 
 import proposers
 from draftproof import LLM, SamplingParams
+from draftproof.errors import RequestError
 from test_endings_text import CONFIG, FIRST, PIECES, Always, Pieces, seen
 
 SPECS = [None, {"method": "ngram"}, {"method": "proposers:DeviceFlaky", "adaptive": False}]
@@ -98,3 +100,53 @@ def test_streams_side_by_side_one_left_early(llms):
         assert [e.token_id for e in taken[1]] == alone[1].token_ids
         assert seen(third) == seen(alone[2])
         assert not llm.engine.has_work
+
+
+@pytest.fixture
+def prompts_at_a_step(llms, monkeypatch):
+    """How many prompts had been taken in at each step, where a step is full with three tokens of them."""
+
+    def watch(llm):
+        taken, at = [0], []
+        step, make = llm.engine.step, llm._job
+
+        def made(*given):
+            taken[0] += 1
+            return make(*given)
+
+        def stepped():
+            at.append(taken[0])
+            return step()
+
+        monkeypatch.setattr(llm.engine.loop.scheduler, "max_rows", 3)
+        monkeypatch.setattr(llm.engine, "step", stepped)
+        monkeypatch.setattr(llm, "_job", made)
+        return at
+
+    return watch
+
+
+def test_the_device_has_a_step_before_all_prompts_are_in(llms, prompts_at_a_step):
+    plain, *ahead = llms
+    asked = [params(seed, max_tokens=3 + seed % 4, ignore_eos=True) for seed in range(len(PROMPTS))]
+    want = plain.generate(PROMPTS, asked, use_tqdm=False)
+    for llm in ahead:
+        at = prompts_at_a_step(llm)
+        got = llm.generate(PROMPTS, asked, use_tqdm=False)
+        assert [seen(one.outputs[0]) for one in got] == [seen(one.outputs[0]) for one in want]
+        assert at[0] == 2 and at[1] == 3 and at[-1] == len(PROMPTS)
+    at = prompts_at_a_step(plain)  # steps are waited for: there is nothing to gain
+    plain.generate(PROMPTS, asked, use_tqdm=False)
+    assert set(at) == {len(PROMPTS)}
+
+
+def test_a_later_prompt_that_is_refused_leaves_nothing_of_the_earlier_ones(llms, prompts_at_a_step):
+    before = gc.get_threshold()
+    for llm in llms[1:]:
+        at = prompts_at_a_step(llm)
+        with pytest.raises(RequestError, match="empty"):
+            llm.generate([*PROMPTS, []], params(), use_tqdm=False)
+        assert at, "some had begun"
+        assert not llm.engine.has_work and not llm.jobs.owners and not llm.jobs.ledger.num_open
+        assert llm.engine.loop.slots.num_free == 2
+    assert gc.get_threshold() == before, "full collections come back"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -208,8 +208,8 @@ class Jobs:
             job, index = self.owners[results.requests[i].id]
             answer, ending = job.answers[index], results.endings.get(i)
             if isinstance(answer, Answer):
-                reason, stop, error = astuple(ending or BY_STOP_STRING)
-                self.ledger.close(answer, reason, stop, error)
+                how = ending or BY_STOP_STRING
+                self.ledger.close(answer, how.reason, how.stop, how.error)
                 if ending is None:
                     self.engine.abort(results.requests[i].id)
                 completed += self._ended(job, index)

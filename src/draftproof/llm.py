@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
+from math import inf
 from typing import Any
 
 from draftproof.config import EngineConfig
@@ -23,6 +25,8 @@ from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar, RequestOutput, TokenEvent
 
 __all__ = ["LLM", "Messages", "params_for"]
+
+SELDOM = 10_000  # collections of what is new, of some thousand objects each, between two of everything
 
 
 class LLM(Front):
@@ -65,9 +69,9 @@ class LLM(Front):
         """One RequestOutput a prompt, in order. One params for all, or one each."""
         many = prompt_list(prompts)
         params = params_for(many, sampling_params)
-        jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
-        self._serve(jobs, progress=use_tqdm and len(jobs) > 1)
-        return [self.jobs.result(job) for job in jobs]
+        coming = (self._job(prompt, p) for prompt, p in zip(many, params, strict=True))
+        with no_full_collection():
+            return self._serve(coming, len(many), progress=use_tqdm and len(many) > 1)
 
     def chat(
         self,
@@ -114,24 +118,41 @@ class LLM(Front):
     # --- serving ----------------------------------------------------------------------------------
 
     def _job(self, prompt: Prompt, params: SamplingParams, tell: Tell | None = None) -> Job:
-        """Everything is checked here, before anything enters the engine."""
+        """Everything is checked here, before it enters the engine."""
         job = self.new_job(prompt, params, str(next(self._ids)), tell)
         self.jobs.open(job)
         return job
 
-    def _serve(self, jobs: list[Job], progress: bool) -> None:
-        left, queue = {job.name for job in jobs}, deque(jobs)
+    def _serve(self, coming: Iterator[Job], count: int, progress: bool) -> list[RequestOutput]:
+        """Where steps overlap the device is at work while prompts are taken in and answers given out.
+
+        If a later prompt is refused, what has begun is dropped: the caller has no answers either way.
+        """
+        here: dict[str, Job] = {}
+        results: dict[str, RequestOutput | None] = {}  # in the order of the prompts
+        queue: deque[Job] = deque()
+        loop, num_ended = self.engine.loop, 0
+        full = loop.scheduler.max_rows if loop.overlap else inf
         try:
             with progress_bar() if progress else nullcontext() as show:
-                while left:
+                while num_ended < count:
+                    rows = 0
+                    while rows < full and (job := next(coming, None)) is not None:
+                        here[job.name], results[job.name] = job, None
+                        queue.append(job)
+                        rows += len(job.ids) * len(job.requests)
                     self._add(queue)
-                    ended = self.jobs.step()
-                    left.difference_update(job.name for job in ended)
+                    ended = [job for job in self.jobs.step() if job.name in here]  # not of a stream beside
+                    for job in ended:
+                        results[job.name] = self.jobs.result(job)
+                        self.jobs.drop(here.pop(job.name))
+                    num_ended += len(ended)
                     if ended and show is not None:
-                        show("generating", len(jobs) - len(left), len(jobs))
+                        show("generating", num_ended, count)
         finally:
-            for job in jobs:
+            for job in here.values():
                 self.jobs.drop(job)
+        return [result for result in results.values() if result is not None]
 
     def _add(self, queue: deque[Job]) -> None:
         """As many as the engine lets wait; the others are still in `queue` afterwards."""
@@ -141,6 +162,18 @@ class LLM(Front):
             while queue:
                 self.jobs.add(queue[0])
                 queue.popleft()
+
+
+@contextmanager
+def no_full_collection() -> Iterator[None]:
+    """A full garbage collection looks at all that was ever imported, which takes as long as a hundred steps
+    of a quick device. What is new is collected as ever, and after some ten million objects everything is."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, SELDOM))
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
