@@ -21,6 +21,7 @@ import copy
 import gc
 import statistics
 import time
+from functools import cache
 from itertools import product
 from math import comb
 from typing import Any
@@ -32,7 +33,8 @@ from draftproof import LLM, SamplingParams
 from draftproof.engine.budget import DraftBudgets
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Planned
-from draftproof.types import Request
+from draftproof.engine.settle import StepResults
+from draftproof.types import NUM_OUT, Request
 
 K = 8
 FIXED = (0, 1, 3, 5, 8)
@@ -70,6 +72,7 @@ class Side:
         self.asked = self.tokens = self.goal = 0
         self.seconds = 0.0
         self.said: dict[str, list[int]] = {}
+        self._unread: list[StepResults] = []
         with bench.on(self.lane):
             for i in range(batch):  # they do not all end in one step
                 self._ask(self.bench.tokens * (i + 1) // batch)
@@ -88,14 +91,24 @@ class Side:
             begin = time.perf_counter()
             while self.tokens < self.goal or engine.loop._flights:
                 lane.rests = self.tokens >= self.goal
-                for out in engine.step():
-                    self.tokens += len(out.token_ids)
-                    self.said[out.request_id] += out.token_ids
-                    if out.finish_reason is not None:
-                        self.bench.heard(out.request_id, self.said.pop(out.request_id))
-                        self._ask(self.bench.tokens)
+                results = engine.step()
+                if len(results):
+                    self.tokens += int(results.table[:, NUM_OUT].sum())
+                    self._unread.append(results)
+                for _ in results.endings:
+                    self._ask(self.bench.tokens)
             lane.rests = False
             self.seconds += time.perf_counter() - begin
+        self._read()
+
+    def _read(self) -> None:
+        """Texts are put together when the clock stands."""
+        for results in self._unread:
+            for i, request in enumerate(results.requests):
+                self.said[request.id] += results.tokens(i)
+                if i in results.endings:
+                    self.bench.heard(request.id, self.said.pop(request.id))
+        self._unread.clear()
 
     def leave(self) -> None:
         with self.bench.on(self.lane):
@@ -137,9 +150,12 @@ class Bench:
         tasks = list(TASKS) if task == "mix" else [task]
         name, prompts = tasks[i % len(tasks)], self.prompts[tasks[i % len(tasks)]]
         at = i // len(tasks) % len(prompts)
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=SIDES[side])
-        ids = prompts[at]
+        ids, params = prompts[at], self._params(side, tokens)
         return Request(id=f"{name} {at} {side} {i}", prompt_token_ids=ids, params=params, seed=at)
+
+    @cache  # noqa: B019  # one bench lives as long as the program
+    def _params(self, side: str, tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=SIDES[side])
 
     def heard(self, name: str, said: list[int]) -> None:
         task, at, *_ = name.split()

@@ -82,6 +82,7 @@ def test_windows_without_rows_say_nothing():
     made = budgets(STEPS, [4, 4])
     before = made._belief.copy()
     made.record(np.arange(2), np.array([0, 0]), np.array([0, 0]))
+    made.learn()
     assert (made._belief == before).all()
 
 
@@ -110,6 +111,7 @@ def test_a_long_request_is_still_one_request():
 def test_a_belief_fades_while_nothing_is_heard():
     made = budgets(STEEP, [5] * 2)
     made.record(np.array([0]), np.array([5]), np.array([0]))
+    made.learn()
     low = made._belief[0] @ RATES
     for _ in range(100):
         ask(made)
@@ -122,6 +124,46 @@ def test_a_slot_begins_anew_with_each_request():
     made.start(1, 6, True)
     assert (made._belief[1] == made._newcomer).all()
     assert ask(made)[1] <= 6
+
+
+def test_windows_are_put_together_and_say_what_they_say_one_by_one():
+    several, each = (budgets(FLAT, [8] * 3) for _ in range(2))
+    draw = np.random.default_rng(1)
+    for _ in range(40):
+        granted = draw.integers(0, 5, 3)
+        accepted = np.minimum(draw.integers(0, 5, 3), granted)
+        for made in (several, each):
+            made.record(np.arange(3), granted, accepted)
+        each.learn()
+    several.learn()
+    assert several._belief == pytest.approx(each._belief)
+    for name in ("_windows", "_turn", "_reach"):
+        assert (getattr(several, name) == getattr(each, name)).all()
+    assert several._newcomer == pytest.approx(each._newcomer, abs=0.1)  # of newcomers the latest counts
+
+
+def test_what_is_heard_of_a_predecessor_says_nothing_of_whoever_sits_there_now():
+    made = budgets(FLAT, [8, 8])
+    made.record(np.arange(2), np.array([8, 8]), np.array([0, 0]))
+    made.start(1, 8, True)
+    made.record(np.arange(2), np.array([0, 2]), np.array([0, 2]))
+    made.learn()
+    low, high = made._belief @ RATES
+    assert low < 0.3 and high > 0.6 and made._windows.tolist() == [1, 1]
+
+
+def test_what_was_decided_holds_for_some_steps_whoever_comes():
+    made, slots = budgets(FLAT, [5, 5, 5]), np.arange(2)
+    assert made.take(slots, made.limit[slots], 0).tolist() == [5, 5]
+    assert made.again(slots) is made.again(slots)
+    made.start(2, 3, True)  # with as many as somebody of whom nothing is known had
+    assert made.again(np.array([0, 2])).tolist() == [5, 3]
+    assert made.again(slots) is None
+    made = budgets(STEEP, [5, 5])
+    made._purse = 0.0
+    assert not ask(made).any() and made._rest
+    made.start(1, 5, False)  # nobody had any: it is time to look again
+    assert made.again(np.arange(2)) is None and ask(made).tolist() == [0, 5]
 
 
 def test_a_fixed_budget_stays_whatever_happens_and_whatever_it_costs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -18,9 +19,21 @@ CPU = torch.device("cpu")
 
 
 class NarrowOps(PaddedOps):
-    """Tells passes of 16 rows and more which of them matter."""
+    """Tells passes of 16 rows and more which of them matter; and whether a captured step is being run."""
 
     narrows = 16
+    running: ClassVar[bool] = False
+
+    def graph(self, function: Any, apart: bool = False) -> Any:
+        def replay() -> Any:
+            NarrowOps.running = True
+            try:
+                return function()
+            finally:
+                NarrowOps.running = False
+
+        replay()
+        return replay
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
@@ -38,10 +51,13 @@ def test_some_rows_are_those_of_all(backend, arch):
         assert torch.equal(mine, theirs)
 
 
-def company(prompt: bool = False) -> Company:
-    asks = [Ask(i, temperature=0.7 * (i % 2), prompt=prompt and i == 1) for i in range(4)]
+def company(prompt: bool = False, seats: int = 4) -> Company:
+    asks = [Ask(i, temperature=0.7 * (i % 2), length=20, prompt=prompt and i == 1) for i in range(4)]
     spec = {"method": "ngram", "num_speculative_tokens": 3}
-    where, sizes = Where(backend="test_wanted_rows:NarrowOps"), {"max_num_batched_tokens": 48}
+    where, sizes = (
+        Where(backend="test_wanted_rows:NarrowOps"),
+        {"max_num_batched_tokens": 48, "max_num_seqs": seats},
+    )
     return Company(asks, Where(), engine=where.engine(spec, overlap=True, **sizes), arrivals=(0, 0, 1, 5))
 
 
@@ -57,6 +73,29 @@ def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
         assert served.differences() == []
     sizes = {len(call.args[1].tokens) for call in (whole if prompt else some).call_args_list}
     assert max(sizes) >= NarrowOps.narrows
+
+
+def captured(served: Company) -> set[bool]:
+    """Of all passes: was a captured one run, or op by op?"""
+    found = set()
+
+    def noted(self: Runner, *rows: Any) -> Any:
+        found.add(NarrowOps.running)
+        return tapped(self, *rows)
+
+    tapped = Runner.tapped
+    with mock.patch.object(Runner, "tapped", noted):
+        assert served.differences() == []
+    return found
+
+
+@pytest.mark.parametrize("seats", [4, 8])  # of eight with drafts more than half of the rows may be looked at
+def test_no_pass_runs_op_by_op_however_many_drafts_there_are(seats):
+    served = company(seats=seats)
+    for ask in served.asks:
+        solo(ask, served.where)
+    assert captured(served) == {True}
+    assert captured(company(prompt=True)) == {True, False}  # all rows of a large prompt: too seldom
 
 
 def test_the_wrong_rows_are_noticed():

@@ -8,6 +8,9 @@ A belief that is low is not tested by that, and may be wrong, or become so: a fr
 So requests without drafts are probed, in turn and with one draft each; where that stands, again at once and
 with more. Probes are paid from a purse that one per cent of the time goes into: that is what they can cost,
 whatever the requests and the prices are.
+
+Steps are short, and all this is the host's work in each of them. So what was decided holds for a few steps,
+whoever comes or goes meanwhile, and what became of windows is put together until it is looked at again.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
 REST = 8  # steps in which nothing is decided anew, at most, where nobody is given any
 KEEP = 3  # such steps where somebody is
+MANY = 8  # steps whose windows are put together at most
 AT_ONCE = -1  # before everybody whose turn it is
 
 
@@ -44,14 +48,21 @@ class DraftBudgets:
         self.costs = costs
         self.limit, self._windows, self._turn, self._reach = np.zeros((4, num_slots), np.int64)
         self._fixed, self._probed = np.zeros((2, num_slots), np.bool_)
+        self._probing = False  # is anybody probed?
+        self._unread: list[tuple[Ints, Ints, Ints]] = []  # windows that were told: see `record`
+        self._born = np.zeros(num_slots, np.int64)  # so many of them were of whoever sat there before
         self._newcomer = np.full(len(RATES), 1 / len(RATES))
         self._belief = np.tile(self._newcomer, (num_slots, 1))  # [S, rates]
         self._purse = 0.0  # in the time of empty steps
         self._still = 0.0  # what the last step that was asked about costs beside its rows
         self._steps = 0
-        # what was decided holds for some steps: how many are left of those, since when, for whom, and what
-        self._rest = self._since = 0
+        # what was decided holds for some steps: how many are left of those, since when, the size of the step
+        # that it was for, what each slot has, those that asked last and what they were given
+        self._rest = self._since = self._size = 0
+        self._held = np.zeros(num_slots, np.int64)
         self._resting = self._given = np.zeros(0, np.int64)
+        self._first = 0  # what a newcomer has meanwhile
+        self._gives = False  # does anybody have any?
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """A request that may have `limit` drafts sits down; not adaptive: it always has them."""
@@ -59,6 +70,10 @@ class DraftBudgets:
         self._windows[slot] = self._turn[slot] = self._probed[slot] = 0
         self._reach[slot] = 1
         self._belief[slot] = self._newcomer
+        self._born[slot] = len(self._unread)
+        self._held[slot] = min(self._first, limit) if adaptive else limit
+        if not self._gives:
+            self._rest = 0
 
     def take(self, slots: Ints, most: Ints, keys: int) -> Ints:
         """Drafts allowed to each in the coming step, of the `most` that there may be.
@@ -66,13 +81,14 @@ class DraftBudgets:
         `keys`: tokens that these requests have stored.
         """
         self._steps += 1
-        self._still = self.costs.still(keys)
-        self._probed[slots] = False
         fixed = self._fixed[slots]
         num_fixed = np.count_nonzero(fixed)
         budget = np.where(fixed, most, 0) if num_fixed else np.zeros_like(most)
         if num_fixed == len(slots):
-            return budget
+            return self._hold(slots, budget, KEEP)
+        self.learn()
+        self._still = self.costs.still(keys)
+        self._probed[slots], self._probing = False, False
         limit = most - budget if num_fixed else most  # what is still to be decided
         survival = self._survival(slots, int(most.max(initial=0)))
         place = np.arange(1, survival.shape[1] + 1)
@@ -81,21 +97,30 @@ class DraftBudgets:
             rows += int(budget.sum())
             tokens += float(survival[place <= budget[:, None]].sum())
         asking = 0.0 if num_fixed else self.costs.asking(len(slots))
-        budget += self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0), asking)
-        self._given = budget.copy()  # a probe is made once
+        more, least = self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0), asking)
+        budget += more
+        self._first = int(np.count_nonzero(POWERS[1:] @ self._newcomer >= least))
+        given = self._hold(slots, budget.copy(), KEEP)  # a probe is made once
         self._probe(slots, budget, limit)
-        self._resting, self._since, self._rest = slots, self._steps, 0
-        if np.count_nonzero(self._given):
-            self._rest = KEEP
-        elif not np.count_nonzero(budget):
-            self._rest = self._until_probe(slots)
-        return budget
+        if not self._gives:
+            self._rest = 0 if np.count_nonzero(budget) else self._until_probe(slots)
+        return budget if self._probing else given
+
+    def _hold(self, slots: Ints, given: Ints, steps: int) -> Ints:
+        """It is so decided, for so many steps more."""
+        self._resting, self._given, self._since, self._rest = slots, given, self._steps, steps
+        self._held[slots] = given
+        count = int(given.sum())
+        self._gives, self._size = count > 0, self.costs.size(len(slots) + count)
+        return given
 
     def fit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
         """Which of the drafts that were asked for, now that the step has `rows` rows without them.
 
         Prompts have come into it: with them it may just not be of the size that drafts were chosen for.
         """
+        if rows + int(drafts.sum()) <= self._size:
+            return drafts
         fixed = np.where(self._fixed[slots], drafts, 0)
         if (fixed == drafts).all() or not self.costs.knows(rows):
             return drafts
@@ -104,17 +129,19 @@ class DraftBudgets:
         # a probe is worth no rows of its own, but those that are left over
         survival = np.where(self._probed[slots][:, None], np.maximum(survival, 2 * WORTH), survival)
         survival = np.where(place <= (drafts - fixed)[:, None], survival, 0.0)
-        return fixed + self._afford(rows + int(fixed.sum()), float(len(slots)), survival)
+        return fixed + self._afford(rows + int(fixed.sum()), float(len(slots)), survival)[0]
 
     def again(self, slots: Ints) -> Ints | None:
         """What was decided a moment ago, if that still holds; None: it is time to `take`.
 
-        `slots` is the very array of that time: nobody came or went.
+        While nobody comes or goes, and `slots` is the very array of the last time, so is the answer.
         """
-        if not self._rest or slots is not self._resting:
+        if not self._rest:
             return None
         self._rest -= 1
         self._steps += 1
+        if slots is not self._resting:
+            self._resting, self._given = slots, self._held[slots]
         return self._given
 
     def _until_probe(self, slots: Ints) -> int:
@@ -140,6 +167,9 @@ class DraftBudgets:
             return
         rows = len(slots) + int(drafts.sum())
         seconds = self.costs.of(rows)
+        if not self._probing:
+            self._purse += SHARE * (seconds + self._still)
+            return
         probes = int(drafts[self._probed[slots]].sum())
         without = self.costs.of(rows - probes)
         if probes == rows - len(slots):  # they alone were asked for
@@ -151,22 +181,36 @@ class DraftBudgets:
 
         A row that was set aside and had no draft in it did not stand.
         """
-        told = granted > 0
-        count = np.count_nonzero(told)
-        if not count:
-            return
-        if self._rest and not np.count_nonzero(self._given):
+        if not self._gives and np.count_nonzero(granted):
             self._rest = 0  # nothing was given, and there is news
-        if count < len(slots):
-            slots, granted, accepted = slots[told], granted[told], accepted[told]
+        self._unread.append((slots, granted, accepted))
+        if len(self._unread) == MANY:
+            self.learn()
+
+    def learn(self) -> None:
+        """Take in what was recorded since the last time."""
+        if not self._unread:
+            return
+        lines = [window[0] for window in self._unread]
+        slots, granted, accepted = map(np.concatenate, zip(*self._unread, strict=True))
+        self._unread = []
+        counts = [len(line) for line in lines]
+        told = (granted > 0) & (self._born[slots] <= np.repeat(np.arange(len(counts)), counts))
+        self._born[slots] = 0
+        if not np.count_nonzero(told):
+            return
         whole = accepted == granted  # if that was a probe: another at once, of twice the length
-        belief: Reals = self._belief[slots] * SEEN[whole.view(np.int8), accepted]
+        seen, end = np.where(told[:, None], SEEN[whole.view(np.int8), accepted], 1.0), 0
+        for line in lines:  # a slot may be in all of them
+            self._belief[line] *= seen[end : (end := end + len(line))]
+        slots, granted, whole = slots[told], granted[told], whole[told]
+        belief: Reals = self._belief[slots]
         belief /= belief.sum(1, keepdims=True)
         self._belief[slots] = belief
         self._reach[slots] = np.where(whole, np.minimum(2 * granted, self.limit[slots]), 1)
         self._turn[slots[whole]] = AT_ONCE
         new = self._windows[slots] < NEW
-        self._windows[slots] += 1
+        np.add.at(self._windows, slots, 1)
         num_new = np.count_nonzero(new)
         if num_new:
             keep = (1 - LEARN) ** num_new
@@ -176,26 +220,27 @@ class DraftBudgets:
     def _survival(self, slots: Ints, most: int) -> Reals:
         """[B, K] how likely each draft is to be reached and to stand; falls along K."""
         belief = self._belief[slots]
-        rested = self._steps - self._since if slots is self._resting else 1
-        belief += (1 - (1 - FADE) ** rested) * (self._newcomer - belief)
+        belief += (1 - (1 - FADE) ** (self._steps - self._since)) * (self._newcomer - belief)
         self._belief[slots] = belief
         survival: Reals = belief @ POWERS[1 : most + 1].T
         return survival
 
-    def _afford(self, rows: int, tokens: float, survival: Reals, asking: float = 0.0) -> Ints:
-        """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`."""
+    def _afford(self, rows: int, tokens: float, survival: Reals, asking: float = 0.0) -> tuple[Ints, float]:
+        """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`; and how
+        likely the least of them is to stand."""
         gains = survival[survival > WORTH]
         gains.sort()
         gains = gains[::-1]
         count = self.costs.best(rows, self._still, tokens, gains, asking)
         if count == 0:
-            return np.zeros(len(survival), np.int64)
-        budget: Ints = (survival >= gains[count - 1]).sum(1, dtype=np.int64)
+            return np.zeros(len(survival), np.int64), np.inf
+        least = float(gains[count - 1])
+        budget: Ints = (survival >= least).sum(1, dtype=np.int64)
         over = int(budget.sum()) - count
         if over:  # ties: the last of them go without
-            ties = np.flatnonzero((survival == gains[count - 1]).any(1))
+            ties = np.flatnonzero((survival == least).any(1))
             budget[ties[-over:]] -= 1
-        return budget
+        return budget, least
 
     def _probe(self, slots: Ints, budget: Ints, limit: Ints) -> None:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
@@ -217,4 +262,4 @@ class DraftBudgets:
         chosen = who[:count]
         budget[chosen] = reach[:count]
         self._turn[slots[chosen]] = self._steps
-        self._probed[slots[chosen]] = True
+        self._probed[slots[chosen]] = self._probing = True

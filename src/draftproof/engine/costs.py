@@ -124,6 +124,11 @@ class RowCosts:
         """What rows cost; more than were ever measured, as the most that were."""
         return self._empty[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
 
+    def size(self, rows: int) -> int:
+        """Rows that a step of so many has room for; none where nothing is known of it."""
+        at = bisect_left(self._rows, rows)
+        return self._rows[at] if at < len(self._rows) else 0
+
     def asking(self, requests: int) -> float:
         """What drafts for so many requests cost before any of them is verified."""
         if not self._askers or not requests:

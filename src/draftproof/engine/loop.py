@@ -375,7 +375,7 @@ class Loop:
         here = [i for i, s in enumerate(planned.sequences) if s.slot >= 0]
         live, lengths = planned.only(here), self.scheduler.host.length
         try:
-            budget = self.scheduler.budget(live)
+            budget = self.scheduler.budget(live, anew=True)  # the device waits anyway
             if not here or not (budget.any() or self.proposer.needs_hidden):
                 return
             hidden = flight.ran.hidden if self.proposer.needs_hidden else None

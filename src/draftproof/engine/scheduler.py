@@ -241,14 +241,15 @@ class Scheduler:
             known=known,
         )
 
-    def budget(self, planned: Planned) -> Ints:
-        """[B] drafts to ask for after this step. The last token of a request needs none."""
+    def budget(self, planned: Planned, anew: bool = False) -> Ints:
+        """[B] drafts to ask for after this step; the last token of a request needs none. `anew`: by all that
+        is known now, even if that is worked out once more in every step."""
         host, lines, calm = self.host, planned.slots, self._calm
         limit = self.budgets.limit[lines]
         if not np.count_nonzero(limit):
             return planned.nothing
         keys = 0 if self.asks_first else int(host.length[lines].sum())
-        budget = self.budgets.again(lines)
+        budget = None if anew or self.asks_first else self.budgets.again(lines)
         if calm and calm.plan.slots is lines and calm.room > calm.widest and not self.asks_first:
             return self.budgets.take(lines, limit, keys) if budget is None else budget  # no end is near
         least = host.length[lines] + host.under_way[lines]
@@ -256,15 +257,12 @@ class Scheduler:
         if self.lookahead:  # all but the last draft are stored before they are verified
             stored = host.num_pages[lines] * self.page_size - host.most[lines]
             room = np.minimum(room, np.maximum(stored + 1, 0))
-        wanted = planned.samples & (room > 0)
+        allowed: Ints = np.where(planned.samples, np.minimum(limit, room), 0)
+        if self.asks_first:
+            return allowed
         if budget is None:
-            budget = np.where(wanted, limit, 0)
-            if wanted.all() and not self.asks_first:  # the same array again, by which budgets know them
-                budget = self.budgets.take(lines, budget, keys)
-            elif not self.asks_first:
-                budget[wanted] = self.budgets.take(lines[wanted], budget[wanted], keys)
-        allowed: Ints = np.minimum(budget, room)
-        return allowed
+            budget = self.budgets.take(lines, np.where(allowed > 0, limit, 0), keys)
+        return np.minimum(budget, allowed)
 
     def settle(self, planned: Planned, num_out: Ints, accepted: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
@@ -317,6 +315,8 @@ class Scheduler:
             self.pages.give_back(found)
             return False
         del self.waiting[0]
+        if (self.pages.num_free - need) // 2 // (spare + 1) >= AHEAD:  # as in `_grow`
+            need = min(need + AHEAD, self.pages_for(sequence.max_length) - len(found))
         sequence.pages = found + self.pages.take(need)
         sequence.num_known, sequence.found = len(found), len(found) * self.page_size
         if sequence.stats.seated is None:

@@ -139,7 +139,7 @@ class DeviceStep:
         logits = self.ops.bucket(max(1, planned.num_logits))
         layout, picked = self._layout(rows, logits), self._picked[:logits]
         usual = self._ends(rows)
-        ends = 0 if keep or planned.scores_prompts or logits > usual else usual
+        ends = 0 if keep or planned.scores_prompts else usual
         forward: Callable[[], Tensor] = partial(self._alone, rows, ends)
         if ends == usual:  # others are too seldom and too large to be captured while everybody waits
             forward = self._graph(("forward", rows, ends), forward)
@@ -323,11 +323,11 @@ class DeviceStep:
     def _ends(self, size: int) -> int:
         """How many rows the last layer of a pass with prompts ends with; 0: all.
 
-        Of a prompt's rows the last one alone has logits; a quarter is room for all that decode as well.
+        Of a prompt's rows the last one alone has logits. There is room for all that may decode with all their
+        drafts: no step needs another pass than the one that was captured for its size.
         """
-        if not 0 < self.ops.narrows <= size or self.drafting.follows_rows:
-            return 0
-        return min(self.ops.bucket(size // 4), self.max_logits)
+        narrow = 0 < self.ops.narrows <= size and 2 * self.max_logits <= size
+        return self.max_logits if narrow and not self.drafting.follows_rows else 0
 
     def _forward(self, size: int, ends: int = 0) -> Tensor:
         """[size, hidden]; with `ends`, of as many logits rows, [ends, hidden]."""
