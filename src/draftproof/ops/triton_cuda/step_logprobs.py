@@ -36,10 +36,11 @@ def scan_kernel(
         row = tl.max(tl.where(turn == i, wanted, -1), axis=0)
         if row >= 0:
             n = (me + i * stride).to(tl.int64)
+            # asked for before the token, whose value is two loads away: they come together
+            x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
             token = tl.load(tokens + n)
             known = (token >= 0) & (token < V)
             value = tl.load(logits + row * V + token, mask=known, other=float("inf"))
-            x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
             top, total = sum_below_top(x)
             tl.store(tops + n * chunks + chunk, top)
             tl.store(sums + n * chunks + chunk, total)
