@@ -296,13 +296,14 @@ class Scheduler:
         newcomers: list[Sequence] = []
         left = self.host.prompt_left
         prompts = [(s.rank, int(left[s.slot])) for s in self.running if left[s.slot]] if self.waiting else []
+        seated = 0  # rows that newcomers want: each of them comes before whoever waits behind it
         while self.waiting and self.slots.num_free:
             front = self.waiting[0]
-            wanted = sum(count for rank, count in prompts if rank < front.rank)
+            wanted = seated + sum(count for rank, count in prompts if rank < front.rank)
             if wanted >= rows or not self._admit(front):
                 break
             newcomers.append(front)
-            prompts.append((front.rank, int(left[front.slot])))
+            seated += int(left[front.slot])
         return newcomers
 
     def _admit(self, sequence: Sequence) -> bool:
