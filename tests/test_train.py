@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from draftproof.errors import ConfigError, LoadError
 from draftproof.models.head import HeadConfig, Target
 from draftproof.sampling_params import SamplingParams
 from draftproof.train import module
+from draftproof.train.causal import causal
 from draftproof.train.config import settle
-from draftproof.train.loss import Aim, unrolled_loss
+from draftproof.train.loss import Aim, Rows, unrolled_loss
 from draftproof.train.teacher import Teacher
 from draftproof.train.texts import (
     Batch,
@@ -50,9 +52,12 @@ def test_the_teacher_says_what_the_engine_says(name: str) -> None:
 # --- the convention -------------------------------------------------------------------------------------
 
 
-def worst_difference(steps: int = 4) -> float:
+WAYS = ("joined", "written")
+
+
+def worst_difference(attention: str, steps: int = 4) -> float:
     """Between the unrolled pass and the same chains, row by row with stored keys."""
-    made = trained.trainer(unroll=steps)
+    made = trained.trainer(unroll=steps, attention=attention)
     weights = {name: weight.detach() for name, weight in made.weights.items()}
     tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
     lesson = made.teacher(tokens, made.config.aux_layers)
@@ -66,8 +71,9 @@ def worst_difference(steps: int = 4) -> float:
     return worst
 
 
-def test_unrolled_is_what_is_drafted() -> None:
-    assert worst_difference() < 1e-5
+@pytest.mark.parametrize("attention", WAYS)
+def test_unrolled_is_what_is_drafted(attention: str) -> None:
+    assert worst_difference(attention) < 1e-5
 
 
 def test_a_mask_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +85,41 @@ def test_a_mask_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return see
 
     monkeypatch.setattr(module, "visible", short)
-    assert worst_difference() > 1e-3
+    assert worst_difference("written") > 1e-3
 
 
-def test_a_position_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the keys of step 0 weigh twice what they do, or their weight has no slope."""
+    monkeypatch.setattr(module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1] + math.log(2)))
+    assert worst_difference("joined") > 1e-3
+    assert slopes_apart() > 1e-3
+    monkeypatch.setattr(module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1].detach()))
+    assert worst_difference("joined") < 1e-5
+    assert slopes_apart() > 1e-3
+
+
+def slopes_apart() -> float:
+    """The largest difference between the slopes of the two ways to attend."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(heads: int) -> torch.Tensor:
+        return torch.randn(2, heads, 21, 16, generator=generator, requires_grad=True)
+
+    q, stored, wanted = numbers(6), [(numbers(2), numbers(2)) for _ in range(3)], numbers(6).detach()
+    given = [q, *(rows for pair in stored for rows in pair)]
+    found = [
+        torch.autograd.grad(attend(q, stored), given, wanted)
+        for attend in (module.attend, module.attend_joined)
+    ]
+    return max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))
+
+
+def test_both_ways_to_attend_have_one_slope() -> None:
+    assert slopes_apart() < 1e-5
+
+
+@pytest.mark.parametrize("attention", WAYS)
+def test_a_position_off_by_one_is_seen(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: later steps turned as if they stood where the first did."""
     rotation, seen = module.rotation, []
 
@@ -91,7 +128,7 @@ def test_a_position_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return rotation(seen[0])
 
     monkeypatch.setattr(module, "rotation", stuck)
-    assert worst_difference() > 1e-3
+    assert worst_difference(attention) > 1e-3
 
 
 # --- the loss -------------------------------------------------------------------------------------------
@@ -126,7 +163,7 @@ def test_the_loss_has_its_own_slope(aim: Aim, monkeypatch: pytest.MonkeyPatch) -
     for size in (1, 4 * 11 * 5, 1 << 29):
         monkeypatch.setattr("draftproof.train.loss.CHUNK_BYTES", size)
         again = student.detach().requires_grad_()
-        total, parts = unrolled_loss(again.flatten(1, 2), *flat, aim)
+        total, parts = unrolled_loss(again.flatten(1, 2), *flat, Rows.of(flat[2]), aim)
         total.backward()
         torch.testing.assert_close(parts, expected.detach())
         torch.testing.assert_close(again.grad, slope)
@@ -217,6 +254,15 @@ def test_what_counts() -> None:
     torch.testing.assert_close(weight[0] * total, first.flatten())
     second = torch.tensor([[0.25, 0.25, 0.25, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]])
     torch.testing.assert_close(weight[1] * total, 0.5 * second.flatten())
+    made = trained.trainer(unroll=2, decay=0.5, prompt_weight=0.25, prompt_rows=3)
+    seen = []
+    for made.step in range(3):  # every row of a prompt once, with three times the weight
+        seen.append(made._weight(batch)[0][0])
+        rows = Rows.of(made._weight(batch)[0])
+        assert rows.chosen.tolist() == [made.step and 3 - made.step, 3, 4, 8, 9, 10]
+        assert rows.heard.tolist() == sorted({p + j for p in rows.chosen.tolist() for j in (1, 2)})
+        assert rows.heard[rows.compared].tolist() == [(rows.chosen + j).tolist() for j in (1, 2)]
+    assert torch.equal(torch.stack(seen).sum(0) != 0, weight[0] != 0)
 
 
 def test_what_is_kept_is_what_is_computed(tmp_path: Path) -> None:
@@ -251,6 +297,9 @@ def test_a_head_is_gone_on_from(tmp_path: Path) -> None:
     for name, weight in first.rounded().items():
         assert torch.equal(again.weights[name].detach(), weight), name
     assert again.accepted(again.held) == first.accepted(first.held)
+    wider = trained.trainer(begin=folder, intermediate_size=first.config.intermediate_size + 8, new_ids=1)
+    assert wider.accepted(wider.held) == first.accepted(first.held)  # what was added says nothing yet
+    assert trained.trainer(begin=folder, draft_vocab=70).d2t.shape == (70,)
     with pytest.raises(ConfigError, match="cannot be gone on from: intermediate_size is"):
         trained.trainer(begin=folder, intermediate_size=40)
 

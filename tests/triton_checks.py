@@ -28,6 +28,7 @@ from draftproof.ops.reference import ReferenceOps
 from draftproof.ops.triton_cuda import attention as attention_kernels
 from draftproof.ops.triton_cuda import gemm, graph, pair, select, tile_lists, tiles, truncate, walk
 from draftproof.ops.triton_cuda.tiles import Tile
+from draftproof.train import loss, slope
 from opcheck import Paged, assert_close, bits
 
 torch.set_num_threads(1)
@@ -505,6 +506,23 @@ def truncation() -> None:
     flat = torch.zeros(2, 64)
     half = ops.truncate(flat, torch.tensor([0, 7]), torch.tensor([0.5, 1.0]), torch.zeros(2))
     assert (half > -INF).sum(1).tolist() == [32, 7] and bool((half[:, :7] == 0).all())
+
+
+@check
+def slope_of_a_loss() -> None:
+    """What training's kernel writes over the logits, against the lines that it stands for."""
+    share, hard = randn(9, seed=3).abs(), torch.tensor([0.3] * 5 + [0.0] * 4)
+    for dtype in DTYPES:
+        for vocab in (11, 1024):
+            logits, there = (
+                randn(9, vocab, seed=1, dtype=dtype) * 3,
+                randn(12, vocab, seed=2, dtype=dtype) * 3,
+            )
+            place = torch.randint(12, (9,), generator=torch.Generator().manual_seed(4))
+            want = loss._written_out(logits, there, place, hard, share, 1.7, True)
+            value = slope.slope_in_place(logits, there, place, hard, share, 1.7, True)
+            assert_close(logits, want[0], dtype)
+            torch.testing.assert_close(value, want[1])
 
 
 @check

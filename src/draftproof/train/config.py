@@ -69,28 +69,35 @@ class TrainPlan:
     warmup: int = _option(100, "updates until it is there")
     decay: float = _option(0.8, "of the weight of each further draft of a chain")
     prompt_weight: float = _option(0.2, "of chains that begin in a prompt; those of answers have 1")
+    prompt_rows: int = _option(
+        1, "of the rows of a prompt every so many are learnt from, with as much weight"
+    )
     clip: float = _option(1.0, "longest gradient")
     optimizer: str = _option("muon", "of matrices: muon or adamw; of the rest it is adamw")
     weight_decay: float = _option(0.0, "of both")
     hard: float = _option(0.1, "share of the target's law that is put on its best token, at temperature 0")
     overlap: float = _option(1.0, "weight of 1 - sum min(p, q) beside divergence")
-    begin: str = _option("", "folder of a head to go on from, with its draft vocabulary; nothing: a new one")
+    begin: str = _option("", "folder of a head to go on from, with its draft ids; nothing: a new one")
+    new_ids: int = _option(0, "1: with --begin, draft ids are chosen anew from the text")
+    attention: str = _option(
+        "joined", "of the head: joined, from a library's and the own keys', or written out"
+    )
     keep: int = _option(0, "1: what the target says of the texts is computed once and kept on the device")
     dtype: str = _option("bfloat16", "of activations: bfloat16 or float32; weights are trained in fp32")
     eval_every: int = _option(250, "updates between two points of the curve")
     eval_texts: int = _option(48, "held-out texts that a point is measured on")
 
     def __post_init__(self) -> None:
-        _positive(
-            self,
-            ("unroll", "drafts", "batch_tokens", "max_len", "eval_every", "learning_rate", "epochs", "clip"),
-        )
+        _positive(self, ("unroll", "drafts", "batch_tokens", "max_len", "eval_every", "prompt_rows"))
+        _positive(self, ("learning_rate", "epochs", "clip"))
         if min(self.draft_vocab, self.intermediate_size, self.steps, self.eval_texts, self.warmup) < 0:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
         if self.feature_norm not in ("none", "each") or self.norm_output not in (0, 1):
             raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
-        if self.keep not in (0, 1):
-            raise ConfigError(f"keep is 0 or 1, got {self.keep}")
+        if self.keep not in (0, 1) or self.new_ids not in (0, 1):
+            raise ConfigError(f"keep and new_ids are 0 or 1, got {self.keep} and {self.new_ids}")
+        if self.attention not in ("joined", "written"):
+            raise ConfigError(f"attention is joined or written, got {self.attention!r}")
         if self.optimizer not in ("adamw", "muon"):
             raise ConfigError(f"optimizer is adamw or muon, got {self.optimizer!r}")
         if self.dtype not in ("bfloat16", "float32"):

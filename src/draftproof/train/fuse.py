@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-PLAIN = "DRAFTPROOF_TRAIN_PLAIN"  # set it to 1 where torch.compile does not work
+PLAIN = (
+    "DRAFTPROOF_TRAIN_PLAIN"  # set it to 1 where torch.compile does not work, to slope where `slope` does not
+)
 
 
 def fused(function: Function, device: torch.device) -> Function:

@@ -22,7 +22,7 @@ from draftproof.ops import resolve
 from draftproof.train.config import TrainPlan, write_json
 from draftproof.train.evaluate import Acceptance, Examiner
 from draftproof.train.lessons import Lessons
-from draftproof.train.loss import Aim, unrolled_loss
+from draftproof.train.loss import Aim, Rows, unrolled_loss
 from draftproof.train.module import HeadModule, new_weights
 from draftproof.train.optimize import Mover
 from draftproof.train.plot import curve_png
@@ -65,15 +65,32 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> He
     )
 
 
-def begun_head(folder: str, wanted: HeadConfig) -> dict[str, Tensor]:
-    """The tensors of a head to go on from, weights in fp32; refused if it is not as the plan wants it."""
+def begun_head(folder: str, wanted: HeadConfig, seed: int = 0) -> dict[str, Tensor]:
+    """The tensors of a head to go on from, weights in fp32; refused if it is not as the plan wants it.
+
+    Its MLP may be wider than it was: what is added says nothing at first. Its draft ids may be others, since
+    they are rows of the target's LM head: then there is no d2t.
+    """
     config, tensors = load_head(folder, wanted.target)
     ours, theirs = wanted.to_json(), config.to_json()
+    if config.intermediate_size < wanted.intermediate_size:
+        theirs["intermediate_size"] = wanted.intermediate_size
+    if config.draft_vocab_size != wanted.draft_vocab_size:
+        theirs["draft_vocab_size"] = wanted.draft_vocab_size
+        tensors.pop("d2t", None)
     if other := [
         f"{key} is {theirs[key]}, wanted is {ours[key]}" for key in ours if ours[key] != theirs[key]
     ]:
         raise ConfigError(f"{folder}: this head cannot be gone on from: {'; '.join(other)}")
-    return {name: t if name == "d2t" else t.float() for name, t in tensors.items()}
+    begun = {name: t if name == "d2t" else t.float() for name, t in tensors.items()}
+    generator = torch.Generator().manual_seed(seed)
+    for name, (high, wide) in ((n, shape) for n, shape in wanted.tensors().items() if ".mlp." in n):
+        old, whole = begun[name], torch.zeros(high, wide)
+        if not name.endswith("down_proj.weight"):
+            whole.normal_(std=wide**-0.5, generator=generator)
+        whole[: old.shape[0], : old.shape[1]] = old
+        begun[name] = whole
+    return begun
 
 
 def _three_layers(config: ModelConfig) -> tuple[int, ...]:
@@ -99,12 +116,14 @@ class Trainer:
         vocab = checkpoint.config.vocab_size
         count = min(plan.draft_vocab or vocab, vocab)
         self.config = head_config(plan, checkpoint, count)
-        begun = begun_head(plan.begin, self.config) if plan.begin else {}
-        ids = begun.pop("d2t", None) if begun else torch.from_numpy(frequent_ids(texts, vocab, count))
-        self.d2t = (torch.arange(count) if ids is None else ids).to(device)
+        begun = begun_head(plan.begin, self.config, plan.seed) if plan.begin else {}
+        ids = begun.pop("d2t", None)
+        if ids is None or plan.new_ids:
+            ids = torch.from_numpy(frequent_ids(texts, vocab, count))
+        self.d2t = ids.to(device)
         room = plan.max_len + plan.unroll + plan.drafts + 64
         self.teacher = Teacher(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
-        self.module = HeadModule(self.config, device, room)
+        self.module = HeadModule(self.config, device, room, plan.attention)
         self.head = self.teacher.head[self.d2t]  # [draft vocab, hidden]
         self.ops = resolve("auto", device)
         self.examiner = Examiner(self.teacher, self.module, self.d2t, self.ops, plan.drafts)
@@ -185,8 +204,11 @@ class Trainer:
         outputs = self.module.unroll(rounded, lesson.features, embeds, plan.unroll)
         student = self.module.normed(rounded, outputs).flatten(1, 2)
         weight, cold = self._weight(batch)
+        rows, send = Rows.of(weight), self.ops.send
         there = lesson.hidden.flatten(0, 1)
-        loss, parts = unrolled_loss(student, there, self.head, weight, cold, self.aim, measure)
+        loss, parts = unrolled_loss(
+            student, there, self.head, send(weight), send(cold), rows.sent(send), self.aim, measure
+        )
         loss.backward()
         self.mover.move(self.step)
         self.step += 1
@@ -194,17 +216,21 @@ class Trainer:
         return parts / self.decays
 
     def _weight(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[unroll, B * T]: chains as far as the text goes, in full where an answer begins; [B * T]: cold."""
+        """[unroll, B * T]: chains as far as the text goes, in full where an answer begins; [B * T]: cold.
+
+        Of a prompt's rows every so many are taken, others in the next update, and count for those between.
+        """
         plan = self.plan
         lengths = torch.from_numpy(batch.lengths)[:, None]
         prompts = torch.from_numpy(batch.prompt_lengths)[:, None]
         row = torch.arange(batch.tokens.shape[1])[None, :]
-        whole = torch.where(row >= prompts - 1, 1.0, plan.prompt_weight)
+        every = (row + self.step) % plan.prompt_rows == 0
+        whole = torch.where(row >= prompts - 1, 1.0, plan.prompt_weight * plan.prompt_rows * every)
         weight = torch.stack(
             [whole * (row + 2 + step < lengths) * plan.decay**step for step in range(plan.unroll)]
         )
         cold = torch.from_numpy(batch.cold).float().repeat_interleave(row.shape[1])
-        return self.ops.send((weight / weight[0].sum().clamp(min=1)).flatten(1)), self.ops.send(cold)
+        return (weight / weight[0].sum().clamp(min=1)).flatten(1), cold
 
     # --- looking ------------------------------------------------------------------------------------
 

@@ -2,19 +2,23 @@
 
 Logits of all rows and steps would be by far the largest tensors of training, so they are made some rows at a
 time, turned into the gradient at once, and dropped: the LM head is the target's and learns nothing. On a GPU
-the rest is one pass over them: `slope` is compiled there.
+the rest is one pass over them: `slope`. Rows that have no weight have no logits.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.train.fuse import fused
+from draftproof.train.fuse import PLAIN, fused
 
 CHUNK_BYTES = 1 << 30  # of fp32 logits at a time
 
@@ -32,21 +36,46 @@ class Aim:
     overlap: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The chains that are learnt from, by the row where they begin, among N of texts one after the other."""
+
+    chosen: Tensor  # [M] int64, ascending
+    places: Tensor  # [N] int64: of each row among the chosen ones; M: it is none of them
+    heard: Tensor  # [S] int64, ascending: the target's rows that they are compared with
+    compared: Tensor  # [steps, M] int64: place in `heard` of row p + 1 + j
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Rows:
+        """Those with weight [steps, N], on the CPU; it is 0 where row p + 1 + j is not of the same text."""
+        steps, count = weight.shape
+        some = weight[0] != 0  # a chain that is compared anywhere is compared first
+        chosen = some.nonzero()[:, 0]
+        places = torch.where(some, some.cumsum(0) - 1, len(chosen))
+        there = (chosen + 1 + torch.arange(steps)[:, None]).clamp(max=count - 1)
+        used = torch.zeros(count, dtype=torch.bool)
+        used[there.flatten()] = True
+        return cls(chosen, places, used.nonzero()[:, 0], (used.cumsum(0) - 1)[there])
+
+    def sent(self, send: Callable[[Tensor], Tensor]) -> Rows:
+        return Rows(send(self.chosen), send(self.places), send(self.heard), send(self.compared))
+
+
 def unrolled_loss(
     student: Tensor,  # [steps, N, hidden]: the head's rows after its norm, one text after the other
     teacher: Tensor,  # [N, hidden]: the target's rows after its norm
     head: Tensor,  # [draft vocab, hidden]: rows of the target's LM head
     weight: Tensor,  # [steps, N] fp32: of row p at step j, compared with the target's row p + 1 + j
     cold: Tensor,  # [N] fp32: 1 for rows of texts of temperature 0, else 0
+    rows: Rows,  # of these weights
     aim: Aim,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(what to call `backward` of, [steps] fp32: the weighted sum of divergences at each step).
 
-    The slope does not need the values, and they cost a third of the time: they are NaN unless measured. Where
-    row p + 1 + j belongs to the next text, the weight must be 0.
+    The slope does not need the values, which cost a third of the time on a CPU: they are NaN unless measured.
     """
-    total, parts = _Unrolled.apply(student, teacher, head, weight, cold, aim, measure)
+    total, parts = _Unrolled.apply(student, teacher, head, weight, cold, rows, aim, measure)
     return total, parts
 
 
@@ -59,29 +88,31 @@ class _Unrolled(torch.autograd.Function):
         head: Tensor,
         weight: Tensor,
         cold: Tensor,
+        rows: Rows,
         aim: Aim,
         measure: bool,
     ) -> tuple[Tensor, Tensor]:
-        steps, rows, _ = student.shape
-        gradient = torch.zeros_like(student)
+        steps, count, hidden = student.shape[0], len(rows.chosen), student.shape[2]
+        gradient = torch.empty_like(student)
         parts = torch.full((steps,), 0.0 if measure else torch.nan, device=student.device)
-        slope = fused(_slope, student.device)
-        hard = (aim.hard * cold)[:, None]  # [N, 1]
+        slope = _way(student.device, len(head))
+        hard, share = (aim.hard * cold)[rows.chosen], weight[:, rows.chosen]  # [M], [steps, M]
+        said_there = F.linear(teacher[rows.heard], head)  # [S, vocab]
         some = max(1, CHUNK_BYTES // (4 * len(head)))
-        for first in range(0, rows, some):
-            last = min(first + some, rows)
-            said_there = F.linear(teacher[first + 1 : last + steps], head)  # [<= some + steps - 1, vocab]
-            for step in range(steps):
-                count = min(last, rows - 1 - step) - first  # beyond it there is no target
-                if count <= 0:
-                    break
-                here = slice(first, first + count)
-                logits, there = F.linear(student[step, here], head), said_there[step : step + count]
-                share = weight[step, here]
+        found = torch.zeros(count + 1, hidden, dtype=student.dtype, device=student.device)  # the last stays 0
+        for step in range(steps):
+            chosen = student[step, rows.chosen]
+            for first in range(0, count, some):
+                here = slice(first, min(first + some, count))
+                logits = F.linear(chosen[here], head)
+                which = rows.compared[step, here]
+                uphill, values = slope(
+                    logits, said_there, which, hard[here], share[step, here], aim.overlap, measure
+                )
                 if measure:
-                    parts[step] += (share * _divergence(logits, there, hard[here], aim.overlap)).sum()
-                uphill = slope(logits, there, hard[here], share[:, None], aim.overlap)
-                gradient[step, here] = uphill @ head
+                    parts[step] += values.sum()
+                torch.mm(uphill, head, out=found[here])
+            gradient[step] = F.embedding(rows.places, found)  # a gather repeats its bits
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(parts)
         return parts.sum(), parts
@@ -89,7 +120,29 @@ class _Unrolled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None, None, None, None
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None, None, None, None
+
+
+def _way(device: torch.device, width: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """How slopes are computed here: in one kernel where there are kernels, else written out."""
+    if (
+        device.type == "cuda"
+        and os.environ.get(PLAIN) not in ("1", "slope")
+        and find_spec("triton") is not None
+    ):
+        slope: Any = import_module("draftproof.train.slope")
+        if width <= slope.WIDEST:
+            return lambda logits, *more: (logits, slope.slope_in_place(logits, *more))
+    return _written_out
+
+
+def _written_out(
+    logits: Tensor, said: Tensor, which: Tensor, hard: Tensor, share: Tensor, overlap: float, measure: bool
+) -> tuple[Tensor, Tensor]:
+    """As `slope.slope_in_place`: the slope, and the values."""
+    there, hard, share = said[which], hard[:, None], share[:, None]
+    values = share[:, 0] * _divergence(logits, there, hard, overlap) if measure else share.new_zeros(0)
+    return fused(_slope, logits.device)(logits, there, hard, share, overlap), values
 
 
 def _law(logits: Tensor, hard: Tensor) -> Tensor:

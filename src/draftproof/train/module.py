@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftproof.models.head import HeadConfig
 from draftproof.models.rope import rope_table
+from draftproof.train.causal import causal
 from draftproof.train.fuse import fused
 from draftproof.train.teacher import gated, rotate, rotation
 
@@ -55,8 +56,11 @@ def new_weights(config: HeadConfig, feature_rms: Tensor, norm: Tensor, seed: int
 class HeadModule:
     """Computes a head's steps. Weights are given with every call: fp32 to train, rounded to try."""
 
-    def __init__(self, config: HeadConfig, device: torch.device, max_len: int) -> None:
+    def __init__(
+        self, config: HeadConfig, device: torch.device, max_len: int, attention: str = "written"
+    ) -> None:
         self.config = config
+        self.attend = {"joined": attend_joined, "written": attend}[attention]
         self.rope = rope_table(config.decoder(), max_len).to(device)  # [max_len, head_dim] fp32
 
     def unroll(self, weights: Weights, features: Tensor, embeds: Tensor, steps: int) -> Tensor:
@@ -118,7 +122,7 @@ class HeadModule:
         )
         turn = fused(rotate, x.device)
         stored.append((turn(k, rope), v))
-        y = attend(turn(q, rope), stored)
+        y = self.attend(turn(q, rope), stored)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         x = feature + F.linear(y, weights[at + "self_attn.o_proj.weight"])
         y = F.rms_norm(x, (hidden,), weights[at + "post_attention_layernorm.weight"], eps)
@@ -130,6 +134,30 @@ class HeadModule:
         """What the LM head is given."""
         config = self.config
         return F.rms_norm(outputs, (config.hidden_size,), weights["norm.weight"], config.rms_norm_eps)
+
+
+def attend_joined(q: Tensor, stored: list[Keys]) -> Tensor:
+    """As `attend`, with the library's attention over step 0's keys: nothing here is of size T * T."""
+    if q.is_cuda and q.dtype == torch.float32:  # for which the library has no kernel
+        return attend(q, stored)
+    (keys, values), own = stored[0], stored[1:]
+    batch, heads, length, dim = q.shape
+    groups = heads // keys.shape[1]
+    first, total = causal(q, _for_each(keys, groups), _for_each(values, groups))
+    if not own:
+        return first
+    q = q.view(batch, -1, groups, length, dim)
+    alone = [(q.float() * k[:, :, None].float()).sum(-1).flatten(1, 2) * dim**-0.5 for k, _ in own]
+    shares = torch.softmax(torch.stack([total, *alone], dim=-1), dim=-1).to(q.dtype)  # [B, heads, T, steps]
+    out = shares[..., :1] * first
+    for index, (_, v) in enumerate(own):
+        out = out + shares[..., index + 1, None] * _for_each(v, groups)
+    return out
+
+
+def _for_each(rows: Tensor, groups: int) -> Tensor:
+    """[B, kv heads, T, dim] -> [B, heads, T, dim]."""
+    return rows[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 def visible(length: int, device: torch.device) -> Tensor:
