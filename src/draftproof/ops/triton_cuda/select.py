@@ -32,14 +32,20 @@ def best_of_groups(x, group, V, GROUP: tl.constexpr):
 
 
 @triton.jit
-def first_of(line, keys, V, groups, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Ids [K] of the first K of a row, from the keys [groups] of its groups, which are overwritten.
+def keys_of(keys, groups, BLOCK: tl.constexpr):
+    """[BLOCK] of the groups of a row, LOWEST beyond."""
+    at = tl.arange(0, BLOCK)
+    return tl.load(keys + at, mask=at < groups, other=LOWEST)
+
+
+@triton.jit
+def first_of(line, keys, held, V, groups, K: tl.constexpr, GROUP: tl.constexpr):
+    """Ids [K] of the first K of a row, from the keys [groups] of its groups, `held` and then overwritten.
 
     Each of the K groups has a member no worse than the worst of their best, and as a rule few have two: those
     are gathered in the place of the keys, because to sort all members takes several times as long.
     """
-    at = tl.arange(0, BLOCK)
-    best = tl.topk(tl.load(keys + at, mask=at < groups, other=LOWEST), K)
+    best = tl.topk(held, K)
     members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
     x = tl.load(line + members, mask=members < V, other=float("-inf"))
     key = tl.reshape(tl.where(members < V, key_of(x, members), LOWEST), (K * GROUP,))
@@ -78,7 +84,8 @@ def top_kernel(
 ):
     """Best k of the groups whose best keys are keys [R, groups]: values, ids [R, k]."""
     row = tl.program_id(0).to(tl.int64)
-    token = first_of(logits + row * V, keys + row * groups, V, groups, K, BLOCK, GROUP)
+    held = keys_of(keys + row * groups, groups, BLOCK)
+    token = first_of(logits + row * V, keys + row * groups, held, V, groups, K, GROUP)
     place = tl.arange(0, K)
     ok = place < k
     value = tl.load(logits + row * V + token, mask=ok & (token < V), other=float("-inf"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.ops import TokenLogprobs
 from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
 from draftproof.ops.triton_cuda.sampling import CHUNK, comes_before, joined_logsumexp, levels, sum_below_top
-from draftproof.ops.triton_cuda.select import GROUP, MOST, QUICK, best_of_groups, first_of
+from draftproof.ops.triton_cuda.select import GROUP, MOST, QUICK, best_of_groups, first_of, keys_of
 
 PROGRAMS = 2112  # of the pass; more than the chip holds at once would queue up only to find padding
 
@@ -30,17 +30,17 @@ def scan_kernel(
     turn = tl.arange(0, TURNS)
     mine = me + turn * stride
     wanted = tl.load(rows + mine, mask=mine < N, other=-1)
+    said = tl.load(tokens + mine, mask=mine < N, other=-1)  # with the rows: a load less to wait for
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     turns = tl.max(tl.where(wanted >= 0, turn + 1, 0), axis=0)  # picks come before the padding, as a rule
     for i in range(turns):
         row = tl.max(tl.where(turn == i, wanted, -1), axis=0)
         if row >= 0:
             n = (me + i * stride).to(tl.int64)
-            # asked for before the token, whose value is two loads away: they come together
-            x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-            token = tl.load(tokens + n)
+            token = tl.max(tl.where(turn == i, said, -1), axis=0)
             known = (token >= 0) & (token < V)
             value = tl.load(logits + row * V + token, mask=known, other=float("inf"))
+            x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
             top, total = sum_below_top(x)
             tl.store(tops + n * chunks + chunk, top)
             tl.store(sums + n * chunks + chunk, total)
@@ -57,21 +57,27 @@ def finish_kernel(
     LEVELS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """values [N, 1 + k], ids [N, k], ranks [N]; nothing is written for padding."""
+    """values [N, 1 + k], ids [N, k], ranks [N]; nothing is written for padding.
+
+    All that can be asked for at once is, and nothing is stored before: few rows wait for memory and for
+    nothing else, and a load stays behind the stores that are written before it.
+    """
     begin(PDL)
     n = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + n)
+    row, token = tl.load(rows + n), tl.load(tokens + n)
     if row >= 0:
-        norm = joined_logsumexp(tops, sums, n, chunks, LEVELS)
         line = logits + row * V
-        token = tl.load(tokens + n)
         known = (token >= 0) & (token < V)
-        tl.store(values + n * (k + 1), tl.load(line + token, mask=known, other=float("nan")) - norm)
+        own = tl.load(line + token, mask=known, other=float("nan"))
         part = tl.arange(0, 2**LEVELS)
         before = tl.load(counts + n * chunks + part, mask=part < chunks, other=0)
+        if TOP:
+            held = keys_of(keys + n * groups, groups, BLOCK)
+        norm = joined_logsumexp(tops, sums, n, chunks, LEVELS)
+        tl.store(values + n * (k + 1), own - norm)
         tl.store(ranks + n, 1 + tl.sum(before, axis=0))
         if TOP:
-            best = first_of(line, keys + n * groups, V, groups, K, BLOCK, GROUP)
+            best = first_of(line, keys + n * groups, held, V, groups, K, GROUP)
             place = tl.arange(0, K)
             ok = place < k
             value = tl.load(line + best, mask=ok & (best < V), other=float("-inf"))
