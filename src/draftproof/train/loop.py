@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -221,16 +222,15 @@ class Trainer:
         Of a prompt's rows every so many are taken, others in the next update, and count for those between.
         """
         plan = self.plan
-        lengths = torch.from_numpy(batch.lengths)[:, None]
-        prompts = torch.from_numpy(batch.prompt_lengths)[:, None]
-        row = torch.arange(batch.tokens.shape[1])[None, :]
-        every = (row + self.step) % plan.prompt_rows == 0
-        whole = torch.where(row >= prompts - 1, 1.0, plan.prompt_weight * plan.prompt_rows * every)
-        weight = torch.stack(
+        row, lengths = np.arange(batch.tokens.shape[1])[None, :], batch.lengths[:, None]
+        prompt = np.where((row + self.step) % plan.prompt_rows, 0.0, plan.prompt_weight * plan.prompt_rows)
+        whole = np.where(row >= batch.prompt_lengths[:, None] - 1, 1.0, prompt)
+        weight = np.stack(
             [whole * (row + 2 + step < lengths) * plan.decay**step for step in range(plan.unroll)]
         )
-        cold = torch.from_numpy(batch.cold).float().repeat_interleave(row.shape[1])
-        return (weight / weight[0].sum().clamp(min=1)).flatten(1), cold
+        weight = (weight / max(1.0, weight[0].sum())).astype(np.float32).reshape(plan.unroll, -1)
+        cold = batch.cold.astype(np.float32).repeat(row.shape[1])
+        return torch.from_numpy(weight), torch.from_numpy(cold)
 
     # --- looking ------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,13 +50,14 @@ class Rows:
     def of(cls, weight: Tensor) -> Rows:
         """Those with weight [steps, N], on the CPU; it is 0 where row p + 1 + j is not of the same text."""
         steps, count = weight.shape
-        some = weight[0] != 0  # a chain that is compared anywhere is compared first
-        chosen = some.nonzero()[:, 0]
-        places = torch.where(some, some.cumsum(0) - 1, len(chosen))
-        there = (chosen + 1 + torch.arange(steps)[:, None]).clamp(max=count - 1)
-        used = torch.zeros(count, dtype=torch.bool)
-        used[there.flatten()] = True
-        return cls(chosen, places, used.nonzero()[:, 0], (used.cumsum(0) - 1)[there])
+        some = weight[0].numpy() != 0  # a chain that is compared anywhere is compared first
+        chosen = np.flatnonzero(some)
+        places = np.where(some, np.cumsum(some) - 1, len(chosen))
+        there = np.minimum(chosen + 1 + np.arange(steps)[:, None], count - 1)
+        used = np.zeros(count, np.bool_)
+        used[there] = True
+        found = chosen, places, np.flatnonzero(used), (np.cumsum(used) - 1)[there]
+        return cls(*(torch.from_numpy(part) for part in found))
 
     def sent(self, send: Callable[[Tensor], Tensor]) -> Rows:
         return Rows(send(self.chosen), send(self.places), send(self.heard), send(self.compared))
