@@ -271,9 +271,7 @@ def main() -> None:
     print(
         f"sources: {len(boolq)} passages with questions, {len(both)} longer ones, {len(long_ones)} texts to"
     )
-    print(
-        f"summarise, {len(german_ones)} German sentences; left out {avoided.left_out} of {avoided.seen}"
-    )
+    print(f"summarise, {len(german_ones)} German sentences; left out {avoided.left_out} of {avoided.seen}")
 
 
 if __name__ == "__main__":
