@@ -145,9 +145,9 @@ def join_logsumexp_kernel(tops, sums, out, chunks, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def comes_before(x, at, value, token, V):
-    """How many of x, whose ids are `at`, come before `token`, whose logit is `value`."""
-    before = (at < V) & ((x > value) | ((x == value) & (at < token)))
+def comes_before(x, at, value, token):
+    """How many of x, whose ids are `at`, come before `token`, whose logit is `value`. Beyond V x is -inf."""
+    before = (x > value) | ((x == value) & (at < token.to(tl.int32)))
     return tl.sum(before.to(tl.int32), axis=0).to(tl.int64)
 
 
@@ -159,7 +159,7 @@ def rank_kernel(logits, ids, out, V, CHUNK: tl.constexpr):
     token = tl.load(ids + row)
     value = tl.load(logits + row * V + token, mask=(token >= 0) & (token < V), other=float("inf"))
     x = tl.load(logits + row * V + at, mask=at < V, other=float("-inf"))
-    tl.atomic_add(out + row, comes_before(x, at, value, token, V), sem="relaxed")
+    tl.atomic_add(out + row, comes_before(x, at, value, token), sem="relaxed")
 
 
 def levels(count: int) -> int:

@@ -44,7 +44,7 @@ def scan_kernel(
             top, total = sum_below_top(x)
             tl.store(tops + n * chunks + chunk, top)
             tl.store(sums + n * chunks + chunk, total)
-            tl.store(counts + n * chunks + chunk, comes_before(x, ids, value, token, V))
+            tl.store(counts + n * chunks + chunk, comes_before(x, ids, value, token))
             if TOP:
                 group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
                 best = best_of_groups(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
