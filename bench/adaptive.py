@@ -21,11 +21,13 @@ import copy
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from math import comb
 from typing import Any
 
+import torch
 from measure import finish
 from prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
 
@@ -34,7 +36,7 @@ from draftproof.engine.budget import DraftBudgets
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Planned
 from draftproof.engine.settle import StepResults
-from draftproof.types import NUM_OUT, Request
+from draftproof.types import NUM_DRAFT, NUM_OUT, Request
 
 K = 8
 FIXED = (0, 1, 3, 5, 8)
@@ -69,8 +71,8 @@ class Side:
     def __init__(self, bench: Bench, name: str, task: str, batch: int) -> None:
         self.bench, self.name, self.task = bench, name, task
         self.lane = Lane.like(bench.plain)
-        self.asked = self.tokens = self.goal = 0
-        self.seconds = 0.0
+        self.asked = self.tokens = self.goal = self.steps = self.rows = 0
+        self.seconds = self.waited = 0.0
         self.said: dict[str, list[int]] = {}
         self._unread: list[StepResults] = []
         with bench.on(self.lane):
@@ -87,6 +89,7 @@ class Side:
         """On by so many tokens; what is under way then is waited for."""
         engine, lane = self.bench.llm.engine, self.lane
         self.goal += tokens
+        waited = self.bench.waited
         with self.bench.on(lane):
             begin = time.perf_counter()
             while self.tokens < self.goal or engine.loop._flights:
@@ -95,10 +98,13 @@ class Side:
                 if len(results):
                     self.tokens += int(results.table[:, NUM_OUT].sum())
                     self._unread.append(results)
+                    self.steps += 1
+                    self.rows += int(results.table[:, NUM_DRAFT].sum()) + len(results)
                 for _ in results.endings:
                     self._ask(self.bench.tokens)
             lane.rests = False
             self.seconds += time.perf_counter() - begin
+        self.waited += self.bench.waited - waited
         self._read()
 
     def _read(self) -> None:
@@ -109,6 +115,12 @@ class Side:
                 if i in results.endings:
                     self.bench.heard(request.id, self.said.pop(request.id))
         self._unread.clear()
+
+    def told(self) -> dict[str, float]:
+        """What a step of it was like; rows are those of decoding. Little waiting: the host was the slower."""
+        steps, seconds = max(1, self.steps), max(1e-9, self.seconds)
+        found = {"ms": 1e3 * seconds / steps, "rows": self.rows / steps, "tokens": self.tokens / steps}
+        return {name: round(x, 2) for name, x in {**found, "waited": self.waited / seconds}.items()}
 
     def leave(self) -> None:
         with self.bench.on(self.lane):
@@ -139,6 +151,8 @@ class Bench:
             task: make(options.distinct, vocab, self.llm.tokenizer) for task, make in TASKS.items()
         }
         self.plain = self.llm.engine.loop.scheduler
+        self.waited = 0.0  # for the device, in all
+        self._fetch, self.llm.engine.ops.fetch = self.llm.engine.ops.fetch, self._timed  # type: ignore[method-assign]
         self.known: dict[str, list[int]] = {}
         self.wrong = 0
         for request in (self.request("mix", i, "k=0", 1) for i in range(len(TASKS) * options.distinct)):
@@ -152,6 +166,17 @@ class Bench:
         at = i // len(tasks) % len(prompts)
         ids, params = prompts[at], self._params(side, tokens)
         return Request(id=f"{name} {at} {side} {i}", prompt_token_ids=ids, params=params, seed=at)
+
+    def _timed(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        read = self._fetch(tensor)
+
+        def timed() -> torch.Tensor:
+            begin = time.perf_counter()
+            found = read()
+            self.waited += time.perf_counter() - begin
+            return found
+
+        return timed
 
     @cache  # noqa: B019  # one bench lives as long as the program
     def _params(self, side: str, tokens: int) -> SamplingParams:
@@ -212,6 +237,7 @@ def window(sides: dict[str, Side], tokens: int, turns: int, first: int) -> dict[
 def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until: float) -> dict[str, Any]:
     tokens, turns = options.grain.get(batch, options.grain[0])
     sides = {name: Side(bench, name, task, batch) for name in SIDES}
+    everybody = dict(sides)
     windows: list[dict[str, float]] = []
     bench.wrong, number = 0, -1
     while number < FIRST or time.monotonic() < until:
@@ -232,6 +258,7 @@ def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until
     found = {
         "tokens_per_second": {name: round(statistics.median(w[name] for w in windows), 1) for name in sides},
         "adaptive_over": ratios,
+        "a_step": {name: side.told() for name, side in everybody.items()},
         "best_fixed": best_side,
         "over_best": ratios[best_side],
         "over_best_90": interval(over[best_side]),
@@ -255,21 +282,22 @@ def main() -> None:
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=["mix"])
     parser.add_argument("--tokens", type=int)
-    parser.add_argument("--seconds", type=float, help="no new window after this, in all")
+    parser.add_argument("--seconds", type=float, help="no new window after this, start and all")
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
     options.batches = options.batches or ([1, 8, 32] if on_cpu else [1, 64, 256])
     options.tokens = options.tokens or (64 if on_cpu else 128)
-    options.seconds = options.seconds or (300.0 if on_cpu else 90.0)
+    options.seconds = options.seconds or (300.0 if on_cpu else 95.0)
     options.distinct = 8 if on_cpu else 32  # prompts of a task; more requests use them again
     # tokens of a turn, and turns of a window; 0: of other batches
     options.grain = {1: (16, 16), 8: (64, 8), 0: (256, 4)} if on_cpu else {1: (512, 2), 0: (128 * 128, 2)}
     options.grain[64] = options.grain[0] if on_cpu else (64 * 128, 2)
+    end, cells = time.monotonic() + options.seconds, {}
     bench = Bench(options)
-    begin, cells = time.monotonic(), {}
     todo = list(product(options.tasks, options.batches))
     for n, (task, batch) in enumerate(todo):
-        until = begin + options.seconds * (n + 1) / len(todo)
+        now = time.monotonic()
+        until = now + (end - now) / (len(todo) - n)
         cells[f"{task} {batch}"] = cell(bench, task, batch, options, until)
     passes = all(found["passes"] for found in cells.values())
     finish("adaptive", {"model": options.model, "tokens": options.tokens, "cells": cells, "passes": passes})

@@ -42,6 +42,11 @@ def run(made, accepts, steps):
     return np.array(given)
 
 
+def learn(made):
+    """What was recorded, as `take` does."""
+    made._belief = made._learn(np.arange(len(made.limit)), made._belief)
+
+
 def nothing(_, granted):
     return 0 * granted
 
@@ -82,7 +87,7 @@ def test_windows_without_rows_say_nothing():
     made = budgets(STEPS, [4, 4])
     before = made._belief.copy()
     made.record(np.arange(2), np.array([0, 0]), np.array([0, 0]))
-    made.learn()
+    learn(made)
     assert (made._belief == before).all()
 
 
@@ -111,7 +116,7 @@ def test_a_long_request_is_still_one_request():
 def test_a_belief_fades_while_nothing_is_heard():
     made = budgets(STEEP, [5] * 2)
     made.record(np.array([0]), np.array([5]), np.array([0]))
-    made.learn()
+    learn(made)
     low = made._belief[0] @ RATES
     for _ in range(100):
         ask(made)
@@ -134,11 +139,10 @@ def test_windows_are_put_together_and_say_what_they_say_one_by_one():
         accepted = np.minimum(draw.integers(0, 5, 3), granted)
         for made in (several, each):
             made.record(np.arange(3), granted, accepted)
-        each.learn()
-    several.learn()
+        learn(each)
+    learn(several)
     assert several._belief == pytest.approx(each._belief)
-    for name in ("_windows", "_turn", "_reach"):
-        assert (getattr(several, name) == getattr(each, name)).all()
+    assert (several._windows == each._windows).all()
     assert several._newcomer == pytest.approx(each._newcomer, abs=0.1)  # of newcomers the latest counts
 
 
@@ -147,7 +151,7 @@ def test_what_is_heard_of_a_predecessor_says_nothing_of_whoever_sits_there_now()
     made.record(np.arange(2), np.array([8, 8]), np.array([0, 0]))
     made.start(1, 8, True)
     made.record(np.arange(2), np.array([0, 2]), np.array([0, 2]))
-    made.learn()
+    learn(made)
     low, high = made._belief @ RATES
     assert low < 0.3 and high > 0.6 and made._windows.tolist() == [1, 1]
 
@@ -229,9 +233,24 @@ def test_fixed_drafts_give_way_to_nobody_and_probes_take_what_is_left():
     made, slots = believing([4] * 4, [4, 4, 0, 0])
     made._fixed[0] = True
     assert made.fit(slots, np.array([4, 4, 0, 0]), 10).tolist() == [4, 2, 0, 0]
-    made._probed[3] = True
+    ask(made)
+    made._probed[3], made._last[3] = True, 2 * WORTH
     assert made.fit(slots, np.array([4, 1, 0, 1]), 10).tolist() == [4, 1, 0, 1]
     assert made.fit(slots, np.array([4, 1, 0, 1]), 11).tolist() == [4, 1, 0, 0]
+
+
+def test_a_few_drafts_that_must_go_are_those_that_will_fall():
+    made, slots = believing([4] * 4, [4, 2, 1, 0])
+    asked = ask(made)
+    assert asked.sum() == 12  # 16 rows are full
+    one, three = (made.fit(slots, asked, 4 + prompts) for prompts in (1, 3))
+    assert (one.sum(), three.sum()) == (11, 9) and one[0] == three[0] == 4
+    whole = made._cut
+    made._cut = lambda slots, drafts, rows, over: drafts
+    assert made.fit(slots, asked, 5).sum() == 12  # and then it is the larger size
+    made._cut = whole
+    made.costs = RowCosts({8: 1.0, 16: 1.1, 32: 1.101}, learns=False)
+    assert made.fit(slots, asked, 5) is asked  # which is as well where it costs no more
 
 
 # --- probes ---------------------------------------------------------------------------------------------

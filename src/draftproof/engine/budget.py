@@ -27,7 +27,8 @@ Bools = NDArray[np.bool_]
 # A belief is one weight for each of these chances that a draft stands whose predecessors stood.
 RATES = np.array([0.005, 0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
 POWERS = RATES ** np.arange(MAX_SPECULATIVE_TOKENS + 1)[:, None]  # [n, rates]: n drafts stand
-SEEN = np.stack([POWERS * (1 - RATES), POWERS])  # [2, n, rates]: n stood and the next fell, or all did
+MANY = 255  # more are not counted: a belief is as firm with these
+STOOD, FELL = (np.power(chance, np.arange(MANY + 1)[:, None]) for chance in (RATES, 1 - RATES))
 LEAST = 0.002  # what is never quite ruled out of what the engine expects of a newcomer
 LEARN = 1 / 32  # weight of a newcomer's window in that
 NEW = 32  # windows for which a request counts as a newcomer: a long one is still one request
@@ -37,7 +38,6 @@ SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
 REST = 8  # steps in which nothing is decided anew, at most, where nobody is given any
 KEEP = 3  # such steps where somebody is
-MANY = 8  # steps whose windows are put together at most
 AT_ONCE = -1  # before everybody whose turn it is
 
 
@@ -49,8 +49,9 @@ class DraftBudgets:
         self.limit, self._windows, self._turn, self._reach = np.zeros((4, num_slots), np.int64)
         self._fixed, self._probed = np.zeros((2, num_slots), np.bool_)
         self._probing = False  # is anybody probed?
-        self._unread: list[tuple[Ints, Ints, Ints]] = []  # windows that were told: see `record`
-        self._born = np.zeros(num_slots, np.int64)  # so many of them were of whoever sat there before
+        self._answers = 0  # step by which those that were have been told
+        # since the last decision: windows that were told, drafts that stood, and windows of which one fell
+        self._told, self._stood, self._fell = np.zeros((3, num_slots), np.int64)
         self._newcomer = np.full(len(RATES), 1 / len(RATES))
         self._belief = np.tile(self._newcomer, (num_slots, 1))  # [S, rates]
         self._purse = 0.0  # in the time of empty steps
@@ -60,6 +61,9 @@ class DraftBudgets:
         # that it was for, what each slot has, those that asked last and what they were given
         self._rest = self._since = self._size = 0
         self._held = np.zeros(num_slots, np.int64)
+        self._last = np.zeros(num_slots)  # how likely the last draft that each slot has is to stand
+        self._least = np.inf  # of all that anybody has
+        self._tokens = 1.0  # that the step brings
         self._resting = self._given = np.zeros(0, np.int64)
         self._first = 0  # what a newcomer has meanwhile
         self._gives = False  # does anybody have any?
@@ -70,8 +74,9 @@ class DraftBudgets:
         self._windows[slot] = self._turn[slot] = self._probed[slot] = 0
         self._reach[slot] = 1
         self._belief[slot] = self._newcomer
-        self._born[slot] = len(self._unread)
+        self._told[slot] = self._stood[slot] = self._fell[slot] = 0
         self._held[slot] = min(self._first, limit) if adaptive else limit
+        self._last[slot] = self._least if adaptive else np.inf
         if not self._gives:
             self._rest = 0
 
@@ -86,20 +91,23 @@ class DraftBudgets:
         budget = np.where(fixed, most, 0) if num_fixed else np.zeros_like(most)
         if num_fixed == len(slots):
             return self._hold(slots, budget, KEEP)
-        self.learn()
         self._still = self.costs.still(keys)
         self._probed[slots], self._probing = False, False
         limit = most - budget if num_fixed else most  # what is still to be decided
-        survival = self._survival(slots, int(most.max(initial=0)))
+        survival = self._survival(slots, int(most.max(initial=1)))
         place = np.arange(1, survival.shape[1] + 1)
         rows, tokens = len(slots), float(len(slots))
         if num_fixed:
             rows += int(budget.sum())
             tokens += float(survival[place <= budget[:, None]].sum())
         asking = 0.0 if num_fixed else self.costs.asking(len(slots))
-        more, least = self._afford(rows, tokens, np.where(place <= limit[:, None], survival, 0.0), asking)
+        open_to = np.where(place <= limit[:, None], survival, 0.0)
+        more, gained, self._least = self._afford(rows, tokens, open_to, asking)
         budget += more
-        self._first = int(np.count_nonzero(POWERS[1:] @ self._newcomer >= least))
+        self._tokens = tokens + gained
+        self._first = int(np.count_nonzero(POWERS[1:] @ self._newcomer >= self._least))
+        last = survival[np.arange(len(slots)), np.maximum(budget, 1) - 1]
+        self._last[slots] = np.where(fixed, np.inf, last) if num_fixed else last
         given = self._hold(slots, budget.copy(), KEEP)  # a probe is made once
         self._probe(slots, budget, limit)
         if not self._gives:
@@ -119,8 +127,11 @@ class DraftBudgets:
 
         Prompts have come into it: with them it may just not be of the size that drafts were chosen for.
         """
-        if rows + int(drafts.sum()) <= self._size:
+        over = rows + int(drafts.sum()) - max(self._size, self.costs.size(rows))
+        if over <= 0:
             return drafts
+        if over < np.count_nonzero(drafts):
+            return self._cut(slots, drafts, rows, over)
         fixed = np.where(self._fixed[slots], drafts, 0)
         if (fixed == drafts).all() or not self.costs.knows(rows):
             return drafts
@@ -130,6 +141,19 @@ class DraftBudgets:
         survival = np.where(self._probed[slots][:, None], np.maximum(survival, 2 * WORTH), survival)
         survival = np.where(place <= (drafts - fixed)[:, None], survival, 0.0)
         return fixed + self._afford(rows + int(fixed.sum()), float(len(slots)), survival)[0]
+
+    def _cut(self, slots: Ints, drafts: Ints, rows: int, over: int) -> Ints:
+        """Without those `over` of the last drafts of requests that are least likely to stand, if the step is
+        the quicker for it. That is most of what `_afford` would find, and far less work."""
+        last = np.where(drafts > 0, self._last[slots], np.inf)
+        cut = np.argpartition(last, over - 1)[:over]
+        kept, price = self._tokens - float(last[cut].sum()), self.costs.of
+        total = rows + int(drafts.sum())
+        if kept * (price(total) + self._still) <= self._tokens * (price(total - over) + self._still):
+            return drafts
+        fewer = drafts.copy()
+        fewer[cut] -= 1
+        return fewer
 
     def again(self, slots: Ints) -> Ints | None:
         """What was decided a moment ago, if that still holds; None: it is time to `take`.
@@ -183,64 +207,63 @@ class DraftBudgets:
         """
         if not self._gives and np.count_nonzero(granted):
             self._rest = 0  # nothing was given, and there is news
-        self._unread.append((slots, granted, accepted))
-        if len(self._unread) == MANY:
-            self.learn()
+        fell, told = accepted < granted, granted > 0
+        self._stood[slots] += accepted
+        self._fell[slots] += fell
+        self._told[slots] += told
+        if self._steps <= self._answers:
+            probes = told & (self._held[slots] == 0)
+            whole = slots[probes & ~fell]  # another at once, of twice the length
+            self._reach[slots[probes]] = 1
+            self._reach[whole] = np.minimum(2 * granted[probes & ~fell], self.limit[whole])
+            self._turn[whole] = AT_ONCE
 
-    def learn(self) -> None:
-        """Take in what was recorded since the last time."""
-        if not self._unread:
-            return
-        lines = [window[0] for window in self._unread]
-        slots, granted, accepted = map(np.concatenate, zip(*self._unread, strict=True))
-        self._unread = []
-        counts = [len(line) for line in lines]
-        told = (granted > 0) & (self._born[slots] <= np.repeat(np.arange(len(counts)), counts))
-        self._born[slots] = 0
+    def _learn(self, slots: Ints, belief: Reals) -> Reals:
+        """[B, rates] beliefs with what was recorded since the last time, and of newcomers as well."""
+        told = self._told[slots]
         if not np.count_nonzero(told):
-            return
-        whole = accepted == granted  # if that was a probe: another at once, of twice the length
-        seen, end = np.where(told[:, None], SEEN[whole.view(np.int8), accepted], 1.0), 0
-        for line in lines:  # a slot may be in all of them
-            self._belief[line] *= seen[end : (end := end + len(line))]
-        slots, granted, whole = slots[told], granted[told], whole[told]
-        belief: Reals = self._belief[slots]
+            return belief
+        stood, fell = self._stood[slots], self._fell[slots]
+        self._told[slots] = self._stood[slots] = self._fell[slots] = 0
+        belief *= STOOD[np.minimum(stood, MANY)]
+        belief *= FELL[np.minimum(fell, MANY)]
         belief /= belief.sum(1, keepdims=True)
-        self._belief[slots] = belief
-        self._reach[slots] = np.where(whole, np.minimum(2 * granted, self.limit[slots]), 1)
-        self._turn[slots[whole]] = AT_ONCE
-        new = self._windows[slots] < NEW
-        np.add.at(self._windows, slots, 1)
-        num_new = np.count_nonzero(new)
+        windows = self._windows[slots]
+        self._windows[slots] = windows + told
+        new = np.where(windows < NEW, told, 0)
+        num_new = int(new.sum())
         if num_new:
             keep = (1 - LEARN) ** num_new
-            expected = np.maximum(keep * self._newcomer + (1 - keep) * belief[new].mean(0), LEAST)
+            expected = np.maximum(keep * self._newcomer + (1 - keep) / num_new * (new @ belief), LEAST)
             self._newcomer = expected / expected.sum()
+        return belief
 
     def _survival(self, slots: Ints, most: int) -> Reals:
         """[B, K] how likely each draft is to be reached and to stand; falls along K."""
-        belief = self._belief[slots]
+        belief = self._learn(slots, self._belief[slots])
         belief += (1 - (1 - FADE) ** (self._steps - self._since)) * (self._newcomer - belief)
         self._belief[slots] = belief
         survival: Reals = belief @ POWERS[1 : most + 1].T
         return survival
 
-    def _afford(self, rows: int, tokens: float, survival: Reals, asking: float = 0.0) -> tuple[Ints, float]:
-        """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`; and how
-        likely the least of them is to stand."""
+    def _afford(
+        self, rows: int, tokens: float, survival: Reals, asking: float = 0.0
+    ) -> tuple[Ints, float, float]:
+        """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`; what
+        they bring, and how likely the least of them is to stand."""
         gains = survival[survival > WORTH]
         gains.sort()
         gains = gains[::-1]
         count = self.costs.best(rows, self._still, tokens, gains, asking)
         if count == 0:
-            return np.zeros(len(survival), np.int64), np.inf
+            return np.zeros(len(survival), np.int64), 0.0, np.inf
         least = float(gains[count - 1])
         budget: Ints = (survival >= least).sum(1, dtype=np.int64)
         over = int(budget.sum()) - count
         if over:  # ties: the last of them go without
             ties = np.flatnonzero((survival == least).any(1))
             budget[ties[-over:]] -= 1
-        return budget, least
+        return budget, float(gains[:count].sum()), least
 
     def _probe(self, slots: Ints, budget: Ints, limit: Ints) -> None:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
@@ -263,3 +286,5 @@ class DraftBudgets:
         budget[chosen] = reach[:count]
         self._turn[slots[chosen]] = self._steps
         self._probed[slots[chosen]] = self._probing = True
+        self._answers = self._steps + REST
+        self._last[slots[chosen]] = 2 * WORTH  # it is worth no rows of its own, but those that are left over
