@@ -47,14 +47,13 @@ def choose_kernel(
 
 @triton.jit
 def join_choice_kernel(slots, keys, states, tokens, bad, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """tokens, bad [L]; padding rows have neither keys nor states."""
+    """tokens, bad [L]; what padding rows have for keys and states is read and dropped."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     real = tl.load(slots + row) >= 0
     at = tl.arange(0, BLOCK)
-    ok = (at < chunks) & real
-    key = tl.max(tl.load(keys + row * chunks + at, mask=ok, other=LOWEST), axis=0)
-    state = tl.max(tl.load(states + row * chunks + at, mask=ok, other=0), axis=0)
+    key = tl.max(tl.load(keys + row * chunks + at, mask=at < chunks, other=LOWEST), axis=0)
+    state = tl.max(tl.load(states + row * chunks + at, mask=at < chunks, other=0), axis=0)
     why = tl.where(state == 1, 0, tl.where(state == 0, FORBIDDEN, NOT_FINITE))
     why = tl.where(real, why, 0).to(tl.int64)
     tl.store(tokens + row, tl.where(real & (why == 0), id_of(key), 0))

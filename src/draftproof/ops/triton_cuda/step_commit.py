@@ -94,6 +94,8 @@ def commit_kernel(
     old = tl.load(length + slot, mask=real, other=0)
     most = tl.load(max_length + slot, mask=real, other=0)
     wanted = tl.load(wants + slot, mask=real, other=0) > 0
+    idle = (named >= 0) & (slot < 0)
+    done = tl.load(computed + named, mask=idle, other=0) + tl.load(plan_chunk + entry, mask=idle, other=0)
     rows = tl.minimum(first[:, None] + depth, L - 1)
     said, accepted, before_end, before_bad, why = _judged(
         drafts, token, accept, recovered, ends, bad, slot, real, count, rows, depth, V, K, ACCEPT, RECOVERED
@@ -115,8 +117,6 @@ def commit_kernel(
     tl.store(computed + slot, old + num_out - 1, mask=real)
     tl.store(num_draft + slot, tl.zeros_like(slot), mask=real)
     tl.store(ended + slot, how, mask=real)
-    idle = (named >= 0) & (slot < 0)
-    done = tl.load(computed + named, mask=idle, other=0) + tl.load(plan_chunk + entry, mask=idle, other=0)
     tl.store(computed + named, done, mask=idle)
 
     picked = tl.where(wanted, num_out, 0)

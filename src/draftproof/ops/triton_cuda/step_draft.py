@@ -26,11 +26,11 @@ def ngram_kernel(
     begin(PDL)
     me = tl.program_id(0).to(tl.int64)
     ahead = tl.arange(0, DEPTHS).to(tl.int64)
-    slot = tl.load(slots + me)
+    slot, budget = tl.load(slots + me), tl.load(budgets + me)
     named = slot >= 0
-    budget = tl.load(budgets + me, mask=named, other=0)
-    live = named & (budget > 0) & (tl.load(ended + slot, mask=named, other=1) == 0)
-    total = tl.load(length + slot, mask=live, other=0)
+    total = tl.load(length + slot, mask=named, other=0)
+    live = (budget > 0) & (tl.load(ended + slot, mask=named, other=1) == 0)
+    total = tl.where(live, total, 0)
     line = tokens + slot * WIDE
     best = total * 0  # matched tokens above, place below
     stop = total  # places before this one are not yet looked at; the least is 1

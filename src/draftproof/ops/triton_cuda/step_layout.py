@@ -20,16 +20,18 @@ BLOCK = 128  # rows that a program writes at a time
 def _extent(slots, chunk, drafts, ended, length, computed, num_draft, entry, there):
     """Of entries (a vector or one): slot, tokens, computed ones, rows of tokens, drafts, has it a window?
 
-    An entry that has no rows has 0 everywhere but in its slot, and is not read.
+    An entry that has no rows has 0 everywhere but in its slot. What one that has ended holds is read with the
+    rest and dropped: to wait for the news of its end first would take as long as the reading.
     """
     slot = tl.load(slots + entry, mask=there, other=-1)
+    asked = tl.load(chunk + entry, mask=there, other=0)
+    most = tl.load(drafts + entry, mask=there, other=0)
     named = slot >= 0
-    live = named & (tl.load(ended + slot, mask=named, other=1) == 0)
-    total = tl.load(length + slot, mask=live, other=0)
-    done = tl.load(computed + slot, mask=live, other=0)
-    asked = tl.load(chunk + entry, mask=live, other=0)
-    most = tl.load(drafts + entry, mask=live, other=0)
-    held = tl.load(num_draft + slot, mask=live, other=0)
+    live = tl.load(ended + slot, mask=named, other=1) == 0
+    total = tl.where(live, tl.load(length + slot, mask=named, other=0), 0)
+    done = tl.where(live, tl.load(computed + slot, mask=named, other=0), 0)
+    held = tl.load(num_draft + slot, mask=named, other=0)
+    asked = tl.where(live, asked, 0)
     fresh = tl.where(asked > 0, asked, total - done)
     reaches = live & (done + fresh == total)
     guesses = tl.where(reaches & (asked == 0), tl.minimum(most, held), 0)
@@ -49,6 +51,10 @@ def layout_kernel(
     begin(PDL)
     me = tl.program_id(0)
     entry = tl.arange(0, ENTRIES)
+    slot, total, done, fresh, guesses, reaches = _extent(  # before the others': both are under way at once
+        slots, chunk, drafts, ended, length, computed, num_draft, me, me < B
+    )
+    prompt = tl.load(prompt_len + slot, mask=slot >= 0, other=0)
     _, _, _, every_fresh, every_guesses, every_reaches = _extent(
         slots, chunk, drafts, ended, length, computed, num_draft, entry, entry < B
     )
@@ -57,9 +63,6 @@ def layout_kernel(
     before = tl.sum(tl.where(entry < me, counts, 0), axis=0)  # all of them for a program past the entries
     first, first_logits = before & 0xFFFFFFFF, before >> 32
     if me < B:
-        slot, total, done, fresh, guesses, reaches = _extent(
-            slots, chunk, drafts, ended, length, computed, num_draft, me, me < B
-        )
         tl.store(win_slots + me, tl.where(reaches, slot, -1))
         tl.store(win_first + me, first_logits)
         tl.store(win_drafts + me, guesses)
@@ -83,7 +86,7 @@ def layout_kernel(
             at = first_logits + depth
             ok = (depth <= guesses) & (at < L)
             guess = tl.load(draft + slot * K + depth, mask=ok & (depth < guesses), other=-1)
-            place = total - tl.load(prompt_len + slot) + depth
+            place = total - prompt + depth
             tl.store(win_slot + at, tl.zeros_like(depth) + slot, mask=ok)
             tl.store(win_depth + at, depth, mask=ok)
             tl.store(win_position + at, place, mask=ok)
