@@ -96,7 +96,7 @@ class Avoided:
     """Runs of words that prompts for measuring have."""
 
     def __init__(self, path: Path) -> None:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         turns = [words(turn) for row in rows for turn in row.get("turns", [row.get("prompt", "")])]
         self.runs = {size: {run for turn in turns for run in runs(turn, size)} for size in (5, 8)}
         self.left_out = self.seen = 0
@@ -193,7 +193,7 @@ def main() -> None:
     rng, avoided = random.Random(options.seed), Avoided(options.avoid)
 
     def rows(name: str, *keys: str) -> list[tuple[str, ...]]:
-        lines = (options.questions / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (options.questions / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
         found = [json.loads(line) for line in lines if line.strip()]
         return list(
             dict.fromkeys(tuple(flat(str(row[key])) for key in keys) for row in found if keys[0] in row)
