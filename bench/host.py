@@ -32,7 +32,7 @@ from measure import finish
 from pretend import Pretence
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.packing import Packed
+from draftproof.engine.packing import Parts
 from draftproof.engine.settle import Ending, LogprobColumns, StepResults
 from draftproof.engine.step import Decided, Ran
 from draftproof.metrics import RequestStats
@@ -123,16 +123,17 @@ class Instant:
         host, slots = self.real.slots, planned.slots
         for sequence in planned.newcomers:
             self.length[sequence.slot] = len(sequence.request.prompt_token_ids)
-        table = np.zeros((len(host.requests), TOKENS + 2), np.int64)
+        parts = Parts(torch.zeros(1 << 16, dtype=torch.uint8))
+        tensor = parts.add("table", (len(host.requests), TOKENS + 2), torch.int64)
+        table = tensor.numpy()
         n = len(slots)
         table[:n, NUM_OUT] = planned.samples
         table[:n, TOKENS] = 7
         self.length[slots] += planned.samples
         table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], End.LENGTH, 0)
-        outcome = Outcome(torch.from_numpy(table), None, None)  # type: ignore[arg-type]
+        outcome = Outcome(tensor, None, None)  # type: ignore[arg-type]
         none = None, None, None, None, None
-        packed = Packed.of({"table": outcome.table})
-        return Ran(Decided(outcome, *none, packed), None)  # type: ignore[arg-type]
+        return Ran(Decided(outcome, *none, parts.packed()), None)  # type: ignore[arg-type]
 
 
 def build(batch: int, **options: Any) -> LLM:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from draftproof.engine.costs import RowCosts
-from draftproof.engine.packing import Packed
+from draftproof.engine.packing import Packed, Parts
 from draftproof.engine.step import Decided
 from draftproof.ops.triton_cuda import graph as queue
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, End, Outcome, Traits
@@ -103,10 +103,11 @@ class Pretence:
     def _pack(self, rows: int, traits: Traits) -> Packed:
         key = rows, traits
         if key not in self._packed:
-            tensors = {"table": torch.zeros((len(self._length), self.device.width), dtype=torch.int64)}
+            parts = Parts(torch.zeros(1 << 22, dtype=torch.uint8))
+            parts.add("table", (len(self._length), self.device.width), torch.int64)
             if (top := traits.raw_top) >= 0:
-                tensors["raw ids"] = torch.zeros((rows, top), dtype=torch.int64)
-                tensors["raw ranks"] = torch.ones(rows, dtype=torch.int64)
-                tensors["raw"] = torch.full((rows, 1 + top), -1.0)
-            self._packed[key] = Packed.of(tensors)
+                parts.add("raw ids", (rows, top), torch.int64)
+                parts.add("raw ranks", (rows,), torch.int64).fill_(1)
+                parts.add("raw", (rows, 1 + top), torch.float32).fill_(-1.0)
+            self._packed[key] = parts.packed()
         return self._packed[key]

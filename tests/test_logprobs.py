@@ -306,11 +306,11 @@ class Counting:
         self.tops: set[int] = set()
         whole = target.ops.logprobs
 
-        def counted(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Any:
+        def counted(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, *out: Any) -> Any:
             self.calls += 1
             self.real += int((rows >= 0).sum())
             self.tops.add(top)
-            return whole(logits, rows, tokens, top)
+            return whole(logits, rows, tokens, top, *out)
 
         monkeypatch.setattr(target.ops, "logprobs", counted)
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from draftproof.engine.budget import Ints
 from draftproof.engine.drafting import Drafting, checked
-from draftproof.engine.packing import Packed
+from draftproof.engine.packing import Packed, Parts, room_for
 from draftproof.engine.sequence import Planned
 from draftproof.engine.sizes import some_of
 from draftproof.engine.slots import ALIGN, Slots
+from draftproof.engine.traits import TOPS
 from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Rows, TokenLogprobs
 from draftproof.propose import Proposer
@@ -109,7 +110,8 @@ class DeviceStep:
         self._logits = lines(5, self.max_logits)
         self._picks = lines(2, self.max_logits)
         self.width = TOKENS + k + 1
-        self._table = torch.zeros((num_slots, self.width), dtype=torch.int64, device=device)
+        room = room_for(num_slots, self.width, k, self.max_logits, TOPS[-1])
+        self._results = torch.zeros(room, dtype=torch.uint8, device=device)
         self._picked = torch.zeros(
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
@@ -346,9 +348,9 @@ class DeviceStep:
     def _advance(self, windows: Windows, traits: Traits) -> Decided:
         """No entry has reached the end of its prompt."""
         none = torch.zeros_like(windows.slot)
-        outcome = self._outcome(len(none))
+        outcome, parts = self._outcome(len(none))
         self.ops.commit(self.plan, windows, Choice(none), none, outcome)
-        return Decided(outcome, windows, None, None, None, None, self._pack(outcome, traits))
+        return Decided(outcome, windows, None, None, None, None, self._pack(parts, traits))
 
     def _tail(
         self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
@@ -357,38 +359,33 @@ class DeviceStep:
         ops = self.ops
         logits = self.runner.logits(hidden)
         sampled = self.sampler(logits, windows, traits, hosted)
-        outcome = self._outcome(len(logits))
+        outcome, parts = self._outcome(len(logits))
         ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
-        raw = self._logprobs(logits, Wants.RAW, windows, outcome, traits)
-        processed = self._logprobs(sampled.processed, Wants.PROCESSED, windows, outcome, traits)
-        packed = self._pack(outcome, traits, raw, processed)
+        raw = self._logprobs(parts, logits, Wants.RAW, windows, outcome, traits)
+        processed = self._logprobs(parts, sampled.processed, Wants.PROCESSED, windows, outcome, traits)
+        packed = self._pack(parts, traits)
         if not self.drafting.follows_rows:
             self.drafting.draft(self.plan)
         return Decided(outcome, windows, logits, sampled, raw, processed, packed)
 
-    def _pack(
-        self,
-        outcome: Outcome,
-        traits: Traits,
-        raw: TokenLogprobs | None = None,
-        processed: TokenLogprobs | None = None,
-    ) -> Packed:
+    def _pack(self, parts: Parts, traits: Traits) -> Packed:
         """Before the next drafts are made: what is known of those that were verified is still there."""
-        columns, tensors = self.slots.columns, {"table": outcome.table}
-        for name, some in (("raw", raw), ("processed", processed)):
-            if some is not None:
-                tensors |= {f"{name} ids": some.ids, f"{name} ranks": some.ranks, f"{name}": some.values}
-        if traits.drafts:
-            tensors["draft logprobs"] = columns.draft_logprob
+        columns = self.slots.columns
+        drafts = {"draft logprobs": columns.draft_logprob} if traits.drafts else {}
         if self.drafting.several:
-            tensors["draft sources"] = columns.draft_source
-        return Packed.of(tensors)
+            drafts["draft sources"] = columns.draft_source
+        for name, column in drafts.items():
+            parts.add(name, tuple(column.shape), column.dtype).copy_(column)
+        return parts.packed()
 
-    def _outcome(self, size: int) -> Outcome:
-        return Outcome(self._table, *(line[:size] for line in self._picks))
+    def _outcome(self, size: int) -> tuple[Outcome, Parts]:
+        """Where a step says what it did, and the row of results that begins with it."""
+        parts = Parts(self._results)
+        table = parts.add("table", (len(self.plan.slots), self.width), torch.int64)
+        return Outcome(table, *(line[:size] for line in self._picks)), parts
 
     def _logprobs(
-        self, logits: Tensor, kind: Wants, windows: Windows, outcome: Outcome, traits: Traits
+        self, parts: Parts, logits: Tensor, kind: Wants, windows: Windows, outcome: Outcome, traits: Traits
     ) -> TokenLogprobs | None:
         tops = {Wants.RAW: traits.raw_top, Wants.PROCESSED: traits.processed_top}
         if tops[kind] < 0:
@@ -397,4 +394,5 @@ class DeviceStep:
         if min(tops.values()) >= 0:  # both kinds are wanted: of the others' rows nothing is computed
             slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
             rows = torch.where(windows.columns.wants[slot] == kind, rows, -1)
-        return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind])
+        out = parts.logprobs(kind.name.lower(), len(rows), tops[kind])
+        return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind], out)

@@ -336,8 +336,11 @@ class Ops(DraftSearch, Following):
         """
 
     @abstractmethod
-    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-        """Of tokens [N] at logits rows [N] (-1: padding) and of the `top` best there: logit - logsumexp."""
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+    ) -> TokenLogprobs:
+        """Of tokens [N] at logits rows [N] (-1: padding) and of the `top` best there: logit - logsumexp.
+        Into the tensors of `out`, if given."""
 
     @abstractmethod
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:

@@ -172,12 +172,15 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         out.pick_rows.copy_(torch.where(real, windows.first[owner] + depth, -1))
         out.pick_tokens.copy_(torch.where(real, tokens[owner, depth], 0))
 
-    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+    ) -> TokenLogprobs:
         picked = logits[rows.clamp(min=0)]
         norm = self.logsumexp(picked)[:, None]
         own = picked.gather(1, tokens[:, None])
         values, ids = self.top(picked, top) if top else (own[:, :0], tokens[:, None][:, :0])
-        return TokenLogprobs(torch.cat([own, values], 1) - norm, ids, self.rank(picked, tokens))
+        found = TokenLogprobs(torch.cat([own, values], 1) - norm, ids, self.rank(picked, tokens))
+        return found if out is None else out.put(found)
 
     def ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int

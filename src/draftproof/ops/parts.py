@@ -27,6 +27,12 @@ class TokenLogprobs:
     ids: Tensor  # [N, top] int64: the best, in the order (value down, id up)
     ranks: Tensor  # [N] int64: of the token itself
 
+    def put(self, found: TokenLogprobs) -> TokenLogprobs:
+        """What was found into these tensors."""
+        for mine, theirs in ((self.values, found.values), (self.ids, found.ids), (self.ranks, found.ranks)):
+            mine.copy_(theirs)
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:

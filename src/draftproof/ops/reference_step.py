@@ -176,7 +176,9 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                     out.pick_rows[picks], out.pick_tokens[picks] = first + depth, said[depth]
                     picks += 1
 
-    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+    ) -> TokenLogprobs:
         values = torch.zeros((len(rows), 1 + top))
         ids = torch.zeros((len(rows), top), dtype=torch.int64)
         ranks = torch.zeros(len(rows), dtype=torch.int64)
@@ -190,7 +192,8 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
             if top:
                 best, ids[n] = (x[0] for x in self.top(row, top))
                 values[n, 1:] = best - norm
-        return TokenLogprobs(values, ids, ranks)
+        found = TokenLogprobs(values, ids, ranks)
+        return found if out is None else out.put(found)
 
     def ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int

@@ -94,17 +94,25 @@ class StepOps(Bookkeeping):
         step_commit.commit(plan, windows, choice, bad, out, self.pdl)
         self._done("commit")
 
-    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+    ) -> TokenLogprobs:
         logits = runtime.matrix("logits", logits, None, FP32)
         rows = runtime.vector("rows", rows, None, INTS)
         tokens = runtime.vector("tokens", tokens, len(rows), INTS)
         if not 0 <= top <= logits.shape[1]:
             raise ConfigError(f"top {top} of {logits.shape[1]}")
         if not len(rows) or not step_logprobs.quick(logits.shape[1], top):
-            return super().logprobs(logits, rows, tokens, top)
-        found = step_logprobs.logprobs(logits, rows, tokens, top, self._few(rows))
+            return super().logprobs(logits, rows, tokens, top, out)
+        if out is None:
+            out = step_logprobs.empty(len(rows), top, logits.device)
+        plain("ranks", (out.ranks,), len(rows))
+        plain("ids", (out.ids.view(-1),), len(rows) * top)
+        if out.values.shape != (len(rows), 1 + top) or not out.values.is_contiguous():
+            raise ConfigError(f"values must be [{len(rows)}, {1 + top}], not {list(out.values.shape)}")
+        step_logprobs.logprobs(logits, rows, tokens, top, out, self._few(rows))
         self._done("logprobs")
-        return found
+        return out
 
     def ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int

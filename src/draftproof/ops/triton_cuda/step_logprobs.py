@@ -89,16 +89,19 @@ def quick(vocab: int, top: int) -> bool:
     return top <= QUICK and triton.cdiv(vocab, GROUP) <= MOST
 
 
-def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, pdl: bool) -> TokenLogprobs:
-    """For `quick` ones."""
+def empty(count: int, top: int, device: torch.device) -> TokenLogprobs:
+    ids = torch.empty((count, top), dtype=torch.int64, device=device)
+    values = torch.empty((count, 1 + top), dtype=torch.float32, device=device)
+    return TokenLogprobs(values, ids, torch.empty(count, dtype=torch.int64, device=device))
+
+
+def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs, pdl: bool) -> None:
+    """For `quick` ones; `out` is contiguous."""
     count, vocab, device = len(rows), logits.shape[1], logits.device
     chunks, groups, width = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, GROUP), max(8, power_of_two(top))
     tops, sums = torch.empty((2, count, chunks), dtype=torch.float32, device=device)
     counts = torch.empty((count, chunks), dtype=torch.int64, device=device)
     keys = torch.empty((count, groups if top else 0), dtype=torch.int64, device=device)
-    values = torch.empty((count, 1 + top), dtype=torch.float32, device=device)
-    ids = torch.empty((count, top), dtype=torch.int64, device=device)
-    ranks = torch.empty(count, dtype=torch.int64, device=device)
     stride = min(count, max(1, PROGRAMS // chunks))
     scan_kernel[(stride, chunks)](
         logits, rows, tokens, tops, sums, counts, keys, count, vocab, chunks, groups, stride,
@@ -106,8 +109,8 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, pdl: bool) 
         **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     finish_kernel[(count,)](
-        logits, rows, tokens, tops, sums, counts, keys, values, ids, ranks, vocab, chunks, groups, top,
+        logits, rows, tokens, tops, sums, counts, keys, out.values, out.ids, out.ranks, vocab, chunks,
+        groups, top,
         LEVELS=levels(chunks), TOP=top > 0, K=width, BLOCK=max(width, power_of_two(groups)), GROUP=GROUP,
         **launch_options(pdl, num_warps=4, enable_fp_fusion=False),
     )  # fmt: skip
-    return TokenLogprobs(values, ids, ranks)
