@@ -134,8 +134,33 @@ def test_where_nothing_was_measured_the_clock_is_not_asked():
 
 def test_room_beside_the_rows_of_a_step():
     costs = RowCosts({4: 1.0, 8: 1.5, 16: 2.0})
-    beyond = {3: (1, 0), 4: (4, 0.5), 5: (3, 0), 8: (8, 0.5), 16: (0, 0), 20: (0, 0)}
+    beyond = {3: 1, 4: 4, 5: 3, 8: 8, 16: 0, 20: 0}
     assert {rows: costs.beyond(rows) for rows in beyond} == beyond
+    assert [costs.size(rows) for rows in (1, 4, 5, 16, 17)] == [4, 4, 8, 16, 0]
+
+
+def test_rows_cost_nothing_until_the_host_is_done():
+    """It takes as long as 16 rows: whatever they bring, drafts up to that size are right."""
+    table, gains = {8: 1.0, 16: 2.0, 32: 2.2, 64: 4.0}, np.full(56, 0.05)
+    costs = RowCosts(table)
+    assert costs.best(8, 0.0, 8.0, gains, least=costs.least(0.0)) == 0
+    for _ in range(300):
+        costs.hosted(2.3)
+    assert costs.best(8, 0.0, 8.0, gains, least=costs.least(0.0)) == 24
+    costs.hosted(1e9)  # a pause of whoever calls
+    assert costs.least(0.0) < 3.0 and costs.least(5.0) == 0.0
+
+
+def test_a_step_in_which_the_device_waited_says_nothing_of_rows():
+    costs, fooled = (RowCosts({8: 1.0, 16: 2.0, 32: 2.2}) for _ in range(2))
+    for made in (costs, fooled):
+        made.observe(8, 100, 1.0)
+    before = [costs.of(rows) for rows in (8, 16, 32)] + [costs.still(100)]
+    for step in range(100):
+        costs.observe((8, 16, 32)[step % 3], 100 + step, 3.0, host=2.95)
+        fooled.observe((8, 16, 32)[step % 3], 100 + step, 3.0)
+    assert [costs.of(rows) for rows in (8, 16, 32)] + [costs.still(100)] == before
+    assert fooled.of(8) != before[0]
 
 
 def test_drafts_that_cost_more_than_they_bring_are_not_asked_for():

@@ -36,8 +36,8 @@ FADE = 0.02  # of a belief, at every step
 WORTH = 0.01  # a draft that is less likely to stand is not given, but for a probe
 SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
-REST = 8  # steps in which nothing is decided anew, at most, where nobody is given any
-KEEP = 3  # such steps where somebody is
+REST = 8  # steps in which nothing is decided anew, at most
+KEEP = 3  # such steps where somebody is, and the device is not faster than the host
 AT_ONCE = -1  # before everybody whose turn it is
 
 
@@ -56,13 +56,14 @@ class DraftBudgets:
         self._belief = np.tile(self._newcomer, (num_slots, 1))  # [S, rates]
         self._purse = 0.0  # in the time of empty steps
         self._still = 0.0  # what the last step that was asked about costs beside its rows
+        self._least = 0.0  # what its rows cost at least
         self._steps = 0
         # what was decided holds for some steps: how many are left of those, since when, the size of the step
         # that it was for, what each slot has, those that asked last and what they were given
         self._rest = self._since = self._size = 0
         self._held = np.zeros(num_slots, np.int64)
         self._last = np.zeros(num_slots)  # how likely the last draft that each slot has is to stand
-        self._least = np.inf  # of all that anybody has
+        self._likely = np.inf  # of all that anybody has the least
         self._tokens = 1.0  # that the step brings
         self._resting = self._given = np.zeros(0, np.int64)
         self._first = 0  # what a newcomer has meanwhile
@@ -76,7 +77,7 @@ class DraftBudgets:
         self._belief[slot] = self._newcomer
         self._told[slot] = self._stood[slot] = self._fell[slot] = 0
         self._held[slot] = min(self._first, limit) if adaptive else limit
-        self._last[slot] = self._least if adaptive else np.inf
+        self._last[slot] = self._likely if adaptive else np.inf
         if not self._gives:
             self._rest = 0
 
@@ -90,8 +91,9 @@ class DraftBudgets:
         num_fixed = np.count_nonzero(fixed)
         budget = np.where(fixed, most, 0) if num_fixed else np.zeros_like(most)
         if num_fixed == len(slots):
-            return self._hold(slots, budget, KEEP)
+            return self._hold(slots, budget)
         self._still = self.costs.still(keys)
+        self._least = self.costs.least(self._still)
         self._probed[slots], self._probing = False, False
         limit = most - budget if num_fixed else most  # what is still to be decided
         survival = self._survival(slots, int(most.max(initial=1)))
@@ -102,24 +104,25 @@ class DraftBudgets:
             tokens += float(survival[place <= budget[:, None]].sum())
         asking = 0.0 if num_fixed else self.costs.asking(len(slots))
         open_to = np.where(place <= limit[:, None], survival, 0.0)
-        more, gained, self._least = self._afford(rows, tokens, open_to, asking)
+        more, gained, self._likely = self._afford(rows, tokens, open_to, asking)
         budget += more
         self._tokens = tokens + gained
-        self._first = int(np.count_nonzero(POWERS[1:] @ self._newcomer >= self._least))
+        self._first = int(np.count_nonzero(POWERS[1:] @ self._newcomer >= self._likely))
         last = survival[np.arange(len(slots)), np.maximum(budget, 1) - 1]
         self._last[slots] = np.where(fixed, np.inf, last) if num_fixed else last
-        given = self._hold(slots, budget.copy(), KEEP)  # a probe is made once
+        given = self._hold(slots, budget.copy())  # a probe is made once
         self._probe(slots, budget, limit)
         if not self._gives:
             self._rest = 0 if np.count_nonzero(budget) else self._until_probe(slots)
         return budget if self._probing else given
 
-    def _hold(self, slots: Ints, given: Ints, steps: int) -> Ints:
-        """It is so decided, for so many steps more."""
-        self._resting, self._given, self._since, self._rest = slots, given, self._steps, steps
+    def _hold(self, slots: Ints, given: Ints) -> Ints:
+        """It is so decided, for some steps."""
+        self._resting, self._given, self._since = slots, given, self._steps
         self._held[slots] = given
-        count = int(given.sum())
-        self._gives, self._size = count > 0, self.costs.size(len(slots) + count)
+        rows = len(slots) + int(given.sum())
+        self._gives, self._size = rows > len(slots), self.costs.size(rows)
+        self._rest = KEEP if self.costs.of(rows) >= self._least else REST
         return given
 
     def fit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
@@ -147,7 +150,7 @@ class DraftBudgets:
         the quicker for it. That is most of what `_afford` would find, and far less work."""
         last = np.where(drafts > 0, self._last[slots], np.inf)
         cut = np.argpartition(last, over - 1)[:over]
-        kept, price = self._tokens - float(last[cut].sum()), self.costs.of
+        kept, price = self._tokens - float(last[cut].sum()), self._price
         total = rows + int(drafts.sum())
         if kept * (price(total) + self._still) <= self._tokens * (price(total - over) + self._still):
             return drafts
@@ -171,7 +174,7 @@ class DraftBudgets:
     def _until_probe(self, slots: Ints) -> int:
         """Nobody was given a draft, or a probe. For how many steps will there be no money for one?"""
         room, price = self._beyond(len(slots), 0)
-        saves = SHARE * (self.costs.of(len(slots)) + self._still)
+        saves = SHARE * (self._price(len(slots)) + self._still)
         if AT_ONCE not in self._turn[slots]:
             price *= 2
         if not room or price <= self._purse or saves <= 0:
@@ -180,22 +183,26 @@ class DraftBudgets:
 
     def _beyond(self, requests: int, given: int) -> tuple[int, float]:
         """Rows that a step has for probes beside the drafts that are given, and what they cost."""
-        room, price = self.costs.beyond(requests + given)
+        room = self.costs.beyond(requests + given)
+        price = self._price(requests + given + room) - self._price(requests + given)
         return room, price if given else price + self.costs.asking(requests)
+
+    def _price(self, rows: int) -> float:
+        return max(self.costs.of(rows), self._least)
 
     def pay(self, slots: Ints, drafts: Ints) -> None:
         """A step is planned, with so many of them: those that were found and had room."""
         if not np.count_nonzero(drafts):
             if np.count_nonzero(self.limit[slots]):
-                self._purse += SHARE * (self.costs.of(len(slots)) + self._still)
+                self._purse += SHARE * (self._price(len(slots)) + self._still)
             return
         rows = len(slots) + int(drafts.sum())
-        seconds = self.costs.of(rows)
+        seconds = self._price(rows)
         if not self._probing:
             self._purse += SHARE * (seconds + self._still)
             return
         probes = int(drafts[self._probed[slots]].sum())
-        without = self.costs.of(rows - probes)
+        without = self._price(rows - probes)
         if probes == rows - len(slots):  # they alone were asked for
             seconds += self.costs.asking(len(slots))
         self._purse += SHARE * (without + self._still) - (seconds - without)
@@ -254,7 +261,7 @@ class DraftBudgets:
         gains = survival[survival > WORTH]
         gains.sort()
         gains = gains[::-1]
-        count = self.costs.best(rows, self._still, tokens, gains, asking)
+        count = self.costs.best(rows, self._still, tokens, gains, asking, self._least)
         if count == 0:
             return np.zeros(len(survival), np.int64), 0.0, np.inf
         least = float(gains[count - 1])
@@ -269,7 +276,7 @@ class DraftBudgets:
         """A few drafts for those who have none and waited longest, as many as a step has room for that is
         one size larger; if there is money for it. `budget` is added to."""
         room, price = self._beyond(len(slots), int(budget.sum()))
-        saved = SAVED * SHARE * (self.costs.of(len(slots)) + self._still)
+        saved = SAVED * SHARE * (self._price(len(slots)) + self._still)
         self._purse = min(self._purse, max(2 * price, saved))
         if not room or price > self._purse:
             return

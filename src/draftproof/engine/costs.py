@@ -8,6 +8,9 @@ request has stored, and that every step reads), with whatever else a step costs 
 of empty steps. It is less than nothing where it is the rows that cost more than empty ones. How quick the
 machine is at the moment cancels out of every choice. It is followed, so that a slow minute is not mistaken
 for dear rows or dear keys. `asking` is what a proposer with a model takes behind a step for the next drafts.
+
+Where steps are queued ahead the host works beside the device, and a step is never done sooner than the host:
+up to that time rows cost nothing, and steps in which the device waited say nothing of rows or keys.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ FOLLOW = 1 / 8  # of a step in the speed: what it says of the machine is old aft
 NOISE = 0.15  # of a step's time, by which steps of one kind differ
 WANDER = 0.01  # of what keys cost, by which that may change in a step
 SHAPE = 1 / 64  # of what a step is off in the table itself
+BUSY = 0.97  # of a step in which the host was busy: the device had nothing to do for some of it
+HOSTED = 1 / 32  # of a step in what the host takes
 LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
@@ -56,6 +61,7 @@ class RowCosts:
         self._fill()
         self.learns = learns
         self._speed = 0.0  # not known yet
+        self._host = 0.0  # seconds of the host's part of a step, where it runs beside the device
         self._each = self._doubt = self._scale = 0.0  # of a key; its variance; what is much for a key
         self._before = 0.0  # by how much the steps before were off
         self._usual = 0.0, 0.0  # an empty step of as many rows as steps had lately, and their keys
@@ -66,10 +72,21 @@ class RowCosts:
         sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
         return cls({size: 1.0 + size / ROWS_FREE for size in sizes}, learns=False)
 
-    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0) -> None:
-        """A real step took so long; `asked`: requests that drafts were made for behind it."""
+    def hosted(self, seconds: float) -> None:
+        """The host took so long for its part of a step, while the device ran another."""
+        if not self._host:
+            self._host = min(seconds, self._empty[0])
+        self._host += HOSTED * (min(seconds, SLOW * self._host) - self._host)
+
+    def least(self, still: float) -> float:
+        """What rows cost at least, in a step that costs `still` beside them: the host takes as long."""
+        return max(0.0, self._host / (self._speed or 1.0) - still)
+
+    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0, host: float = 0.0) -> None:
+        """A real step took so long; `asked`: requests that drafts were made for behind it. `host`: seconds of
+        it in which the host was busy beside the device."""
         at = bisect_left(self._rows, rows)
-        if not self.learns or at == len(self._rows) or keys <= 0:
+        if not self.learns or at == len(self._rows) or keys <= 0 or host > BUSY * seconds:
             return
         empty = self._empty[at] + self.asking(asked)
         if not self._speed:  # the table was timed here: what is beyond it is not the rows
@@ -138,29 +155,33 @@ class RowCosts:
     def knows(self, rows: int) -> bool:
         return rows <= self._rows[-1]
 
-    def best(self, rows: int, still: float, tokens: float, gains: Reals, asking: float = 0.0) -> int:
+    def best(
+        self,
+        rows: int,
+        still: float,
+        tokens: float,
+        gains: Reals,
+        asking: float = 0.0,
+        least: float = 0.0,
+    ) -> int:
         """How many drafts to add to `rows` rows that commit `tokens`, if the n-th adds gains[n - 1].
 
-        `asking`: what it costs to have any.
+        `asking`: what it costs to have any; `least`: what rows cost at least.
         """
         total: list[float] = gains.cumsum().tolist()
         most, best, best_rate = len(total), 0, 0.0
         for at in range(bisect_left(self._rows, rows), len(self._rows)):
             count = min(self._rows[at] - rows, most)
             more = total[count - 1] if count else 0.0
-            rate = (tokens + more) / (self._empty[at] + still + (asking if count else 0.0))
+            rate = (tokens + more) / (max(self._empty[at] + (asking if count else 0.0), least) + still)
             if rate > best_rate:
                 best, best_rate = count, rate
             if count == most:  # a larger step would bring no more
                 break
         return best
 
-    def beyond(self, rows: int) -> tuple[int, float]:
-        """Rows that a step has room for beside these, and what it costs to use them.
-
-        It has room at no cost unless it is of one of the sizes exactly; then the next size has. (0, 0): none.
-        """
+    def beyond(self, rows: int) -> int:
+        """Rows that a step has room for beside these: at no cost, unless it is of one of the sizes exactly;
+        then the next size has."""
         at = bisect_right(self._rows, rows)
-        if at == len(self._rows):
-            return 0, 0.0
-        return self._rows[at] - rows, self._empty[at] - self.of(rows)
+        return self._rows[at] - rows if at < len(self._rows) else 0

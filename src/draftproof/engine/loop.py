@@ -248,7 +248,7 @@ class Loop:
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
         try:
-            found = flight.ran.decided.packed.open(flight.read())
+            asked, found = time.perf_counter(), flight.ran.decided.packed.open(flight.read())
             table, columns = found["table"][: len(planned.slots)], columns_of(found)
             own, source = (
                 found[name][planned.slots] if name in found else None
@@ -263,7 +263,7 @@ class Loop:
             self._flights.clear()
             raise StepFault([(f.planned, f.computed) for f in lost]) from error
         self._faults = 0
-        self._clock(flight)
+        self._clock(flight, asked)
         self._reap()
         for b, extra in extras_of.items():
             planned.sequences[b].prompt_scored += len(extra.prompt_logprobs or ())
@@ -288,19 +288,19 @@ class Loop:
         self._rest()
         return results
 
-    def _clock(self, flight: Flight) -> None:
-        """What a step of so many rows costs: from the last one that was read, if it was queued by then."""
-        now, timings = time.perf_counter(), self.scheduler.timings
-        seconds = now - (self._last_read if flight.follows else flight.started)
-        self._last_read = now
-        if flight.planned.has_prompts:
-            timings.prompt_steps.observe(seconds)
-            return
-        timings.decode_steps.observe(seconds)
+    def _clock(self, flight: Flight, asked: float) -> None:
+        """What a step costs: from the last one that was read, if it was queued by then. Until `asked`, when
+        the host was ready to read it, both worked."""
+        now, timings, planned = time.perf_counter(), self.scheduler.timings, flight.planned
+        since, self._last_read = self._last_read if flight.follows else flight.started, now
+        (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(now - since)
         costs = self.scheduler.budgets.costs
-        if costs.learns:
-            keys = int(self.scheduler.host.length[flight.planned.slots].sum())
-            costs.observe(flight.planned.num_rows, keys, seconds, flight.asked)
+        beside = asked - since if flight.follows and self.device.ops.asynchronous else 0.0
+        if costs.learns and beside:
+            costs.hosted(beside)
+        if costs.learns and not planned.has_prompts:
+            keys = int(self.scheduler.host.length[planned.slots].sum())
+            costs.observe(planned.num_rows, keys, now - since, flight.asked, beside)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""

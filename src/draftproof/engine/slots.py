@@ -93,35 +93,35 @@ class Slots:
         """Fill the lines of newcomers."""
         if not seats:
             return
-        c, send = self.columns, self.ops.send
-        lines = send(torch.tensor([seat.slot for seat in seats]))
-        ints = torch.tensor([_ints(seat) for seat in seats], dtype=torch.int64)
-        reals = torch.tensor([_reals(seat.request) for seat in seats], dtype=torch.float32)
-        self._ints[:, lines] = send(ints.T.contiguous())
-        self._reals[:, lines] = send(reals.T.contiguous())
-        pages = np.zeros((len(seats), c.page_table.shape[1]), np.int32)
+        c, count, wide = self.columns, len(seats), self.columns.page_table.shape[1]
+        slots = np.array([seat.slot for seat in seats])
+        pages = np.zeros((count, wide + wide % 2), np.int32)  # in whole words
         for line, seat in zip(pages, seats, strict=True):
             line[: len(seat.pages)] = seat.pages
-        c.page_table[lines] = send(torch.from_numpy(pages))
-        self._seat_prompts(seats)
-        self._seat_ends(seats, lines)
+        prompts = [np.array(seat.ids, np.int64) for seat in seats]  # quicker than torch
+        lengths = np.array([len(prompt) for prompt in prompts])
+        starts = slots * c.tokens.shape[1] - np.cumsum(lengths) + lengths
+        marks = [seat.slot * self.vocab + token for seat in seats for token in end_ids(seat.request)]
+        parts = (
+            slots,
+            np.array([_ints(seat) for seat in seats], np.int64).T.ravel(),
+            np.array([_reals(seat.request) for seat in seats], np.float32).T.ravel().view(np.int64),
+            pages.ravel().view(np.int64),
+            np.repeat(starts, lengths) + np.arange(lengths.sum()),  # where the tokens go
+            np.concatenate(prompts),
+            np.array(marks, np.int64),
+        )
+        sent = self.ops.send(torch.from_numpy(np.concatenate(parts)))
+        lines, ints, reals, tables, places, tokens, ends = sent.split([len(part) for part in parts])
+        self._ints[:, lines] = ints.view(-1, count)
+        self._reals[:, lines] = reals.view(torch.float32).view(-1, count)
+        c.page_table[lines] = tables.view(torch.int32).view(count, -1)[:, :wide]
+        c.tokens.view(-1)[places] = tokens
+        c.ends[lines] = False
+        if marks:
+            c.ends.view(-1)[ends] = True
         for seat in seats:
             self._seat_planes(seat)
-
-    def _seat_prompts(self, seats: Sequence[Seat]) -> None:
-        """All their tokens in two copies: the tokens, and where they go."""
-        prompts = [np.array(seat.ids, np.int64) for seat in seats]  # quicker than torch
-        counts = np.array([len(prompt) for prompt in prompts])
-        starts = np.array([seat.slot for seat in seats]) * self.columns.tokens.shape[1]
-        places = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-        tokens = self.ops.send(torch.from_numpy(np.concatenate(prompts)))
-        self.columns.tokens.view(-1)[self.ops.send(torch.from_numpy(places))] = tokens
-
-    def _seat_ends(self, seats: Sequence[Seat], lines: Tensor) -> None:
-        self.columns.ends[lines] = False
-        marks = [seat.slot * self.vocab + token for seat in seats for token in end_ids(seat.request)]
-        if marks:
-            self.columns.ends.view(-1)[self.ops.send(torch.tensor(marks))] = True
 
     def _seat_planes(self, seat: Seat) -> None:
         params, send = seat.request.params, self.ops.send
