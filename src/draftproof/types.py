@@ -183,6 +183,7 @@ class DeviceBatch:
     rows: Rows | None = None  # [R] of the step, with the drafts that it verified
     features: Tensor | None = None  # [R, n * hidden]: of each row the n that the proposer wants, side by side
     traits: DraftTraits | None = None
+    price: float = 0.0  # of a round of a model, in tokens; 0: it is not to be weighed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ kept by their number and by how far anybody may draft.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -31,6 +32,8 @@ class Drafting:
         if proposer is not None and proposer.graph_safe and self.proposer is None:
             raise ConfigError(f"{type(proposer).__name__} is graph_safe: it must be a DeviceProposer")
         self.failure: Exception | None = None  # the proposer's, which is then no longer asked
+        self.asks, self.price = True, 0.0  # its model behind the next step, a round's price: see `Asking`
+        self.took = 0.0  # seconds of the last drafts, where they are waited for
         self.several = proposer is not None and len(proposer.sources) > 1
         self.reports_probs = proposer is not None and proposer.reports_probs
         self.slots = slots
@@ -44,6 +47,18 @@ class Drafting:
     @property
     def follows_rows(self) -> bool:
         return self.proposer is not None and self.proposer.follows_rows
+
+    @property
+    def asked(self) -> bool:
+        """Did a model draft behind the last step, or will it, if somebody may have drafts?"""
+        if not self.follows_rows or not self.asks:
+            return False
+        return self.slots.ops.asynchronous or self.rounds > 0  # a captured step does not come by here
+
+    @property
+    def rounds(self) -> int:
+        """For how many drafts a model was asked, at most, behind the last step that was waited for."""
+        return self.proposer.asked_rounds if self.proposer is not None else 0
 
     @property
     def probs(self) -> Tensor | None:
@@ -67,7 +82,7 @@ class Drafting:
 
     def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
         k = self.slots.columns.draft.shape[1]
-        rounds = int(budget.max(initial=0))
+        rounds = int(budget.max(initial=0)) if self.asks else 0
         if ops.asynchronous:  # few numbers are captured
             rounds = min(k, 1 << (rounds - 1).bit_length()) if rounds else 0
         assert self.proposer is not None
@@ -110,7 +125,8 @@ class Drafting:
         if rows is not None:
             slots, budget, chunk = slots[:entries], budget[:entries], plan.chunk[:entries]
             features = None if self._features is None else self._features[: len(rows.tokens)]
-            batch = DeviceBatch(columns, slots, budget, chunk, rows, features, traits)
+            batch = DeviceBatch(columns, slots, budget, chunk, rows, features, traits, self.price)
+        begin = time.perf_counter()
         try:
             draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)])
             self.slots.ops.put_draft(columns, slots, budget, draft)
@@ -118,6 +134,8 @@ class Drafting:
         except Exception as error:  # a plug-in's code may raise anything
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()
+        if not self.slots.ops.asynchronous:
+            self.took = time.perf_counter() - begin
 
     def put_probs(self, slots: Tensor, draft: Draft) -> None:
         """The laws of drafts that `put_draft` has put. Whoever gave none was certain."""

@@ -48,8 +48,8 @@ class Engine:
         self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress = lambda *_: None
     ) -> None:
         with torch.inference_mode():
-            self._build(config, checkpoint)
             self._adaptive = config.speculative is not None and config.speculative.adaptive
+            self._build(config, checkpoint)
             if config.warm_up and (self.ops.asynchronous or self._adaptive):
                 with self.ops.stepping():
                     self._warm_up(progress)
@@ -104,7 +104,7 @@ class Engine:
             budgets,
             config.enable_prefix_caching,
             lookahead=sizes.k if proposer and proposer.stores_kv else 0,
-            asks_first=bool(proposer and proposer.cheap) and not ahead,
+            asks_first=proposer is not None and not ahead and self._asks_for_all(proposer),
         )
         sampler = Sampler(self.ops, self._judges, config.speculative)
         step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
@@ -129,7 +129,16 @@ class Engine:
         seconds = step.prepare(traits, min(wide, step.max_rows), progress)
         padded = self.ops.asynchronous
         asking = step.asking(seconds)
-        self.loop.scheduler.budgets.costs = RowCosts(seconds, between=not padded, asking=asking)
+        sunk = self.loop.scheduler.asks_first  # what was asked for is there when drafts are chosen
+        self.loop.scheduler.budgets.costs = RowCosts(
+            seconds, between=not padded, asking={} if sunk else asking
+        )
+        if self.loop.asking is not None and self._adaptive:
+            self.loop.asking.prices = RowCosts(seconds, between=not padded, asking=asking)
+
+    def _asks_for_all(self, proposer: Proposer) -> bool:
+        """Does it cost next to nothing to ask for all drafts there can be, or is that its own concern?"""
+        return proposer.cheap or (proposer.weighed >= 0 and self._adaptive and not self.ops.asynchronous)
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""

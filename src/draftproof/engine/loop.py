@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.engine import guided
+from draftproof.engine.asking import Asking
 from draftproof.engine.budget import Ints
 from draftproof.engine.extras import Extras
 from draftproof.engine.faults import FAULTS, HOPELESS, TRIES, StepFault, answers, take_back, with_failed
@@ -75,8 +76,7 @@ class Loop:
     ) -> None:
         self.scheduler = scheduler
         self.slots = slots
-        self.device = device
-        self.proposer = proposer
+        self.device, self.proposer = device, proposer
         self.sources = proposer.sources if proposer else ()
         self.overlap = overlap
         self.debug = debug
@@ -86,6 +86,7 @@ class Loop:
         self._last_read = 0.0  # by the clock
         self._traits: tuple[int, Traits] | None = None
         self._faults = 0  # steps that failed running
+        self.asking = Asking.of(proposer, scheduler, device.drafting)
         self._lessons = Lessons(slots)
         self._extras = Extras(device, slots, self.sources)
 
@@ -222,10 +223,12 @@ class Loop:
             complaints = guided.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
         keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
+        if self.asking is not None:
+            self.asking.weigh(planned, budget)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
         host.num_draft[planned.slots] = budget
-        asked = len(planned.slots) if self.device.drafting.follows_rows and np.count_nonzero(budget) else 0
+        asked = len(planned.slots) if self.device.drafting.asked and np.count_nonzero(budget) else 0
         return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints, asked)
 
     def _count_drafts(self) -> None:
@@ -269,6 +272,8 @@ class Loop:
             planned.sequences[b].prompt_scored += len(extra.prompt_logprobs or ())
         same = planned.version == self.scheduler.version  # nobody came or went since it was planned
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
+        if self.asking is not None and source is not None:
+            self.asking.hear(planned, table, source, here, flight.asked)
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}
@@ -300,7 +305,8 @@ class Loop:
             costs.hosted(beside)
         if costs.learns and not planned.has_prompts:
             keys = int(self.scheduler.host.length[planned.slots].sum())
-            costs.observe(planned.num_rows, keys, now - since, flight.asked, beside)
+            weighed = self.device.drafting.took if self.asking is not None else 0.0  # on its own
+            costs.observe(planned.num_rows, keys, now - since - weighed, flight.asked, beside)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""

@@ -25,7 +25,7 @@ DEPTH = 32  # a match is not measured beyond
 HEAVY = 16  # a line that was said more often counts as much as one that was said so often
 UNIT = 1 << 16  # of a score: one token that is sure to stand
 HOPED, FEARED = 2, 1  # drafts that stood and that fell, of a proposer of whom nothing is known
-FADES = 3  # what is known of one shrinks by 1 / 2^FADES at every step
+FADES = 4  # what is known of one shrinks by 1 / 2^FADES at every step
 REACH = UNIT // 5  # drafts are gone on with if all of them are expected to stand with so much
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as an int64
 

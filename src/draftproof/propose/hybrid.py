@@ -4,7 +4,8 @@ All of them guess, in the step, from the same committed tokens. Each guess is gi
 that are expected to stand. A search says so itself, from how long and how often it has matched; of others it
 is reckoned from what became of their drafts in this request, and while nothing is known from a hope. The best
 is taken (`Ops.arbitrate`); where it is short of the budget, a search goes on from its last draft. Nothing of
-the choice depends on a draft that was drawn, so whatever law the drafts had they still have.
+the choice depends on a draft that was drawn, so whatever law the drafts had they still have. A member with a
+model is asked last, for as many rounds as are likely to bring more than the time they take (`engine/asking`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftproof.config import MAX_SPECULATIVE_TOKENS
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
-from draftproof.ops.drafting import Record
+from draftproof.ops.drafting import FEARED, HOPED, UNIT, Record
 from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
 from draftproof.propose.pool import Ints
 from draftproof.registry import lookup
@@ -46,6 +48,8 @@ class HybridProposer(DeviceProposer):
             cheap=all(member.cheap for member in self.members),
         )
         self.taps = models[0].taps if models else ()
+        others = len(self.members) > len(models)
+        self.weighed = next((i for i, m in enumerate(self.members) if m.follows_rows and others), -1)
         self.search = next((i for i, m in enumerate(self.members) if m.extends), -1)
 
         def zeros(*shape: int) -> Tensor:
@@ -81,11 +85,14 @@ class HybridProposer(DeviceProposer):
     # --- the device's -------------------------------------------------------------------------------
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        drafts, worths = [], []
-        for member, limit in zip(self.members, self.limits, strict=True):
-            draft, worth = self._ask(member, self._mine(batch, limit))
-            drafts.append(draft)
-            worths.append(worth)
+        found = {i: self._ask(i, batch) for i in range(len(self.members)) if i != self.weighed}
+        if self.weighed >= 0:
+            most = batch.traits.rounds if batch.traits else self.env.k
+            self.asked_rounds = min(most, self._worth(batch, found)) if batch.price else most
+            less = _at_most(batch, self.asked_rounds) if self.asked_rounds < self.env.k else batch
+            found[self.weighed] = self._ask(self.weighed, less)
+        asked = [found[i] for i in range(len(found))]
+        drafts = [draft for draft, _ in asked]
         tokens, made, whose, room = self.env.ops.arbitrate(
             batch.columns,
             batch.slots,
@@ -93,7 +100,7 @@ class HybridProposer(DeviceProposer):
             self.record,
             torch.stack([draft.tokens for draft in drafts]),
             torch.stack([draft.count for draft in drafts]),
-            torch.stack(worths),
+            torch.stack([worth for _, worth in asked]),
             self.search,
         )
         count = made
@@ -104,20 +111,41 @@ class HybridProposer(DeviceProposer):
             drafts = [replace(draft, logprobs=None) for draft in drafts]
         return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
 
-    def _mine(self, batch: DeviceBatch, limit: int) -> DeviceBatch:
-        """What a member with a limit of its own is asked."""
-        if limit >= self.env.k:
-            return batch
-        traits = batch.traits and replace(batch.traits, rounds=min(batch.traits.rounds, limit))
-        return replace(batch, budget=batch.budget.clamp(max=limit), traits=traits)
-
-    def _ask(self, member: DeviceProposer, batch: DeviceBatch) -> tuple[Draft, Tensor]:
+    def _ask(self, index: int, batch: DeviceBatch) -> tuple[Draft, Tensor]:
+        """Its drafts, and what they are worth, if it says so."""
+        member, limit = self.members[index], self.limits[index]
+        batch = _at_most(batch, limit) if limit < self.env.k else batch
         if member.extends:
             tokens, count, worth = member.extend(batch, None)
             return Draft(tokens, count), worth
         draft = member.draft(batch)
         count = torch.minimum(draft.count, batch.budget)
         return replace(draft, count=count), torch.full_like(count, -1)
+
+    def _worth(self, batch: DeviceBatch, found: Mapping[int, tuple[Draft, Tensor]]) -> int:
+        """Rounds of the model that are worth their price, beside the drafts that the others have; 0: none.
+
+        The device is waited for here. By the record as it was before the last window.
+        """
+        slots, record = batch.slots.clamp(min=0), self.record
+        same = (record.last[0, slots] == batch.columns.seed[slots]).cpu().numpy()[:, None]
+        stood, fell = ((part[slots] / UNIT).cpu().numpy() * same for part in (record.stood, record.fell))
+        rates = (stood + HOPED) / (stood + fell + HOPED + FEARED)  # [B, M]
+        best = np.zeros(len(slots))  # [B] of the others
+        for i, (draft, says) in found.items():
+            count, said, rate = draft.count.cpu().numpy(), says.cpu().numpy(), rates[:, i]
+            reckoned = rate * (1 - rate**count) / (1 - rate)
+            best = np.maximum(best, np.where(said < 0, reckoned, said / UNIT))
+        budget = torch.where(batch.slots < 0, 0, batch.budget).cpu().numpy()
+        chance, brings, rounds = np.ones(len(slots)), np.zeros(len(slots)), 0
+        while rounds < self.limits[self.weighed]:
+            chance = chance * rates[:, self.weighed] * (budget > rounds)
+            if chance.sum() <= batch.price:
+                break
+            brings += chance
+            rounds += 1
+        gain = np.maximum(brings - best, 0).sum()
+        return rounds if gain > rounds * batch.price else 0
 
     def _with_thoughts(self, chosen: Draft, drafts: Sequence[Draft], made: Tensor) -> Draft:
         """With logprobs and laws of the drafts whose member gives them; the others were certain."""
@@ -137,6 +165,12 @@ class HybridProposer(DeviceProposer):
                     laws = torch.zeros_like(draft.probs).scatter_(2, legal[..., None], 1.0)
                 laws = torch.where(its[..., None], draft.probs, laws)
         return replace(chosen, logprobs=own, probs=laws)
+
+
+def _at_most(batch: DeviceBatch, count: int) -> DeviceBatch:
+    """The same for somebody who may make so many drafts; with none a model only keeps up."""
+    traits = batch.traits and replace(batch.traits, rounds=min(batch.traits.rounds, count))
+    return replace(batch, budget=batch.budget.clamp(max=count), traits=traits)
 
 
 _ANY = ("needs_hidden", "reports_probs", "stores_kv", "follows_rows", "learns")

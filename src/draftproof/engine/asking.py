@@ -1,0 +1,109 @@
+"""Is it worth asking a model for drafts, where others of a hybrid have some?
+
+A head's rounds take time whether its drafts are then the better ones or not. What they cost is told in
+tokens: as many as the engine makes in that time. Where the device is waited for, a hybrid weighs that itself,
+behind every step and round by round, against the drafts that its searches have just found; what a round
+takes is clocked, since a busy machine makes what was timed at start worth little. Where steps are queued
+ahead it is decided here, before the step, from what became of the last windows: while a search's drafts stand
+to the last, nobody else is needed; and of the model it is remembered for each request what it has brought.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.engine.budget import Bools, Ints
+from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting import Drafting
+from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.sequence import Planned
+from draftproof.propose import Proposer
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT
+
+FOLLOW = 1 / 32  # of a step in what steps bring and take
+SLOW = 3.0  # times what was usual: by how much more does not matter
+KEEPS_UP = 1 / 8  # of what drafts take with a model, that they take without: while that is not known
+HOPE = 1.0  # drafts of the model that stand in a window of a request of which nothing is known
+HEARD = 1 / 8  # of a window in that
+FORGETS = 1 / 64  # of it, at a window that the model was not asked for
+
+
+class Asking:
+    """One line a slot. Without prices a model is always asked."""
+
+    @classmethod
+    def of(cls, proposer: Proposer | None, scheduler: Scheduler, drafting: Drafting) -> Asking | None:
+        """None: there is nothing to choose."""
+        weighed = -1 if proposer is None else proposer.weighed
+        return cls(scheduler, drafting, weighed) if weighed >= 0 else None
+
+    def __init__(self, scheduler: Scheduler, drafting: Drafting, model: int) -> None:
+        """`model`: which of the sources it is."""
+        num_slots = len(drafting.slots.requests)
+        self.prices: RowCosts | None = None  # with what asking costs
+        self.scheduler, self.drafting = scheduler, drafting
+        self._ahead = drafting.slots.ops.asynchronous
+        self._model = model
+        self._brings = np.full(num_slots, HOPE)
+        self._copies = np.zeros(num_slots, np.bool_)  # a search's last window stood to the last
+        self._tokens = self._spent = 0.0  # of a step, lately: seconds by the clock, or by the prices
+        self._without = self._round = 0.0  # seconds for drafts without the model, and more for a round of it
+        self._was_asked = False  # for the drafts of the next step that is heard of
+        self._mark = 0.0  # when the last step was heard of
+
+    def price(self, seconds: float) -> float:
+        """What so much time is worth, in tokens."""
+        return seconds * self._tokens / self._spent if self.prices is not None and self._spent else 0.0
+
+    def weigh(self, planned: Planned, budget: Ints) -> None:
+        """Before a step: shall the model be asked behind it? If that is seen there: at what price?"""
+        for sequence in planned.newcomers:
+            self._brings[sequence.slot], self._copies[sequence.slot] = HOPE, False
+        drafting = self.drafting
+        drafting.asks, drafting.price = True, 0.0
+        if self.prices is None or not all(sequence.adaptive for sequence in planned.sequences):
+            return  # somebody is to have all the drafts there can be
+        if not self._ahead:
+            drafting.price = self.price(self._round)
+            return
+        price = self.price(self.prices.asking(len(planned.slots)))  # a captured step knows of none
+        wanted = (budget > 0) & ~self._copies[planned.slots]
+        drafting.asks = not price or float(self._brings[planned.slots[wanted]].sum()) > price
+
+    def hear(self, planned: Planned, table: Ints, sources: NDArray[np.int8], here: Bools, asked: int) -> None:
+        """What a step did, behind which the model was `asked` for so many.
+
+        `here`: entries that are still those that were planned.
+        """
+        if self.prices is None:
+            return
+        now, mark, self._mark = time.perf_counter(), self._mark, time.perf_counter()
+        was_asked, self._was_asked = self._was_asked, asked > 0
+        if not planned.has_prompts:
+            spent, scheduler, drafting = now - mark, self.scheduler, self.drafting
+            if self._ahead:
+                still = scheduler.budgets.costs.still(int(scheduler.host.length[planned.slots].sum()))
+                spent = self.prices.of(planned.num_rows) + still + self.prices.asking(asked)
+            elif asked:
+                each = drafting.took - (self._without or KEEPS_UP * drafting.took)
+                self._round = _followed(self._round, max(0.0, each) / drafting.rounds)
+            else:
+                self._without = _followed(self._without, drafting.took)
+            self._spent = _followed(self._spent, spent)
+            self._tokens = _followed(self._tokens, float(table[:, NUM_OUT].sum()))
+        told = here & (table[:, NUM_DRAFT] > 0)
+        slots, accepted, drafts = planned.slots[told], table[told, NUM_ACCEPTED], table[told, NUM_DRAFT]
+        its = sources[told, 0] == self._model
+        self._copies[planned.slots[here]] = False
+        self._copies[slots] = ~its & (accepted == drafts)
+        if was_asked:
+            self._brings[slots] += HEARD * (np.where(its, accepted, 0) - self._brings[slots])
+        else:
+            self._brings[slots] += FORGETS * (HOPE - self._brings[slots])
+
+
+def _followed(usual: float, now: float) -> float:
+    return usual + FOLLOW * (min(now, SLOW * usual) - usual) if usual else now

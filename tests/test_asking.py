@@ -1,0 +1,214 @@
+"""Asking a hybrid's model only where that is worth its price: output and storage stay the same."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import heads
+import tiny
+from draftproof.engine.asking import FORGETS, HOPE, Asking
+from draftproof.engine.costs import RowCosts
+from draftproof.ops.drafting import UNIT
+from draftproof.propose.hybrid import HybridProposer
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import DeviceBatch, Draft
+from exact import Ask, Company, Where
+from proposers import DevicePerfect
+from test_heads import Audited
+from test_propose import lines, make
+
+HEAD = {"method": "mtp", **heads.options("mtp", "llama", "float32")}
+SUFFIX = {"method": "suffix", "pool_tokens": 0}
+
+# --- the promise, and what the head has stored --------------------------------------------------------
+
+
+def now_and_then(how: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Serve with an audited head beside a search. The rounds that it was asked for."""
+    turns, rounds = cycle([0.0, 0.2, 1e9, 1e-9]), set()
+
+    def weigh(self: Asking, planned: Any, budget: Any) -> None:
+        turn = next(turns)
+        rounds.add(self.drafting.rounds)
+        self.drafting.asks, self.drafting.price = (turn < 1, 0.0) if how == "asks" else (True, turn)
+
+    monkeypatch.setattr(Asking, "weigh", weigh)
+    head = {"method": "test_heads:AuditedEagle3", "model": heads.head("eagle3", "llama", "float32")}
+    head |= {"weights": "llama/float32", "cached": False}
+    spec = {"method": "hybrid", "proposers": [head, SUFFIX], "num_speculative_tokens": 4}
+    asks = [Ask(i, "none", 0.7, length=14 + 9 * i, prompt=False) for i in range(3)]
+    sizes = {"page_size": 8, "enable_prefix_caching": False}
+    company = Company(asks, Where(), spec, arrivals=[0, 0, 2], overlap=overlap, sizes=sizes)
+    assert company.differences() == []
+    return rounds
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("how", ["price", "asks"])
+def test_a_model_that_is_asked_now_and_then_keeps_up(
+    how: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By price, as where the device is waited for; or not at all, as where steps are queued ahead."""
+    before = Audited.rows_checked
+    assert {0, 4} <= now_and_then(how, overlap, monkeypatch)
+    assert Audited.rows_checked > before + 100
+
+
+def test_control_one_that_does_not_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = HybridProposer._ask
+
+    def idle(self: HybridProposer, index: int, batch: DeviceBatch) -> Any:
+        if index != self.weighed or self.asked_rounds:
+            return ask(self, index, batch)
+        count = torch.zeros_like(batch.budget)
+        return Draft(torch.zeros((len(count), self.env.k), dtype=torch.int64), count), count - 1
+
+    monkeypatch.setattr(HybridProposer, "_ask", idle)
+    with pytest.raises(AssertionError, match="KV differs"):
+        now_and_then("price", False, monkeypatch)
+
+
+# --- round by round -----------------------------------------------------------------------------------
+
+
+class Model(DevicePerfect):
+    """Stands in for one: it says how many drafts it was asked for."""
+
+    def draft(self, batch: DeviceBatch) -> Draft:
+        self.wanted = int(batch.budget.max())
+        return Draft(torch.tensor([[11, 12, 13, 14]]), batch.budget.clone())
+
+
+@pytest.fixture
+def both() -> HybridProposer:
+    proposer = make(HybridProposer, proposers=[{"method": "proposers:DevicePerfect"}, SUFFIX])
+    proposer.members[0] = Model(proposer.env, {})
+    proposer.weighed = 0
+    return proposer
+
+
+COPY, NEWS = [*range(20, 34), 50, *range(20, 34)], [*range(20, 40)]
+
+
+def asked(
+    proposer: HybridProposer, text: list[int], price: float, budget: int = 4, fell: int = 0, seed: int = 5
+) -> int:
+    """Rounds for a request of which it is known that so many windows fell; by that seed."""
+    columns = lines(proposer.env.ops, 4, [text, [7]])
+    columns.seed[0] = 5
+    proposer.record.last[0], proposer.record.fell[0, 0] = seed, fell * UNIT
+    proposer.record.last[2] = proposer.record.stood[0] = 0
+    proposer.draft(DeviceBatch(columns, torch.tensor([0]), torch.tensor([budget]), price=price))
+    assert proposer.members[0].wanted == proposer.asked_rounds  # type: ignore[attr-defined]
+    return proposer.asked_rounds
+
+
+def test_a_long_match_saves_asking(both: HybridProposer) -> None:
+    assert asked(both, COPY, 0.2) == 0 and asked(both, NEWS, 0.2) > 0
+    assert asked(both, COPY, 0.0) == 4  # nobody knows the price
+
+
+def test_as_many_rounds_as_are_worth_it(both: HybridProposer) -> None:
+    """Of a newcomer two drafts in three are hoped to stand: 0.67, 0.44, 0.30, 0.20."""
+    found = [asked(both, NEWS, price) for price in (0.1, 0.25, 0.4, 0.6, 0.7)]
+    assert found == [4, 3, 2, 1, 0]
+    assert asked(both, NEWS, 0.1, budget=2) == 2
+
+
+def test_what_fell_is_remembered(both: HybridProposer) -> None:
+    assert asked(both, NEWS, 0.25) == 3
+    assert asked(both, NEWS, 0.25, fell=2) == 1
+    assert asked(both, NEWS, 0.25, fell=2, seed=6) == 3  # that was another request
+
+
+# --- before the step ----------------------------------------------------------------------------------
+
+
+class Steps:
+    """Two requests whose steps are queued ahead."""
+
+    def __init__(self, asking: float = 0.2) -> None:
+        ops = SimpleNamespace(asynchronous=True)
+        self.drafting: Any = SimpleNamespace(
+            slots=SimpleNamespace(requests=[None] * 3, ops=ops), asks=True, price=0.0, rounds=4, took=0.0
+        )
+        costs = RowCosts({1: 1.0, 16: 1.0}, asking={1: asking, 3: asking})
+        scheduler: Any = SimpleNamespace(
+            budgets=SimpleNamespace(costs=costs), host=SimpleNamespace(length=np.zeros(3, np.int64))
+        )
+        self.asking = Asking(scheduler, self.drafting, model=0)
+        self.asking.prices = costs
+        self.sequences = [SimpleNamespace(slot=i, adaptive=True) for i in range(2)]
+        self.asked = 0
+
+    def step(self, accepted: tuple[int, int], source: int, drafts: int = 4, newcomers: tuple = ()) -> bool:
+        """What is decided after windows of these."""
+        planned: Any = SimpleNamespace(
+            slots=np.arange(2), newcomers=newcomers, sequences=self.sequences, num_rows=10, has_prompts=False
+        )
+        table = np.zeros((2, 8), np.int64)
+        table[:, 0], table[:, 1], table[:, 2] = 1 + np.array(accepted), drafts, accepted
+        sources = np.full((2, 4), source, np.int8)
+        self.asking.hear(planned, table, sources, np.ones(2, np.bool_), self.asked)
+        self.asking.weigh(planned, np.full(2, 4))
+        self.asked = 2 if self.drafting.asks else 0
+        assert self.drafting.price == 0.0  # a captured step knows of none
+        return bool(self.drafting.asks)
+
+
+def test_nobody_is_asked_while_a_search_stands() -> None:
+    steps = Steps()
+    assert steps.step((2, 1), source=0)
+    assert not steps.step((4, 4), source=1)  # both copy
+    assert steps.step((3, 1), source=1)  # and no longer
+
+
+def test_a_model_that_brings_nothing_is_asked_again_later() -> None:
+    steps = Steps()
+    for _ in range(40):
+        told = steps.step((0, 0), source=0)
+        if not told:
+            break
+    assert not told
+    waited = next(i for i in range(400) if steps.step((0, 0), source=1))
+    assert waited < HOPE / FORGETS
+
+
+def test_newcomers_are_hoped_for() -> None:
+    steps = Steps()
+    while steps.step((0, 0), source=0):
+        pass
+    assert steps.step((0, 0), source=1, newcomers=tuple(steps.sequences))
+
+
+def test_without_a_price_or_with_a_fixed_number_it_is_asked() -> None:
+    steps = Steps()
+    steps.sequences[1].adaptive = False
+    assert steps.step((4, 4), source=1) and steps.step((4, 4), source=1)
+    steps = Steps()
+    steps.asking.prices = None
+    assert steps.step((4, 4), source=1) and steps.step((4, 4), source=1)
+
+
+# --- in an engine -------------------------------------------------------------------------------------
+
+
+def engine_of(**spec: Any) -> Any:
+    speculative = {"method": "hybrid", "proposers": [HEAD, SUFFIX], "num_speculative_tokens": 4, **spec}
+    return tiny.engine(speculative=speculative, warm_up=True, max_num_seqs=2)
+
+
+def test_prices_are_learned_from_the_clock() -> None:
+    engine = engine_of()
+    asking = engine.loop.asking
+    assert engine.loop.scheduler.asks_first and asking.prices is not None
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7)
+    tiny.run(engine, [tiny.request(i, params) for i in range(2)])
+    assert asking._round > 0 and asking._spent > 0 and asking.price(asking._round) > 0
+    assert engine_of(adaptive=False).loop.asking.prices is None
