@@ -77,12 +77,12 @@ class HeadProposer(DeviceProposer):
         assert batch.traits is not None and batch.rows is not None and batch.features is not None
         ops, model, count = self.env.ops, self.model, batch.traits.rounds
         rows, last = ops.follow(batch.rows, batch.columns, batch.slots)
+        feature = model.feature(batch.features)
+        if not count:  # whatever the tokens are: there are none of them
+            model.store(rows, feature, self.caches)
+            return Draft(batch.columns.draft[: len(batch.slots)], torch.zeros_like(batch.budget))
         # the head's row of a draft stands one before it: that is where the row of its feature stands
         rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size)
-        feature = model.feature(batch.features)
-        if not count:
-            model.store(rows, feature, self.caches)
-            return rounds.draft()
         at: Tensor | None = last  # [B] the row that an entry's first draft comes from
         if model.config.num_layers == 1 and len(rows.tokens) > max(ops.at_once, len(last)):
             # of all rows but these K and V are wanted, and nothing else
