@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = str(Path(__file__).parent)
+NAMES = ("plain", "bias_and_windows", "pieces_of_tiles", "taps_and_a_head", "what_it_leaves_to_others")
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,6 @@ def results() -> dict[str, str]:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", ["plain", "bias_and_windows", "taps_and_a_head", "what_it_leaves_to_others"])
+@pytest.mark.parametrize("name", NAMES)
 def test_check(name: str, results: dict[str, str]) -> None:
     assert results[name] == "", results[name]

@@ -49,7 +49,7 @@ def decoder(heads: Heads, hidden: int, inner: int, bias: bool, windows: tuple[in
     ]
 
 
-def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...]) -> None:
+def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...], pieces: int = 0) -> None:
     """The bits of the ops one by one, in hidden rows and in K and V; padding writes nothing."""
     layers, norm = decoder(heads, hidden, 256, bias, windows), randn(hidden, seed=7, dtype=BF16)
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
@@ -74,7 +74,11 @@ def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...]) -
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
-        assert ops._blocks._scratch["listed"][1] == tiles
+        listed = ops._blocks._scratch["listed"].view(-1, 8)
+        items = listed[1 : 1 + int(listed[0, 0])]
+        assert (listed[0, 1] > 0) == tiles
+        assert not tiles or (items[:, 7].max() > 1) == (pieces > 0)
+        assert not pieces or listed[0, 1] in (0, pieces)
         assert bool((mixed[len(where) * heads.num_q * heads.dim :] == 7).all()), "padding attends"
     assert not ops._blocks._scratch["arrived"].any()
 
@@ -119,6 +123,16 @@ def bias_and_windows() -> None:
     same_bits(Heads(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (0, 140))
 
 
+def pieces_of_tiles() -> None:
+    """Where they cost nothing, tiles are walked through two spans at a time and folded."""
+    usual, blocks.FOLD = blocks.FOLD, -1
+    try:
+        same_bits(Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0,), pieces=2)
+        same_bits(Heads(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (260,), pieces=2)
+    finally:
+        blocks.FOLD = usual
+
+
 def what_it_leaves_to_others() -> None:
     heads, x = Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), randn(2, 192, dtype=BF16)
     layer = decoder(heads, 192, 256, False, (0,))[0]
@@ -134,7 +148,8 @@ def what_it_leaves_to_others() -> None:
 
 
 CHECKS = {
-    check.__name__: check for check in (plain, bias_and_windows, taps_and_a_head, what_it_leaves_to_others)
+    check.__name__: check
+    for check in (plain, bias_and_windows, pieces_of_tiles, taps_and_a_head, what_it_leaves_to_others)
 }
 
 

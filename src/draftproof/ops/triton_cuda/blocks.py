@@ -36,6 +36,7 @@ PIECE = 64  # of K goes through the tensor core at a time; with more the registe
 PANEL = 1536  # columns of the down projection's weight that are held at a time
 STAGES = (6, 1, 2, 3, 4, 5)  # in their order, for programs that run one after another
 WAVE = 3  # spans that a tile walks through while one runs beside others, is stored and folded
+FOLD = 0  # and while pieces of tiles are stored and folded, about 2; 0: tiles are whole. Not measured yet
 WARPS = 4  # more of them read the same rows once more each
 COOPERATIVE = not INTERPRETED  # all programs are on the chip at once, or the launch fails
 EARLY = False  # the next kernel is launched while this one runs
@@ -88,9 +89,9 @@ def blocks_kernel(
     QKV_BIAS: tl.constexpr, OUT_BIAS: tl.constexpr, UP_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, TILES: tl.constexpr,
-    WAVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, PIECE: tl.constexpr,
-    ROOM: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr, FIELDS: tl.constexpr,
-    TAPS: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
+    WAVE: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
+    PIECE: tl.constexpr, ROOM: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr,
+    FIELDS: tl.constexpr, TAPS: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [R, H] becomes the residual after the last of these layers.
 
@@ -104,7 +105,7 @@ def blocks_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     if ALL or STAGE == 6:
         list_items(
-            slots, positions, listed, counter, room, R, GROUP, QM, WINDOW, SPAN, TILES, WAVE, ROWS, ALL
+            slots, positions, listed, counter, room, R, GROUP, QM, WINDOW, SPAN, TILES, WAVE, FOLD, ROWS, ALL
         )
     goal = R
     wait(counter, goal, ALL)
@@ -123,7 +124,7 @@ def blocks_kernel(
             goal = attend(
                 q, slots, positions, page_table, cache, mixed, parts, stats, arrived, counter, goal,
                 listed, R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, QM, PAGE, WINDOW, KEYS, SPAN,
-                ONES, TILES, ALL,
+                ONES, TILES, FOLD != 0, ALL,
             )  # fmt: skip
         if ALL or STAGE == 3:
             goal = add_linear(
@@ -256,9 +257,9 @@ class Blocks:
                 UP_BIAS=layer.gate_up.bias is not None, DOWN_BIAS=layer.down.bias is not None,
                 NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=padded, PAGE=page_size, WINDOW=heads.window,
                 KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, TILES=form.tiles, WAVE=WAVE,
-                BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room, QM=max(16, power_of_two(group)),
-                ROWS=max(16, power_of_two(form.most)), LINE=LINE, FIELDS=FIELDS, TAPS=tapped.shape[1],
-                JOINED=joined, EARLY=EARLY and not INTERPRETED,
+                FOLD=FOLD, BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room,
+                QM=max(16, power_of_two(group)), ROWS=max(16, power_of_two(form.most)), LINE=LINE,
+                FIELDS=FIELDS, TAPS=tapped.shape[1], JOINED=joined, EARLY=EARLY and not INTERPRETED,
                 num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
                 **({"launch_cooperative_grid": True} if COOPERATIVE else {}),
             )  # fmt: skip

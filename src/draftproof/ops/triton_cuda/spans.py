@@ -1,8 +1,9 @@
 """The stage of `blocks` that is attention, cut into spans of keys, or into tiles of rows if spans are many.
 
 A span's keys are loaded before the wait, and the last of a tile's spans to be done folds them all; a tile
-walks through its spans, the next keys on their way. A list, made at the start of a pass, says which items
-there are.
+walks through its spans, the next keys on their way. Where one request has many more keys than the others, and
+all would wait for its tile, tiles are walked through in pieces, and who comes last folds their spans. A
+list, made at the start of a pass, says which items there are.
 """
 
 from __future__ import annotations
@@ -64,30 +65,42 @@ def keys_and_values(
 @triton.jit
 def list_items(
     slots, positions, listed, counter, room, R, GROUP: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr,
-    SPAN: tl.constexpr, TILES: tl.constexpr, WAVE: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, TILES: tl.constexpr, WAVE: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr,
     ALL: tl.constexpr,
 ):  # fmt: skip
-    """listed [1 + items, 8] int32: how many items a KV head has and if they are tiles; then those items.
+    """listed [1 + items, 8] int32: how many items a KV head has; 0, or how many spans of a tile an item walks
+    through at most; then those items.
 
     They are spans if TILES is False. Else that depends on what takes longer: `room` of them run at once, and
-    while a span is loaded, summed, stored and folded, a tile walks through WAVE of its own. Made once a pass;
-    a row's program arrives when its entries are written.
+    while a span is loaded, summed, stored and folded, a tile walks through WAVE of its own; while pieces of
+    tiles are stored and folded, through FOLD (0: there are no pieces). Made once a pass; a row's program
+    arrives when its entries are written.
     """
     begin = tl.program_id(0)
     if begin < R:
         many, sums, slot, first, last, new = tiles_of_keys(slots, positions, R, GROUP, BM, WINDOW, SPAN, ROWS)
-        each, whole = many, 0
+        each, piece, step = many, 0, 1
         if TILES:
             waves = tl.cdiv(tl.max(sums, axis=0), room)
             tiles = tl.sum((many > 0).to(tl.int32), axis=0)
-            quicker = tl.cdiv(tiles, room) * tl.max(many, axis=0) < waves * WAVE
-            whole = ((waves > 1) & quicker).to(tl.int32)
-            each = tl.where(whole == 1, tl.minimum(many, 1), many)
+            longest = tl.max(many, axis=0)
+            step, cost = longest, tl.cdiv(tiles, room) * longest
+            if FOLD:
+                for shift in tl.static_range(1, 4):  # pieces of 2, 3, 4, 6, 8, 12 spans
+                    for size in tl.static_range(2**shift, 2 ** (shift + 1), 2 ** (shift - 1)):
+                        pieces = tl.sum((many + size - 1) // size, axis=0)
+                        would = tl.cdiv(pieces, room) * (size + FOLD)
+                        better = (size < longest) & (would < cost)
+                        step, cost = tl.where(better, size, step), tl.where(better, would, cost)
+            walks = (waves > 1) & (cost < waves * WAVE)
+            step = tl.where(walks, step, 1)
+            piece = tl.where(walks, step, 0)
+            each = (many + step - 1) // step
             sums = tl.cumsum(each, axis=0)
         for row in range(begin, R, tl.num_programs(0)):
             if row == 0:
                 tl.store(listed, tl.max(sums, axis=0))
-                tl.store(listed + 1, whole)
+                tl.store(listed + 1, piece)
             count, low = at_row(many, row, ROWS), at_row(first, row, ROWS)
             items = at_row(each, row, ROWS)
             here = listed + (1 + at_row(sums, row, ROWS) - items) * 8
@@ -95,12 +108,13 @@ def list_items(
             fresh = at_row(new, row, ROWS)
             for s in range(items):
                 tl.store(here + s * 8, row)
-                tl.store(here + s * 8 + 1, low // SPAN + s)
+                tl.store(here + s * 8 + 1, low // SPAN + s * step)
                 tl.store(here + s * 8 + 2, count)
                 tl.store(here + s * 8 + 3, of)
                 tl.store(here + s * 8 + 4, low)
                 tl.store(here + s * 8 + 5, high)
                 tl.store(here + s * 8 + 6, fresh)
+                tl.store(here + s * 8 + 7, items)
             arrive(counter, ALL)
 
 
@@ -135,24 +149,26 @@ def attend_span(
 
 
 @triton.jit
+def store_span(m, total, acc, parts, stats, line, s, spans, ok, inside, d, BD: tl.constexpr):
+    """What one span of a tile gives, for whoever folds them."""
+    where = line * spans + s
+    tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
+    tl.store(stats + where * 2, m, mask=ok)
+    tl.store(stats + where * 2 + 1, total, mask=ok)
+
+
+@triton.jit
 def fold_last(
-    m, total, acc, parts, stats, arrived, tile, line, s, first_span, count, spans, ok, inside, out, here, d,
+    parts, stats, arrived, tile, items, line, first_span, count, spans, ok, inside, out, here,
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one span is done. Of several, each is stored, and who comes last folds them."""
-    if count == 1:
-        attention._finish(total, acc, out + here, inside)
-    else:
-        where = line * spans + s
-        tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
-        tl.store(stats + where * 2, m, mask=ok)
-        tl.store(stats + where * 2 + 1, total, mask=ok)
-        tl.debug_barrier()
-        counter = arrived + tile
-        done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if done == count - 1:
-            tl.store(counter, 0)
-            attention._gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
+    """An item of a tile has stored its spans; who comes last of them all folds the spans."""
+    tl.debug_barrier()
+    counter = arrived + tile
+    done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if done == items - 1:
+        tl.store(counter, 0)
+        attention._gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
 
 
 @triton.jit
@@ -202,21 +218,26 @@ def attend_spans(
         ks, vs = keys_and_values(cache, plane, place, now, ks, vs, D, BD, KEYS, SPAN)
         query = tl.load(q + here, mask=inside, other=0.0, cache_modifier=".cg")
         m, total, acc = attend_span(query, ks, vs, pos, s * SPAN, scale, BD, BM, WINDOW, KEYS, SPAN, ONES)
-        fold_last(
-            m, total, acc, parts, stats, arrived, row * NUM_KV + head, line, s, first // SPAN, count, spans,
-            ok, inside, out, here, d, BM, BD,
-        )  # fmt: skip
+        if count == 1:
+            attention._finish(total, acc, out + here, inside)
+        else:
+            store_span(m, total, acc, parts, stats, line, s, spans, ok, inside, d, BD)
+            fold_last(
+                parts, stats, arrived, row * NUM_KV + head, count, line, first // SPAN, count, spans, ok,
+                inside, out, here, BM, BD,
+            )  # fmt: skip
         arrive(counter, ALL)
 
 
 @triton.jit
 def attend_tiles(
-    q, slots, positions, page_table, cache, out, counter, goal, listed, items, R, max_pages, plane, scale,
+    q, slots, positions, page_table, cache, out, parts, stats, arrived, counter, goal,
+    listed, items, R, max_pages, plane, spans, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    ALL: tl.constexpr,
+    PIECES: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """As `walk_kernel`: an item walks through the spans of a tile."""
+    """As `walk_kernel`: an item walks through the spans of a tile, or through some of them."""
     BLOCKS: tl.constexpr = SPAN // KEYS
     begin = turn(goal)
     for item in range(begin, items, tl.num_programs(0)):
@@ -240,6 +261,11 @@ def attend_tiles(
         key = s * SPAN + tl.arange(0, KEYS)
         page = tl.load(pages + key // PAGE, mask=key <= last, other=0)
         end = last // KEYS
+        pieces = 1
+        if PIECES:
+            pieces = tl.load(listed + (1 + item // NUM_KV) * 8 + 7, cache_modifier=".cg")
+            size = tl.load(listed + 1, cache_modifier=".cg")
+            end = tl.minimum(end, (s + size) * BLOCKS - 1)
         for block in tl.range(s * BLOCKS, end + 1, num_stages=3):
             key = block * KEYS + tl.arange(0, KEYS)
             exists = (key >= first) & (key <= last)
@@ -253,9 +279,21 @@ def attend_tiles(
             m1, p, decay = attention.weigh(scores, m1, query.dtype)
             sums1, acc1 = attention.gain(p, v, decay, sums1, acc1, KEYS, ONES)
             if (block % BLOCKS == BLOCKS - 1) | (block == end):
-                m, total, acc = attention._fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
+                total1 = tl.max(sums1, axis=1)
+                if PIECES:  # noqa: SIM102 - a constant, then a value on the device
+                    if pieces > 1:
+                        at = block // BLOCKS
+                        store_span(m1, total1, acc1, parts, stats, line, at, spans, ok, inside, d, BD)
+                m, total, acc = attention._fold(m, total, acc, m1, total1, acc1)
                 m1 = tl.full((BM,), float("-inf"), tl.float32)
-        attention._finish(total, acc, out + here, inside)
+        if pieces == 1:
+            attention._finish(total, acc, out + here, inside)
+        if PIECES:  # noqa: SIM102 - likewise
+            if pieces > 1:
+                fold_last(
+                    parts, stats, arrived, row * NUM_KV + head, pieces, line, first // SPAN, count, spans,
+                    ok, inside, out, here, BM, BD,
+                )  # fmt: skip
         arrive(counter, ALL)
 
 
@@ -265,7 +303,7 @@ def attend(
     listed, R, max_pages, plane, spans, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    TILES: tl.constexpr, ALL: tl.constexpr,
+    TILES: tl.constexpr, PIECES: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [R, heads * D] to out; `listed` as `list_items` makes it. Returns the new goal."""
     items = tl.load(listed, cache_modifier=".cg") * NUM_KV
@@ -276,7 +314,8 @@ def attend(
         )  # fmt: skip
     else:
         attend_tiles(
-            q, slots, positions, page_table, cache, out, counter, goal, listed, items, R, max_pages, plane,
-            scale, NUM_KV, GROUP, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, ALL,
+            q, slots, positions, page_table, cache, out, parts, stats, arrived, counter, goal, listed, items,
+            R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
+            PIECES, ALL,
         )  # fmt: skip
     return goal + items
