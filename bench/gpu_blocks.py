@@ -1,8 +1,8 @@
 """All layers in one kernel against the ops one by one, on a GPU: the same bits, and the µs of both.
 
-    PYTHONPATH=src python bench/gpu_blocks.py [check|times]    JSON on the last line
+    PYTHONPATH=src python bench/gpu_blocks.py [check|times|pieces]    JSON on the last line
 
-Times are of one CUDA graph of 30 SmolLM2-shaped layers with their embedding and norm, medians of replays.
+`pieces`: checks, and times of uneven contexts, with `blocks.FOLD` 0, 1, 2, 3 and 4. Times are of one CUDA graph of 30 SmolLM2-shaped layers with their embedding and norm, medians of replays.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_ops_checks import GPU, LARGE_HEADS, SMALL_HEADS, Paged, randn, rope
 
 from draftproof.ops import Heads, Layer, Ops, Rows
-from draftproof.ops.triton_cuda import TritonOps
+from draftproof.ops.triton_cuda import TritonOps, blocks
 
 BF16 = torch.bfloat16
 STEPS = ((1, 1, 100), (1, 1, 500), (1, 1, 2000), (1, 6, 500), (8, 1, 400), (8, 1, 500), (8, 1, 700))
 STEPS += ((8, 2, 500), (8, 6, 500), (8, 6, 700), (16, 1, 500), (24, 1, 500), (32, 1, 500), (48, 1, 500))
 STEPS += ((64, 1, 300), (64, 1, 500), (64, 1, 700))
+UNEVEN = ((32, 1, 0), (48, 1, 0), (64, 1, 0), (96, 1, 0), (64, 1, 500))  # 0: from 178 to 1128, as a chat's
 
 
 def decoder(
@@ -125,18 +126,19 @@ def micros(graph: torch.cuda.CUDAGraph, rounds: int = 7, count: int = 30) -> flo
     return round(statistics.median(times), 1)
 
 
-def block_times(ops: TritonOps) -> dict[str, dict[str, float]]:
+def block_times(ops: TritonOps, steps: tuple[tuple[int, int, int], ...]) -> dict[str, dict[str, float]]:
     """Sequences x rows at a context -> µs of the fused pass and of the ops one by one."""
     layers, norm = decoder(ops, SMALL_HEADS, 576, 1536, False, (0,) * 30), randn(576, seed=8, dtype=BF16)
     paged, table, embedding = (
-        Paged(SMALL_HEADS, [2048] * 64, BF16),
+        Paged(SMALL_HEADS, [2048] * 96, BF16),
         rope(SMALL_HEADS, 2048),
         randn(64, 576, dtype=BF16),
     )
     caches = [paged.cache.clone() for _ in layers]
     found = {}
-    for slots, window, context in STEPS:
-        rows = paged.rows([(s, context + i) for s in range(slots) for i in range(window)])
+    for slots, window, context in steps:
+        begins = [context or 128 + round(50 * 20 ** (s / (slots - 1))) for s in range(slots)]
+        rows = paged.rows([(s, begins[s] + i) for s in range(slots) for i in range(window)])
         rest = (layers, norm, rows, table, caches, 1e-5)
         one = captured(lambda rest=rest, rows=rows: ops.blocks(ops.embed(rows.tokens, embedding), *rest))
         many = captured(
@@ -159,7 +161,12 @@ def main(only: list[str]) -> None:
         report["check"] = "ok"
         print("check ok", flush=True)
     if not only or "times" in only:
-        report["µs"] = block_times(ops)
+        report["µs"] = block_times(ops, STEPS)
+    for fold in (0, 1, 2, 3, 4) if "pieces" in only else ():
+        blocks.FOLD = fold
+        all_layers_at_once(ops)
+        report[f"µs, FOLD {fold}"] = block_times(ops, UNEVEN)
+        print(f"FOLD {fold}: check ok", flush=True)
     print(json.dumps(report))
 
 
