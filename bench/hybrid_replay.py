@@ -1,0 +1,125 @@
+"""A hybrid beside its members without a clock: the engine's own choices, its time by a table of prices.
+
+    python bench/hybrid_replay.py --prompts spec_bench.jsonl [--machine cpu,h200] [--count 4] [--tokens 96]
+
+The model runs, on the CPU, one request at a time, and what it says decides what stands; but what the engine
+believes that steps and drafts take, and what is added up, are milliseconds of this table, roughly as they
+were measured. So it says what the policy is worth where a clock would say what else the machine did. For a
+GPU steps overlap and the model is asked or not before a step, as there; for a CPU behind it. Ratios are to
+the best other side of each task. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import head
+from measure import finish
+
+from draftproof import LLM
+from draftproof.engine import asking
+from draftproof.engine.costs import RowCosts
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds."""
+
+    steps: dict[int, float]  # by rows
+    drafts: float  # of all rounds of a head
+    keeps: float  # of a head that is not asked
+    ahead: bool  # steps are queued ahead, and padded
+
+    @property
+    def costs(self) -> RowCosts:
+        return RowCosts(self.steps, between=not self.ahead, learns=False)
+
+
+MACHINES = {
+    "cpu": Machine({1: 12.5, 5: 13.3, 16: 15.5}, 5.0, 0.45, ahead=False),
+    "h200": Machine({1: 0.49, 8: 0.5, 16: 0.55}, 0.1, 0.02, ahead=True),
+}
+
+
+class Meter:
+    """Of one engine: what its steps take by the table, and which of them had the model asked."""
+
+    def __init__(self, llm: LLM, machine: Machine, k: int) -> None:
+        self.machine, self.k, loop = machine, k, llm.engine.loop
+        self.drafting = loop.device.drafting
+        self.clock = self.spent = self.steps = self.rounds = 0.0
+        each = {1: machine.drafts} if self.drafting.follows_rows else {}
+        dear = RowCosts(machine.steps, between=not machine.ahead, learns=False, asking=each)
+        sunk = loop.scheduler.asks_first
+        loop.scheduler.budgets.costs = machine.costs if sunk else dear
+        if loop.asking is not None:
+            loop.asking.prices, loop.asking._ahead = dear, machine.ahead
+        self._run, loop.device.run = loop.device.run, self.run
+
+    def run(self, planned: Any, budget: Any, *more: Any) -> Any:
+        ran = self._run(planned, budget, *more)
+        drafts = 0.0
+        if self.drafting.follows_rows:
+            asked = int(budget.max(initial=0)) if self.drafting.asked else 0
+            if not self.machine.ahead and self.drafting.proposer.weighed >= 0:
+                asked = min(asked, self.drafting.rounds)
+            elif self.machine.ahead and asked:
+                asked = min(self.k, 1 << (asked - 1).bit_length())  # few numbers are captured
+            drafts = self.machine.keeps + self.machine.drafts * asked / self.k
+            self.rounds += asked
+        self.drafting.took = drafts
+        if not planned.has_prompts:
+            took = self.machine.costs.of(planned.num_rows) + drafts
+            self.clock, self.spent, self.steps = self.clock + took, self.spent + took, self.steps + 1
+        return ran
+
+    def read(self) -> tuple[float, float, float]:
+        found, self.spent, self.steps, self.rounds = (self.spent, self.steps, self.rounds), 0.0, 0.0, 0.0
+        return found
+
+
+def replay(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    machine = MACHINES[name]
+    options.seqs, options.batches = 1, [1]
+    head.LLM = partial(LLM, overlap=machine.ahead)
+    engines = head.Engines(options, head.read(options.prompts, options.count))
+    sides = engines.some_of(options.methods, float("inf"))
+    meters = {side: Meter(llm, machine, options.k) for side, llm in sides.items()}
+    now = {"side": ""}
+    asking.time = SimpleNamespace(perf_counter=lambda: meters[now["side"]].clock)  # type: ignore[assignment]
+    found: dict[str, Any] = {}
+    for task, asked in head.chosen(engines.prompts, 1, options).items():
+        rates, said = {}, {}
+        for side, llm in sides.items():
+            now["side"] = side
+            head.run(llm, asked, 1, 1, "")  # into the prefix cache
+            meters[side].read()
+            _, answers, _ = head.run(llm, asked, 1, options.tokens, "")
+            tokens, (spent, steps, rounds) = sum(map(len, answers.values())), meters[side].read()
+            rates[side] = tokens / spent
+            said[side] = {"over plain": round(tokens / spent * machine.costs.of(1), 3)}
+            said[side] |= {"tokens a step": round(tokens / steps, 2), "rounds": round(rounds / steps, 2)}
+        best = max(rate for side, rate in rates.items() if side != "hybrid")
+        found[task] = {"hybrid over the best other": round(rates["hybrid"] / best, 3), **said}
+        print(f"{name}, {task}: {json.dumps(found[task])}", flush=True)
+    return found
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--machine", type=lambda text: text.split(","), default=list(MACHINES))
+    mine, rest = parser.parse_known_args(arguments)
+    options = head.parsed(["--parts", "speed", "--count", "4", "--tokens", "96", *rest])
+    options.machine = mine.machine
+    return options
+
+
+if __name__ == "__main__":
+    chosen = parsed()
+    finish("hybrid_replay", {name: replay(name, chosen) for name in chosen.machine})
