@@ -39,9 +39,9 @@ Found = tuple[NDArray[np.float32], Ints, Ints]
 # lines of the table, who proposed what, logprobs
 Step = tuple[Ints, NDArray[np.int8] | None, Mapping[Wants, Found]]
 
-PAGE = 128  # tokens of a line, at least
-AT_ONCE = 16  # steps that are written down together at most
-MANY = 8192  # numbers, likewise: no step shall wait for many
+PAGE = 256  # tokens of a line, at least
+AT_ONCE = 32  # steps that are written down together at most
+MANY = 16384  # numbers, likewise: no step shall wait for many
 EACH = 8  # numbers that a token is worth beside its logprobs
 NO_LINES = np.zeros(0, np.int64)
 PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # where a token came from; from ACCEPTED on: by its source
