@@ -140,7 +140,8 @@ class Steps:
         )
         costs = RowCosts({1: 1.0, 16: 1.0}, asking={1: asking, 3: asking})
         scheduler: Any = SimpleNamespace(
-            budgets=SimpleNamespace(costs=costs), host=SimpleNamespace(length=np.zeros(3, np.int64))
+            budgets=SimpleNamespace(costs=costs, limit=np.full(3, 4)),
+            host=SimpleNamespace(length=np.zeros(3, np.int64)),
         )
         self.asking = Asking(scheduler, self.drafting, model=0)
         self.asking.prices = costs
@@ -167,6 +168,7 @@ def test_nobody_is_asked_while_a_search_stands() -> None:
     assert steps.step((2, 1), source=0)
     assert not steps.step((4, 4), source=1)  # both copy
     assert steps.step((3, 1), source=1)  # and no longer
+    assert steps.step((2, 2), source=1, drafts=2)  # all it had, but that was little
 
 
 def test_a_model_that_brings_nothing_is_asked_again_later() -> None:

@@ -4,8 +4,9 @@ A head's rounds take time whether its drafts are then the better ones or not. Wh
 tokens: as many as the engine makes in that time. Where the device is waited for, a hybrid weighs that itself,
 behind every step and round by round, against the drafts that its searches have just found; what a round
 takes is clocked, since a busy machine makes what was timed at start worth little. Where steps are queued
-ahead it is decided here, before the step, from what became of the last windows: while a search's drafts stand
-to the last, nobody else is needed; and of the model it is remembered for each request what it has brought.
+ahead it is decided here, before the step, from what became of the last windows: while a search fills them and
+its drafts stand to the last, nobody else is needed; and of the model it is remembered for each request what
+it has brought.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Asking:
         self._ahead = drafting.slots.ops.asynchronous
         self._model = model
         self._brings = np.full(num_slots, HOPE)
-        self._copies = np.zeros(num_slots, np.bool_)  # a search's last window stood to the last
+        self._copies = np.zeros(num_slots, np.bool_)  # a search's last window was full and stood to the last
         self._tokens = self._spent = 0.0  # of a step, lately: seconds by the clock, or by the prices
         self._without = self._round = 0.0  # seconds for drafts without the model, and more for a round of it
         self._was_asked = False  # for the drafts of the next step that is heard of
@@ -98,7 +99,7 @@ class Asking:
         slots, accepted, drafts = planned.slots[told], table[told, NUM_ACCEPTED], table[told, NUM_DRAFT]
         its = sources[told, 0] == self._model
         self._copies[planned.slots[here]] = False
-        self._copies[slots] = ~its & (accepted == drafts)
+        self._copies[slots] = ~its & (accepted == drafts) & (drafts >= self.scheduler.budgets.limit[slots])
         if was_asked:
             self._brings[slots] += HEARD * (np.where(its, accepted, 0) - self._brings[slots])
         else:
