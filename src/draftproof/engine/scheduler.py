@@ -391,9 +391,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.version += 1
-        at = self.running.index(sequence)
-        del self.running[at]
-        self._lines = np.delete(self._lines, at)
+        self.running.remove(sequence)
+        self._lines = self._lines[self._lines != sequence.slot]
         self.host.tenant[sequence.slot] += 1
         self.slots.stand(sequence.slot)
         self.pages.give_back(sequence.pages)
