@@ -97,18 +97,18 @@ class Pages:
 
     def give_back(self, pages: Sequence[int]) -> None:
         """One user less of each; the last pages of a text are the first to give way."""
+        users, content, empty = self._users, self._content, self._empty
         for page in reversed(pages):
-            users = self._users.get(page, 0)
-            if users == 0:
-                raise AssertionError(f"page {page} was given back twice, or never taken")
-            if users > 1:
-                self._users[page] = users - 1
-                continue
-            del self._users[page]
-            if page in self._content:
-                self._idle[page] = None
+            count = users.pop(page, 0)
+            if count == 1:
+                if page in content:
+                    self._idle[page] = None
+                else:
+                    empty.append(page)
+            elif count:
+                users[page] = count - 1
             else:
-                self._empty.append(page)
+                raise AssertionError(f"page {page} was given back twice, or never taken")
 
     def forget(self) -> None:
         """Drop all content that nobody uses."""
