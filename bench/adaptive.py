@@ -71,7 +71,7 @@ class Side:
     def __init__(self, bench: Bench, name: str, task: str, batch: int) -> None:
         self.bench, self.name, self.task = bench, name, task
         self.lane = Lane.like(bench.plain)
-        self.asked = self.tokens = self.goal = self.steps = self.rows = 0
+        self.asked = self.tokens = self.goal = self.steps = self.drafts = 0
         self.seconds = self.waited = 0.0
         self.said: dict[str, list[int]] = {}
         self._unread: list[StepResults] = []
@@ -91,7 +91,7 @@ class Side:
         self.goal += tokens
         waited = self.bench.waited
         with self.bench.on(lane):
-            begin = time.perf_counter()
+            begin = self.bench.clock()
             while self.tokens < self.goal or engine.loop._flights:
                 lane.rests = self.tokens >= self.goal
                 results = engine.step()
@@ -99,11 +99,11 @@ class Side:
                     self.tokens += int(results.table[:, NUM_OUT].sum())
                     self._unread.append(results)
                     self.steps += 1
-                    self.rows += int(results.table[:, NUM_DRAFT].sum()) + len(results)
+                    self.drafts += int(results.table[:, NUM_DRAFT].sum())
                 for _ in results.endings:
                     self._ask(self.bench.tokens)
             lane.rests = False
-            self.seconds += time.perf_counter() - begin
+            self.seconds += self.bench.clock() - begin
         self.waited += self.bench.waited - waited
         self._read()
 
@@ -117,9 +117,9 @@ class Side:
         self._unread.clear()
 
     def told(self) -> dict[str, float]:
-        """What a step of it was like; rows are those of decoding. Little waiting: the host was the slower."""
+        """What a step of it was like. Little waiting for the device: the host was the slower."""
         steps, seconds = max(1, self.steps), max(1e-9, self.seconds)
-        found = {"ms": 1e3 * seconds / steps, "rows": self.rows / steps, "tokens": self.tokens / steps}
+        found = {"ms": 1e3 * seconds / steps, "drafts": self.drafts / steps, "tokens": self.tokens / steps}
         return {name: round(x, 2) for name, x in {**found, "waited": self.waited / seconds}.items()}
 
     def leave(self) -> None:
@@ -132,30 +132,20 @@ class Side:
 class Bench:
     """One engine; the sides differ by an option of their requests."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        most = max(options.batches) * len(SIDES)
-        self.tokens = options.tokens
-        self.llm = LLM(
-            options.model,
-            dtype="bfloat16",
-            device=options.device,
-            load_format=options.load_format,
-            max_num_seqs=most,
-            max_num_batched_tokens=None if options.device == "cpu" else 4096,
-            max_model_len=1024 + options.tokens,
-            kv_cache_tokens=len(TASKS) * options.distinct * 512 + most * (512 + options.tokens),
-            speculative_config={"method": "ngram", "num_speculative_tokens": K},
-        )
-        vocab = self.llm.engine.limits.vocab_size
-        self.prompts = {
-            task: make(options.distinct, vocab, self.llm.tokenizer) for task, make in TASKS.items()
-        }
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: dict[str, list[list[int]]],
+        tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.llm, self.prompts, self.tokens, self.clock = llm, prompts, tokens, clock
         self.plain = self.llm.engine.loop.scheduler
         self.waited = 0.0  # for the device, in all
         self._fetch, self.llm.engine.ops.fetch = self.llm.engine.ops.fetch, self._timed  # type: ignore[method-assign]
         self.known: dict[str, list[int]] = {}
         self.wrong = 0
-        for request in (self.request("mix", i, "k=0", 1) for i in range(len(TASKS) * options.distinct)):
+        for request in (self.request("mix", i, "k=0", 1) for i in range(sum(map(len, prompts.values())))):
             self.llm.engine.add(request)  # into the prefix cache
         while self.llm.engine.has_work:
             self.llm.engine.step()
@@ -171,9 +161,9 @@ class Bench:
         read = self._fetch(tensor)
 
         def timed() -> torch.Tensor:
-            begin = time.perf_counter()
+            begin = self.clock()
             found = read()
-            self.waited += time.perf_counter() - begin
+            self.waited += self.clock() - begin
             return found
 
         return timed
@@ -205,6 +195,24 @@ class On:
     def __exit__(self, *_: object) -> None:
         self.loop.scheduler = self.before
         self.loop._traits = None
+
+
+def built(options: argparse.Namespace) -> Bench:
+    most = max(options.batches) * len(SIDES)
+    llm = LLM(
+        options.model,
+        dtype="bfloat16",
+        device=options.device,
+        load_format=options.load_format,
+        max_num_seqs=most,
+        max_num_batched_tokens=None if options.device == "cpu" else 4096,
+        max_model_len=1024 + options.tokens,
+        kv_cache_tokens=len(TASKS) * options.distinct * 512 + most * (512 + options.tokens),
+        speculative_config={"method": "ngram", "num_speculative_tokens": K},
+    )
+    vocab = llm.engine.limits.vocab_size
+    prompts = {task: make(options.distinct, vocab, llm.tokenizer) for task, make in TASKS.items()}
+    return Bench(llm, prompts, options.tokens)
 
 
 def interval(values: list[float]) -> list[float]:
@@ -293,7 +301,7 @@ def main() -> None:
     options.grain = {1: (16, 16), 8: (64, 8), 0: (256, 4)} if on_cpu else {1: (512, 2), 0: (128 * 128, 2)}
     options.grain[64] = options.grain[0] if on_cpu else (64 * 128, 2)
     end, cells = time.monotonic() + options.seconds, {}
-    bench = Bench(options)
+    bench = built(options)
     todo = list(product(options.tasks, options.batches))
     for n, (task, batch) in enumerate(todo):
         now = time.monotonic()

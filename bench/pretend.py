@@ -85,11 +85,10 @@ class Pretence:
             self._length[sequence.slot] = len(sequence.ids)
         slots, n = planned.slots, len(planned.slots)
         table = np.zeros((len(self._length), self.device.width), np.int64)
-        left = host.max_length[slots] - self._length[slots]
-        fell = self._draw.random((n, self.device.width - TOKENS)) >= self.stands
-        stood = np.minimum(fell.argmax(1) + np.where(fell.any(1), 0, 99), planned.drafts)
+        left = np.maximum(host.max_length[slots] - self._length[slots], 0)
+        drafts, stood = self._guessed(planned)
         out = np.where(planned.samples, np.minimum(stood + 1, left), 0)
-        table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, planned.drafts
+        table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, drafts
         table[:n, NUM_ACCEPTED] = np.minimum(stood, out)
         table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.width - TOKENS))
         table[:n, PICK] = np.cumsum(out) - out
@@ -99,6 +98,12 @@ class Pretence:
         packed.data[: table.nbytes].copy_(torch.from_numpy(table).view(-1).view(torch.uint8))
         none: Any = None
         return Decided(Outcome(none, none, none), none, none, none, none, none, packed)
+
+    def _guessed(self, planned: Any) -> tuple[np.ndarray, np.ndarray]:
+        """[B] drafts there are, and how many of them stand."""
+        fell = self._draw.random((len(planned.slots), self.device.width - TOKENS)) >= self.stands
+        stood = fell.argmax(1) + np.where(fell.any(1), 0, 99)
+        return planned.drafts, np.minimum(stood, planned.drafts)
 
     def _pack(self, rows: int, traits: Traits) -> Packed:
         key = rows, traits

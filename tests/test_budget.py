@@ -9,7 +9,7 @@ import pytest
 
 import proposers
 import tiny
-from draftproof.engine.budget import RATES, SHARE, WORTH, DraftBudgets
+from draftproof.engine.budget import RATES, REST, SHARE, WORTH, DraftBudgets
 from draftproof.engine.costs import RowCosts
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
@@ -157,12 +157,18 @@ def test_what_is_heard_of_a_predecessor_says_nothing_of_whoever_sits_there_now()
 
 
 def test_what_was_decided_holds_for_some_steps_whoever_comes():
-    made, slots = budgets(FLAT, [5, 5, 5]), np.arange(2)
+    made, slots, others = budgets(FLAT, [5, 5, 5]), np.arange(2), np.array([0, 2])
     assert made.take(slots, made.limit[slots], 0).tolist() == [5, 5]
     assert made.again(slots) is made.again(slots)
+    assert made.again(others) is None  # the host has time to look at them
+    for _ in range(99):
+        made.costs.hosted(5.0)  # now it has none
+    made.take(slots, made.limit[slots], 0)
     made.start(2, 3, True)  # with as many as somebody of whom nothing is known had
-    assert made.again(np.array([0, 2])).tolist() == [5, 3]
-    assert made.again(slots) is None
+    assert made.again(others).tolist() == [5, 3]
+    for _ in range(REST - 1):
+        assert made.again(others) is not None
+    assert made.again(others) is None
     made = budgets(STEEP, [5, 5])
     made._purse = 0.0
     assert not ask(made).any() and made._rest

@@ -10,7 +10,8 @@ with more. Probes are paid from a purse that one per cent of the time goes into:
 whatever the requests and the prices are.
 
 Steps are short, and all this is the host's work in each of them. So what was decided holds for a few steps,
-whoever comes or goes meanwhile, and what became of windows is put together until it is looked at again.
+whoever comes or goes meanwhile if the host has no time, and what became of windows is put together until it
+is looked at again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ WORTH = 0.01  # a draft that is less likely to stand is not given, but for a pro
 SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
 REST = 8  # steps in which nothing is decided anew, at most
-KEEP = 3  # such steps where somebody is, and the device is not faster than the host
+KEEP = 3  # such steps where somebody is, and the host has time
+NEARLY = 0.8  # of what the device takes, that the host may take and still has time
 AT_ONCE = -1  # before everybody whose turn it is
 
 
@@ -68,6 +70,7 @@ class DraftBudgets:
         self._resting = self._given = np.zeros(0, np.int64)
         self._first = 0  # what a newcomer has meanwhile
         self._gives = False  # does anybody have any?
+        self._hurries = False  # has the host no time to decide?
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """A request that may have `limit` drafts sits down; not adaptive: it always has them."""
@@ -95,6 +98,12 @@ class DraftBudgets:
         self._still = self.costs.still(keys)
         self._least = self.costs.least(self._still)
         self._probed[slots], self._probing = False, False
+        asking = 0.0 if num_fixed else self.costs.asking(len(slots))
+        if (
+            self._price(len(slots) + int(most.sum())) + asking <= self._least
+        ):  # all that there may be are free
+            self._first, self._likely = MAX_SPECULATIVE_TOKENS, 0.0
+            return self._hold(slots, most.copy())
         limit = most - budget if num_fixed else most  # what is still to be decided
         survival = self._survival(slots, int(most.max(initial=1)))
         place = np.arange(1, survival.shape[1] + 1)
@@ -102,7 +111,6 @@ class DraftBudgets:
         if num_fixed:
             rows += int(budget.sum())
             tokens += float(survival[place <= budget[:, None]].sum())
-        asking = 0.0 if num_fixed else self.costs.asking(len(slots))
         open_to = np.where(place <= limit[:, None], survival, 0.0)
         more, gained, self._likely = self._afford(rows, tokens, open_to, asking)
         budget += more
@@ -122,7 +130,9 @@ class DraftBudgets:
         self._held[slots] = given
         rows = len(slots) + int(given.sum())
         self._gives, self._size = rows > len(slots), self.costs.size(rows)
-        self._rest = KEEP if self.costs.of(rows) >= self._least else REST
+        takes, host = self.costs.of(rows) + self._still, self._least + self._still
+        self._hurries = host > NEARLY * takes
+        self._rest = REST if self._hurries else KEEP
         return given
 
     def fit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
@@ -130,8 +140,9 @@ class DraftBudgets:
 
         Prompts have come into it: with them it may just not be of the size that drafts were chosen for.
         """
-        over = rows + int(drafts.sum()) - max(self._size, self.costs.size(rows))
-        if over <= 0:
+        total = rows + int(drafts.sum())
+        over = total - max(self._size, self.costs.size(rows))
+        if over <= 0 or self._price(total) <= self._least:
             return drafts
         if over < np.count_nonzero(drafts):
             return self._cut(slots, drafts, rows, over)
@@ -163,7 +174,7 @@ class DraftBudgets:
 
         While nobody comes or goes, and `slots` is the very array of the last time, so is the answer.
         """
-        if not self._rest:
+        if not self._rest or (slots is not self._resting and not self._hurries):
             return None
         self._rest -= 1
         self._steps += 1

@@ -31,7 +31,8 @@ NOISE = 0.15  # of a step's time, by which steps of one kind differ
 WANDER = 0.01  # of what keys cost, by which that may change in a step
 SHAPE = 1 / 64  # of what a step is off in the table itself
 BUSY = 0.97  # of a step in which the host was busy: the device had nothing to do for some of it
-HOSTED = 1 / 32  # of a step in what the host takes
+HOSTED = 1 / 16  # of a step in what the host takes
+BURST = 2.0  # times what it usually takes: by how much more does not matter
 LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
@@ -76,7 +77,7 @@ class RowCosts:
         """The host took so long for its part of a step, while the device ran another."""
         if not self._host:
             self._host = min(seconds, self._empty[0])
-        self._host += HOSTED * (min(seconds, SLOW * self._host) - self._host)
+        self._host += HOSTED * (min(seconds, BURST * self._host) - self._host)
 
     def least(self, still: float) -> float:
         """What rows cost at least, in a step that costs `still` beside them: the host takes as long."""

@@ -113,13 +113,13 @@ class Slots:
         )
         sent = self.ops.send(torch.from_numpy(np.concatenate(parts)))
         lines, ints, reals, tables, places, tokens, ends = sent.split([len(part) for part in parts])
-        self._ints[:, lines] = ints.view(-1, count)
-        self._reals[:, lines] = reals.view(torch.float32).view(-1, count)
-        c.page_table[lines] = tables.view(torch.int32).view(count, -1)[:, :wide]
-        c.tokens.view(-1)[places] = tokens
-        c.ends[lines] = False
+        self._ints.index_copy_(1, lines, ints.view(-1, count))
+        self._reals.index_copy_(1, lines, reals.view(torch.float32).view(-1, count))
+        c.page_table.index_copy_(0, lines, tables.view(torch.int32).view(count, -1)[:, :wide])
+        c.tokens.view(-1).index_copy_(0, places, tokens)
+        c.ends.index_fill_(0, lines, False)
         if marks:
-            c.ends.view(-1)[ends] = True
+            c.ends.view(-1).index_fill_(0, ends, True)
         for seat in seats:
             self._seat_planes(seat)
 
