@@ -30,6 +30,7 @@ KEEPS_UP = 1 / 8  # of what drafts take with a model, that they take without: wh
 HOPE = 1.0  # drafts of the model that stand in a window of a request of which nothing is known
 HEARD = 1 / 16  # of a window in that
 FORGETS = 1 / 32  # of it, at a window that the model was not asked for
+ALONE = 0.7  # of what it brings nobody else would have brought
 
 
 class Asking:
@@ -72,7 +73,7 @@ class Asking:
             return
         price = self.price(self.prices.asking(len(planned.slots)))  # a captured step knows of none
         wanted = (budget > 0) & ~self._copies[planned.slots]
-        drafting.asks = not price or float(self._brings[planned.slots[wanted]].sum()) > price
+        drafting.asks = not price or ALONE * float(self._brings[planned.slots[wanted]].sum()) > price
 
     def hear(self, planned: Planned, table: Ints, sources: NDArray[np.int8], here: Bools, asked: int) -> None:
         """What a step did, behind which the model was `asked` for so many.
