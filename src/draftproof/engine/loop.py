@@ -36,14 +36,9 @@ from draftproof.engine.step import DeviceStep, Ran
 from draftproof.engine.traits import traits_of
 from draftproof.errors import EngineDeadError
 from draftproof.propose import Proposer
-from draftproof.types import (
-    ENDED,
-    NUM_ACCEPTED,
-    NUM_OUT,
-    End,
-    Traits,
-)
+from draftproof.types import ENDED, NUM_ACCEPTED, NUM_OUT, End, Traits
 
+SPARE = 0.75  # of a step: a host that took no longer for its own part has time for other things
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
 
@@ -80,10 +75,13 @@ class Loop:
         self.sources = proposer.sources if proposer else ()
         self.overlap = overlap
         self.debug = debug
-        self.meanwhile: Callable[[], object] = lambda: None  # called while two steps are under way
+        self.meanwhile: Callable[[], object] = lambda: (
+            None
+        )  # called while two steps are under way and there is time
         self._flights: deque[Flight] = deque()
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
         self._last_read = 0.0  # by the clock
+        self._took = 0.0  # seconds of the step that was read then
         self._traits: tuple[int, Traits] | None = None
         self._faults = 0  # steps that failed running
         self.asking = Asking.of(proposer, scheduler, device.drafting)
@@ -111,7 +109,7 @@ class Loop:
             self._flights.append(flight)
             if self.overlap and not flight.waits and len(self._flights) == 1:
                 return NOTHING
-        if len(self._flights) > 1:
+        if len(self._flights) > 1 and time.perf_counter() - self._last_read < SPARE * self._took:
             self.meanwhile()
         return self._settle(self._flights.popleft()) if self._flights else NOTHING
 
@@ -298,6 +296,7 @@ class Loop:
         the host was ready to read it, both worked."""
         now, timings, planned = time.perf_counter(), self.scheduler.timings, flight.planned
         since, self._last_read = self._last_read if flight.follows else flight.started, now
+        self._took = now - since
         (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(now - since)
         costs = self.scheduler.budgets.costs
         beside = asked - since if flight.follows and self.device.ops.asynchronous else 0.0
