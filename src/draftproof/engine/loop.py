@@ -75,9 +75,7 @@ class Loop:
         self.sources = proposer.sources if proposer else ()
         self.overlap = overlap
         self.debug = debug
-        self.meanwhile: Callable[[], object] = lambda: (
-            None
-        )  # called while two steps are under way and there is time
+        self.meanwhile: Callable[[], object] = lambda: None  # while two steps are under way, if there is time
         self._flights: deque[Flight] = deque()
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
         self._last_read = 0.0  # by the clock
