@@ -1,7 +1,8 @@
 """Slots: the tensors of `SlotColumns`, and who sits in which line.
 
 Newcomers are seated together, with one copy to the device for all their numbers, and never with one that
-waits for it. What does not fit a column (processors, bad words) is read from the request by the host.
+waits for it: a number that is assigned to an indexed tensor (`x[index] = 0`) is such a copy, `index_fill_` is
+not. What does not fit a column (processors, bad words) is read from the request by the host.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Slots:
             line[ids] = send(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32))
         if params.allowed_token_ids is not None:
             line = self.columns.banned[seat.slot].fill_(True)
-            line[send(torch.tensor(list(params.allowed_token_ids)))] = False
+            line.index_fill_(0, send(torch.tensor(list(params.allowed_token_ids))), False)
 
     def grow(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """More pages: (slot, place in its table, page)."""
