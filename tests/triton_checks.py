@@ -26,9 +26,9 @@ from torch import Tensor
 from draftproof.ops import Heads, Rows, resolve
 from draftproof.ops.reference import ReferenceOps
 from draftproof.ops.triton_cuda import attention as attention_kernels
-from draftproof.ops.triton_cuda import gemm, graph, pair, select, tile_lists, tiles, truncate, walk
+from draftproof.ops.triton_cuda import gemm, graph, pair, select, slope, tile_lists, tiles, truncate, walk
 from draftproof.ops.triton_cuda.tiles import Tile
-from draftproof.train import loss, slope
+from draftproof.train import loss
 from opcheck import Paged, assert_close, bits
 
 torch.set_num_threads(1)

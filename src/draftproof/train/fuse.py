@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-PLAIN = (
-    "DRAFTPROOF_TRAIN_PLAIN"  # set it to 1 where torch.compile does not work, to slope where `slope` does not
-)
+# set it to 1 where torch.compile does not work, to slope where the kernel for slopes does not
+PLAIN = "DRAFTPROOF_TRAIN_PLAIN"
 
 
 def fused(function: Function, device: torch.device) -> Function:

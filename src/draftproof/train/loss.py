@@ -2,7 +2,7 @@
 
 Logits of all rows and steps would be by far the largest tensors of training, so they are made some rows at a
 time, turned into the gradient at once, and dropped: the LM head is the target's and learns nothing. On a GPU
-the rest is one pass over them: `slope`. Rows that have no weight have no logits.
+the rest is one pass over them, in a kernel of its own. Rows that have no weight have no logits.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.ops.learning import slope_kernel
 from draftproof.train.fuse import PLAIN, fused
 
 CHUNK_BYTES = 1 << 30  # of fp32 logits at a time
@@ -126,22 +125,17 @@ class _Unrolled(torch.autograd.Function):
 
 
 def _way(device: torch.device, width: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """How slopes are computed here: in one kernel where there are kernels, else written out."""
-    if (
-        device.type == "cuda"
-        and os.environ.get(PLAIN) not in ("1", "slope")
-        and find_spec("triton") is not None
-    ):
-        slope: Any = import_module("draftproof.train.slope")
-        if width <= slope.WIDEST:
-            return lambda logits, *more: (logits, slope.slope_in_place(logits, *more))
-    return _written_out
+    """How slopes are computed here: in one kernel where there is one, else written out."""
+    kernel = slope_kernel(device, width) if os.environ.get(PLAIN) not in ("1", "slope") else None
+    if kernel is None:
+        return _written_out
+    return lambda logits, *more: (logits, kernel(logits, *more))
 
 
 def _written_out(
     logits: Tensor, said: Tensor, which: Tensor, hard: Tensor, share: Tensor, overlap: float, measure: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `slope.slope_in_place`: the slope, and the values."""
+    """As the kernel: the slope, and the values."""
     there, hard, share = said[which], hard[:, None], share[:, None]
     values = share[:, 0] * _divergence(logits, there, hard, overlap) if measure else share.new_zeros(0)
     return fused(_slope, logits.device)(logits, there, hard, share, overlap), values
