@@ -145,7 +145,7 @@ def test_rows_cost_nothing_until_the_host_is_done():
     costs = RowCosts(table)
     assert costs.best(8, 0.0, 8.0, gains, least=costs.least(0.0)) == 0
     for _ in range(300):
-        costs.hosted(2.3)
+        costs.hosted(2.7)
     assert costs.best(8, 0.0, 8.0, gains, least=costs.least(0.0)) == 24
     costs.hosted(1e9)  # a pause of whoever calls
     assert costs.least(0.0) < 3.0 and costs.least(5.0) == 0.0

@@ -39,7 +39,7 @@ SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
 REST = 8  # steps in which nothing is decided anew, at most
 KEEP = 3  # such steps where somebody is, and the host has time
-NEARLY = 0.8  # of what the device takes, that the host may take and still has time
+NEARLY = 0.7  # of what the device takes, that the host may surely take and still has time
 AT_ONCE = -1  # before everybody whose turn it is
 
 

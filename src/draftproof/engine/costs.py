@@ -33,6 +33,7 @@ SHAPE = 1 / 64  # of what a step is off in the table itself
 BUSY = 0.97  # of a step in which the host was busy: the device had nothing to do for some of it
 HOSTED = 1 / 16  # of a step in what the host takes
 BURST = 2.0  # times what it usually takes: by how much more does not matter
+SURELY = 0.85  # of what it usually takes: often it takes less, and then rows are waited for
 LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
@@ -81,7 +82,7 @@ class RowCosts:
 
     def least(self, still: float) -> float:
         """What rows cost at least, in a step that costs `still` beside them: the host takes as long."""
-        return max(0.0, self._host / (self._speed or 1.0) - still)
+        return max(0.0, SURELY * self._host / (self._speed or 1.0) - still)
 
     def observe(self, rows: int, keys: int, seconds: float, asked: int = 0, host: float = 0.0) -> None:
         """A real step took so long; `asked`: requests that drafts were made for behind it. `host`: seconds of
