@@ -5,6 +5,7 @@ It needs torch, triton, numpy, safetensors and pytest only.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 import heads
 import tiny
+from draftproof import SamplingParams
+from draftproof.engine.slots import Slots
 from exact import Ask, Company, Where
 from test_exact import GUIDED, MATRIX, check, named
 
@@ -58,3 +61,43 @@ def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytes
         )
         steps = [step for record in company.records.values() for step in record.steps]
         assert sum(step.num_draft for step in steps) > 20
+
+
+def waits(speculative: dict[str, Any] | None) -> list[str]:
+    """Where the host waited for the device other than to read a step's results, in a run whose steps were all
+    captured before; requests come and go in the middle of it."""
+    engine = tiny.engine(
+        dtype="bfloat16",
+        backend="triton",
+        device="cuda",
+        max_num_seqs=3,
+        speculative=speculative,
+        overlap=True,
+    )
+    params = SamplingParams(temperature=0.7, max_tokens=20, logprobs=2, ignore_eos=True)
+    for turn in ("captures", "seen"):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("default" if turn == "captures" else "warn")
+            try:
+                tiny.run(engine, [tiny.request(i, params, length=12 + 5 * i) for i in range(8)])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return [f"{one.filename}:{one.lineno}" for one in told if "synchronizing" in str(one.message)]
+
+
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_nobody_waits_for_the_device_but_to_read(method: str | None) -> None:
+    assert waits({"method": method, "num_speculative_tokens": 3, "adaptive": False} if method else None) == []
+
+
+def test_a_hidden_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what seats newcomers looks at the device."""
+    seat = Slots.seat
+
+    def slow(self: Slots, seats: Any) -> None:
+        seat(self, seats)
+        self.columns.length[0].item()
+
+    monkeypatch.setattr(Slots, "seat", slow)
+    assert waits(None)

@@ -22,6 +22,9 @@ from draftproof.propose import DeviceProposer, Proposer
 from draftproof.types import DeviceBatch, Draft, DraftTraits, Plan, Rows, Traits
 from draftproof.verify import Strategy
 
+FEW = 8  # entries up to which drafts are captured for several numbers of rounds
+PROMPTS = 256  # rows of prompts beside the full windows of more entries, up to which they are captured
+
 
 class Drafting:
     """Owns the proposer of a step, the features of its rows, and the laws that drafts were drawn from."""
@@ -81,22 +84,38 @@ class Drafting:
             torch.cat(wanted, 1, out=self._features[: len(hidden)])
 
     def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
-        k = self.slots.columns.draft.shape[1]
         rounds = int(budget.max(initial=0)) if self.asks else 0
-        if ops.asynchronous:  # few numbers are captured
-            rounds = min(k, 1 << (rounds - 1).bit_length()) if rounds else 0
+        if ops.asynchronous:
+            rounds = self._rounds(self.entries(ops, len(planned.slots)), rounds)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
         return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs)
 
+    def entries(self, ops: Ops, count: int) -> int:
+        """For how many entries the drafts of `count` are captured: each number goes with many of rows."""
+        return min(1 << (count - 1).bit_length(), len(self.slots.requests)) if ops.asynchronous else count
+
+    def _rounds(self, entries: int, wanted: int) -> int:
+        """Where there are many entries somebody is likely to want all."""
+        k: int = self.slots.columns.draft.shape[1]
+        return min(k, 1 << (wanted - 1).bit_length() if entries <= FEW else k) if wanted else 0
+
     def usual(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
-        """Rows, entries and traits to capture at start, for steps of these sizes: full windows, and none."""
+        """Rows, entries and traits to capture at start, of steps of these sizes: one that is met later makes
+        everybody wait for its capture. Beside a long prompt drafts are a small thing and not captured."""
         num_slots, k = self.slots.columns.draft.shape
         found: dict[tuple[int, int, DraftTraits], int] = {}
-        for entries in sizes if self.follows_rows else ():
-            for rows in (entries, ops.bucket(entries * (1 + k))):
-                if entries <= ops.bucket(num_slots) and rows in sizes:
-                    found |= {(rows, min(entries, num_slots), DraftTraits(rounds)): 0 for rounds in (0, k)}
+        for count in range(1, num_slots + 1) if self.follows_rows else ():
+            entries = self.entries(ops, count)
+            rounds = {self._rounds(entries, wanted) for wanted in range(k + 1)}
+            beside = PROMPTS if entries > FEW else 0  # where there are few, newcomers are seldom
+            least, most = ops.bucket(count), ops.bucket(entries * (1 + k) + beside)
+            found |= {
+                (rows, entries, DraftTraits(number)): 0
+                for rows in sizes
+                for number in rounds
+                if least <= rows <= most
+            }
         return list(found)
 
     def asking(
@@ -107,10 +126,10 @@ class Drafting:
             return {}
         num_slots, k = self.slots.columns.draft.shape
         found = {}
-        for entries in (n for n in sizes if n <= num_slots):
-            rows = ops.bucket(entries * (1 + k))
+        for count in (n for n in sizes if n <= num_slots):
+            rows, entries = ops.bucket(count * (1 + k)), self.entries(ops, count)
             some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (k, 0))
-            found[entries] = max(0.0, some - none)
+            found[count] = max(0.0, some - none)
         return found
 
     def draft(

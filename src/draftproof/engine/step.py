@@ -167,10 +167,10 @@ class DeviceStep:
         probs = self.drafting.expect(traits, self.sampler.strategies)
         if not self.drafting.follows_rows:
             return lambda: None
-        entries = min(self.ops.bucket(len(planned.slots)), len(self.plan.slots))
+        entries = self.drafting.entries(self.ops, len(planned.slots))
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
         key, draft = self._draft(rows, entries, wanted)
-        if planned.has_prompts:  # their sizes are too many to be captured, and drafts are short beside them
+        if planned.has_prompts and key not in self._graphs:  # too many sizes to be captured as they come
             return draft
         return self._graph(key, draft, apart=True)
 
@@ -211,7 +211,7 @@ class DeviceStep:
             return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
-        work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, decoding)]
+        work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, sizes)]
         for size, ends in ((n, self._ends(n)) for n in sizes):
             work.append((("forward", size, ends), partial(self._alone, size, ends), False))
         for trait, size in product(traits, decoding):

@@ -1,0 +1,33 @@
+"""Which drafts are captured at start: no step that decodes may have to wait for a capture."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftproof.engine.drafting import Drafting
+from draftproof.ops.triton_cuda.graph import bucket_of
+from draftproof.types import DraftTraits
+
+OPS = SimpleNamespace(asynchronous=True, bucket=bucket_of)
+
+
+@pytest.mark.parametrize(("seats", "k"), [(1, 4), (7, 8), (64, 4), (256, 4)])
+def test_every_step_that_decodes_finds_its_drafts(seats: int, k: int) -> None:
+    drafting = Drafting.__new__(Drafting)
+    columns = SimpleNamespace(draft=torch.zeros((seats, k)))
+    drafting.slots = SimpleNamespace(requests=[None] * seats, columns=columns)
+    drafting.proposer = SimpleNamespace(follows_rows=True)
+    sizes = sorted({bucket_of(rows) for rows in range(1, seats * (1 + k) + 1)}, reverse=True)
+    captured = set(drafting.usual(OPS, sizes))
+    assert len(captured) <= 200
+    for count in range(1, seats + 1):
+        entries = drafting.entries(OPS, count)
+        assert count <= entries <= seats
+        for wanted in range(k + 1):
+            rounds = drafting._rounds(entries, wanted)
+            assert wanted <= rounds <= k and (rounds == 0) == (wanted == 0)
+            for rows in {bucket_of(rows) for rows in range(count, count * (1 + k) + 1)}:
+                assert (rows, entries, DraftTraits(rounds)) in captured
