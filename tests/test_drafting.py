@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +24,10 @@ def test_every_step_that_decodes_finds_its_drafts(seats: int, k: int) -> None:
     sizes = sorted({bucket_of(rows) for rows in range(1, seats * (1 + k) + 1)}, reverse=True)
     captured = set(drafting.usual(OPS, sizes))
     assert len(captured) <= 200
-    for count in range(1, seats + 1):
-        entries = drafting.entries(OPS, count)
-        assert count <= entries <= seats
-        for wanted in range(k + 1):
-            rounds = drafting._rounds(entries, wanted)
-            assert wanted <= rounds <= k and (rounds == 0) == (wanted == 0)
-            for rows in {bucket_of(rows) for rows in range(count, count * (1 + k) + 1)}:
-                assert (rows, entries, DraftTraits(rounds)) in captured
+    for count, wanted in product(range(1, seats + 1), range(k + 1)):
+        rounds = drafting._rounds(count, wanted)
+        assert wanted <= rounds <= k and (rounds == 0) == (wanted == 0)
+        for rows in {bucket_of(rows) for rows in range(count, count * (1 + k) + 1)}:
+            entries = drafting.entries(OPS, count, rows)
+            assert count <= entries <= min(seats, rows)
+            assert (rows, entries, DraftTraits(rounds)) in captured

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -86,19 +87,22 @@ class Drafting:
     def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
         rounds = int(budget.max(initial=0)) if self.asks else 0
         if ops.asynchronous:
-            rounds = self._rounds(self.entries(ops, len(planned.slots)), rounds)
+            rounds = self._rounds(len(planned.slots), rounds)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
         return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs)
 
-    def entries(self, ops: Ops, count: int) -> int:
-        """For how many entries the drafts of `count` are captured: each number goes with many of rows."""
-        return min(1 << (count - 1).bit_length(), len(self.slots.requests)) if ops.asynchronous else count
+    def entries(self, ops: Ops, count: int, rows: int) -> int:
+        """For how many entries the drafts of `count` are captured, behind a step of `rows` rows: few numbers,
+        since each goes with many of rows."""
+        if not ops.asynchronous:
+            return count
+        return min(1 << (count - 1).bit_length(), len(self.slots.requests), rows)
 
-    def _rounds(self, entries: int, wanted: int) -> int:
+    def _rounds(self, count: int, wanted: int) -> int:
         """Where there are many entries somebody is likely to want all."""
         k: int = self.slots.columns.draft.shape[1]
-        return min(k, 1 << (wanted - 1).bit_length() if entries <= FEW else k) if wanted else 0
+        return min(k, 1 << (wanted - 1).bit_length() if count <= FEW else k) if wanted else 0
 
     def usual(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
         """Rows, entries and traits to capture at start, of steps of these sizes: one that is met later makes
@@ -106,16 +110,11 @@ class Drafting:
         num_slots, k = self.slots.columns.draft.shape
         found: dict[tuple[int, int, DraftTraits], int] = {}
         for count in range(1, num_slots + 1) if self.follows_rows else ():
-            entries = self.entries(ops, count)
-            rounds = {self._rounds(entries, wanted) for wanted in range(k + 1)}
-            beside = PROMPTS if entries > FEW else 0  # where there are few, newcomers are seldom
-            least, most = ops.bucket(count), ops.bucket(entries * (1 + k) + beside)
-            found |= {
-                (rows, entries, DraftTraits(number)): 0
-                for rows in sizes
-                for number in rounds
-                if least <= rows <= most
-            }
+            beside = PROMPTS if count > FEW else 0  # where there are few, newcomers are seldom
+            least, most = ops.bucket(count), ops.bucket(count * (1 + k) + beside)
+            for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
+                entries = self.entries(ops, count, rows)
+                found[rows, entries, DraftTraits(self._rounds(count, wanted))] = 0
         return list(found)
 
     def asking(
@@ -127,7 +126,8 @@ class Drafting:
         num_slots, k = self.slots.columns.draft.shape
         found = {}
         for count in (n for n in sizes if n <= num_slots):
-            rows, entries = ops.bucket(count * (1 + k)), self.entries(ops, count)
+            rows = ops.bucket(count * (1 + k))
+            entries = self.entries(ops, count, rows)
             some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (k, 0))
             found[count] = max(0.0, some - none)
         return found

@@ -167,7 +167,7 @@ class DeviceStep:
         probs = self.drafting.expect(traits, self.sampler.strategies)
         if not self.drafting.follows_rows:
             return lambda: None
-        entries = self.drafting.entries(self.ops, len(planned.slots))
+        entries = self.drafting.entries(self.ops, len(planned.slots), rows)
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
         key, draft = self._draft(rows, entries, wanted)
         if planned.has_prompts and key not in self._graphs:  # too many sizes to be captured as they come
