@@ -485,6 +485,34 @@ def arbitrate(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 @check
+def unbeaten(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    """Who has no budget here is not taken, with as many drafts as were thought of or with fewer."""
+    step, members, member = Step(seed, size), 3, seed % 3
+    slots, shape = len(step.columns.length), (3, size.entries)
+    step.columns.seed[step.columns.length > 0] = 1
+    record = Record(step.ints(0, 2, 4, slots), *(step.ints(0, 3 * UNIT, slots, members) for _ in range(2)))
+    tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
+    worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * UNIT, *shape), -1)
+    worth[member] = -1
+    done = []
+    for by in (ref, ops):
+        columns, plan, known = (copied(x, by.device) for x in (step.columns, step.plan, record))
+        drafts = (x.clone().to(by.device) for x in (count, worth))
+        done.append(by.unbeaten(columns, plan.slots, plan.budget, known, *drafts, member))
+        all_same(columns, step.columns, "columns")
+        all_same(known, record, "record")
+    same(done[1], done[0], "budget")
+    for fewer in (0, 1):
+        count[member] = (count[member] - fewer).clamp(min=0)
+        given = tokens, count, worth, -1
+        known, plan = copied(record, CPU), step.plan
+        _, number, whose, _ = REF.arbitrate(step.columns, plan.slots, plan.budget, known, *given)
+        taken = (number > 0) & (whose[:, 0] == member)
+        assert not (taken & (done[1].cpu() == 0) & (plan.budget > 0)).any()
+        assert fewer or bool((done[1].cpu() == plan.budget * taken).all())
+
+
+@check
 def put_draft(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     shape = (size.entries, size.k)
@@ -543,6 +571,9 @@ def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     """The bits of the ops one by one: norm, LM head, choice."""
     step = Step(seed, size)
     windows = step.windows(spare_of(seed), ops.device)
+    if seed % 6 in (2, 5):  # nobody wants a token, or one alone does
+        one = windows.slot.max()
+        windows.slot.fill_(-1)[-1] = one if seed % 6 == 2 else -1
     count, hidden, some = len(windows.slot), 128, seed % 2 == 1
     dtype = torch.float32 if seed % 5 == 4 else torch.bfloat16
     wide = max(1, size.vocab - 4) if some else size.vocab
@@ -562,6 +593,7 @@ def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         rows.append(kind.pick(ops, *given))  # type: ignore[arg-type]
         out.check()
     same(tokens[1], tokens[0], "drafts")
-    same(rows[1].float(), rows[0].float(), "rows")
+    real = windows.slot >= 0
+    same(rows[1][real].float(), rows[0][real].float(), "rows")
     if ops is not REF and seed == 0:
         pick(REF, 1, size, ref)

@@ -129,6 +129,33 @@ def test_a_head_has_its_own_number_of_drafts():
     assert {step.num_draft for step in steps} <= {0, 1, 2}
 
 
+def drafts_made(*order):
+    """Drafts of each step, token and source, of two requests with a head and a search."""
+    members = {"head": {"method": "mtp", **heads.options("mtp", "llama", "float32")}, "suffix": SUFFIX}
+    spec = hybrid(*(members[name] for name in order), num_speculative_tokens=4)
+    params = SamplingParams(max_tokens=50, ignore_eos=True, include_draft_logprobs=True, temperature=0.3)
+    records = tiny.run(tiny.engine(speculative=spec), [tiny.request(i, params) for i in range(2)])
+    steps = [step for record in records.values() for step in record.steps]
+    return [[(draft.token_id, draft.source) for draft in step.drafts or []] for step in steps]
+
+
+@pytest.mark.parametrize("order", [("head", "suffix"), ("suffix", "head")], ids=" ".join)
+def test_drafts_of_a_model_that_would_lose_are_not_made(order, monkeypatch):
+    """What is taken stays the same, as if it had made them all."""
+    made, spared = drafts_made(*order), []
+
+    def all_of_it(whole, ops, columns, slots, budget, *given):
+        spared.append(int((whole(ops, columns, slots, budget, *given) < budget).sum()))
+        return budget
+
+    with monkeypatch.context() as patch:
+        plant(patch, "unbeaten", all_of_it)
+        assert drafts_made(*order) == made and sum(spared) > 20
+    assert {source for step in made for _, source in step} == {"mtp", "suffix"}
+    plant(monkeypatch, "unbeaten", lambda whole, ops, columns, slots, budget, *given: 0 * budget)
+    assert drafts_made(*order) != made  # negative control: the winner is spared
+
+
 def test_draft_records_name_everybody():
     steps = served(hybrid(PERFECT, SUFFIX, num_speculative_tokens=4))
     assert accepted(steps, "perfect") and accepted(steps, "suffix")

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 HERE = str(Path(__file__).parent)
-NAMES = ("plain", "bias_and_windows", "pieces_of_tiles", "taps_and_a_head", "what_it_leaves_to_others")
+NAMES = (
+    "plain",
+    "bias_and_windows",
+    "pieces_of_tiles",
+    "taps_and_a_head",
+    "a_round_for_nobody",
+    "what_it_leaves_to_others",
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,7 @@ from draftproof.ops.triton_cuda import blocks
 from draftproof.ops.triton_cuda.gemm import PackedLinear
 from opcheck import Paged, bits
 
+triton, tl = blocks.triton, blocks.tl
 ops, randn = triton_checks.ops, triton_checks.randn
 BF16 = torch.bfloat16
 blocks.PANEL = 128  # the down projection in two parts
@@ -115,6 +117,50 @@ def taps_and_a_head() -> None:
     assert not ops._blocks.takes(x, [replace(layers[0], attention_norm=None)])
 
 
+@triton.jit
+def hasty(slots, R, ROWS):  # type: ignore[no-untyped-def]
+    """In place of `blocks.nobody`: only the first row is looked at."""
+    return tl.load(slots) < 0
+
+
+@triton.jit
+def never(slots, R, ROWS):  # type: ignore[no-untyped-def]
+    return R < 0
+
+
+def a_round_for_nobody() -> None:
+    """It does nothing; one row that is wanted, wherever it stands, is enough for all to be done."""
+    heads, hidden = Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
+    layer = decoder(heads, hidden, 256, False, (0,))[0]
+    wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
+    layer = replace(layer, qkv=PackedLinear(wide, None, 1), token_norm=randn(hidden, seed=71, dtype=BF16))
+    paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
+    x, table = randn(6, hidden, seed=3, dtype=BF16), randn(11, hidden, seed=4, dtype=BF16)
+
+    def wrong(live: int | None) -> bool:
+        rows = paged.rows([(0, 129), (0, 130), (1, 6), (3, 299), (1, 0), (2, 18)])
+        rows.tokens.clamp_(max=10)
+        slots = rows.slots.clone()
+        rows.slots.fill_(-1)
+        if live is not None:
+            rows.slots[live] = slots[live]
+        ours, theirs = [paged.cache.clone()], [paged.cache.clone()]
+        mine = x.clone()
+        scratch = [ops._blocks._buffer(name, 1, BF16).fill_(7) for name in ("q", "mixed", "inner")]
+        ops.blocks(mine, [layer], None, rows, rope, ours, 1e-5, (), table)
+        if live is None:
+            idle = all(bool((part == 7).all()) for part in scratch)
+            return not idle or bits(mine) != bits(x) or bits(ours[0]) != bits(paged.cache)
+        want = Ops.blocks(ops, x.clone(), [layer], None, rows, rope, theirs, 1e-5, (), table)[0]
+        return bits(mine[live]) != bits(want[live]) or bits(ours[0]) != bits(theirs[0])
+
+    assert not any(wrong(live) for live in (None, 0, 2, 5))
+    with mock.patch.object(blocks, "nobody", hasty):
+        assert wrong(5) and not wrong(0)
+    with mock.patch.object(blocks, "nobody", never):
+        assert wrong(None) and not wrong(5)
+
+
 def plain() -> None:
     same_bits(Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0, 0))
 
@@ -149,7 +195,14 @@ def what_it_leaves_to_others() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (plain, bias_and_windows, pieces_of_tiles, taps_and_a_head, what_it_leaves_to_others)
+    for check in (
+        plain,
+        bias_and_windows,
+        pieces_of_tiles,
+        taps_and_a_head,
+        a_round_for_nobody,
+        what_it_leaves_to_others,
+    )
 }
 
 

@@ -128,6 +128,7 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     for search in (-1, 2):
         given = made.columns, made.plan.slots, made.plan.budget, record, three, ints, ints, search
         ops.arbitrate(*given)
+    ops.unbeaten(made.columns, made.plan.slots, made.plan.budget, record, ints, ints, 0)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 

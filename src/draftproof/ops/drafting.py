@@ -127,3 +127,24 @@ class DraftSearch(ABC):
         behind them will be those of `search`, whose budget is the whole one if the winner is another with
         at least one draft, all of whose drafts stand with REACH, else 0. Entries without a slot: no drafts.
         """
+
+    def unbeaten(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,  # [B] int64
+        budget: Tensor,  # [B] int64
+        record: Record,
+        count: Tensor,  # [M, B] int64
+        worth: Tensor,  # [M, B] int64
+        member: int,
+    ) -> Tensor:
+        """The budget [B] where `arbitrate` would take the drafts of `member`, if it made so many; else 0.
+
+        The record stays as it is. Fewer drafts are never worth more, so for whoever has 0 here no drafts of
+        the member will be taken, and they need not be made.
+        """
+        trial = Record(record.last.clone(), record.stood.clone(), record.fell.clone())
+        tokens = columns.draft.new_zeros((*count.shape, columns.draft.shape[1]))
+        drafts = tokens, count, worth, -1
+        _, number, whose, _ = self.arbitrate(columns, slots, budget, trial, *drafts)
+        return budget * ((number > 0) & (whose[:, 0] == member))

@@ -68,7 +68,8 @@ class Following(ABC):
         greedy: bool,
         out: Tensor,  # [B] int64
     ) -> Tensor:
-        """`choose` of the logits of the norm of x into `out`; the rows [B, hidden] that it was taken of.
+        """`choose` of the logits of the norm of x into `out`; the rows [B, hidden] that it was taken of,
+        anything where there is no slot.
 
         With `greedy` the temperature counts as 0. Ids that the head does not know are never chosen. Where
         logits are not finite: any number.

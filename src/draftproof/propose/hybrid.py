@@ -87,9 +87,11 @@ class HybridProposer(DeviceProposer):
     def draft(self, batch: DeviceBatch) -> Draft:
         found = {i: self._ask(i, batch) for i in range(len(self.members)) if i != self.weighed}
         if self.weighed >= 0:
-            most = batch.traits.rounds if batch.traits else self.env.k
+            most = min(batch.traits.rounds if batch.traits else self.env.k, self.limits[self.weighed])
             self.asked_rounds = min(most, self._worth(batch, found)) if batch.price else most
             less = _at_most(batch, self.asked_rounds) if self.asked_rounds < self.env.k else batch
+            if self.asked_rounds:
+                less = replace(less, budget=self._unbeaten(less, found))
             found[self.weighed] = self._ask(self.weighed, less)
         asked = [found[i] for i in range(len(found))]
         drafts = [draft for draft, _ in asked]
@@ -121,6 +123,15 @@ class HybridProposer(DeviceProposer):
         draft = member.draft(batch)
         count = torch.minimum(draft.count, batch.budget)
         return replace(draft, count=count), torch.full_like(count, -1)
+
+    def _unbeaten(self, batch: DeviceBatch, found: Mapping[int, tuple[Draft, Tensor]]) -> Tensor:
+        """The budget of the model's drafts where they will be taken before others': whose, does not depend on
+        what they are. It costs next to nothing to make none, where nobody is to have any."""
+        asked = {i: (draft.count, worth) for i, (draft, worth) in found.items()}
+        asked[self.weighed] = batch.budget, torch.full_like(batch.budget, -1)
+        count, worth = (torch.stack(part) for part in zip(*(asked[i] for i in sorted(asked)), strict=True))
+        given = batch.columns, batch.slots, batch.budget, self.record
+        return self.env.ops.unbeaten(*given, count, worth, self.weighed)
 
     def _worth(self, batch: DeviceBatch, found: Mapping[int, tuple[Draft, Tensor]]) -> int:
         """Rounds of the model that are worth their price, beside the drafts that the others have; 0: none.

@@ -80,6 +80,13 @@ def addresses(line):
     )  # fmt: skip
 
 
+@triton.jit
+def nobody(slots, R, ROWS: tl.constexpr):
+    """Is every row padding?"""
+    r = tl.arange(0, ROWS)
+    return tl.max(tl.load(slots + r, mask=r < R, other=-1), axis=0) < 0
+
+
 @triton.jit(do_not_specialize=["R", "first_layer", "last_layer", "max_pages", "spans", "room"])
 def blocks_kernel(
     table, x, q, mixed, inner, positions, slots, kv_index, page_table, rope, parts, stats, arrived, listed,
@@ -97,10 +104,14 @@ def blocks_kernel(
 
     q, mixed [R, heads * D], inner [R, INNER]: scratch; table: see `_addresses`. STAGE 0: all stages.
     TAPS: of so many layers the residual also goes to taps [R, TAPS, H]. JOINED: the layers, which are one,
-    read the norm of the tokens' embedding [VOCAB, H] before their own rows.
+    read the norm of the tokens' embedding [VOCAB, H] before their own rows; that is a head's, and a round of
+    its drafts may be for nobody.
     """
     if EARLY:  # all programs are on the chip: what comes next may get ready beside them
         tl.extra.cuda.gdc_launch_dependents()
+    if JOINED:  # noqa: SIM102 - a constant, then a value on the device
+        if nobody(slots, R, ROWS):  # all programs see that, before one of them counts
+            return
     ALL: tl.constexpr = STAGE == 0
     dtype: tl.constexpr = x.dtype.element_ty
     if ALL or STAGE == 6:

@@ -77,6 +77,11 @@ def pick_kernel(
     rm, rn = tile_m * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
     ok, known = rm < B, rn < N
+    slot = tl.load(slots + rm, mask=ok, other=-1)
+    if tl.max(slot, axis=0) < 0:  # nobody wants a token: all programs of these rows see that
+        if tile == 0:
+            tl.store(out + rm, slot * 0, mask=ok)
+        return
     row = tl.minimum(rm, B - 1).to(tl.int64)
     if AT:
         row = tl.maximum(tl.load(at + row), 0)
@@ -100,7 +105,6 @@ def pick_kernel(
         logits = tl.dot((unit * gain[None, :]).to(dtype), b, logits)
     logits = tl.where(known[None, :], logits, float("-inf"))
     token = tl.load(ids + rn, mask=known, other=2147483647).to(tl.int32) if SOME else rn
-    slot = tl.load(slots + rm, mask=ok, other=-1)
     top = tl.max(logits, axis=1)
     one = tl.min(tl.where(logits == top[:, None], token[None, :], 2147483647), axis=1)
     best = key_of(top, one)

@@ -157,6 +157,22 @@ class StepOps(Bookkeeping):
         self._done("arbitrate")
         return found
 
+    def unbeaten(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        record: Record,
+        count: Tensor,
+        worth: Tensor,
+        member: int,
+    ) -> Tensor:
+        plain("slots and budget", (slots, budget), len(slots))
+        drafts = count.contiguous(), worth.contiguous()
+        found = step_suffix.unbeaten(columns, slots, budget, record, *drafts, member, self.pdl)
+        self._done("unbeaten")
+        return found
+
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         plain("slots and budget", (slots, budget), len(slots))
         shape = (len(slots), columns.draft.shape[1])

@@ -238,9 +238,13 @@ def suffix(
 @triton.jit
 def arbitrate_kernel(
     slots, budgets, seeds, length, last, stood, fell, tokens, count, worth, out, number, whose, room,
-    S, B, K, SEARCH: tl.constexpr, M: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
+    S, B, K, SEARCH: tl.constexpr, MEMBER: tl.constexpr, M: tl.constexpr, DRAFTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """tokens [M, B, K], count and worth [M, B]; last [4, S], stood and fell [S, M]."""
+    """tokens [M, B, K], count and worth [M, B]; last [4, S], stood and fell [S, M].
+
+    MEMBER: -1, or whose budget `unbeaten` wants: `room` becomes that, and nothing else is written.
+    """
     begin(PDL)
     me = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, DRAFTS).to(tl.int64)
@@ -264,8 +268,9 @@ def arbitrate_kernel(
         its = (giver == m) & (given > 0)
         good = good - (good >> FADES) + tl.where(its, well * UNIT, 0)
         bad = bad - (bad >> FADES) + tl.where(its & (well < given), UNIT, 0)
-        tl.store(stood + slot * M + m, good, mask=named)
-        tl.store(fell + slot * M + m, bad, mask=named)
+        if MEMBER < 0:
+            tl.store(stood + slot * M + m, good, mask=named)
+            tl.store(fell + slot * M + m, bad, mask=named)
         rate = ((good + HOPED) * UNIT) // (good + bad + KNOWN)
         here = tl.maximum(tl.minimum(tl.load(count + m * B + me), budget), 0)
         chance = size * 0 + UNIT
@@ -282,16 +287,21 @@ def arbitrate_kernel(
         who = tl.where(better, m, who)
         likely = tl.where(better, chance, likely)
         made = tl.where(better, here, made)
-    chosen = tl.load(tokens + (who * B + me) * K + place, mask=place < K, other=0)
-    tl.store(out + me * K + place, chosen, mask=place < K)
-    tl.store(whose + me * K + place, tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8), mask=place < K)
-    goes_on = named & (who != SEARCH) & (made > 0) & (likely >= REACH) & (SEARCH >= 0)
-    tl.store(room + me, tl.where(goes_on, tl.load(budgets + me), 0))
-    tl.store(number + me, made)
-    tl.store(last + slot, seed, mask=named)
-    tl.store(last + S + slot, size, mask=named)
-    tl.store(last + 2 * S + slot, made, mask=named)
-    tl.store(last + 3 * S + slot, who, mask=named)
+    if MEMBER >= 0:
+        wins = named & (who == MEMBER) & (made > 0)
+        tl.store(room + me, tl.where(wins, tl.load(budgets + me), 0))
+    else:
+        whole = place < K
+        chosen = tl.load(tokens + (who * B + me) * K + place, mask=whole, other=0)
+        tl.store(out + me * K + place, chosen, mask=whole)
+        tl.store(whose + me * K + place, tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8), mask=whole)
+        goes_on = named & (who != SEARCH) & (made > 0) & (likely >= REACH) & (SEARCH >= 0)
+        tl.store(room + me, tl.where(goes_on, tl.load(budgets + me), 0))
+        tl.store(number + me, made)
+        tl.store(last + slot, seed, mask=named)
+        tl.store(last + S + slot, size, mask=named)
+        tl.store(last + 2 * S + slot, made, mask=named)
+        tl.store(last + 3 * S + slot, who, mask=named)
 
 
 def arbitrate(
@@ -312,6 +322,25 @@ def arbitrate(
     arbitrate_kernel[(entries,)](
         slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
         tokens, count, worth, out, number, whose, room, record.last.shape[1], entries, k,
-        SEARCH=search, M=members, DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
+        SEARCH=search, MEMBER=-1, M=members, DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
     )  # fmt: skip
     return out, number, whose, room
+
+
+def unbeaten(
+    columns: SlotColumns,
+    slots: Tensor,
+    budget: Tensor,
+    record: Record,
+    count: Tensor,
+    worth: Tensor,
+    member: int,
+    pdl: bool,
+) -> Tensor:
+    (members, entries), k, room = count.shape, columns.draft.shape[1], torch.empty_like(budget)
+    arbitrate_kernel[(entries,)](
+        slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
+        room, count, worth, room, room, room, room, record.last.shape[1], entries, k,
+        SEARCH=-1, MEMBER=member, M=members, DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
+    )  # fmt: skip
+    return room
