@@ -97,11 +97,9 @@ def test_drain_finishes_what_is_here_and_takes_nothing_in(make: Any, alone: Any)
     async def main(engine: AsyncLLM) -> None:
         streams = [asyncio.create_task(collect(engine.stream(*ask))) for ask in ASKS]
         wholes = [asyncio.create_task(engine.generate(*ask)) for ask in ASKS]
-        while engine.num_open < 2 * len(ASKS):
+        # on a busy machine the engine may be done with all before the last of them is asked
+        while engine.num_open < 2 * len(ASKS) and not all(task.done() for task in (*streams, *wholes)):
             await asyncio.sleep(0)
-            assert not any(task.done() for task in (*streams, *wholes)) or engine.num_open
-            if all(task.done() for task in (*streams, *wholes)):
-                break
         drained = asyncio.create_task(engine.drain())
         await asyncio.sleep(0)
         with pytest.raises(EngineClosedError, match="drains"):
