@@ -34,6 +34,7 @@ class Machine:
     steps: dict[int, float]  # by rows
     drafts: float  # of all rounds of a head
     keeps: float  # of a head that is not asked
+    idle: float  # of all rounds of a head if they are for nobody
     ahead: bool  # steps are queued ahead, and padded
 
     @property
@@ -42,8 +43,8 @@ class Machine:
 
 
 MACHINES = {
-    "cpu": Machine({1: 12.5, 5: 13.3, 16: 15.5}, 5.0, 0.45, ahead=False),
-    "h200": Machine({1: 0.47, 8: 0.53, 16: 0.56}, 0.15, 0.019, ahead=True),
+    "cpu": Machine({1: 12.5, 5: 13.3, 16: 15.5}, 5.0, 0.45, 5.0, ahead=False),
+    "h200": Machine({1: 0.47, 8: 0.53, 16: 0.56}, 0.15, 0.019, 0.035, ahead=True),
 }
 
 
@@ -60,9 +61,18 @@ class Meter:
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
         if loop.asking is not None:
             loop.asking.prices, loop.asking._ahead = dear, machine.ahead
+            self._unbeaten = self.drafting.proposer._unbeaten
+            self.drafting.proposer._unbeaten = self.unbeaten
+        self.idle = False
         self._run, loop.device.run = loop.device.run, self.run
 
+    def unbeaten(self, *given: Any) -> Any:
+        budget = self._unbeaten(*given)
+        self.idle = not bool(budget.any())
+        return budget
+
     def run(self, planned: Any, budget: Any, *more: Any) -> Any:
+        self.idle = False
         ran = self._run(planned, budget, *more)
         drafts = 0.0
         if self.drafting.follows_rows:
@@ -71,7 +81,8 @@ class Meter:
                 asked = min(asked, self.drafting.rounds)
             elif self.machine.ahead and asked:
                 asked = min(self.k, 1 << (asked - 1).bit_length())  # few numbers are captured
-            drafts = self.machine.keeps + self.machine.drafts * asked / self.k
+            each = self.machine.idle if self.idle else self.machine.drafts
+            drafts = self.machine.keeps + each * asked / self.k
             self.rounds += asked
         self.drafting.took = drafts
         if not planned.has_prompts:

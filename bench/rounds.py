@@ -9,6 +9,7 @@ engine's own captured steps, put back to the same state before each:
 
     plain     a step of one row a request         step      the step that verifies K drafts of each
     drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
+    idle      these rounds if they are for nobody
 
 `share` is drafts / plain. The floor of the drafts: the head's weights and its LM head once a round, the layer
 that joins features once, K and V of all tokens before, at the bandwidth of a large copy measured here. What
@@ -146,7 +147,7 @@ class Decoding:
         alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
         self.device.ready(work, tell, *alone)
 
-    def put_back(self, batch: int, drafts: int) -> None:
+    def put_back(self, batch: int, drafts: int, wanted: bool = True) -> None:
         columns, plan = self.device.slots.columns, self.device.plan
         for name, held in self._state.items():
             getattr(columns, name).copy_(held)
@@ -154,7 +155,7 @@ class Decoding:
         for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
             line.fill_(value)
         plan.slots[:batch] = self.slots[:batch]
-        plan.drafts[:batch], plan.budget[:batch] = drafts, drafts
+        plan.drafts[:batch], plan.budget[:batch] = drafts, drafts if wanted else 0
         self.device._sent = None
 
     def _sizes(self, batch: int, drafts: int) -> tuple[int, int]:
@@ -171,12 +172,12 @@ class Decoding:
     def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
         return tuple(self.device._graph(*part) for part in self._work(batch, drafts))
 
-    def times(self, batch: int, drafts: int, repeat: int) -> tuple[float, float]:
-        """Microseconds of a step and of the drafts behind it."""
+    def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
+        """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
         parts, found = self.parts(batch, drafts), []
         for _ in range(repeat + 3):
             with self.engine.ops.stepping():
-                self.put_back(batch, drafts)
+                self.put_back(batch, drafts, wanted)
                 found.append(clocked(self.engine.ops, parts))
         self._check_drafter()
         step, behind = zip(*found[3:], strict=True)
@@ -297,9 +298,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for batch in options.batches:
         plain, keeping = decoding.times(batch, 0, options.repeat)
         step, drafts = decoding.times(batch, options.k, options.repeat)
+        _, idle = decoding.times(batch, options.k, options.repeat, wanted=False)
         floor = 1e6 * decoding.floor_bytes(batch) / bandwidth
         line: dict[str, Any] = {"batch": batch, "plain": plain, "step": step, "drafts": drafts}
-        line |= {"keeping": keeping, "floor": floor, "share": drafts / plain, "of floor": drafts / floor}
+        line |= {"idle": idle, "keeping": keeping}
+        line |= {"floor": floor, "share": drafts / plain, "of floor": drafts / floor}
         line = {name: round(value, 3) for name, value in line.items()}
         print(f"{time.monotonic() - BEGUN:.0f} s: {line}", flush=True)
         if options.check:
