@@ -67,8 +67,9 @@ class Ours:
 
     def parts(self, ids: list[int], tokens: int) -> dict[str, float]:
         """Milliseconds of a plain decode step, by where they go."""
-        runner, spent = self.llm.engine.runner, {"forward": 0.0, "logits": 0.0}
-        kept = {name: getattr(runner, name) for name in spent}
+        runner, methods = self.llm.engine.runner, {"forward": "tapped", "logits": "logits"}
+        spent = dict.fromkeys(methods, 0.0)
+        kept = {name: getattr(runner, method) for name, method in methods.items()}
 
         def timed(name: str) -> Any:
             def call(*args: Any) -> Any:
@@ -79,11 +80,13 @@ class Ours:
 
             return call
 
-        for name in spent:
-            setattr(runner, name, timed(name))
+        for name, method in methods.items():
+            setattr(runner, method, timed(name))
         rate = self.rate([ids], tokens, speculative=False)
-        for name in spent:
-            delattr(runner, name)
+        for method in methods.values():
+            delattr(runner, method)
+        if not all(spent.values()):
+            raise RuntimeError(f"a step no longer calls one of {list(methods.values())}: {spent}")
         step = 1000 / rate
         out = {name: 1000 * seconds / tokens for name, seconds in spent.items()}
         return {"step": step, **out, "rest": step - sum(out.values())}
