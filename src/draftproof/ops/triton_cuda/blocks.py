@@ -103,14 +103,13 @@ def blocks_kernel(
     """x [R, H] becomes the residual after the last of these layers.
 
     q, mixed [R, heads * D], inner [R, INNER]: scratch; table: see `_addresses`. STAGE 0: all stages.
-    TAPS: of so many layers the residual also goes to taps [R, TAPS, H]. JOINED: the layers, which are one,
-    read the norm of the tokens' embedding [VOCAB, H] before their own rows; that is a head's, and a round of
-    its drafts may be for nobody.
+    TAPS: of so many layers the residual also goes to taps [R, TAPS, H]. JOINED: the layers, which are one and
+    a head's, read the norm of the tokens' embedding [VOCAB, H] before their own rows.
     """
     if EARLY:  # all programs are on the chip: what comes next may get ready beside them
         tl.extra.cuda.gdc_launch_dependents()
     if JOINED:  # noqa: SIM102 - a constant, then a value on the device
-        if nobody(slots, R, ROWS):  # all programs see that, before one of them counts
+        if nobody(slots, R, ROWS):  # a round of drafts may be; all programs see it before one of them counts
             return
     ALL: tl.constexpr = STAGE == 0
     dtype: tl.constexpr = x.dtype.element_ty
