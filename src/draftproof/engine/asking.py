@@ -82,7 +82,8 @@ class Asking:
         """
         if self.prices is None:
             return
-        now, mark, self._mark = time.perf_counter(), self._mark, time.perf_counter()
+        now, mark = time.perf_counter(), self._mark
+        self._mark = now
         was_asked, self._was_asked = self._was_asked, asked > 0
         if not planned.has_prompts:
             spent, scheduler, drafting = now - mark, self.scheduler, self.drafting

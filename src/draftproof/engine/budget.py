@@ -99,9 +99,7 @@ class DraftBudgets:
         self._least = self.costs.least(self._still)
         self._probed[slots], self._probing = False, False
         asking = 0.0 if num_fixed else self.costs.asking(len(slots))
-        if (
-            self._price(len(slots) + int(most.sum())) + asking <= self._least
-        ):  # all that there may be are free
+        if not asking and self._free(len(slots) + int(most.sum())):  # all that there may be
             self._first, self._likely = MAX_SPECULATIVE_TOKENS, 0.0
             return self._hold(slots, most.copy())
         limit = most - budget if num_fixed else most  # what is still to be decided
@@ -142,7 +140,7 @@ class DraftBudgets:
         """
         total = rows + int(drafts.sum())
         over = total - max(self._size, self.costs.size(rows))
-        if over <= 0 or self._price(total) <= self._least:
+        if over <= 0 or self._free(total):
             return drafts
         if over < np.count_nonzero(drafts):
             return self._cut(slots, drafts, rows, over)
@@ -200,6 +198,10 @@ class DraftBudgets:
 
     def _price(self, rows: int) -> float:
         return max(self.costs.of(rows), self._least)
+
+    def _free(self, rows: int) -> bool:
+        """Is the device done with them before the host is with its part?"""
+        return self.costs.of(rows) <= self._least
 
     def pay(self, slots: Ints, drafts: Ints) -> None:
         """A step is planned, with so many of them: those that were found and had room."""
