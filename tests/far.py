@@ -14,7 +14,7 @@ import zmq
 
 from draftproof import LLM
 from draftproof.serve.far_engine import RemoteEngine
-from draftproof.serve.messages import WELCOME, Abort, Add, Hello, body_of, encode
+from draftproof.serve.messages import TIMINGS, WELCOME, Abort, Add, Hello, body_of, encode
 from draftproof.serve.remote import RemoteLLM, connect
 from draftproof.serve.status import WorkerStatus, address_of, write_status
 from draftproof.serve.worker import Worker
@@ -82,7 +82,19 @@ class RawServer:
         self.socket.rcvtimeo = SECONDS * 1000
         self.socket.connect(address_of(folder))
         self.socket.send(encode(Hello()))
-        assert self.socket.recv().startswith(WELCOME)
+        assert self.recv().startswith(WELCOME)
+
+    def __enter__(self) -> RawServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def recv(self) -> bytes:
+        """The next message, but for the timings that every server hears once a second."""
+        while (data := self.socket.recv()).startswith(TIMINGS):
+            pass
+        return data
 
     def add(self, handle: int, request: Request) -> None:
         self.socket.send_multipart([encode(Add(handle, [request.seed])), body_of(request)])

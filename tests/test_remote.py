@@ -227,11 +227,10 @@ def test_a_server_that_vanishes_is_cleared_away(make: Any, portable: Any, tmp_pa
     llm = make("plain")
 
     async def main(far: RemoteLLM) -> None:
-        gone = RawServer(tmp_path, queued=100)
-        for handle in range(6):
-            gone.add(handle, request(max_tokens=240))
-        gone.socket.recv()
-        gone.close()
+        with RawServer(tmp_path, queued=100) as gone:
+            for handle in range(6):
+                gone.add(handle, request(max_tokens=240))
+            gone.recv()
         assert facts(await far.generate(*HERE[0])) == facts(portable[0])
         while far.engine_stats().num_running:
             await asyncio.sleep(0.01)
@@ -253,8 +252,7 @@ def test_a_full_queue_of_frames_loses_nothing(
         7 + i: Request(id=str(i), params=ask, seed=i, eos_token_ids=(2,), **prompt)
         for i, ask in enumerate(asks)
     }
-    with working(llm, tmp_path) as served:
-        slow = RawServer(tmp_path)
+    with working(llm, tmp_path) as served, RawServer(tmp_path) as slow:
         for handle, wish in wishes.items():
             slow.add(handle, wish)
         (client,) = wait_for(lambda: list(served._clients.values()))
@@ -263,7 +261,7 @@ def test_a_full_queue_of_frames_loses_nothing(
         tokens: dict[str, list[int]] = {str(i): [] for i in range(12)}
         rows: dict[str, list[Any]] = {str(i): [] for i in range(12)}
         while left:
-            told = read(slow.socket.recv(), Bounds(vocab, 0, 0), ())
+            told = read(slow.recv(), Bounds(vocab, 0, 0), ())
             assert told.header.sequence == frames
             frames += 1
             for one in results_of(told, Guests.of(told.handles, wishes, vocab), (), {}):
@@ -273,7 +271,6 @@ def test_a_full_queue_of_frames_loses_nothing(
         assert list(tokens.values()) == [answer.outputs[0].token_ids for answer in want]
         for answer, mine in zip(want, rows.values(), strict=True):
             assert answer.prompt_logprobs == LogprobMaps([None, *mine], llm.tokenizer)
-        slow.close()
 
 
 @pytest.mark.parametrize("bound", ["OTHERS_SECONDS", "MOST"])
@@ -291,8 +288,7 @@ def test_nobody_waits_for_a_server_that_is_stuck(
 
     monkeypatch.setattr(clients.Client, "put", full)
     llm, awake = make("plain"), []
-    with working(llm, tmp_path) as served:
-        stuck = RawServer(tmp_path)
+    with working(llm, tmp_path) as served, RawServer(tmp_path) as stuck:
         stuck.add(7, request(max_tokens=240))
         (client,) = wait_for(lambda: [c for c in list(served._clients.values()) if c.stuck])
 
@@ -306,10 +302,9 @@ def test_nobody_waits_for_a_server_that_is_stuck(
 
         asyncio.run(main())
         awake.append(True)  # it hears that it was given up, and nothing else
-        assert stuck.socket.recv().startswith(FAREWELL)
+        assert stuck.recv().startswith(FAREWELL)
         stuck.abort(7)  # and again, should it not have listened
-        assert stuck.socket.recv().startswith(FAREWELL)
-        stuck.close()
+        assert stuck.recv().startswith(FAREWELL)
 
 
 # --- a worker that goes, or talks nonsense ----------------------------------------------------------------
@@ -397,16 +392,16 @@ def test_nonsense_from_a_server_hurts_nobody(
     monkeypatch.setattr(worker.log, "disabled", True)
 
     async def main(far: RemoteLLM) -> None:
-        odd, chance = RawServer(tmp_path, queued=100), random.Random(1)
-        for i in range(300):
-            parts = [chance.randbytes(chance.randint(0, 30)) for _ in range(chance.randint(1, 3))]
-            if i % 3 == 0:  # a head that is right before a body that is not
-                parts = [b"\x93\xa3add" + bytes([i % 128]) + b"\x91\x05", *parts[1:]]
-            odd.socket.send_multipart(parts)
-        assert facts(await far.generate(*HERE[0])) == facts(portable[0])
-        told = read(odd.socket.recv(), Bounds(CONFIG["vocab_size"], 0, 0), ())
-        assert told.ends and all(end.text for end in told.ends.values())
-        odd.close()
+        chance = random.Random(1)
+        with RawServer(tmp_path, queued=100) as odd:
+            for i in range(300):
+                parts = [chance.randbytes(chance.randint(0, 30)) for _ in range(chance.randint(1, 3))]
+                if i % 3 == 0:  # a head that is right before a body that is not
+                    parts = [b"\x93\xa3add" + bytes([i % 128]) + b"\x91\x05", *parts[1:]]
+                odd.socket.send_multipart(parts)
+            assert facts(await far.generate(*HERE[0])) == facts(portable[0])
+            told = read(odd.recv(), Bounds(CONFIG["vocab_size"], 0, 0), ())
+            assert told.ends and all(end.text for end in told.ends.values())
 
     serve(make("plain"), tmp_path, main)
 
