@@ -20,6 +20,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.train import module
 from draftproof.train.causal import causal
 from draftproof.train.config import settle
+from draftproof.train.evaluate import SHARPER
 from draftproof.train.loss import Aim, Rows, unrolled_loss
 from draftproof.train.teacher import Teacher
 from draftproof.train.texts import (
@@ -330,6 +331,35 @@ def test_acceptance_counts_as_the_engine_does() -> None:
     assert best.steps == -(-left // 4) and best.length == pytest.approx(left / best.steps)
     assert best.rates[0] == 1.0
     assert worst.steps == left and worst.length == 1.0 and set(worst.rates) == {0.0}
+
+
+def test_a_head_is_sharpened_for_the_noise() -> None:
+    """One that hedges too much gets surer, one that is too sure does not; its best token stays the best."""
+    made = trained.trainer(steps=25, drafts=3)
+    for batch in made.batches.from_step(0):
+        if made.step == 25:
+            break
+        made.learn(batch)
+    norm = made.weights["norm.weight"].data
+    trained_norm = norm.clone()
+    made.held = list(trained.texts())
+    for spoilt in (0.6, 3.0):
+        norm.copy_(trained_norm * spoilt)
+        before, kept = made.accepted(made.held), norm.clone()
+        foretold = made.examiner.sharpest(made.rounded(), made.held, 64)
+        assert list(foretold) == list(SHARPER) and foretold[1.0] == before["coupled"]
+        best = max(foretold, key=lambda factor: foretold[factor].length)
+        assert (best > 1) == (spoilt < 1)
+        made.sharpen()
+        assert torch.equal(norm, kept * best)
+        after = made.accepted(made.held)
+        assert after["coupled"].length == pytest.approx(foretold[best].length, rel=0.03)  # bf16 rounds
+        assert after["greedy"].length == pytest.approx(before["greedy"].length, rel=0.03)
+    for options in ({"sharpen": 0}, {"norm_output": 1}):
+        other = trained.trainer(**options)
+        kept = other.weights["norm.weight"].detach().clone()
+        other.sharpen()
+        assert torch.equal(other.weights["norm.weight"], kept)
 
 
 @pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1}])

@@ -77,6 +77,7 @@ class TrainPlan:
     weight_decay: float = _option(0.0, "of both")
     hard: float = _option(0.1, "share of the target's law that is put on its best token, at temperature 0")
     overlap: float = _option(1.0, "weight of 1 - sum min(p, q) beside divergence")
+    sharpen: int = _option(1, "1: logits are scaled at the end so that most drafts of held-out texts stand")
     begin: str = _option("", "folder of a head to go on from, with its draft ids; nothing: a new one")
     new_ids: int = _option(0, "1: with --begin, draft ids are chosen anew from the text")
     attention: str = _option(
@@ -94,8 +95,9 @@ class TrainPlan:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
         if self.feature_norm not in ("none", "each") or self.norm_output not in (0, 1):
             raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
-        if self.keep not in (0, 1) or self.new_ids not in (0, 1):
-            raise ConfigError(f"keep and new_ids are 0 or 1, got {self.keep} and {self.new_ids}")
+        for name in ("keep", "new_ids", "sharpen"):
+            if getattr(self, name) not in (0, 1):
+                raise ConfigError(f"{name} is 0 or 1, got {getattr(self, name)}")
         if self.attention not in ("joined", "written"):
             raise ConfigError(f"attention is joined or written, got {self.attention!r}")
         if self.optimizer not in ("adamw", "muon"):

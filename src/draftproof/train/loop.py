@@ -241,6 +241,22 @@ class Trainer:
     def accepted(self, texts: Sequence[Text]) -> dict[str, Acceptance]:
         return self.examiner(self.rounded(), texts, self.plan.max_len)
 
+    def sharpen(self) -> None:
+        """Once, at the end: as sharp as held-out texts like it best. Logits grow with the last norm.
+
+        Not where drafts go on from behind that norm: there it is more than the scale of the logits.
+        """
+        if not self.plan.sharpen or self.config.norm_output:
+            return
+        found = self.examiner.sharpest(self.rounded(), self.held, self.plan.max_len)
+        if not found:
+            return
+        best = max(found, key=lambda factor: found[factor].length)
+        lengths = ", ".join(f"{factor:g}: {value.length:.3f}" for factor, value in found.items())
+        self.telling.say(f"train: acceptance length by what logits are multiplied with: {lengths}")
+        with torch.no_grad():
+            self.weights["norm.weight"].mul_(best)
+
     def examine(self, folder: Path, parts: Tensor | None = None) -> None:
         """A point of the curve: the loss now, and acceptance on held-out texts."""
         found = self.accepted(self.held[: self.plan.eval_texts])

@@ -107,6 +107,7 @@ class Run:
             return False
         spent = time.monotonic() - began
         self.telling.say(f"train: {trainer.tokens:,} tokens in {trainer.step} steps; {spent:.0f} s this time")
+        trainer.sharpen()
         self._write(trainer, verifier)
         return True
 
@@ -116,6 +117,7 @@ class Run:
         settle(self.work / "train.json", plan)
         trainer = self._trainer(plan)
         trainer.resume(self.work / "train")
+        trainer.sharpen()
         self._write(trainer, verifier)
         found: dict[str, Any] = {}
         for name, value in trainer.accepted(trainer.held).items():
