@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.engine.asked import top_of, wants_of
+from draftproof.engine.asked import wants_of
 from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.sampling_params import SamplingParams
+from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.serve.telling import Party, Standing, frame_of
 from draftproof.serve.wire import CHECKED, COLUMNS, HEAD, Bounds
 from draftproof.types import (

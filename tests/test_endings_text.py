@@ -240,6 +240,20 @@ def test_a_stream_tells_its_error(llms, at):
         assert "".join(e.text for e in events) == whole.text
 
 
+@pytest.mark.parametrize("asked", [-1, 50])
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_all_logprobs_of_a_small_vocabulary(make, asked, mode):
+    """All there are, or more than that: the device lists so few itself."""
+    llm, vocab = make(None, max_logprobs=-1), CONFIG["vocab_size"]
+    want, got = (
+        params(logprobs=top, logprobs_mode=mode, include_draft_logprobs=False) for top in (vocab, asked)
+    )
+    (whole,) = llm.generate("ab", want)[0].outputs
+    assert {len(row) for row in whole.logprobs} == {vocab}
+    assert seen(llm.generate("ab", got)[0].outputs[0]) == seen(whole)
+    assert [event.logprobs for event in llm.stream("ab", got)] == whole.logprobs
+
+
 def test_control_tokens_kept_behind_a_stop_string(llms, monkeypatch):
     def broken(self, step):
         return [self._stops.push([self._piece(step, i, token)]) for i, token in enumerate(step.token_ids)]

@@ -36,6 +36,10 @@ WRONG_PARAMS = [
     ("logit_bias", {"logit_bias": {3: 1e39}}),
     ("logit_bias", {"logit_bias": {"three": 1.0}}),
     ("logit_bias", {"logit_bias": [3]}),
+    ("logit_bias", {"logit_bias": {3.7: 1.0}}),
+    ("logit_bias", {"logit_bias": {math.inf: 1.0}}),
+    ("logit_bias", {"logit_bias": {3: 10**310}}),
+    ("temperature", {"temperature": 10**310}),
     ("seed", {"seed": -1}),
     ("seed", {"seed": 2**63}),
     ("n", {"n": 0}),
@@ -47,6 +51,12 @@ WRONG_PARAMS = [
     ("logprob_token_ids", {"logprob_token_ids": []}),
     ("allowed_token_ids", {"allowed_token_ids": []}),
     ("allowed_token_ids", {"allowed_token_ids": 5}),
+    ("allowed_token_ids", {"allowed_token_ids": [[5]]}),
+    ("logprob_token_ids", {"logprob_token_ids": [[5]]}),
+    ("ignore_eos", {"ignore_eos": "no"}),
+    ("skip_special_tokens", {"skip_special_tokens": "no"}),
+    ("include_stop_str_in_output", {"include_stop_str_in_output": None}),
+    ("include_draft_logprobs", {"include_draft_logprobs": 1}),
     ("stop_token_ids", {"stop_token_ids": 5}),
     ("stop", {"stop": [""]}),
     ("stop", {"stop": [5]}),
@@ -55,12 +65,14 @@ WRONG_PARAMS = [
     ("logprobs_mode", {"logprobs_mode": "cooked"}),
     ("logits_processors", {"logits_processors": ["no function"]}),
     ("prediction", {"prediction": 5}),
+    ("prediction", {"prediction": b"text"}),
     ("speculative", {"speculative": 3}),
     ("speculative", {"speculative": {"enabled": "no"}}),
+    ("speculative", {"speculative": {"adaptive": 0}}),
 ]
 
 
-@pytest.mark.parametrize(("param", "options"), WRONG_PARAMS, ids=str)
+@pytest.mark.parametrize(("param", "options"), WRONG_PARAMS, ids=lambda value: str(value)[:60])
 def test_options_that_mean_nothing(param, options):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**options)
@@ -312,6 +324,37 @@ def test_engine_config_that_means_nothing(message, options):
 def test_engines_that_cannot_be_built(message, options):
     with pytest.raises(ConfigError, match=message):
         tiny.engine(**options)
+
+
+BOLD_PROCESSORS = {  # finite, and beyond fp32 once they are divided by a temperature
+    "likely": lambda tokens, row: row.index_fill(0, torch.tensor([30, 40, 50]), 3e38),
+    "unlikely": lambda tokens, row: torch.full_like(row, torch.finfo(row.dtype).min),
+}
+
+
+@pytest.mark.parametrize("name", BOLD_PROCESSORS)
+def test_a_processor_that_says_very_much(name):
+    """What it allows is sampled from and nothing else, whoever is beside it."""
+    options = {"logits_processors": [BOLD_PROCESSORS[name]], "allowed_token_ids": [40, 50]}
+    cut = tiny.request(1, SamplingParams(top_k=3, max_tokens=12, ignore_eos=True))
+    for temperature in (0.5, 1e-5):
+        params = SamplingParams(temperature=temperature, **options)
+        alone = tiny.run(tiny.engine(), [tiny.request(0, params)])["0"]
+        beside = tiny.run(tiny.engine(), [tiny.request(0, params), cut])["0"]
+        assert set(alone.token_ids) == {40, 50} and beside.token_ids == alone.token_ids
+        looked_at = replace(params, logprobs=1, logprobs_mode="processed", speculative=None)
+        seen = tiny.run(tiny.engine(), [tiny.request(0, looked_at)])["0"]
+        assert seen.token_ids == alone.token_ids
+        assert all(x == pytest.approx(-math.log(2)) for row in seen.logprobs for x in row.logprobs)
+
+
+def test_a_bias_that_says_very_much():
+    """It makes tokens unlikely and forbids none: where all are, one of them is said."""
+    bias = dict.fromkeys(range(tiny.VOCAB), -1e38)
+    for temperature in (0.5, 1e-5):
+        params = SamplingParams(temperature=temperature, logit_bias=bias, allowed_token_ids=[40, 50])
+        alone = tiny.run(tiny.engine(), [tiny.request(0, params)])["0"]
+        assert set(alone.token_ids) <= {40, 50}
 
 
 def test_torch_tensors_are_not_touched_by_a_processor_that_writes_in_place():

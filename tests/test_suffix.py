@@ -135,6 +135,7 @@ def shared(salts):
 def test_two_salts_share_nothing():
     assert shared(("a", "a")) and shared((None, None)) and shared((None, ""))
     assert not shared(("a", "b")) and not shared((None, "b")) and not shared(("a", None))
+    assert shared(("\ud800", "\ud800")) and not shared(("\ud800", "\ud801"))  # any text will do
 
 
 def test_a_line_that_changed_hands_is_its_new_owners():

@@ -21,6 +21,7 @@ MAX_SEED = 2**63 - 1
 # Below this a temperature means greedy, as vLLM has it: dividing by less would only overflow.
 MIN_TEMPERATURE = 1e-5
 LARGEST = 1e6  # of a temperature, a repetition penalty, a bias: beyond it fp32 has no room left
+ROOM = 1e30  # of a logit: over any temperature it still fits fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,13 @@ class SpeculativeParams:
                 raise RequestError(
                     f"unknown key {key!r} in speculative: {nearest(key, known)}", "speculative"
                 )
-        for key in ("enabled", "adaptive"):
-            if not isinstance(value.get(key, True), bool):
-                raise RequestError(
-                    f"speculative: {key} must be true or false, not {value[key]!r}", "speculative"
-                )
         return cls(**value)
+
+    def __post_init__(self) -> None:
+        for name in ("enabled", "adaptive"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name == "enabled"):
+                raise RequestError(f"speculative: {name} must be true or false, not {value!r}", "speculative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,9 @@ class SamplingParams:
             _check_number(name, getattr(self, name), low, high)
         for name, low_int in _INTEGERS:
             _check_integer(name, getattr(self, name), low_int)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise RequestError(f"seed must lie in 0..{MAX_SEED}, got {self.seed}", "seed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -131,22 +136,27 @@ class SamplingParams:
                 raise RequestError(f"{name} must hold non-empty strings", name)
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) is not None:
-                put(self, name, tuple(dict.fromkeys(getattr(self, name))))
+                try:
+                    put(self, name, tuple(dict.fromkeys(getattr(self, name))))
+                except TypeError as error:  # a list in it
+                    raise RequestError(f"{name} must hold integers: {error}", name) from error
                 if not getattr(self, name):
                     raise RequestError(f"{name} is empty; leave it out instead", name)
-        if self.prediction is not None and not isinstance(self.prediction, Iterable):
-            raise RequestError(
-                f"prediction must be a text or a list of ids, got {self.prediction!r}", "prediction"
-            )
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            if not isinstance(self.prediction, Iterable) or isinstance(self.prediction, (bytes, bytearray)):
+                raise RequestError(
+                    f"prediction must be a text or a list of ids, got {self.prediction!r}", "prediction"
+                )
+            put(self, "prediction", tuple(self.prediction))
         if any(not callable(f) for f in self.logits_processors):
             raise RequestError("logits_processors must be functions", "logits_processors")
         try:
-            bias = {int(k): float(v) for k, v in self.logit_bias.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+            bias = {_token_id(k): float(v) for k, v in self.logit_bias.items()}
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from error
         if any(math.isnan(v) or v > LARGEST for v in bias.values()):
             raise RequestError(f"logit_bias values must be at most {LARGEST:g} (-inf forbids)", "logit_bias")
-        put(self, "logit_bias", bias)
+        put(self, "logit_bias", {k: max(v, -ROOM) if v > -math.inf else v for k, v in bias.items()})
         put(self, "top_k", min(max(self.top_k, 0), MAX_SEED))
         put(self, "speculative", SpeculativeParams.parse(self.speculative))
         put(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
@@ -193,6 +203,7 @@ _RANGES = (
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 1 / LARGEST, LARGEST),  # what is divided by less has no room in fp32 either
 )
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "include_draft_logprobs")
 _SEQUENCES = (
     "stop",
     "bad_words",
@@ -220,8 +231,13 @@ _INTEGERS = (
 )
 
 
+def top_of(asked: int | None, vocab: int) -> int:
+    """How many of the best `logprobs` or `prompt_logprobs` asks for, where there are so many tokens."""
+    return vocab if asked == -1 else min(asked or 0, vocab)
+
+
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
         raise RequestError(f"{name} must be a finite number, got {value!r}", name)
     if not low <= value <= high:
         raise RequestError(f"{name} must lie in {low:g}..{high:g}, got {value!r}", name)
@@ -236,3 +252,11 @@ def _check_integer(name: str, value: object, low: int | None) -> None:
         raise RequestError(f"{name} must be an integer, got {value!r}", name)
     if low is not None and value < low:
         raise RequestError(f"{name} must be at least {low}, got {value}", name)
+
+
+def _token_id(key: Any) -> int:
+    """JSON has texts for keys; a number that is no integer names nobody."""
+    number = int(key)
+    if isinstance(key, float) and key != number:
+        raise ValueError(f"{key} is no token id")
+    return number

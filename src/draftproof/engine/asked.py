@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from draftproof.sampling_params import SamplingParams
+from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.types import Wants
 
 TOP = 64  # of the best that the device lists
-
-
-def top_of(asked: int | None, vocab: int) -> int:
-    return vocab if asked == -1 else min(asked or 0, vocab)
 
 
 def wants_of(params: SamplingParams, vocab: int) -> Wants:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.engine.asked import by_host, top_of
+from draftproof.engine.asked import by_host
 from draftproof.engine.budget import Ints
 from draftproof.engine.sequence import Planned
 from draftproof.engine.settle import Extra
@@ -20,6 +20,7 @@ from draftproof.engine.slots import Slots
 from draftproof.engine.step import DeviceStep, Ran
 from draftproof.models.runner import Runner
 from draftproof.ops import Ops
+from draftproof.sampling_params import top_of
 from draftproof.types import (
     FIRST_ROW,
     NUM_ACCEPTED,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from draftproof.engine.budget import Ints
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
+from draftproof.sampling_params import top_of
 from draftproof.types import (
     ENDED,
     FIRST_ROW,
@@ -148,12 +149,12 @@ class StepResults(Sequence[StepOutput]):
         tokens = self.tokens(i)
         if not tokens:
             return []
-        values, ids, ranks = self._columns[Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED]
+        kind = Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
+        values, ids, ranks = self._columns[kind]
+        top = top_of(params.logprobs, self.columns[kind].ids.shape[1])
         first = self._lines[i][PICK]
         end = first + len(tokens)
-        return LogprobRow.of_columns(
-            values[first:end], ids[first:end], ranks[first:end], tokens, params.logprobs or 0
-        )
+        return LogprobRow.of_columns(values[first:end], ids[first:end], ranks[first:end], tokens, top)
 
 
 def ending_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Ending | None:

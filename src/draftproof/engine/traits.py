@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from draftproof.engine.asked import top_of
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import adjustments
+from draftproof.sampling_params import top_of
 from draftproof.types import Adjust, Traits, Wants
 from draftproof.verify import Strategy
 

@@ -36,7 +36,8 @@ LAYERS = ("filled", "owner", "weight", "used")
 
 def owner_of(salt: str | None) -> int:
     """Whose request it is, as a number that fits a column."""
-    return int.from_bytes(blake2b((salt or "").encode(), digest_size=8).digest(), "little") >> 1
+    text = (salt or "").encode("utf-8", "surrogatepass")  # any text will do
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def _shape(num_tokens: int) -> tuple[int, int]:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.asked import by_host, top_of, wants_of
+from draftproof.engine.asked import by_host, wants_of
 from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
+from draftproof.sampling_params import top_of
 from draftproof.serve.wire import BLOCKS, Bounds, FrameError, Header, SetKind, Status, unpack
 from draftproof.types import (
     NUM_ACCEPTED,

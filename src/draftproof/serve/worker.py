@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from draftproof.engine.asked import top_of, wants_of
+from draftproof.engine.asked import wants_of
 from draftproof.engine.settle import StepResults
 from draftproof.errors import QueueFullError, RequestError
 from draftproof.llm import LLM
 from draftproof.registry import lookup
-from draftproof.sampling_params import SamplingParams
+from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.serve.bell import Bell
 from draftproof.serve.clients import Client, Entry, Gone, Stuck
 from draftproof.serve.line import QUEUED

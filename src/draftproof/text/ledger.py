@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.metrics import SpecStats
+from draftproof.sampling_params import top_of
 from draftproof.text.bulk import BulkDetokenizer, Pieces
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 from draftproof.text.stop import StopMatch
@@ -52,13 +53,13 @@ class Answer:
     """One of them: what was taken out of its line so far."""
 
     def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer | None, pieces: Pieces | None
+        self, index: int, request: Request, tokenizer: Tokenizer | None, pieces: Pieces | None, vocab: int
     ) -> None:
         params = request.params
         self.wants = Wants.NONE
         if params.wants_logprobs:
             self.wants = Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
-        self.top = params.logprobs or 0
+        self.top = top_of(params.logprobs, vocab)
         self.line = -1
         self.tokenizer = tokenizer
         self.shows_end = params.include_stop_str_in_output
@@ -157,7 +158,7 @@ class Ledger:
             if key not in self._pieces:  # which keeps the tokenizer, so that its id stays its own
                 self._pieces[key] = Pieces(tokenizer, key[1], self._vocab)
             pieces = self._pieces[key]
-        return Answer(index, request, tokenizer, pieces)
+        return Answer(index, request, tokenizer, pieces, self._vocab)
 
     def open(self, answer: Answer) -> int:
         """A line for it, until `close`."""
@@ -170,7 +171,7 @@ class Ledger:
         self._wants[line] = answer.wants
         self._num_watched += answer.watch is not None
         if answer.wants is not Wants.NONE and answer.top >= self._values.shape[1]:
-            self._more_columns(min(answer.top, self._vocab))
+            self._more_columns(answer.top)
         return line
 
     def close(

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from draftproof.ops import Ops
+from draftproof.sampling_params import ROOM
 from draftproof.types import Request, Traits, Windows
 
 
@@ -44,6 +45,8 @@ def process(
     for row, slot in rows:
         if hosted[slot].bad_word_ids:
             _forbid_words(base[row], hosted[slot], _context(windows, row))
+        if hosted[slot].params.logits_processors:
+            _bring_near(base[row])
     return base, errors
 
 
@@ -68,3 +71,10 @@ def _forbid_words(row: Tensor, request: Request, context: list[int]) -> None:
         before = list(word[:-1])
         if not before or context[-len(before) :] == before:
             row[word[-1]] = -math.inf
+
+
+def _bring_near(row: Tensor) -> None:
+    """A processor may say numbers that do not fit fp32 over a temperature. Their law hangs on differences."""
+    peak = float(row.amax())
+    if ROOM < abs(peak) < math.inf:
+        row -= peak
