@@ -36,6 +36,8 @@ from draftproof.train.telling import Telling
 from draftproof.train.texts import Text, coverage, frequent_ids, read_texts, shard_tokens
 from draftproof.train.write import write_head, write_speculators
 
+PACED = 64  # updates' worth of text, on which an update is timed
+
 
 class Run:
     """One work folder."""
@@ -88,7 +90,7 @@ class Run:
         if path.exists():
             return int(json.loads(path.read_text())["steps"])
         with repeatable():
-            pace = self._trainer(plan).pace()
+            pace = self._trainer(plan, PACED * plan.batch_tokens).pace()
         steps = max(1, int(seconds / pace))
         self.telling.say(
             f"train: an update takes {1000 * pace:.0f} ms here: {steps} of them in {seconds:.0f} s"
@@ -197,12 +199,17 @@ class Run:
         write_speculators(other, config, weights, ids, target[0], rows, verifier=verifier, drafts=drafts)
         self.telling.say(f"written: {self.work / 'head'} and {other}")
 
-    def _trainer(self, plan: TrainPlan) -> Trainer:
+    def _trainer(self, plan: TrainPlan, enough: int | None = None) -> Trainer:
+        """On all of the text, or on about `enough` tokens from all over it."""
         folder = self.work / "text"
         texts = read_texts(folder)
+        if enough is not None:
+            texts = texts[:: max(1, sum(shard_tokens(folder)) // enough)]
         held = read_texts(folder / "held") if shard_tokens(folder / "held") else []
         checkpoint = load_checkpoint(plan.model)
         trainer = Trainer(plan, checkpoint, texts, held, resolve_device(self.device), self.telling)
+        if enough is not None:
+            return trainer
         tokens = sum(len(text.tokens) for text in texts)
         size = 2 * sum(weight.numel() for weight in trainer.weights.values()) / 1e6
         share = coverage(held, trainer.d2t.cpu().numpy(), checkpoint.config.vocab_size)
