@@ -96,7 +96,9 @@ def test_a_misspelt_key_names_the_nearest():
 def ask(**options):
     """A request with these options: fields of Request by their names, the rest are sampling options."""
     fields = {
-        k: options.pop(k) for k in ("prompt_token_ids", "bad_word_ids", "eos_token_ids") if k in options
+        k: options.pop(k)
+        for k in ("prompt_token_ids", "bad_word_ids", "eos_token_ids", "prediction_ids")
+        if k in options
     }
     return tiny.request(9, SamplingParams(**options), **fields)
 
@@ -124,6 +126,7 @@ WRONG_REQUESTS = [
     ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": 5}}),
     ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": ["greedy"]}}),
     ("prediction", "method 'given'", {"prediction": [5, 6]}),
+    ("prediction", "257 tokens and max_model_len is 256", {"prediction_ids": [5] * 257}),
 ]
 
 

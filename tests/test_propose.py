@@ -12,7 +12,7 @@ from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
 from draftproof.propose import ProposerEnv, ngram_sizes
-from draftproof.propose.given import GivenProposer
+from draftproof.propose.given import GivenProposer, _Cursor
 from draftproof.propose.ngram import NgramProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, End, ProposeBatch
@@ -228,6 +228,31 @@ def test_after_a_divergence_the_nearest_place_further_on_counts():
     talk = Told(make(GivenProposer), [1], prediction)
     assert talk.guess(40, 41, 50, 99) == []
     assert talk.guess(40, 41, budget=2) == [51, 61]
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(1, 1), (2, 5), (3, 4)])
+def test_a_prediction_is_searched_by_the_rule(smallest, largest):
+    """The longest match of the last tokens; of several, the nearest behind where it was left."""
+    chance = random.Random(smallest)
+    for _ in range(200):
+        prediction = [chance.randrange(4) for _ in range(chance.randint(1, 14))]
+        cursor = _Cursor(prediction, 0, smallest, largest)
+        said, at, left = [], 0, 0
+        for _ in range(12):
+            said.append(chance.randrange(4))
+            if at is not None and at < len(prediction):
+                left = left if prediction[at] == said[-1] else at
+            if at is not None and at < len(prediction) and prediction[at] == said[-1]:
+                at += 1
+            else:
+                at = None
+                for n in range(min(largest, len(said)), smallest - 1, -1):
+                    found = [e for e in range(n, len(prediction)) if prediction[e - n : e] == said[-n:]]
+                    if found:
+                        at = next((e for e in found if e >= left), found[-1])
+                        break
+            cursor.follow(said[-1:])
+            assert cursor.at == at and cursor.ahead(3) == ([] if at is None else prediction[at : at + 3])
 
 
 def test_no_prediction_no_drafts():

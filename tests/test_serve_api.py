@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from typing import Any
 
+import openai
 import pytest
 
 from draftproof import SamplingParams
@@ -104,6 +106,22 @@ def test_echo(served: Served, plain: Any) -> None:
     assert told.top_logprobs[0] is None and len(told.top_logprobs) == len(told.tokens) == len(ids) + 4
     pieces = [got.text[a:b] for a, b in zip(told.text_offset, [*told.text_offset[1:], None], strict=True)]
     assert "".join(pieces) == got.text and pieces[: len(ids)] == told.tokens[: len(ids)]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_offsets_in_an_echo_with_special_tokens(served: Served, plain: Any, skip: bool) -> None:
+    """A text is echoed as it came; ids are with their special tokens if those are asked for."""
+    text = "<|im_start|>one two<|im_end|> three"
+    for prompt in (text, ids_of(plain, text)):
+        shown = not skip or prompt == text
+        options: Any = {"max_tokens": 2, "echo": True, "logprobs": 1, "seed": 3}
+        got = served.complete(prompt, extra_body={"skip_special_tokens": skip}, **options).choices[0]
+        want = text if shown else "one two three"
+        assert got.text.startswith(want)
+        pieces = ["<|im_start|>", "one", " two", "<|im_end|>", " three"]
+        assert got.logprobs.tokens[:5] == pieces
+        ends = [0, *accumulate(len(p) if shown or "<" not in p else 0 for p in pieces)]
+        assert got.logprobs.text_offset[:6] == ends
 
 
 def test_echo_alone_scores_a_prompt(served: Served, plain: Any) -> None:
@@ -308,6 +326,11 @@ def test_prediction(folder: Any, plain: Any) -> None:
         assert got.choices[0].message.content == want.text
         assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens >= 0
         assert running.chat("one", max_tokens=2).usage.completion_tokens_details is None
+        for size, says in ((2000, "max_model_len is 256"), (1 << 20, "characters are more than 256 tokens")):
+            long: Any = {"type": "content", "content": "x" * size}
+            with pytest.raises(openai.BadRequestError, match=says) as caught:
+                running.chat("one", max_tokens=2, prediction=long)
+            assert caught.value.param == "prediction"
 
 
 # --- streams ----------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class AsyncLLM:
         params = params_for([prompt], sampling_params)[0]
         make = partial(self._llm.new_job, prompt, params, name)
         # a long text or a grammar takes a while: not on the caller's loop, and never on the engine's thread
-        long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
+        long = any(isinstance(text, str) and len(text) > LONG_TEXT for text in (prompt, params.prediction))
         job = await asyncio.to_thread(make) if long or params.structure is not None else make()
         return job, self._driver.submit(job, stream)
 

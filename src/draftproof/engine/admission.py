@@ -37,6 +37,12 @@ def check_request(request: Request, limits: Limits) -> int:
     _check_ids("prompt", prompt, limits.vocab_size)
     for name, ids in params.token_id_options().items():
         _check_ids(name, ids, limits.vocab_size)
+    if len(request.prediction_ids) > limits.max_model_len:  # its search would cost the others time
+        raise RequestError(
+            f"the prediction has {len(request.prediction_ids)} tokens and max_model_len is "
+            f"{limits.max_model_len}: so many are never said",
+            "prediction",
+        )
     _check_ids("prediction", request.prediction_ids, limits.vocab_size)
     _check_ids("eos_token_ids", request.eos_token_ids, limits.vocab_size)
     for word in request.bad_word_ids:

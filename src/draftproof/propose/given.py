@@ -7,8 +7,10 @@ where the output left it, so that an edited file is picked up again behind the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from draftproof.propose import Proposer, ProposerEnv, ngram_sizes
 from draftproof.types import Draft, ProposeBatch, Request
@@ -28,7 +30,7 @@ class GivenProposer(Proposer):
     def start(self, slot: int, request: Request) -> None:
         if request.prediction_ids:
             self._cursors[slot] = _Cursor(
-                list(request.prediction_ids),
+                request.prediction_ids,
                 len(request.prompt_token_ids),
                 self.smallest,
                 self.largest,
@@ -50,24 +52,21 @@ class GivenProposer(Proposer):
 
 
 class _Cursor:
-    """Where in a prediction the output stands."""
+    """Where in a prediction the output stands. It is searched as it is: to index it first would keep all
+    others waiting when its request comes."""
 
-    def __init__(self, prediction: list[int], start: int, smallest: int, largest: int) -> None:
-        self.prediction = prediction
+    def __init__(self, prediction: Sequence[int], start: int, smallest: int, largest: int) -> None:
+        self.prediction = np.array(prediction, np.int64)
         self.seen = start  # committed tokens followed so far, prompt included
         self.at: int | None = 0  # the next token expected is prediction[at]; None = lost
         self.left = 0  # where the output left the prediction
         self.tail: list[int] = []  # the last `largest` tokens of the output
-        self.sizes = range(largest, smallest - 1, -1)
-        self._places: dict[tuple[int, ...], list[int]] = {}
-        for n in self.sizes:
-            for end in range(n, len(prediction)):
-                self._places.setdefault(tuple(prediction[end - n : end]), []).append(end)
+        self.smallest, self.largest = smallest, largest
 
     def follow(self, tokens: list[int]) -> None:
         self.seen += len(tokens)
         for token in tokens:
-            self.tail = [*self.tail[-(self.sizes[0] - 1) :], token] if self.sizes[0] > 1 else [token]
+            self.tail = [*self.tail, token][-self.largest :]
             if self.at is not None and self.at < len(self.prediction):
                 if self.prediction[self.at] == token:
                     self.at += 1
@@ -76,12 +75,19 @@ class _Cursor:
             self.at = self._find()
 
     def ahead(self, count: int) -> list[int]:
-        return [] if self.at is None else self.prediction[self.at : self.at + count]
+        drafts: list[int] = [] if self.at is None else self.prediction[self.at : self.at + count].tolist()
+        return drafts
 
     def _find(self) -> int | None:
-        for n in self.sizes:
-            places = self._places.get(tuple(self.tail[-n:])) if n <= len(self.tail) else None
-            if places:
-                later = [place for place in places if place >= self.left]
-                return later[0] if later else places[-1]
-        return None
+        """Behind the longest match of the last tokens."""
+        places = np.flatnonzero(self.prediction[:-1] == self.tail[-1]) + 1
+        size, longer = 1, places
+        while size < len(self.tail) and len(longer):
+            longer = longer[longer > size]
+            longer = longer[self.prediction[longer - size - 1] == self.tail[-size - 1]]
+            if len(longer):
+                size, places = size + 1, longer
+        if size < self.smallest or not len(places):
+            return None
+        later = places[places >= self.left]
+        return int(later[0] if len(later) else places[-1])

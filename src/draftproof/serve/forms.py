@@ -119,7 +119,7 @@ class TextForm(Form):
         width = self.wish.echo_logprobs
         if width is None:
             return text, None
-        return text, self.teller.text_prompt(prompt.ids, self._cut(prompt.ids, rows, width), len(text))
+        return text, self.teller.text_prompt(prompt.ids, self._cut(prompt.ids, rows, width), text)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> TextReply:
         choices = []

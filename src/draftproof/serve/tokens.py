@@ -71,17 +71,25 @@ class Teller:
             text_offset=list(offsets),
         )
 
-    def text_prompt(self, ids: Sequence[int], rows: Sequence[Row | None], length: int) -> TextLogprobs:
-        """Of an echoed prompt of `length` characters: nothing is known before its first token."""
+    def text_prompt(self, ids: Sequence[int], rows: Sequence[Row | None], text: str) -> TextLogprobs:
+        """Of a prompt echoed as `text`: nothing is known before its first token."""
         told = self.text(ids[1:], [row for row in rows[1:] if row is not None], [])
-        speller = Detokenizer(self._names.tokenizer)
-        speller.push(ids)
         return TextLogprobs(
             tokens=[self.name(ids[0]), *told.tokens],
             token_logprobs=[None, *told.token_logprobs],
             top_logprobs=[None, *told.top_logprobs],
-            text_offset=[min(begin, length) for begin in speller.offsets],
+            text_offset=self._offsets(ids, text),
         )
+
+    def _offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        """Where each begins in `text`, which may show special tokens, all but those in front, or none."""
+        for skip in (False, True):
+            speller = Detokenizer(self._names.tokenizer, skip_special_tokens=skip)
+            spelt = "".join(speller.push(ids)) + speller.finish()
+            if spelt.endswith(text):
+                break
+        hidden = max(0, len(spelt) - len(text))
+        return [min(max(0, begin - hidden), len(text)) for begin in speller.offsets]
 
     # --- chat ---------------------------------------------------------------------------------------
 

@@ -120,13 +120,15 @@ class Wishes:
             raise Problem(400, "top_logprobs needs logprobs: true", "top_logprobs")
         if asked.prediction is not None and not self._llm.limits.takes_prediction:
             raise Problem(400, f"prediction: {START_FOR_PREDICTION}", "prediction", "unsupported_option")
+        prediction = None if asked.prediction is None else _text(asked.prediction.content)
+        self._check_text(len(prediction or ""), "prediction", self._llm.limits.max_model_len)
         params = self._params(
             asked,
             seed,
             max_tokens=_one_limit(asked),
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
             prompt_logprobs=asked.prompt_logprobs,
-            prediction=None if asked.prediction is None else _text(asked.prediction.content),
+            prediction=prediction,
         )
         self._check_text(sum(len(_text(message.content)) for message in asked.messages), "messages")
         prompt = PromptIn(await self.conversation(asked))
@@ -239,11 +241,11 @@ class Wishes:
             )
         return count
 
-    def _check_text(self, size: int, name: str) -> None:
-        """What cannot fit whatever its tokens are is not tokenised first."""
-        most = self._settings.max_prompt_tokens or self._llm.limits.max_model_len
+    def _check_text(self, size: int, name: str, most: int | None = None) -> None:
+        """What cannot fit whatever its tokens are is not tokenised first. `most` tokens: as of a prompt."""
+        most = most or self._settings.max_prompt_tokens or self._llm.limits.max_model_len
         if size > most * self.tokenizer.longest:
-            raise Problem(400, f"the prompt has {size} characters, which are more than {most} tokens", name)
+            raise Problem(400, f"{name}: {size} characters are more than {most} tokens", name)
 
     def _check_length(self, prompt: PromptIn) -> None:
         most, vocab = self._settings.max_prompt_tokens, self._llm.limits.vocab_size
