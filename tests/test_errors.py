@@ -267,6 +267,7 @@ def test_extreme_but_legal():
 
 # --- the engine's own configuration -------------------------------------------------------------------
 
+SYNTHETIC = {"method": "ngram", "accept_policy": "synthetic"}
 WRONG_CONFIGS = [
     ("did you mean 'ngram'", {"method": "ngrams"}),
     ("needs a 'method'", {"num_speculative_tokens": 3}),
@@ -280,6 +281,11 @@ WRONG_CONFIGS = [
     ("twice", {"method": "ngram", "max_ngram_size": 4, "prompt_lookup_max": 3}),
     ("needs accept_policy='synthetic'", {"method": "ngram", "synthetic_acceptance_length": 2}),
     ("needs either", {"method": "ngram", "accept_policy": "synthetic"}),
+    ("must lie in 1..6", {**SYNTHETIC, "synthetic_acceptance_length": "2"}),
+    ("must be 5 numbers", {**SYNTHETIC, "synthetic_acceptance_rates": "12345"}),
+    ("must be 5 numbers", {**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.5, 0.5, None, 0]}),
+    ("verify_strategy must be a text", {"method": "ngram", "verify_strategy": None}),
+    ("pool_tokens must be an integer", {"method": "suffix", "pool_tokens": "many"}),
     ("belongs to verify_strategy 'topp'", {"method": "ngram", "max_candidate_len": 5}),
     ("max_candidate_len", {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": 0}),
     ("max_candidate_len", {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": "5"}),
@@ -307,6 +313,14 @@ def test_speculative_config_that_means_nothing(message, spec):
         ("max_logprobs", {"max_logprobs": -2}),
         ("seed must be", {"seed": "7"}),
         ("seed must be", {"seed": -1}),
+        ("seed must be", {"seed": 2**63}),
+        ("overlap must be true or false", {"overlap": "no"}),
+        ("debug must be true or false", {"debug": None}),
+        ("warm_up must be true or false", {"warm_up": 0}),
+        ("backend must be a text", {"backend": None}),
+        ("device must be a text", {"device": 0}),
+        ("tokenizer must be a text", {"tokenizer": True}),
+        ("revision must be a text", {"revision": 5}),
     ],
 )
 def test_engine_config_that_means_nothing(message, options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from typing import Any, Literal
 
 from draftproof.errors import ConfigError, nearest
@@ -57,6 +58,8 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"num_speculative_tokens must be an integer in 1..{MAX_SPECULATIVE_TOKENS}, got {k!r}"
             )
+        if not isinstance(self.verify_strategy, str):
+            raise ConfigError(f"verify_strategy must be a text, got {self.verify_strategy!r}")
         if self.accept_policy not in ACCEPT_POLICIES:
             raise ConfigError(
                 f"unknown accept_policy {self.accept_policy!r}: "
@@ -80,13 +83,17 @@ class SpeculativeConfig:
                 "synthetic_acceptance_rates"
             )
         if rates is not None:
-            if not isinstance(rates, Sequence) or len(rates) != k or any(not 0 <= r <= 1 for r in rates):
+            if not isinstance(rates, Sequence) or len(rates) != k or any(not _within(r, 0, 1) for r in rates):
                 raise ConfigError(f"synthetic_acceptance_rates must be {k} numbers in 0..1")
             return tuple(float(r) for r in rates)
         assert length is not None
-        if not 1 <= length <= k + 1:
+        if not _within(length, 1, k + 1):
             raise ConfigError(f"synthetic_acceptance_length must lie in 1..{k + 1}, got {length}")
         return (_constant_rate(float(length), k),) * k
+
+
+def _within(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and low <= value <= high
 
 
 def _constant_rate(length: float, k: int) -> float:
@@ -153,17 +160,24 @@ class EngineConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
         seed = self.seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ConfigError(f"seed must be an integer from 0 up, got {seed!r}")
+        if seed is not None and (
+            isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63
+        ):
+            raise ConfigError(f"seed must be an integer in 0..{2**63 - 1}, got {seed!r}")
         share = self.memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization must lie in 0..1, got {share!r}")
         if self.page_size not in (8, 16, 32, 64):
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}"
-            )
+        for name in ("enable_prefix_caching", "warm_up", "overlap", "debug"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "overlap" and value is None):
+                raise ConfigError(f"{name} must be true or false, got {value!r}")
+        for name in ("device", "backend", "tokenizer", "revision"):
+            value = getattr(self, name)
+            optional = name in ("tokenizer", "revision")
+            if not isinstance(value, (str, PathLike)) and not (optional and value is None):
+                raise ConfigError(f"{name} must be a text, got {value!r}")
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
             ("numerics", ("exact", "fast")),

@@ -41,12 +41,12 @@ class SuffixProposer(DeviceProposer):
             _number(self.options, "doubt", 0.0, 1000.0),
             _number(self.options, "min_token_prob", 0.0, 1.0),
         )
-        tokens = _number(self.options, "pool_tokens", 0, 1 << 30, whole=True)
-        self.pool = Pool(env.ops, env.num_slots, tokens, _number(self.options, "pool_ttl", 0.0, 1e9))
+        ttl = _number(self.options, "pool_ttl", 0.0, 1e9)
+        self.pool = Pool(env.ops, env.num_slots, _pool_tokens(self.options), ttl)
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
-        return 0, Pool.size({**cls.defaults, **options}["pool_tokens"])
+        return 0, Pool.size(_pool_tokens({**cls.defaults, **options}))
 
     def start(self, slot: int, request: Request) -> None:
         self.pool.seat(slot, request.params.cache_salt)
@@ -66,6 +66,11 @@ class SuffixProposer(DeviceProposer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = batch.columns, batch.slots, batch.budget
         return self.env.ops.suffix(*given, self.pool.device, self.rule, begun)
+
+
+def _pool_tokens(options: Mapping[str, Any]) -> int:
+    tokens: int = _number(options, "pool_tokens", 0, 1 << 30, whole=True)
+    return tokens
 
 
 def _number(options: Mapping[str, Any], name: str, low: float, high: float, whole: bool = False) -> Any:
