@@ -86,3 +86,34 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not JSON" in capsys.readouterr().err
     assert main(["info", "/nowhere/model"]) == 2
     assert capsys.readouterr().err.startswith("error:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "--temprature", "0"], "did you mean '--temperature'?"),
+        (["generate", "--temp", "0"], "unknown option '--temp'"),  # half a name is another option's
+        (["serve", "--api-key", "secret"], "did you mean '--api-key-file'?"),
+        (["serve", "--conf", "server.toml"], "did you mean '--config'?"),
+        (["serve", "--model", "smollm2-135m"], "it is given without --model"),
+        (["serve", "--zzzz=3"], "unknown option '--zzzz': see draftproof serve --help"),
+    ],
+)
+def test_options_that_there_are_not(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and says in err and f"usage: draftproof {arguments[0]}" in err
+
+
+def test_a_servers_engine_is_not_chosen_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that would be ignored is refused."""
+    assert main(["chat", "other", "--url", "http://127.0.0.1:1", "--device", "cuda"]) == 2
+    assert "model and device: with --url" in capsys.readouterr().err
+
+
+def test_what_is_asked_is_checked_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "/nowhere/model", "-p", "x", "-n", "0"]) == 2
+    assert "max_tokens" in capsys.readouterr().err

@@ -22,7 +22,7 @@ REPO = ROOT.parent.parent
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"serve", "simulate", "train"},
+    {"serve", "shown", "simulate", "train"},
     {"async_llm"},
     {"driver", "llm"},
     {"front"},

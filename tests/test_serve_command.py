@@ -299,6 +299,8 @@ def test_options(tmp_path: Path) -> None:
         ("max_n = 0", "max_n must be a positive integer"),
         ("server_processes = 0", "--server-processes"),
         ("host = '192.0.2.1'", "cannot listen"),
+        ("vllm_metrics = 1", "vllm_metrics must be true or false"),
+        ("log_file = '/nowhere/log'", "cannot be written"),
         ("api_key_file = '/nowhere/keys'", "cannot be read"),
         ("[speculative_config]\nk = 3", "needs a 'method'"),
     ],
@@ -311,6 +313,11 @@ def test_wrong_options(
     wish = ["serve", str(folder), "--load-format", "dummy", "--port", "0", "--config", str(file)]
     assert main(wish) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_port_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "70000"]) == 2
+    assert "0..65535" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

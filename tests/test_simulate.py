@@ -98,6 +98,12 @@ def test_several_proposers():
 def test_what_needs_a_model_is_refused():
     with pytest.raises(ConfigError, match="model of its own"):
         replay([Recorded([1], LOOP)], config("proposers:SelfModel"), [2])
+    for method in ("eagle3", "draft_model"):
+        with pytest.raises(ConfigError, match=f"{method!r} guesses with a model of its own"):
+            replay([Recorded([1], LOOP)], config(method, model="smollm2-135m"), [2])
+        members = [{"method": "ngram"}, {"method": method}]
+        with pytest.raises(ConfigError, match=f"{method!r} guesses with a model of its own"):
+            replay([Recorded([1], LOOP)], config("hybrid", proposers=members), [2])
     with pytest.raises(ConfigError, match="prompt_lookup_max"):
         replay([Recorded([1], LOOP)], config("ngram", prompt_lookup_mx=3), [2])
 
@@ -138,6 +144,16 @@ def test_files(tmp_path):
         read(tmp_path / "nothing")
 
 
+def test_a_narrow_terminal_has_every_column(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "said.jsonl"
+    path.write_text(json.dumps({"prompt_token_ids": [1], "token_ids": LOOP}))
+    assert main(["simulate", str(path), "-k", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "acceptance length" in shown and "speed-up" in shown and "…" not in shown
+    assert " 8 " in shown
+
+
 def test_the_command(tmp_path, capsys):
     path, out = tmp_path / "said.jsonl", tmp_path / "out.json"
     path.write_text(json.dumps({"prompt_token_ids": [1], "token_ids": LOOP, "task": "loops"}))
@@ -156,5 +172,6 @@ def test_the_command(tmp_path, capsys):
         ["--costs", "3"],
         ["--batch", "0"],
         ["--speculative-config", "["],
+        ["--json", str(tmp_path / "nowhere" / "out.json")],
     ):
         assert main([*given[:2], *wrong]) == 2

@@ -97,6 +97,28 @@ def test_cut_or_not_it_is_the_same(
     assert "clip was 1.0 and is 2.0" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (["--optimizer", "sgd"], "optimizer is adamw or muon"),
+        (["--aux-layers", "0,99"], "has layers 0.."),
+        (["--aux-layers", "a"], "numbers with commas"),
+        (["--begin", "/nowhere"], "no head is there"),
+    ],
+)
+def test_a_wrong_head_is_refused_before_text_is_written(
+    wish: list[str],
+    message: str,
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(model, prompts, tmp_path / "work", *wish) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "work").exists()
+
+
 def test_what_is_no_prompt_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(

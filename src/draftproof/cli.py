@@ -7,31 +7,37 @@ import contextlib
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from draftproof import __version__
-from draftproof.errors import DraftproofError, RequestError
+from draftproof.errors import ConfigError, DraftproofError, RequestError, nearest
 from draftproof.serve import command
+from draftproof.shown import Shown, legend, show
 from draftproof.simulate import command as simulation
 from draftproof.train import command as train_command
 
 if TYPE_CHECKING:
     from draftproof.llm import LLM
-    from draftproof.metrics import SpecStats
     from draftproof.sampling_params import SamplingParams
-    from draftproof.types import TokenEvent
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 7}'
-Answerer = Callable[[list[dict[str, str]]], "tuple[Shown, str]"]
-STYLES = {"plain": "", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
+# what belongs to an engine here, and so to none of a server's; with what holds unless it is typed
+ENGINE = {
+    "model": DEFAULT_MODEL,
+    "dtype": "auto",
+    "device": "auto",
+    "backend": "auto",
+    "max_model_len": None,
+    "speculative_config": DEFAULT_SPECULATION,
+}
+Answerer = Callable[[list[dict[str, str]]], tuple[Shown, str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,15 +56,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser, serve = _parsers()
+    parser, commands = _parsers()
     if arguments and arguments[0] == "serve":
-        arguments = ["serve", *command.with_file(serve, arguments[1:])]
-    return parser.parse_args(arguments)
+        arguments = ["serve", *command.with_file(commands["serve"], arguments[1:])]
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.get(arguments[0], parser).refuse(unknown[0].partition("=")[0])
+    return options
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """All of it, and the part for `serve`, whose options may come from a file."""
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """Takes whole names only: half a name read as an option that was not meant is as good as ignored."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def refuse(self, flag: str) -> NoReturn:
+        """What nobody knows, with the usage of its own command and the nearest name."""
+        hint = nearest(flag, self._option_string_actions, f"see {self.prog} --help")
+        if any(flag == f"--{action.dest}" for action in self._get_positional_actions()):
+            hint = f"it is given without {flag}, by itself"
+        what = "unknown option" if flag.startswith("-") else "one argument too many:"
+        self.error(f"{what} {flag!r}: {hint}")
+
+
+def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
+    """All of it, and each command's part by its name."""
+    parser = Parser(
         prog="draftproof", description="LLM inference in which speculation changes nothing but the speed."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -91,44 +115,47 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     simulate = commands.add_parser("simulate", help="what a proposer would have gained on recorded outputs")
     simulation.add_options(simulate, DEFAULT_SPECULATION)
     info = commands.add_parser("info", help="what a model is, without loading its weights")
-    info.add_argument("model")
+    info.add_argument("model", help="a built-in name, a folder, a .gguf file or a hub id")
     info.set_defaults(run=_info)
-    return parser, serve
+    return parser, commands.choices
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        default=DEFAULT_MODEL,
         help=f"a built-in name, a folder, a .gguf file or a hub id (default: {DEFAULT_MODEL})",
     )
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … or auto")
-    parser.add_argument("--backend", default="auto", help="reference, torch, cpu, triton or auto")
-    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), help="of the weights (default: auto)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: auto)")
+    parser.add_argument("--backend", help="reference, torch, cpu, triton (default: auto)")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     parser.add_argument(
         "--speculative-config",
-        default=DEFAULT_SPECULATION,
         metavar="JSON",
         help=f"vLLM's keys, or 'off' (default: {DEFAULT_SPECULATION})",
     )
+    parser.set_defaults(**ENGINE)
 
 
 def _sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--max-tokens", type=int, default=256)
-    parser.add_argument("-t", "--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT")
-    parser.add_argument("--seed", type=int)
+    add = parser.add_argument
+    add("-n", "--max-tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
+    add("-t", "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="1 is all (default: 1)")
+    add("--top-k", type=int, default=0, metavar="K", help="0 is all (default: 0)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="of the likeliest token's (default: 0)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none (default: 1)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
+    add("--seed", type=int, metavar="N", help="of the noise (default: a fresh one)")
 
 
 def _load(options: argparse.Namespace, console: Console) -> LLM:
     from draftproof.llm import LLM
 
+    params = _params(options)  # what is wrong with them is said before a model is loaded
     config = None
     if options.speculative_config != "off":
         try:
@@ -146,7 +173,7 @@ def _load(options: argparse.Namespace, console: Console) -> LLM:
             max_num_seqs=4,
         )
         # the first step compiles what is not compiled yet; it should not count as the model's time
-        llm.generate([[0, 1, 2, 3]], _params(options, max_tokens=2, seed=0), use_tqdm=False)
+        llm.generate([[0, 1, 2, 3]], replace(params, max_tokens=2, seed=0), use_tqdm=False)
     console.print(Text(llm.engine.describe(), style="dim"))
     return llm
 
@@ -169,69 +196,13 @@ def _params(options: argparse.Namespace, **changes: Any) -> SamplingParams:
     )
 
 
-# --- showing ------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Shown:
-    """An answer as it went by."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    seconds: float = 0.0  # from the first token to the last
-    finish_reason: str | None = None
-    error: str | None = None
-
-    @property
-    def rate(self) -> float:
-        return (len(self.token_ids) - 1) / self.seconds if self.seconds > 0 else 0.0
-
-
-def _show(events: Iterator[TokenEvent], console: Console) -> Shown:
-    """Print tokens as they come. Ctrl-C ends the answer and keeps what there is."""
-    shown, begin = Shown(), 0.0
-    with contextlib.suppress(KeyboardInterrupt):
-        for event in events:
-            begin = begin or time.perf_counter()
-            style = STYLES.get(event.provenance.partition(":")[0], "")
-            console.print(Text(event.text, style=style), end="")
-            shown.text += event.text
-            if event.token_id is not None:
-                shown.token_ids.append(event.token_id)
-                shown.logprobs.append(event.logprobs)
-            shown.seconds = time.perf_counter() - begin
-            shown.finish_reason, shown.error = event.finish_reason, event.error
-    console.print()
-    if shown.error:
-        raise RequestError(shown.error)
-    return shown
-
-
-def _figures(shown: Shown, stats: SpecStats) -> str:
-    words = f"{len(shown.token_ids)} tokens in {stats.num_steps} steps"
-    if stats.num_drafts:
-        words += (
-            f", acceptance length {stats.acceptance_length:.2f}, {stats.num_accepted_tokens} of "
-            f"{stats.num_draft_tokens} drafts accepted"
-        )
-    return f"{words}, {shown.rate:.1f} tok/s"
-
-
 def _answer(llm: LLM, ids: list[int], params: SamplingParams, console: Console) -> tuple[Shown, str]:
     """Show one answer; returns it and its figures."""
     from draftproof.metrics import SpecStats
 
     llm.jobs.stats = SpecStats()
-    shown = _show(llm.stream({"prompt_token_ids": ids}, params), console)
-    return shown, _figures(shown, llm.stats)
-
-
-def _legend() -> Text:
-    legend = Text("colours: plain ")
-    for name in ("accepted", "recovered", "bonus"):
-        legend.append(f" {name} ", style=STYLES[name])
-    return legend
+    shown = show(llm.stream({"prompt_token_ids": ids}, params), console)
+    return shown, shown.figures(llm.stats)
 
 
 # --- commands -----------------------------------------------------------------------------------------
@@ -264,7 +235,7 @@ def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Con
     console.rule("with speculation", align="left")
     drafted, figures = _answer(llm, ids, _params(options, logprobs=5, seed=seed), console)
     console.print(Text(figures, style="dim"))
-    console.print(_legend())
+    console.print(legend())
     if plain.finish_reason is None or drafted.finish_reason is None:
         return 130  # cut short by Ctrl-C: there is nothing to compare
     console.rule(align="left")
@@ -286,7 +257,7 @@ def _chat(options: argparse.Namespace, console: Console) -> int:
         import readline  # noqa: F401  (line editing and history for input())
     answer = _remote(options, console) if options.url else _local(options, console)
     console.print("/reset starts over, /exit or Ctrl-D leaves, Ctrl-C ends an answer.")
-    console.print(_legend())
+    console.print(legend())
     opening = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
     while True:
@@ -320,6 +291,8 @@ def _remote(options: argparse.Namespace, console: Console) -> Answerer:
     """A server's model, by its stream."""
     from draftproof.serve.client import Client
 
+    if typed := [name for name, default in ENGINE.items() if getattr(options, name) != default]:
+        raise ConfigError(f"{' and '.join(typed)}: with --url that is the server's to say; leave it out")
     client = Client(options.url)
     console.print(Text(client.describe(), style="dim"))
     wish = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
@@ -329,8 +302,8 @@ def _remote(options: argparse.Namespace, console: Console) -> Answerer:
 
     def answer(messages: list[dict[str, str]]) -> tuple[Shown, str]:
         stream = client.chat(messages, wish)
-        shown = _show(stream, console)
-        return shown, _figures(shown, stream.stats)
+        shown = show(stream, console)
+        return shown, shown.figures(stream.stats)
 
     return answer
 

@@ -57,8 +57,8 @@ class EngineDeadError(EngineClosedError):
     """The engine broke and has stopped; `__cause__` is what broke it. Start another one."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt option: the closest known name, or all of them."""
+def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """A hint for a misspelt option: the closest known name; if none is close `otherwise`, or all of them."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
+    return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(options)}"

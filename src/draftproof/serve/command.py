@@ -29,7 +29,7 @@ EXAMPLES = """examples:
   draftproof serve
   draftproof serve smollm2-135m --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'
   draftproof serve ./my-model --host 0.0.0.0 --port 8080 --api-key-file keys.txt
-  draftproof serve --config server.toml        (the options below as keys: port = 8080)
+  draftproof serve --config server.toml        (these options as keys: port = 8080)
 
 then:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -65,7 +65,12 @@ def _engine_options(group: Any, default_speculation: str) -> None:
         help="who drafts and who judges, in vLLM's keys; 'off' for none (default: %(default)s)",
     )
     add("--tokenizer", metavar="FOLDER", help="another tokenizer than the model's own")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of the weights (default: auto)",
+    )
     add("--device", default="auto", help="cpu, cuda, cuda:1, … (default: auto)")
     add("--backend", default="auto", help="reference, torch, cpu, triton (default: auto)")
     add("--numerics", choices=("exact", "fast"), default="exact", help="exact: bits do not hang on the batch")
@@ -158,7 +163,9 @@ def _from_file(parser: argparse.ArgumentParser, path: Path) -> Iterator[str]:
         flag = "--" + name.replace("_", "-")
         if name == "model":
             parser.set_defaults(model=str(value))
-        elif isinstance(value, bool) and known[name].nargs == 0:
+        elif known[name].nargs == 0:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{path}: {key} must be true or false, got {value!r}")
             if isinstance(known[name], argparse.BooleanOptionalAction):
                 yield flag if value else "--no-" + flag[2:]
             elif value:
@@ -216,11 +223,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--server-processes must be at least 1")
     listener = listen(options.host, options.port, settings.stall_seconds)
     try:
+        set_up(options.log_level, options.log_file)
         supervisor = Supervisor(options.model, log_level=options.log_level.upper(), **engine)
     except ConfigError:
         listener.close()
         raise
-    set_up(options.log_level, options.log_file)
     try:
         with console.status(Text(f"loading {options.model}")):
             supervisor.start()

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftproof.errors import ConfigError
+
 LOGGER = logging.getLogger("draftproof.serve")
 
 
@@ -34,9 +36,10 @@ class JsonFormatter(logging.Formatter):
 
 def set_up(level: str, path: str | None) -> None:
     """The whole process logs this way, uvicorn included."""
-    handler: logging.Handler = (
-        logging.StreamHandler(sys.stderr) if path is None else logging.FileHandler(path)
-    )
+    try:
+        handler = logging.StreamHandler(sys.stderr) if path is None else logging.FileHandler(path)
+    except OSError as error:
+        raise ConfigError(f"the log {path} cannot be written: {error.strerror}") from error
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -116,8 +116,7 @@ def _wrong(text: str, kind: type[Any]) -> Problem:
         if not place:
             if name in NOT_HONOURED:
                 return Problem(400, f"{name}: {NOT_HONOURED[name]}", name, "unsupported_option")
-            hint = nearest(name, kind.__struct_fields__)
-            hint = hint if hint.startswith("did") else "see /openapi.json for what there is"
+            hint = nearest(name, kind.__struct_fields__, "see /openapi.json for what there is")
             return Problem(400, f"unknown option {_short(name)!r}: {hint}", _short(name), "unknown_option")
         return Problem(
             400, f"{place}: unknown key {_short(name)!r}", f"{place}.{_short(name)}", "unknown_option"

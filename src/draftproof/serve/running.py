@@ -67,10 +67,11 @@ def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stall_seconds))
     try:
         made.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         made.close()
+        why = error.strerror if isinstance(error, OSError) else "a port lies in 0..65535"
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+            f"cannot listen on {host}:{port}: {why}; choose another --host or --port"
         ) from error
     return made
 

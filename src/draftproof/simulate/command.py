@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, speculation: str) -> None:
         "records",
         type=Path,
         metavar="FILE",
-        help="JSON lines with prompt_token_ids and token_ids, or prompt and text; also task and cache_salt",
+        help="JSON lines: prompt_token_ids and token_ids, or prompt and text; task, cache_salt, prediction",
     )
     parser.add_argument(
         "--speculative-config",
@@ -74,21 +74,24 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.json is not None and str(options.json) == "-":
         console.print_json(json.dumps(told))
         return 0
-    if options.json is not None:
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
     title = f"{config.method}, {len(records)} requests, {told['tokens']:,} tokens, batch {options.batch}"
     console.print(table_of(outcomes, title))
     by_task = tasks_of(outcomes)
     if by_task is not None:
         console.print(by_task)
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps(told, indent=1) + "\n")
+        except OSError as error:
+            raise RequestError(f"{options.json} cannot be written: {error.strerror}") from error
     return 0
 
 
 def table_of(outcomes: Sequence[Outcome], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None)
-    heads = ["k", "acceptance length", "accepted", "speed-up", "µs a step", "stood, by place"]
-    for head in heads:
-        table.add_column(head, justify="left" if head == heads[-1] else "right", no_wrap=True)
+    for head in ("k", "acceptance length", "accepted", "speed-up", "µs a step"):
+        table.add_column(head, justify="right", min_width=len(head))
+    table.add_column("stood, by place")  # in a narrow terminal this is what takes two lines
     for outcome in outcomes:
         stats, told = outcome.stats, outcome.told()
         table.add_row(

@@ -91,13 +91,23 @@ def build(config: SpeculativeConfig, env: ProposerEnv) -> Proposer:
     for key in config.options:
         if key not in kind.defaults:
             raise ConfigError(f"method {config.method!r} has no key {key!r}: {nearest(key, kind.defaults)}")
+    _without_model(config.method, kind)
+    for member in config.options.get("proposers") or ():  # of several together
+        if isinstance(member, Mapping) and "method" in member:
+            method = str(member["method"])
+            _without_model(method, lookup(PROPOSERS, method, "speculative method"))
     made: Proposer = kind(env, config.options)
-    if made.needs_hidden or made.stores_kv or getattr(made, "follows_rows", False):
-        raise ConfigError(
-            f"method {config.method!r} guesses with a model of its own, from the target's rows: records do "
-            "not hold them. Measure it in a run, with `draftproof generate`"
-        )
+    _without_model(config.method, made)
     return made
+
+
+def _without_model(method: str, proposer: Proposer | type[Proposer]) -> None:
+    """Looked at before it is made, too: making it may take the model that it drafts for."""
+    if proposer.needs_hidden or proposer.stores_kv or proposer.follows_rows:
+        raise ConfigError(
+            f"method {method!r} guesses with a model of its own, from the target's rows: records do not hold "
+            "them. Measure it in a run, with `draftproof generate --compare`"
+        )
 
 
 @dataclass(slots=True)

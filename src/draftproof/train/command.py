@@ -42,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
+        metavar="SECONDS",
         help="choose --steps so that training takes about so long here, and say how many",
     )
     parser.add_argument("--max-num-seqs", type=int, default=256, help="texts that are written side by side")
@@ -73,6 +74,14 @@ def train_plan(options: argparse.Namespace) -> TrainPlan:
         layers = tuple(int(layer) for layer in (options.aux_layers or "").split(",") if layer)
     except ValueError as error:
         raise ConfigError(f"--aux-layers wants numbers with commas, got {options.aux_layers!r}") from error
+    if options.begin and not (Path(options.begin) / "config.json").is_file():
+        raise ConfigError(f"--begin {options.begin}: no head is there, which is a folder with config.json")
+    if layers:
+        from draftproof.models.load import load_config
+
+        last = load_config(options.model)[0].num_layers - 1
+        if not all(0 <= layer <= last for layer in layers):
+            raise ConfigError(f"--aux-layers {options.aux_layers}: {options.model} has layers 0..{last}")
     return TrainPlan(model=options.model, seed=options.seed, aux_layers=layers, **_chosen(TrainPlan, options))
 
 
@@ -86,6 +95,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     stop_at = None if options.stop_after is None else time.monotonic() + options.stop_after
     wanted = PHASES if options.phase == "all" else (options.phase,)
+    plan = train_plan(options)  # what is wrong with it is said before hours of text are written
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     bars = Progress(*columns, console=console) if console.is_terminal else None
     with bars or nullcontext():
@@ -94,7 +104,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
             engine = {"max_num_seqs": options.max_num_seqs}
             if not work.generate(text_plan(options), stop_at, engine):
                 return CUT
-        plan = train_plan(options)
         if options.phase == "write":
             work.write(plan, options.verifier)
             return 0
