@@ -568,7 +568,7 @@ def follow(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """The bits of the ops one by one: norm, LM head, choice."""
+    """The bits of the ops one by one: norm, LM head, choice; and how sure the head is of it."""
     step = Step(seed, size)
     windows = step.windows(spare_of(seed), ops.device)
     if seed % 6 in (2, 5):  # nobody wants a token, or one alone does
@@ -585,15 +585,21 @@ def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     x, weight, norm = (part.to(ops.device, dtype) for part in (x, weight, norm))
     packed = ops.pack_linear(weight)
     ids, at = (None if part is None else part.to(ops.device) for part in (ids, at))
-    tokens, rows = [], []
+    tokens, rows, sure = [], [], []
+    if seed % 6 == 1:
+        windows.columns.temperature.zero_()
     for kind in (Bookkeeping, type(ops)):
         out = Guarded(ops.device)
         tokens.append(out(count))
-        given = x.clone(), at, norm, 1e-5, packed, ids, windows, seed % 4 == 3, tokens[-1]
+        sure.append(torch.full((count,), -1.0, device=ops.device) if seed % 5 != 2 else None)
+        given = x.clone(), at, norm, 1e-5, packed, ids, windows, seed % 4 == 3, tokens[-1], sure[-1]
         rows.append(kind.pick(ops, *given))  # type: ignore[arg-type]
         out.check()
     same(tokens[1], tokens[0], "drafts")
     real = windows.slot >= 0
     same(rows[1][real].float(), rows[0][real].float(), "rows")
+    if sure[0] is not None and sure[1] is not None:
+        assert torch.allclose(sure[1][real], sure[0][real], rtol=1e-4, atol=1e-6)
+        assert bool((sure[0][real] > 0).all())
     if ops is not REF and seed == 0:
         pick(REF, 1, size, ref)

@@ -18,7 +18,7 @@ from covering import pairwise
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.llama import Llama
 from draftproof.models.runner import Runner
-from draftproof.ops.following_torch import TorchFollowing
+from draftproof.ops.cpu.following import CpuFollowing
 from draftproof.propose.head import Eagle3Proposer, EagleProposer, HeadProposer, MtpProposer
 from draftproof.propose.rounds import Rounds
 from exact import OPTIONS, Ask, Company, Where
@@ -147,7 +147,7 @@ BASE = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "tempera
 
 @pytest.mark.parametrize("bug", ["token", "position", "stays", "keeps"])
 def test_control_the_audit_sees_a_slip(bug, monkeypatch):
-    follow = TorchFollowing.follow
+    follow = CpuFollowing.follow
 
     def broken(self: Any, given: Any, *others: Any) -> Any:
         rows, last = follow(self, given, *others)
@@ -163,7 +163,7 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
             ), last
         return rows, last
 
-    monkeypatch.setattr(TorchFollowing, "follow", broken)
+    monkeypatch.setattr(CpuFollowing, "follow", broken)
     if bug == "keeps":  # the features of the step before
         kept = monkeypatch.setattr("draftproof.engine.drafting.Drafting.keep", lambda self, *rows: None)
         assert kept is None

@@ -386,6 +386,30 @@ def test_capture_follows_a_new_page_table_and_refuses_foreign_operations() -> No
     assert same(model.forward(tokens_of([(0, 0), (0, 1)], first)), a)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_pass_is_given_rows_that_change(kind: str) -> None:
+    """Its own result too, as a head's rounds do."""
+    ops, dtype = make(kind)
+    model = Tiny(ops, dtype)
+    paged = Paged(model.heads, [30], dtype)
+    norm = torch.cat([model.layers[0]["n1"]] * 2)
+
+    def forward(rows: Rows, left: Tensor) -> tuple[Tensor, ...]:
+        wide = ops.beside(left, ops.embed(rows.tokens, model.table))
+        return (ops.rms_norm(wide, norm, 1e-5),)
+
+    captured, width = ops.capture(forward, 40), model.table.shape[1]
+    left = torch.randn(29, width).to(dtype)
+    for count in (29, 1, 7):
+        rows = tokens_of([(0, p) for p in range(count)], paged)
+        wide = torch.cat([left[:count], model.table[rows.tokens]], 1)
+        expected = ops.rms_norm(wide, norm, 1e-5)
+        (found,) = captured(rows, left[:count])
+        assert same(found, expected)
+        (again,) = captured(rows, found[:, :width])
+        assert same(again, forward(rows, expected[:, :width])[0])
+
+
 def test_arena_places_never_overlap_while_alive() -> None:
     from draftproof.ops.cpu.program import place
 

@@ -121,7 +121,7 @@ class HeadModel:
         if self.norms:
             embedded = ops.rms_norm(embedded, self.norms[0], eps)
             feature = ops.rms_norm(feature.contiguous(), self.norms[1], eps)
-        return ops.linear(torch.cat([embedded, feature], 1), self.fc)
+        return ops.linear(ops.beside(embedded, feature), self.fc)
 
     def _normed(self, row: Tensor) -> Tensor:
         return row if self.norm is None else self.ops.rms_norm(row, self.norm, self.config.rms_norm_eps)
@@ -140,14 +140,23 @@ class HeadModel:
             return logits
         return self._logits[: len(logits)].index_copy_(1, self.ids, logits)
 
-    def pick(self, row: Tensor, at: Tensor | None, windows: Windows, greedy: bool, out: Tensor) -> Tensor:
-        """Drafts into `out` [B], each from the row at its place, as plain sampling would take them.
+    def pick(
+        self,
+        row: Tensor,
+        at: Tensor | None,
+        windows: Windows,
+        greedy: bool,
+        out: Tensor,
+        sure: Tensor | None = None,
+    ) -> Tensor:
+        """Drafts into `out` [B], each from the row at its place, as plain sampling would take them; into
+        `sure` [B], if given, how likely the head thinks each to be.
 
         Returns these rows, [B, hidden].
         """
         if self.norm is not None:
             norm, eps = self.norm, self.config.rms_norm_eps
-            return self.ops.pick(row, at, norm, eps, self.head, self.ids, windows, greedy, out)
+            return self.ops.pick(row, at, norm, eps, self.head, self.ids, windows, greedy, out, sure)
         row = row if at is None else row[at.clamp(min=0)]
         logits = self.logits(row)
         token = self.ops.argmax(logits) if greedy else self.ops.choose(logits, windows)[0]

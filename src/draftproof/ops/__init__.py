@@ -31,7 +31,7 @@ from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
 from draftproof.types import Rows as Rows
 
 T = TypeVar("T")
-Forward = Callable[[Rows], tuple[Tensor, ...]]
+Forward = Callable[..., tuple[Tensor, ...]]  # of Rows, and of tensors with as many rows
 
 BACKENDS = {
     "reference": "draftproof.ops.reference:ReferenceOps",
@@ -75,6 +75,10 @@ class Ops(DraftSearch, Following):
     @abstractmethod
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         """tokens [R] -> rows of table [V, D]: [R, D]."""
+
+    def beside(self, left: Tensor, right: Tensor) -> Tensor:
+        """[R, A] and [R, B] -> [R, A + B]."""
+        return torch.cat([left, right], 1)
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -174,7 +178,7 @@ class Ops(DraftSearch, Following):
             return known, residual
         assert embedding is not None
         tokens = self.rms_norm(self.embed(rows.tokens, embedding), layer.token_norm, eps)
-        return torch.cat([tokens, known], 1), known if layer.norm_around else residual
+        return self.beside(tokens, known), known if layer.norm_around else residual
 
     def begin(self, rows: Rows) -> None:
         """A forward pass over these rows begins: what its layers share may be worked out once.
@@ -185,7 +189,8 @@ class Ops(DraftSearch, Following):
     def capture(self, forward: Forward, max_rows: int) -> Forward:
         """`forward` in a form that is quick to repeat; calls have at most `max_rows` rows.
 
-        The tensors that a captured function returns are valid until its next call.
+        It is called with rows, and maybe with tensors [rows, …] of the same widths each time. The tensors
+        that a captured function returns are valid until its next call.
         """
         return forward
 

@@ -67,10 +67,12 @@ class Following(ABC):
         windows: Windows,  # of B rows
         greedy: bool,
         out: Tensor,  # [B] int64
+        sure: Tensor | None = None,  # [B] fp32
     ) -> Tensor:
         """`choose` of the logits of the norm of x into `out`; the rows [B, hidden] that it was taken of,
         anything where there is no slot.
 
         With `greedy` the temperature counts as 0. Ids that the head does not know are never chosen. Where
-        logits are not finite: any number.
+        logits are not finite: any number. Into `sure`, if given: the chance that the head itself gives what
+        was chosen, at the temperature that counts, or at 1 where that is 0; anything where there is no slot.
         """

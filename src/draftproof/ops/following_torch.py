@@ -80,6 +80,7 @@ class TorchFollowing(Ops):
         windows: Windows,
         greedy: bool,
         out: Tensor,
+        sure: Tensor | None = None,
     ) -> Tensor:
         rows = x if at is None else x[at.clamp(min=0)]
         logits = self.linear(self.rms_norm(rows, norm, eps), packed, torch.float32)
@@ -90,4 +91,8 @@ class TorchFollowing(Ops):
             out.copy_(torch.where(windows.slot >= 0, self.argmax(logits), 0))
         else:
             out.copy_(self.choose(logits, windows)[0])
+        if sure is not None:
+            heat = windows.columns.temperature[windows.slot.clamp(min=0)]
+            law = logits if greedy else logits / torch.where(heat > 0, heat, 1.0)[:, None]
+            sure.copy_((law.gather(1, out[:, None])[:, 0] - self.logsumexp(law)).exp())
         return rows

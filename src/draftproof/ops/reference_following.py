@@ -71,6 +71,7 @@ class ReferenceFollowing(Ops):
         windows: Windows,
         greedy: bool,
         out: Tensor,
+        sure: Tensor | None = None,
     ) -> Tensor:
         size, vocab = len(windows.slot), windows.columns.ends.shape[1]
         rows = torch.stack([x[b if at is None else max(0, int(at[b]))] for b in range(size)])
@@ -81,5 +82,10 @@ class ReferenceFollowing(Ops):
             logits[b, known] = self.linear(self.rms_norm(rows[b : b + 1], norm, eps), packed, torch.float32)[
                 0
             ]
-        out.copy_(self.choose(logits, replace(windows, columns=cold) if greedy else windows)[0])
+        windows = replace(windows, columns=cold) if greedy else windows
+        out.copy_(self.choose(logits, windows)[0])
+        for b, slot in enumerate(windows.slot.tolist() if sure is not None else []):
+            assert sure is not None
+            heat = float(windows.columns.temperature[slot]) or 1.0
+            sure[b] = (logits[b].double() / heat).softmax(0)[out[b]]
         return rows

@@ -21,6 +21,7 @@ from draftproof.models.head_formats import load_head, read_head
 from draftproof.models.head_model import HeadModel
 from draftproof.models.runner import kv_bytes_per_token
 from draftproof.models.shipped import shipped_for, shipped_like
+from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
 from draftproof.types import DeviceBatch, Draft
@@ -59,6 +60,9 @@ class HeadProposer(DeviceProposer):
         self.caches = [
             torch.zeros(shape, dtype=target.dtype, device=env.ops.device) for _ in range(config.num_layers)
         ]
+        self._forward, self._store = (
+            env.ops.capture(function, env.ops.bucket(env.max_rows)) for function in (self._row, self._kv)
+        )
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
@@ -73,23 +77,30 @@ class HeadProposer(DeviceProposer):
         each = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
         return each, weights * dtype.itemsize
 
+    def _row(self, rows: Rows, feature: Tensor) -> tuple[Tensor]:
+        return (self.model.forward(rows, feature, self.caches),)
+
+    def _kv(self, rows: Rows, feature: Tensor) -> tuple[()]:
+        self.model.store(rows, feature, self.caches)
+        return ()
+
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.traits is not None and batch.rows is not None and batch.features is not None
         ops, model, count = self.env.ops, self.model, batch.traits.rounds
         rows, last = ops.follow(batch.rows, batch.columns, batch.slots)
         feature = model.feature(batch.features)
         if not count:  # whatever the tokens are: there are none of them
-            model.store(rows, feature, self.caches)
+            self._store(rows, feature)
             return Draft(batch.columns.draft[: len(batch.slots)], torch.zeros_like(batch.budget))
         # the head's row of a draft stands one before it: that is where the row of its feature stands
         rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size)
         at: Tensor | None = last  # [B] the row that an entry's first draft comes from
         if model.config.num_layers == 1 and len(rows.tokens) > max(ops.at_once, len(last)):
             # of all rows but these K and V are wanted, and nothing else
-            model.store(rows, feature, self.caches)
+            self._store(rows, feature)
             rows, feature, at = rounds.rows(0), feature[last.clamp(min=0)], None
         for j in range(count):
-            row = model.forward(rounds.rows(j) if j else rows, feature, self.caches)
+            (row,) = self._forward(rounds.rows(j) if j else rows, feature)
             if rounds.plain:
                 row = model.pick(row, at, rounds.windows(j), self.greedy, rounds.ahead.tokens[j])
             else:

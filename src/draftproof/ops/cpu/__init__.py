@@ -154,6 +154,16 @@ class CpuOps(CpuBookkeeping):
         self._call(elementwise.embed, tokens.shape[0], [out], [tokens], sizes, small=True)
         return out
 
+    def beside(self, left: Tensor, right: Tensor) -> Tensor:
+        left = _check("left", left, 2)
+        right = _check("right", right, 2, dtype=left.dtype)
+        if left.shape[0] != right.shape[0]:
+            raise ValueError(f"{left.shape[0]} rows beside {right.shape[0]}")
+        rows, widths = left.shape[0], [part.shape[1] * part.element_size() for part in (left, right)]
+        out = self._new((rows, left.shape[1] + right.shape[1]), left.dtype)
+        self._call(elementwise.beside, rows, [out], [left, right], widths, small=out.numel() < SMALL)
+        return out
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = _check("x", x, 2)
         weight = _check("weight", weight, 1, x.shape[1], x.dtype)
@@ -302,20 +312,21 @@ class Captured:
         self._ops, self._forward, self._max_rows = ops, forward, max_rows
         self._ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
         self._ints = self._ints.view(4, max_rows)  # tokens, positions, slots, kv_index
+        self._given: list[Tensor] = []  # [max_rows, …]: what it is called with beside the rows
         self._table: Tensor | None = None
         self._program: Program | None = None
 
     def _record(self, page_table: Tensor) -> Program:
         tokens, positions, slots, kv_index = self._ints.unbind()
-        recorder = Recorder(self._max_rows, [tokens, positions, slots, kv_index])
+        recorder = Recorder(self._max_rows, [tokens, positions, slots, kv_index, *self._given])
         self._ops._recorder = recorder
         try:
-            results = self._forward(Rows(tokens, positions, slots, kv_index, page_table))
+            results = self._forward(Rows(tokens, positions, slots, kv_index, page_table), *self._given)
         finally:
             self._ops._recorder = None
         return recorder.finish(results)
 
-    def __call__(self, rows: Rows) -> tuple[Tensor, ...]:
+    def __call__(self, rows: Rows, *given: Tensor) -> tuple[Tensor, ...]:
         count = rows.tokens.shape[0]
         if count > self._max_rows:
             raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
@@ -327,11 +338,12 @@ class Captured:
             or known.data_ptr() != table.data_ptr()
             or known.shape != table.shape
         ):
+            self._given = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in given]
             self._program = self._record(table)
             self._table = table
         if count:
-            parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index)
-            for target, part in zip(self._ints, parts, strict=True):
+            parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *given)
+            for target, part in zip((*self._ints, *self._given), parts, strict=True):
                 target[:count].copy_(part)
             self._ops.team.run(self._program.table, count, self._program.scratch)
         return tuple(result[:count] for result in self._program.results)

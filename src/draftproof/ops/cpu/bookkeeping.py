@@ -12,6 +12,7 @@ from torch import Tensor
 from draftproof import types
 from draftproof.ops import STREAM_SAMPLE, Layout
 from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.cpu.following import CpuFollowing
 from draftproof.ops.cpu.suffix import CpuSuffix
 from draftproof.types import Adjust, Choice, Draft, End, Outcome, Plan, SlotColumns, Windows
 
@@ -25,7 +26,7 @@ assert (NUM_OUT, PICK, TOKENS) == (types.NUM_OUT, types.PICK, types.TOKENS)
 compiled = njit(cache=True, nogil=True, boundscheck=False)
 
 
-class CpuBookkeeping(CpuSuffix, Bookkeeping):
+class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):
     """Tensors are read and written in place."""
 
     def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:

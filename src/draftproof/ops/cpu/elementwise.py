@@ -35,6 +35,18 @@ def embed(args: int, rows: int, thread: int, threads: int, scratch: int) -> None
         copy_bytes(out + row * row_bytes, table + token * row_bytes, row_bytes)
 
 
+@kernel
+def beside(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+    """args: out, left, right, bytes of a row of each."""
+    out, left, right = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    first, second = load_i64(args + 24), load_i64(args + 32)
+    begin, end = share(rows, thread, threads)
+    for row in range(begin, end):
+        to = out + row * (first + second)
+        copy_bytes(to, left + row * first, first)
+        copy_bytes(to + first, right + row * second, second)
+
+
 @device
 def _normalise(src: int, out: int, weight: int, width: int, eps: float, bf16: bool) -> None:
     """out [width] = src / rms(src), rounded, times weight."""

@@ -56,9 +56,10 @@ class DraftOps(StepOps):
         windows: Windows,
         greedy: bool,
         out: Tensor,
+        sure: Tensor | None = None,
     ) -> Tensor:
-        if not self._pick.takes(x, len(out), packed):
-            return super().pick(x, at, norm, eps, packed, ids, windows, greedy, out)
+        if sure is not None or not self._pick.takes(x, len(out), packed):
+            return super().pick(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
         x = runtime.matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
         norm = runtime.vector("norm", norm, x.shape[1], (x.dtype,))
         lines = [out, windows.slot, windows.position, *([] if at is None else [at])]
