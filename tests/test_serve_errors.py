@@ -129,7 +129,24 @@ def test_hints(served: Served) -> None:
     assert '--speculative-config \'{"method": "given"}\'' in message(
         prediction={"type": "content", "content": "x"}
     )
-    assert "tool calls" in message(tools=[{"type": "function"}])
+    assert message(tools=[{"type": "function"}]) == "tools: tool calls are not supported"
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert "only text is supported" in message(messages=[image])
+
+
+def test_too_long(served: Served) -> None:
+    """As OpenAI names it: clients look for that code. What was refused is not counted."""
+    before = served.http.get("/metrics").text
+    long = "one " * 150
+    for path, body, param in (
+        ("/v1/completions", {**TEXT, "prompt": long}, "prompt"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": long}]}, "messages"),
+    ):
+        error = served.post(path, body).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
+    after = served.http.get("/metrics").text
+    counts = [line for line in after.splitlines() if line.startswith("draftproof:prompt_tokens_total")]
+    assert counts and counts[0] in before
 
 
 def test_the_client_raises_its_own_errors(served: Served) -> None:

@@ -197,7 +197,6 @@ class Answers:
 
     def _note(self, asked: Asked, wish: Wish, ticket: Ticket) -> None:
         prompt = sum(len(prompt.ids) for prompt in wish.prompts)
-        self._meters.prompt_tokens += prompt
         ticket.facts.update(
             stream=wish.stream, prompts=len(wish.prompts), n=wish.params.n, prompt_tokens=prompt
         )
@@ -210,6 +209,7 @@ class Answers:
     def _count(self, wish: Wish, outputs: Sequence[RequestOutput], ticket: Ticket) -> None:
         answers = [answer for output in outputs for answer in output.outputs]
         made = 0 if wish.silent else sum(len(answer.token_ids) for answer in answers)
+        self._meters.prompt_tokens += sum(len(prompt.ids) for prompt in wish.prompts)
         self._meters.generated_tokens += made
         self._meters.whole_request.observe(time.perf_counter() - ticket.started)
         for output in outputs:

@@ -22,7 +22,7 @@ HISTOGRAMS = {
     "steps": ("engine_step_duration_seconds", "Steps of an engine's process with results for this server."),
 }
 COUNTS = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts that were answered."),
     "generated_tokens": ("generation_tokens", "Tokens told to clients."),
     "disconnects": ("client_disconnects", "Requests whose client left."),
     "open": ("http_requests_open", "Requests that are being answered."),

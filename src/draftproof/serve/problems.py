@@ -26,6 +26,7 @@ _TYPES = {
 }
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.S)
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$", re.S)
+_PART = re.compile(r"content\[\d+\]\.type$")
 _MISSING = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.S)
 
 
@@ -127,8 +128,12 @@ def _wrong(text: str, kind: type[Any]) -> Problem:
     found = _AT.search(text)
     place = _place(found[1]) if found else None
     what = text[: found.start()] if found else text
-    reason = NOT_HONOURED.get(re.split(r"[.\[]", place or "")[0])
-    return Problem(400, f"{place or 'body'}: {what}" + (f" ({reason})" if reason else ""), place)
+    option = re.split(r"[.\[]", place or "")[0]
+    if reason := NOT_HONOURED.get(option):
+        return Problem(400, f"{option}: {reason}", place, "unsupported_option")
+    if _PART.search(place or ""):
+        what += f" ({NOT_HONOURED['modalities']})"
+    return Problem(400, f"{place or 'body'}: {what}", place)
 
 
 def _place(path: str | None) -> str | None:

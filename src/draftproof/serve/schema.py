@@ -197,6 +197,7 @@ class DetokenizeAsked(Strict, kw_only=True):
 NOT_HONOURED = {
     "suffix": "text after the answer is not supported",
     "tools": "tool calls are not supported",
+    "tool_choice": "tool calls are not supported",
     "functions": "tool calls are not supported",
     "function_call": "tool calls are not supported",
     "parallel_tool_calls": "tool calls are not supported",
@@ -213,6 +214,7 @@ NOT_HONOURED = {
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
+    "truncate_prompt_tokens": "prompts are not cut; send a shorter one",
     "use_beam_search": "beam search is not supported",
     "length_penalty": "beam search is not supported",
 }

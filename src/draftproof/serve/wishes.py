@@ -30,6 +30,7 @@ from draftproof.text.tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters that an event loop should not tokenise itself
 RESERVED = {"self", "messages", "chat_template", "add_generation_prompt", "continue_final_message"}
+TOO_LONG = "context_length_exceeded"  # the code that clients look for
 START_FOR_PREDICTION = """start the server with --speculative-config '{"method": "given"}' to use it"""
 
 
@@ -132,7 +133,7 @@ class Wishes:
         )
         self._check_text(sum(len(_text(message.content)) for message in asked.messages), "messages")
         prompt = PromptIn(await self.conversation(asked))
-        self._check_length(prompt)
+        self._check_length(prompt, "messages")
         entries = self._entries([prompt], params)
         return Wish(True, [prompt], params, **self._common(asked), num_entries=entries)
 
@@ -245,14 +246,14 @@ class Wishes:
         """What cannot fit whatever its tokens are is not tokenised first. `most` tokens: as of a prompt."""
         most = most or self._settings.max_prompt_tokens or self._llm.limits.max_model_len
         if size > most * self.tokenizer.longest:
-            raise Problem(400, f"{name}: {size} characters are more than {most} tokens", name)
+            raise Problem(400, f"{name}: {size} characters are more than {most} tokens", name, TOO_LONG)
 
-    def _check_length(self, prompt: PromptIn) -> None:
-        most, vocab = self._settings.max_prompt_tokens, self._llm.limits.vocab_size
-        if most is not None and len(prompt.ids) > most:
-            raise Problem(
-                400, f"the prompt has {len(prompt.ids)} tokens, and this server takes {most}", "prompt"
-            )
+    def _check_length(self, prompt: PromptIn, name: str = "prompt") -> None:
+        limits, count = self._llm.limits, len(prompt.ids)
+        most = min(self._settings.max_prompt_tokens or limits.max_model_len, limits.max_model_len - 1)
+        if count > most:
+            raise Problem(400, f"the prompt has {count} tokens, and this server takes {most}", name, TOO_LONG)
+        vocab = limits.vocab_size
         if prompt.text is None and prompt.ids and max(prompt.ids) >= vocab:
             raise Problem(
                 400,
