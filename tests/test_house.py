@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import draftproof
+from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.ops import BACKENDS
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
+from draftproof.sampling_params import SamplingParams
+from draftproof.structured_outputs import StructuredOutputs
 from draftproof.verify import STRATEGIES
 
 ROOT = Path(draftproof.__file__).parent
@@ -131,6 +135,22 @@ def test_version_and_changelog_agree() -> None:
     assert f"## {draftproof.__version__}" in (REPO / "CHANGELOG.md").read_text()
 
 
+def test_every_option_is_in_the_documents() -> None:
+    """Of an engine, of speculation, of a request, and of whatever reads the environment."""
+    told = (REPO / "docs" / "options.md").read_text()
+    kinds = [lookup(table, name, "class") for table in (PROPOSERS, STRATEGIES) for name in table]
+    names = {
+        f.name for config in (EngineConfig, SpeculativeConfig, StructuredOutputs) for f in fields(config)
+    }
+    names |= {key for kind in kinds for key in kind.defaults} | set(PROPOSERS) | set(STRATEGIES)
+    names |= set(re.findall(r"DRAFTPROOF_(?!CONTINUE)[A-Z_]+", "".join(p.read_text() for p in modules())))
+    names -= {"speculative", "options"}  # where the others are kept
+    assert sorted(name for name in names if f"`{name}`" not in told) == []
+    server = (REPO / "docs" / "server.md").read_text()
+    asked = {f.name for f in fields(SamplingParams)} - {"logits_processors"}  # which no client can send
+    assert sorted(name for name in asked if f"`{name}`" not in server) == []
+
+
 def test_readme_map_is_the_house() -> None:
     """Every room and top-level module is on the map, and the map shows nothing else."""
     text = (REPO / "README.md").read_text()
@@ -139,3 +159,5 @@ def test_readme_map_is_the_house() -> None:
     shown = {m.group(1) for m in re.finditer(r"^ {4}([a-z_]+)(?:/|\.py)\s", tree.group(1), re.M)}
     real = {room(p) for p in modules()} - {"__init__", "__main__"}
     assert shown == real
+    named = set(re.findall(r"`(\w+\.(?:py|sh))`", (REPO / "bench" / "README.md").read_text()))
+    assert named == {p.name for p in (REPO / "bench").iterdir() if p.suffix in (".py", ".sh")}

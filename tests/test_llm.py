@@ -261,6 +261,10 @@ def test_processor_error_is_the_requests_own(llm: LLM) -> None:
 def test_unknown_options_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         LLM("smollm2-135m", max_num_seq=3)
+    with pytest.raises(ConfigError, match="memory_utilization' twice"):
+        LLM("smollm2-135m", gpu_memory_utilization=0.5, memory_utilization=0.6)
+    with pytest.raises(ConfigError, match="memory_utilization must lie in 0..1"):
+        LLM("smollm2-135m", gpu_memory_utilization=2)
     with pytest.raises(ConfigError, match="prompt_lookup_max"):
         LLM("smollm2-135m", speculative_config={"method": "ngram", "prompt_lookup_maxx": 3})
     with pytest.raises(ConfigError, match="twice"):

@@ -20,6 +20,7 @@ _KEY_ALIASES = {
     "min_ngram_size": "prompt_lookup_min",
     "suffix_decoding_min_token_prob": "min_token_prob",
 }
+_OPTION_ALIASES = {"gpu_memory_utilization": "memory_utilization"}
 _METHOD_ALIASES = {"ngram_match": "ngram", "[ngram]": "ngram"}
 
 
@@ -39,12 +40,7 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> SpeculativeConfig:
         """From vLLM's or FastDeploy's keys. Keys not known here are left for proposer and strategy."""
-        merged: dict[str, Any] = {}
-        for key, item in value.items():
-            name = _KEY_ALIASES.get(key, key)
-            if name in merged and merged[name] != item:
-                raise ConfigError(f"speculative_config gives {name!r} twice: {merged[name]} and {item}")
-            merged[name] = item
+        merged = _renamed(value, _KEY_ALIASES, "speculative_config gives")
         if "method" not in merged:
             raise ConfigError("speculative_config needs a 'method', for example 'ngram'")
         merged["method"] = _METHOD_ALIASES.get(str(merged["method"]), str(merged["method"]))
@@ -90,6 +86,17 @@ class SpeculativeConfig:
         if not _within(length, 1, k + 1):
             raise ConfigError(f"synthetic_acceptance_length must lie in 1..{k + 1}, got {length}")
         return (_constant_rate(float(length), k),) * k
+
+
+def _renamed(given: Mapping[str, Any], aliases: Mapping[str, str], who: str) -> dict[str, Any]:
+    """Each under its own name here; ConfigError if two names of one thing say different things."""
+    merged: dict[str, Any] = {}
+    for key, item in given.items():
+        name = aliases.get(key, key)
+        if name in merged and merged[name] != item:
+            raise ConfigError(f"{who} {name!r} twice: {merged[name]} and {item}")
+        merged[name] = item
+    return merged
 
 
 def _within(value: object, low: float, high: float) -> bool:
@@ -141,10 +148,10 @@ class EngineConfig:
     def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
         """From keyword options as `LLM(...)` takes them."""
         known = {f.name for f in fields(cls)} - {"speculative"} | {"speculative_config"}
-        for key in options:
+        values = _renamed(options, _OPTION_ALIASES, "the options give")
+        for key in values:
             if key not in known:
                 raise ConfigError(f"unknown option {key!r}: {nearest(key, known)}")
-        values = dict(options)
         spec = values.pop("speculative_config", None)
         if isinstance(spec, Mapping):
             spec = SpeculativeConfig.parse(spec)
