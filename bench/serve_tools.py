@@ -123,10 +123,10 @@ def run(command: list[str], log: Path, work: Path) -> str:
         env={**os.environ, "PYTHONPATH": "", **offline},
     )
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout)
-    text = text.replace(str(Path.home()), "~")
-    log.write_text(
-        f"$ {Path(command[0]).name} {' '.join(command[1:])}\n{text}\nexit status {done.returncode}\n"
-    )
+    kept = f"$ {Path(command[0]).name} {' '.join(command[1:])}\n{text}\nexit status {done.returncode}\n"
+    for path, name in hidden.items():
+        kept = kept.replace(path, name)
+    log.write_text(kept)
     return text
 
 
