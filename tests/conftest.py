@@ -40,9 +40,10 @@ def smollm2():
 @pytest.fixture(scope="session")
 def smollm2_path():
     """The default model's file, fetched once."""
-    from draftproof.models.hub import fetch_default
+    from draftproof.config import DEFAULT_MODEL
+    from draftproof.models.hub import find_model
 
-    return fetch_default()
+    return find_model(DEFAULT_MODEL, progress=False)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from draftproof.config import EngineConfig
+from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.driver import Box, Driver
 from draftproof.engine.admission import Limits
 from draftproof.errors import ConfigError, RequestError
@@ -47,7 +47,7 @@ STOP_SECONDS = 30.0  # that the end of a program waits for a step under way
 class AsyncLLM:
     """A model, ready to serve. Options are those of `LLM`."""
 
-    def __init__(self, model: str = "smollm2-135m", **options: Any) -> None:
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         from draftproof.llm import LLM  # here: a process that has its engine elsewhere needs no torch
 
         self._own(LLM(model, **options))

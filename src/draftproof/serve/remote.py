@@ -89,10 +89,6 @@ class RemoteLLM(AsyncLLM):
         return error if isinstance(error, EngineDeadError) else None
 
     @property
-    def model_name(self) -> str:
-        return self._far.facts.model
-
-    @property
     def strategies(self) -> dict[str, tuple[str, bool]]:
         """Label, and whether it is lossless, by name."""
         return {name: (label, good) for name, (label, good, _) in self._far.facts.strategies.items()}

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from draftproof.config import EngineConfig
+from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.errors import ConfigError, EngineDeadError, LoadError
 from draftproof.serve.status import (
     SOCKET,
@@ -52,7 +52,7 @@ class Supervisor:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str = DEFAULT_MODEL,
         *,
         max_restarts: int = 5,
         first_delay: float = 0.5,

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -46,11 +46,14 @@ def add_options(parser: argparse.ArgumentParser, speculation: str) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    from draftproof.config import SpeculativeConfig
+    from draftproof.config import SpeculativeConfig, read_speculation
     from draftproof.simulate.recorded import read
     from draftproof.simulate.replay import replay
 
-    config = SpeculativeConfig.parse(_json(options.speculative_config, "--speculative-config"))
+    wish = read_speculation(options.speculative_config)
+    if wish is None:
+        raise RequestError("--speculative-config off: a proposer is needed; speed-ups are over none already")
+    config = SpeculativeConfig.parse(wish)
     lengths = _lengths(options.k)
     if not 1 <= options.batch <= 1024:
         raise RequestError(f"--batch must lie in 1..1024, got {options.batch}")
@@ -119,16 +122,6 @@ def tasks_of(outcomes: Sequence[Outcome]) -> Table | None:
     return table
 
 
-def _json(text: str, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} must be a JSON object")
-    return value
-
-
 def _lengths(text: str) -> list[int]:
     try:
         found = [int(word) for word in text.split(",")]
@@ -147,17 +140,17 @@ def _costs(options: argparse.Namespace) -> Costs | None:
     if not options.costs:
         return None
     try:
-        return Costs({int(rows): float(s) for rows, s in _json(options.costs, "--costs").items()})
-    except (ValueError, TypeError) as error:
+        return Costs({int(rows): float(s) for rows, s in json.loads(options.costs).items()})
+    except (ValueError, TypeError, AttributeError) as error:
         raise RequestError(f"--costs must be seconds by rows: {error}") from error
 
 
 def _measured(model: str, rows: int) -> dict[int, float]:
     """Step times of a model, as an engine takes them at its start."""
+    from draftproof.engine.sizes import some_of
     from draftproof.llm import LLM
 
     spec = {"method": "ngram", "num_speculative_tokens": 1}
     llm = LLM(model, max_num_seqs=max(1, -(-rows // 2)), speculative_config=spec)
     costs = llm.engine.loop.scheduler.budgets.costs
-    sizes = {n for power in range(12) for n in (1 << power, 3 << power) if n < rows} | {rows}
-    return {size: costs.of(size) for size in sizes}
+    return {size: costs.of(size) for size in some_of(rows)}
