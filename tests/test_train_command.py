@@ -73,6 +73,7 @@ def test_cut_or_not_it_is_the_same(
     made = files(tmp_path / "one")
     assert {"head/model.safetensors", "speculators/config.json", "train/curve.png", "eval.json"} <= set(made)
     for phase in ("generate", "train"):
+        assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 2  # of what?
         assert train(model, prompts, tmp_path / "two", "--phase", phase, "--stop-after", "0") == CUT
         assert train(model, prompts, tmp_path / "two", "--phase", phase) == 0
     assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 0
@@ -104,9 +105,13 @@ def test_cut_or_not_it_is_the_same(
         (["--aux-layers", "0,99"], "has layers 0.."),
         (["--aux-layers", "a"], "numbers with commas"),
         (["--begin", "/nowhere"], "no head is there"),
+        (["--device", "cuda:99"], "cannot be used here"),
+        (["--phase", "train"], "run the phase `generate` first"),
+        (["--phase", "eval"], "run the phase `generate` first"),
+        (["--phase", "write"], "run the phase `train` first"),
     ],
 )
-def test_a_wrong_head_is_refused_before_text_is_written(
+def test_what_cannot_start_leaves_nothing(
     wish: list[str],
     message: str,
     model: Path,

@@ -114,8 +114,11 @@ def _positive(plan: TextPlan | TrainPlan, names: tuple[str, ...]) -> None:
             raise ConfigError(f"{name} must be positive, got {getattr(plan, name)}")
 
 
-def settle(path: Path, plan: TextPlan | TrainPlan) -> None:
-    """Write the plan down, or compare with what was begun under it."""
+def settle(path: Path, plan: TextPlan | TrainPlan, begin: bool = True) -> None:
+    """Compare with what was begun here, if anything was; else, with `begin`, write the plan down.
+
+    A run that cannot even start should leave nothing that the next one would have to agree with.
+    """
     now: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
     if path.exists():
         before = json.loads(path.read_text())
@@ -123,8 +126,8 @@ def settle(path: Path, plan: TextPlan | TrainPlan) -> None:
         if other:
             said = ", ".join(f"{key} was {before.get(key)} and is {now[key]}" for key in other)
             raise ConfigError(f"{path} was begun with other settings ({said}): use another work folder")
-        return
-    write_json(path, now)
+    elif begin:
+        write_json(path, now)
 
 
 def write_json(path: Path, value: Mapping[str, Any] | list[Any]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, utils
 
+from draftproof.errors import ConfigError
 from draftproof.llm import LLM
 from draftproof.metrics import SpecStats
 from draftproof.models.config import ModelConfig
@@ -53,7 +54,7 @@ class Run:
         self, plan: TextPlan, stop_at: float | None = None, engine: Mapping[str, Any] | None = None
     ) -> bool:
         """Text until there is as much as the plan wants; whether there is."""
-        settle(self.work / "text.json", plan)
+        settle(self.work / "text.json", plan, begin=False)
         folder = self.work / "text"
         held = plan.held_out == 0 or bool(shard_tokens(folder / "held"))
         if held and sum(shard_tokens(folder)) >= plan.tokens:
@@ -64,6 +65,7 @@ class Run:
         # no more KV than is used: in the same process the training comes next
         options.setdefault("kv_cache_tokens", room * options["max_num_seqs"])
         llm = LLM(plan.model, **options)
+        settle(self.work / "text.json", plan)
         self.telling.say(f"generate: {llm.engine.describe()}")
         try:
             done = Generator(llm, plan, self.telling).run(folder, stop_at)
@@ -99,9 +101,10 @@ class Run:
 
     def train(self, plan: TrainPlan, stop_at: float | None = None, verifier: str | None = None) -> bool:
         """The head, written when it is done; whether it is. `verifier`: the target's name elsewhere."""
-        settle(self.work / "train.json", plan)
+        settle(self.work / "train.json", plan, begin=False)
         with repeatable():
             trainer = self._trainer(plan)
+            settle(self.work / "train.json", plan)
             trainer.resume(self.work / "train")
             began = time.monotonic()
             done = trainer.run(self.work / "train", stop_at)
@@ -116,9 +119,11 @@ class Run:
     def evaluate(self, plan: TrainPlan, verifier: str | None = None) -> dict[str, Any]:
         """Acceptance of the trained weights, cut short or not, on every held-out text, twice: as training
         counts it, and in the engine, whose answers must be the texts."""
-        settle(self.work / "train.json", plan)
+        settle(self.work / "train.json", plan, begin=False)
         trainer = self._trainer(plan)
         trainer.resume(self.work / "train")
+        if not trainer.step and not plan.begin:
+            raise ConfigError(f"{self.work}: nothing is trained here: run the phase `train` first")
         trainer.sharpen()
         self._write(trainer, verifier)
         found: dict[str, Any] = {}
@@ -183,6 +188,8 @@ class Run:
 
     def write(self, plan: TrainPlan, verifier: str | None = None) -> None:
         """The head of the work folder for other engines, once more; it takes the model, and no text."""
+        if not (self.work / "head" / "config.json").is_file():
+            raise ConfigError(f"{self.work / 'head'}: there is no head here: run the phase `train` first")
         checkpoint = load_checkpoint(plan.model)
         tensors, config = checkpoint.tensors, checkpoint.config
         load_head(self.work / "head", Target.of(config, tensors))  # is it this model's?
