@@ -146,8 +146,9 @@ def test_requests_that_cannot_be_served(busy, param, message, options):
 
 def test_speculation_asked_of_an_engine_without_it():
     plain = tiny.engine()
-    with pytest.raises(RequestError, match="without speculative_config"):
-        plain.add(ask(speculative={"num_speculative_tokens": 2}))
+    for wish in ({"num_speculative_tokens": 2}, {"adaptive": False}):
+        with pytest.raises(RequestError, match="without speculative_config"):
+            plain.add(ask(speculative=wish))
     plain.add(ask(speculative=False))
 
 

@@ -107,7 +107,8 @@ def _check_logprobs(params: SamplingParams, limits: Limits) -> None:
 def _check_speculation(request: Request, limits: Limits) -> None:
     wish = request.params.speculation
     k = wish.num_speculative_tokens
-    off = limits.speculative_tokens == 0
+    if limits.speculative_tokens == 0 and (k is not None or wish.adaptive is not None):
+        raise RequestError("this engine was started without speculative_config", "speculative")
     if k is not None:
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise RequestError(
@@ -115,8 +116,6 @@ def _check_speculation(request: Request, limits: Limits) -> None:
                 "to switch speculation off for a request use speculative=False",
                 "speculative",
             )
-        if off:
-            raise RequestError("this engine was started without speculative_config", "speculative")
         if k > limits.speculative_tokens:
             raise RequestError(
                 f"num_speculative_tokens={k} is above the engine's {limits.speculative_tokens}",
