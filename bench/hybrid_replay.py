@@ -59,8 +59,10 @@ class Meter:
         dear = RowCosts(machine.steps, between=not machine.ahead, learns=False, asking=each)
         sunk = loop.scheduler.asks_first
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
+        self.weighs = llm.engine.loop.proposer is not None and llm.engine.loop.proposer.weighed >= 0
         if loop.asking is not None:
             loop.asking.prices, loop.asking._ahead = dear, machine.ahead
+        if self.weighs:
             self._unbeaten = self.drafting.proposer._unbeaten
             self.drafting.proposer._unbeaten = self.unbeaten
         self.idle = False
@@ -77,7 +79,7 @@ class Meter:
         drafts = 0.0
         if self.drafting.follows_rows:
             asked = int(budget.max(initial=0)) if self.drafting.asked else 0
-            if not self.machine.ahead and self.drafting.proposer.weighed >= 0:
+            if not self.machine.ahead:
                 asked = min(asked, self.drafting.rounds)
             elif self.machine.ahead and asked:
                 asked = min(self.k, 1 << (asked - 1).bit_length())  # few numbers are captured

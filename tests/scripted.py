@@ -25,6 +25,7 @@ from draftproof.types import (
     NUM_OUT,
     TOKENS,
     Choice,
+    Draft,
     End,
     Outcome,
     Plan,
@@ -185,6 +186,8 @@ def stepped(
 
 Drafter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(previous token [B], seeds [B], output position [B]) -> (draft [B], its law [B, V])."""
+Chains = Callable[[SlotColumns, Tensor], Draft]
+"""(columns, slots [B]) -> as many drafts as each is to have, with their laws."""
 
 
 def simulate(
@@ -197,11 +200,12 @@ def simulate(
     k: int,
     seed: int = 0,
     wrong: Callable[[Choice, Windows], Choice] | None = None,
+    chains: Chains | None = None,
 ) -> Tensor:
     """`count` requests that each generate params.max_tokens tokens: [count, max_tokens].
 
     Windows of k drafts, laid out, judged with the real noise and committed by the real ops; a window that
-    ends early is followed by another. `wrong` spoils choices on purpose.
+    ends early is followed by another. `wrong` spoils choices on purpose. `chains` drafts, if no drafter does.
     """
     length, vocab = params.max_tokens or 1, table.shape[1]
     request = Request(id="x", prompt_token_ids=[0], params=params, seed=0)
@@ -226,6 +230,11 @@ def simulate(
             columns.draft[live, j], probs[live, j] = token, law
             inputs[:, j + 1] = token
         columns.num_draft[live] = (length - at - 1).clamp(max=k) if drafter else torch.zeros_like(at)
+        if chains is not None:
+            draft = chains(columns, live)
+            assert draft.probs is not None
+            columns.draft[live], probs[live], columns.num_draft[live] = draft.tokens, draft.probs, draft.count
+            inputs[:, 1:] = draft.tokens
         plan = decoding(live, k)
         windows = laid_out(columns, plan, int((columns.num_draft[live] + 1).sum()), probs)
         entry = torch.zeros(count, dtype=torch.int64)

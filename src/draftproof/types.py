@@ -184,6 +184,7 @@ class DeviceBatch:
     features: Tensor | None = None  # [R, n * hidden]: of each row the n that the proposer wants, side by side
     traits: DraftTraits | None = None
     price: float = 0.0  # of a round of a model, in tokens; 0: it is not to be weighed
+    verify: float = 0.0  # likewise of a row more in the next step
 
 
 @dataclass(frozen=True, slots=True)

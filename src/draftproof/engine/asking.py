@@ -39,8 +39,9 @@ class Asking:
     @classmethod
     def of(cls, proposer: Proposer | None, scheduler: Scheduler, drafting: Drafting) -> Asking | None:
         """None: there is nothing to choose."""
-        weighed = -1 if proposer is None else proposer.weighed
-        return cls(scheduler, drafting, weighed) if weighed >= 0 else None
+        if proposer is None or proposer.weighed < 0 and not proposer.ends_chains:
+            return None
+        return cls(scheduler, drafting, max(0, proposer.weighed))
 
     def __init__(self, scheduler: Scheduler, drafting: Drafting, model: int) -> None:
         """`model`: which of the sources it is."""
@@ -65,11 +66,12 @@ class Asking:
         for sequence in planned.newcomers:
             self._brings[sequence.slot], self._copies[sequence.slot] = HOPE, False
         drafting = self.drafting
-        drafting.asks, drafting.price = True, 0.0
+        drafting.asks, drafting.price, drafting.verify = True, 0.0, 0.0
         if self.prices is None or not all(sequence.adaptive for sequence in planned.sequences):
             return  # somebody is to have all the drafts there can be
         if not self._ahead:
-            drafting.price = self.price(self._round)
+            row = self.scheduler.budgets.costs.another(planned.num_rows)
+            drafting.price, drafting.verify = self.price(self._round), self.price(row)
             return
         price = self.price(self.prices.asking(len(planned.slots)))  # a captured step knows of none
         wanted = (budget > 0) & ~self._copies[planned.slots]

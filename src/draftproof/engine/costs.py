@@ -143,6 +143,10 @@ class RowCosts:
         """What rows cost; more than were ever measured, as the most that were."""
         return self._empty[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
 
+    def another(self, rows: int) -> float:
+        """Seconds that a row more takes in a step of so many, as quick as the machine is at the moment."""
+        return (self.of(rows + 1) - self.of(rows)) * (self._speed or 1.0)
+
     def size(self, rows: int) -> int:
         """Rows that a step of so many has room for; none where nothing is known of it."""
         at = bisect_left(self._rows, rows)

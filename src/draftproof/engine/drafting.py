@@ -36,7 +36,8 @@ class Drafting:
         if proposer is not None and proposer.graph_safe and self.proposer is None:
             raise ConfigError(f"{type(proposer).__name__} is graph_safe: it must be a DeviceProposer")
         self.failure: Exception | None = None  # the proposer's, which is then no longer asked
-        self.asks, self.price = True, 0.0  # its model behind the next step, a round's price: see `Asking`
+        # is its model asked behind the next step, the price of a round and of a row: see `Asking`
+        self.asks, self.price, self.verify = True, 0.0, 0.0
         self.took = 0.0  # seconds of the last drafts, where they are waited for
         self.several = proposer is not None and len(proposer.sources) > 1
         self.reports_probs = proposer is not None and proposer.reports_probs
@@ -128,7 +129,10 @@ class Drafting:
         for count in (n for n in sizes if n <= num_slots):
             rows = ops.bucket(count * (1 + k))
             entries = self.entries(ops, count, rows)
-            some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (k, 0))
+            most = (
+                1 if self.proposer is not None and self.proposer.ends_chains else k
+            )  # others pay or are not
+            some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (most, 0))
             found[count] = max(0.0, some - none)
         return found
 
@@ -144,7 +148,9 @@ class Drafting:
         if rows is not None:
             slots, budget, chunk = slots[:entries], budget[:entries], plan.chunk[:entries]
             features = None if self._features is None else self._features[: len(rows.tokens)]
-            batch = DeviceBatch(columns, slots, budget, chunk, rows, features, traits, self.price)
+            batch = DeviceBatch(
+                columns, slots, budget, chunk, rows, features, traits, self.price, self.verify
+            )
         begin = time.perf_counter()
         try:
             draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)])

@@ -268,8 +268,9 @@ class Loop:
             planned.sequences[b].prompt_scored += len(extra.prompt_logprobs or ())
         same = planned.version == self.scheduler.version  # nobody came or went since it was planned
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
-        if self.asking is not None and source is not None:
-            self.asking.hear(planned, table, source, here, flight.asked)
+        if self.asking is not None:
+            whose = np.zeros((len(table), 1), np.int8) if source is None else source
+            self.asking.hear(planned, table, whose, here, flight.asked)
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}
@@ -303,7 +304,8 @@ class Loop:
         if costs.learns and not planned.has_prompts:
             keys = int(self.scheduler.host.length[planned.slots].sum())
             weighed = self.device.drafting.took if self.asking is not None else 0.0  # on its own
-            costs.observe(planned.num_rows, keys, now - since - weighed, flight.asked, beside)
+            drafted = 0 if weighed else flight.asked
+            costs.observe(planned.num_rows, keys, now - since - weighed, drafted, beside)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""

@@ -61,6 +61,9 @@ class Proposer(ABC):
     follows_rows: ClassVar[bool] = False  # on the device: is given every step's rows, prompts included
     cheap: ClassVar[bool] = False  # asking it costs next to nothing: only what is verified does
     weighed: int = -1  # of several sources the one that is a model's, asked where that is worth its price
+    ends_chains: bool = (
+        False  # told what a round of its model costs, it makes no drafts that are not worth one
+    )
     learns: ClassVar[bool] = False  # from what requests have said, once they end
     takes_prediction: ClassVar[bool] = False  # uses Request.prediction_ids
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
@@ -102,7 +105,7 @@ class DeviceProposer(Proposer):
     extends: ClassVar[bool] = False  # goes on from another's drafts, and says what its own are worth
     taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
     minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
-    asked_rounds: int = 1  # with `weighed`: so many was that asked for, at most, when it last drafted
+    asked_rounds: int = 1  # of its model, when it last drafted
 
     @abstractmethod
     def draft(self, batch: DeviceBatch) -> Draft:

@@ -24,6 +24,7 @@ from draftproof.models.tensors import expected_tensors
 from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
+from draftproof.propose.sureness import Sureness
 from draftproof.types import DeviceBatch, Draft
 
 
@@ -37,6 +38,8 @@ class DraftModelProposer(DeviceProposer):
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
+        self.ends_chains = not env.ops.asynchronous
+        self.sureness = Sureness(env.num_slots, env.k)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None:
@@ -75,13 +78,14 @@ class DraftModelProposer(DeviceProposer):
         assert batch.traits is not None
         runner, count = self.runner, batch.traits.rounds
         rows, last = self._behind(batch)
-        rounds = Rounds(self.env.ops, batch, self.greedy, last, 0, self.env.page_size)
-        hidden = runner.forward(rows)
-        if not count:
-            return rounds.draft()
-        rounds.take(0, runner.logits(hidden[last.clamp(min=0)]))
-        for j in range(1, count):
-            rounds.take(j, runner.logits(runner.forward(rounds.rows(j))))
+        rounds = Rounds(self.env.ops, batch, self.greedy, last, 0, self.env.page_size, self.sureness)
+        hidden, self.asked_rounds = runner.forward(rows), 0
+        for j in range(count):
+            hidden = runner.forward(rounds.rows(j)) if j else hidden[last.clamp(min=0)]
+            rounds.take(j, runner.logits(hidden))
+            self.asked_rounds = j + 1
+            if not rounds.goes_on(j):
+                break
         return rounds.draft()
 
     def _behind(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:

@@ -24,6 +24,7 @@ from draftproof.models.shipped import shipped_for, shipped_like
 from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
+from draftproof.propose.sureness import Sureness
 from draftproof.types import DeviceBatch, Draft
 
 
@@ -38,6 +39,8 @@ class HeadProposer(DeviceProposer):
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
+        self.ends_chains = not env.ops.asynchronous
+        self.sureness = Sureness(env.num_slots, env.k)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None and target is not None:
@@ -91,9 +94,10 @@ class HeadProposer(DeviceProposer):
         feature = model.feature(batch.features)
         if not count:  # whatever the tokens are: there are none of them
             self._store(rows, feature)
+            self.asked_rounds = 0
             return Draft(batch.columns.draft[: len(batch.slots)], torch.zeros_like(batch.budget))
         # the head's row of a draft stands one before it: that is where the row of its feature stands
-        rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size)
+        rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size, self.sureness)
         at: Tensor | None = last  # [B] the row that an entry's first draft comes from
         if model.config.num_layers == 1 and len(rows.tokens) > max(ops.at_once, len(last)):
             # of all rows but these K and V are wanted, and nothing else
@@ -102,11 +106,13 @@ class HeadProposer(DeviceProposer):
         for j in range(count):
             (row,) = self._forward(rounds.rows(j) if j else rows, feature)
             if rounds.plain:
-                row = model.pick(row, at, rounds.windows(j), self.greedy, rounds.ahead.tokens[j])
+                row = model.pick(row, at, rounds.windows(j), self.greedy, rounds.ahead.tokens[j], rounds.sure)
             else:
                 row = row if at is None else row[at.clamp(min=0)]
                 rounds.take(j, model.logits(row))
-            feature, at = model.following(row), None
+            feature, at, self.asked_rounds = model.following(row), None, j + 1
+            if not rounds.goes_on(j):
+                break
         return rounds.draft()
 
 

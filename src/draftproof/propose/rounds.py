@@ -2,6 +2,12 @@
 
 A draft that is drawn with the noise that the target will use at its position agrees with it far more often
 than an independent draw would, and whether it does or not changes nothing but the speed.
+
+Where a round has a price a chain may end before its budget does. What is looked at then is how likely the
+drafts are that have been made, and what is decided is about further ones alone: a draft that was drawn is
+proposed, however unlikely it is. So every draft that is proposed has the law that it was drawn from, given
+those before it, which is all that `rejection` asks for; and behind the last of them the target draws with
+noise that nothing was chosen by.
 """
 
 from __future__ import annotations
@@ -10,11 +16,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops import Ops, Rows
+from draftproof.propose.sureness import Sureness
 from draftproof.types import DeviceBatch, Draft, DraftTraits, Windows
 
 SAMPLING = {"draft_sampling": "shared"}  # "argmax": the likeliest token at any temperature
@@ -29,13 +37,20 @@ def drafts_greedily(options: Mapping[str, Any]) -> bool:
 
 
 class Rounds:
-    """The drafts of B entries while they are made. Nothing here waits for the device."""
+    """The drafts of B entries while they are made. Without a price nothing here waits for the device."""
 
     def __init__(
-        self, ops: Ops, batch: DeviceBatch, greedy: bool, last: Tensor, lag: int, page_size: int
+        self,
+        ops: Ops,
+        batch: DeviceBatch,
+        greedy: bool,
+        last: Tensor,
+        lag: int,
+        page_size: int,
+        sureness: Sureness | None = None,
     ) -> None:
         """`last` [B]: below 0 where the model has not seen all that an entry has said: no drafts.
-        `lag`: how far behind its own position a draft is stored.
+        `lag`: how far behind its own position a draft is stored. `sureness`: what is known of this model's.
         """
         assert batch.traits is not None
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
@@ -45,6 +60,17 @@ class Rounds:
         )
         self._logprobs: list[Tensor] = []
         self._probs: list[Tensor] = []
+        self.sure: Tensor | None = None  # [B] how likely the model thinks the last drafts to be
+        self._sureness = sureness if batch.price else None
+        self._price, self._verify = batch.price, batch.verify
+        if self._sureness is not None:
+            self.sure = torch.ones(len(last), device=last.device)
+            self._lines = batch.slots.cpu().numpy()
+            self._sureness.learn(batch.columns, self._lines)
+            heat = batch.columns.temperature[batch.slots.clamp(min=0)]
+            self._hot = (heat > 0).cpu().numpy()
+            self._chance = np.ones(len(last))  # that all drafts made stand
+            self._ranges = np.zeros((len(last), batch.columns.draft.shape[1]), np.int64)
 
     @property
     def plain(self) -> bool:
@@ -71,19 +97,51 @@ class Rounds:
         else:
             token, _ = self.ops.choose(logits if law is None else law, windows, scaled=law is not None)
         self.ahead.tokens[j].copy_(token)
-        if not self.traits.logprobs and not self.traits.probs:
+        if self.sure is None and not self.traits.logprobs and not self.traits.probs:
             return
         heat = self.columns.temperature[self.slots.clamp(min=0)]
         if law is None:
             law = logits / torch.where(heat > 0, heat, 1.0)[:, None]
         law = law - self.ops.logsumexp(law)[:, None]
-        self._logprobs.append(law.gather(1, token[:, None])[:, 0])
+        own = law.gather(1, token[:, None])[:, 0]
+        if self.sure is not None:
+            self.sure.copy_(own.exp())
+        if self.traits.logprobs or self.traits.probs:
+            self._logprobs.append(own)
         if self.traits.probs:
             certain = torch.zeros_like(law).scatter_(1, token[:, None], 1.0)
             sampled = (heat > 0)[:, None] & (not self.greedy)
             self._probs.append(torch.where(sampled, law.exp(), certain))
 
+    def goes_on(self, j: int) -> bool:
+        """Draft j is made: is another round likely to bring more than it costs, and for whom?"""
+        if self._sureness is None or self.sure is None:
+            return j + 1 < self.traits.rounds
+        ahead, known = self.ahead, self._sureness
+        count = ahead.count.cpu().numpy()
+        chance, self._ranges[:, j] = known.chances(self.sure.cpu().double().numpy(), self._hot)
+        self._chance *= chance
+        hope = np.where(count > j + 1, self._chance * known.further(), 0.0)
+        live = hope > self._verify
+        if (hope - self._verify)[live].sum() <= self._price:
+            ahead.count.clamp_(max=j + 1)
+            return False
+        ended = torch.from_numpy(~live & (count > j + 1)).to(ahead.count.device)
+        if ended.any():  # others go on
+            ahead.count.masked_fill_(ended, j + 1)
+            for part, none in (
+                (ahead.slots, -1),
+                (ahead.outputs, 0),
+                (ahead.positions, 0),
+                (ahead.places, 0),
+            ):
+                part[j + 1 :].masked_fill_(ended, none)
+        return True
+
     def draft(self) -> Draft:
+        if self._sureness is not None:
+            drafts, count = self.ahead.tokens.t().cpu().numpy(), self.ahead.count.cpu().numpy()
+            self._sureness.note(self.columns, self._lines, drafts, self._ranges, count)
         logprobs = None
         if self._logprobs:
             logprobs = self._wide(self._logprobs, torch.full_like(self._logprobs[0], math.nan))
