@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
@@ -18,14 +19,11 @@ from draftproof.engine.asking import Asking
 from draftproof.propose.rounds import Rounds
 from draftproof.propose.sureness import FIRM, MANY, RANGES, SHARED, Sureness
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, Draft, DraftTraits, SlotColumns
+from draftproof.types import DeviceBatch, Draft, DraftTraits, Request, SlotColumns
 from exact import Ask, Company, Where
-from scripted import OPS, PAGE, simulate, strategy
+from scripted import OPS, PAGE, seated, simulate, strategy
 from test_distribution import COUNT, GUESS, PARAMS, TARGET, K, biased, p_values
 from test_heads import Audited
-
-COLD, HOT = np.array([False]), np.array([True])
-
 
 # --- what is known of drafts ----------------------------------------------------------------------------
 
@@ -38,17 +36,15 @@ def columns_of(*said: list[int], seed: int = 7) -> Any:
     return SimpleNamespace(tokens=tokens, length=length, seed=torch.full((len(said),), seed))
 
 
-def heard(known: Sureness, said: list[int], drafts: list[int], seed: int = 7, chance: float = 0.55) -> None:
-    """A request in slot 1 had said 5, 6 when these were drafted, each with that chance, and goes on so."""
-    line, slots = [*drafts, 0, 0, 0, 0][:4], np.array([-1, 1])
-    _, ranges = known.chances(np.full(1, chance), COLD)
-    both = np.tile(ranges, (2, 4))
-    known.note(columns_of([9], [5, 6]), slots, np.array([line, line]), both, np.array([4, len(drafts)]))
-    known.learn(columns_of([9], [5, 6, *said], seed=seed), slots)
+def heard(known: Sureness, said: list[int], drafts: list[int], seed: int = 7) -> None:
+    """A request in slot 1 had said 5, 6 when these were drafted, each with 0.55, and goes on so."""
+    ranges = [known.chance(0.55, False)[1]] * len(drafts)
+    known.note(columns_of([9], [5, 6]), [-1, 1], [[3], drafts], [[0], ranges])
+    known.learn(columns_of([9], [5, 6, *said], seed=seed), [-1, 1])
 
 
 def counts(known: Sureness) -> tuple[float, float]:
-    return known._stood.sum(), known._fell.sum()
+    return sum(known._stood), sum(known._fell)
 
 
 @pytest.mark.parametrize(
@@ -63,34 +59,37 @@ def counts(known: Sureness) -> tuple[float, float]:
     ],
 )
 def test_committed_tokens_tell_what_stood(said: list[int], drafts: list[int], stood: int, fell: int) -> None:
-    known = Sureness(2, 4)
+    known = Sureness(2)
     heard(known, said, drafts)
     assert counts(known) == (stood, fell)
-    known.learn(columns_of([9], [5, 6, *said, 1]), np.array([1]))
+    known.learn(columns_of([9], [5, 6, *said, 1]), [1])
     assert counts(known) == (stood, fell)  # once
     heard(known, said, drafts, seed=8)  # another request sits there
     assert counts(known) == (stood, fell)
 
 
 def test_what_a_head_says_is_believed_until_drafts_tell_otherwise() -> None:
-    known = Sureness(2, 4)
-    assert known.chances(np.array([0.55]), COLD)[0] == pytest.approx(0.55)
-    assert known.chances(np.array([0.0]), HOT)[0] == pytest.approx(SHARED)
+    known = Sureness(2)
+    assert known.chance(0.55, hot=False)[0] == pytest.approx(0.55)
+    assert known.chance(0.0, hot=True)[0] == pytest.approx(SHARED)
     before = known.further()
     for _ in range(2 * MANY):
         heard(known, [9], [1])
-    assert known.chances(np.array([0.55]), COLD)[0] < 0.55 * 2 * FIRM / MANY
-    assert known.chances(np.array([0.75]), COLD)[0] == pytest.approx(0.75)  # of others nothing was heard
-    assert known.chances(np.array([0.55]), HOT)[0] > 0.55
+    assert known.chance(0.55, hot=False)[0] < 0.55 * 2 * FIRM / MANY
+    assert known.chance(0.75, hot=False)[0] == pytest.approx(0.75)  # of others nothing was heard
+    assert known.chance(0.55, hot=True)[0] > 0.55
     assert known.further() < before and max(counts(known)) <= MANY
     for _ in range(MANY):
         heard(known, [1], [1])
-    assert known.chances(np.array([0.55]), COLD)[0] > 0.4
+    assert known.chance(0.55, hot=False)[0] > 0.4
+    for _ in range(2 * RANGES * MANY):
+        heard(known, [1], [1])
+    assert sum(known._total) <= RANGES * MANY and known.further() > 0.9
 
 
 def test_numbers_that_are_none() -> None:
-    chance, ranges = Sureness(1, 1).chances(np.array([np.nan, -1.0, 1.0, 2.0]), np.zeros(4, np.bool_))
-    assert np.allclose(chance, [0, 0, 1, 1]) and ranges.tolist() == [0, 0, RANGES - 1, RANGES - 1]
+    found = [Sureness(1).chance(said, hot=False) for said in (math.nan, -1.0, 1.0, 2.0)]
+    assert found == [(0, 0), (0, 0), (1, RANGES - 1), (1, RANGES - 1)]
 
 
 # --- round by round -------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def chains(
     """Drafts of a Markov chain, by the rounds that a head has."""
     traits = DraftTraits(k, probs=True)
     batch = DeviceBatch(columns, live, torch.full_like(live, k), traits=traits, price=price, verify=verify)
-    known = known or Sureness(len(columns.length), k)
+    known = known or Sureness(len(columns.length))
     rounds = Rounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, known)
     last = rounds.ahead.newest
     for j in range(k):
@@ -114,9 +113,6 @@ def chains(
 
 
 def two(temperature: float = 0.0) -> SlotColumns:
-    from draftproof.types import Request
-    from scripted import seated
-
     params = SamplingParams(max_tokens=20, temperature=temperature)
     requests = [Request(id=f"{i}", prompt_token_ids=[i], params=params, seed=i) for i in range(2)]
     return seated(requests, 4, len(GUESS)).columns
@@ -146,7 +142,7 @@ def test_each_ends_where_its_own_row_costs_more_than_it_brings() -> None:
 
 
 def drawn(short: int) -> Tensor:
-    known = Sureness(COUNT, K)
+    known = Sureness(COUNT)
 
     def draft(columns: SlotColumns, live: Tensor) -> Draft:
         made = chains(columns, live, 1e-9, 0.45, K, known)

@@ -39,7 +39,7 @@ class DraftModelProposer(DeviceProposer):
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
         self.ends_chains = not env.ops.asynchronous
-        self.sureness = Sureness(env.num_slots, env.k)
+        self.sureness = Sureness(env.num_slots)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None:

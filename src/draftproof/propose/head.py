@@ -40,7 +40,7 @@ class HeadProposer(DeviceProposer):
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
         self.ends_chains = not env.ops.asynchronous
-        self.sureness = Sureness(env.num_slots, env.k)
+        self.sureness = Sureness(env.num_slots)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None and target is not None:

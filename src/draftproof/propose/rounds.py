@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,12 +64,12 @@ class Rounds:
         self._price, self._verify = batch.price, batch.verify
         if self._sureness is not None:
             self.sure = torch.ones(len(last), device=last.device)
-            self._lines = batch.slots.cpu().numpy()
+            self._lines: list[int] = batch.slots.tolist()
             self._sureness.learn(batch.columns, self._lines)
-            heat = batch.columns.temperature[batch.slots.clamp(min=0)]
-            self._hot = (heat > 0).cpu().numpy()
-            self._chance = np.ones(len(last))  # that all drafts made stand
-            self._ranges = np.zeros((len(last), batch.columns.draft.shape[1]), np.int64)
+            self._hot = (batch.columns.temperature[batch.slots.clamp(min=0)] > 0).tolist()
+            self._count: list[int] = self.ahead.count.tolist()
+            self._chance = [1.0] * len(self._lines)  # that all drafts made stand
+            self._ranges: list[list[int]] = [[] for _ in self._lines]
 
     @property
     def plain(self) -> bool:
@@ -117,31 +116,43 @@ class Rounds:
         """Draft j is made: is another round likely to bring more than it costs, and for whom?"""
         if self._sureness is None or self.sure is None:
             return j + 1 < self.traits.rounds
-        ahead, known = self.ahead, self._sureness
-        count = ahead.count.cpu().numpy()
-        chance, self._ranges[:, j] = known.chances(self.sure.cpu().double().numpy(), self._hot)
-        self._chance *= chance
-        hope = np.where(count > j + 1, self._chance * known.further(), 0.0)
-        live = hope > self._verify
-        if (hope - self._verify)[live].sum() <= self._price:
-            ahead.count.clamp_(max=j + 1)
-            return False
-        ended = torch.from_numpy(~live & (count > j + 1)).to(ahead.count.device)
-        if ended.any():  # others go on
-            ahead.count.masked_fill_(ended, j + 1)
+        known, gain, leave = self._sureness, 0.0, []
+        further, count = known.further(), self._count
+        for b, said in enumerate(self.sure.tolist()):
+            if count[b] <= j:
+                continue
+            chance, at = known.chance(said, self._hot[b])
+            self._chance[b] *= chance
+            self._ranges[b].append(at)
+            more = self._chance[b] * further - self._verify
+            if count[b] > j + 1 and more > 0:
+                gain += more
+            elif count[b] > j + 1:
+                leave.append(b)
+        if gain <= self._price:
+            leave = [b for b in range(len(count)) if count[b] > j + 1]
+        self._end(leave, j + 1)
+        return gain > self._price
+
+    def _end(self, entries: list[int], count: int) -> None:
+        """They have so many drafts and no more."""
+        ahead = self.ahead
+        for b in entries:
+            self._count[b] = count
+            ahead.count[b] = count
             for part, none in (
                 (ahead.slots, -1),
                 (ahead.outputs, 0),
                 (ahead.positions, 0),
                 (ahead.places, 0),
             ):
-                part[j + 1 :].masked_fill_(ended, none)
-        return True
+                part[count:, b] = none
 
     def draft(self) -> Draft:
         if self._sureness is not None:
-            drafts, count = self.ahead.tokens.t().cpu().numpy(), self.ahead.count.cpu().numpy()
-            self._sureness.note(self.columns, self._lines, drafts, self._ranges, count)
+            tokens = self.ahead.tokens.t().tolist()
+            drafts = [line[:count] for line, count in zip(tokens, self._count, strict=True)]
+            self._sureness.note(self.columns, self._lines, drafts, self._ranges)
         logprobs = None
         if self._logprobs:
             logprobs = self._wide(self._logprobs, torch.full_like(self._logprobs[0], math.nan))

@@ -8,14 +8,9 @@ what was said it is counted, over all requests, what became of such drafts. Of t
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from draftproof.types import SlotColumns
-
-Reals = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 RANGES = 10  # of what was said, each for requests without and with a temperature
 SHARED = 0.25  # of the drafts that are as good as ruled out, by which shared noise makes them stand
@@ -25,50 +20,59 @@ GOES_ON = 2.0, 1.0  # drafts behind another that stood and fell, while nothing i
 
 
 class Sureness:
-    """Of one model. A line a slot: what it drafted last."""
+    """Of one model. Plain numbers: a few of them are looked at in every round, and arrays would take longer
+    than a tenth of it."""
 
-    def __init__(self, num_slots: int, k: int) -> None:
-        self._stood, self._fell = np.zeros((2, 2 * RANGES))
-        self._drafts, self._ranges = np.zeros((2, num_slots, k), np.int64)
-        self._seed, self._length, self._count = np.zeros((3, num_slots), np.int64)
+    def __init__(self, num_slots: int) -> None:
+        self._stood, self._fell = [0.0] * (2 * RANGES), [0.0] * (2 * RANGES)
+        self._total = list(GOES_ON)
+        # of each slot: seed and length of the request, its last drafts and the range of each
+        self._last: list[tuple[int, int, list[int], list[int]] | None] = [None] * num_slots
 
-    def chances(self, said: Reals, hot: Bools) -> tuple[Reals, Ints]:
-        """How likely drafts [B] are to stand of which the model says that, and the range of each."""
-        said = np.nan_to_num(said).clip(0.0, 1.0)
-        ranges: Ints = np.minimum((said * RANGES).astype(np.int64), RANGES - 1) + np.where(hot, RANGES, 0)
-        expected = np.where(hot, SHARED + (1 - SHARED) * said, said)
-        stood, fell = self._stood[ranges], self._fell[ranges]
-        return (stood + FIRM * expected) / (stood + fell + FIRM), ranges
+    def chance(self, said: float, hot: bool) -> tuple[float, int]:
+        """How likely a draft is to stand of which the model says that, and which range this is."""
+        said = min(max(said, 0.0), 1.0) if said == said else 0.0
+        at = min(int(said * RANGES), RANGES - 1) + (RANGES if hot else 0)
+        expected = SHARED + (1 - SHARED) * said if hot else said
+        stood, fell = self._stood[at], self._fell[at]
+        return (stood + FIRM * expected) / (stood + fell + FIRM), at
 
     def further(self) -> float:
         """How likely a draft is to stand whose predecessors do, before it is made."""
-        stood, fell = self._stood.sum() + GOES_ON[0], self._fell.sum() + GOES_ON[1]
-        return float(stood / (stood + fell))
+        stood, fell = self._total
+        return stood / (stood + fell)
 
-    def note(self, columns: SlotColumns, slots: Ints, drafts: Ints, ranges: Ints, count: Ints) -> None:
-        """Drafts [B, K] were made, so many of each."""
-        real = slots >= 0
-        slots = slots[real]
-        self._drafts[slots], self._ranges[slots] = drafts[real], ranges[real]
-        self._count[slots] = count[real]
-        for mine, column in ((self._seed, columns.seed), (self._length, columns.length)):
-            mine[slots] = column.cpu().numpy()[slots]
+    def note(
+        self, columns: SlotColumns, slots: Sequence[int], drafts: list[list[int]], ranges: list[list[int]]
+    ) -> None:
+        """These requests [B] were given drafts."""
+        for slot, mine, kinds in zip(slots, drafts, ranges, strict=True):
+            if slot >= 0 and mine:
+                self._last[slot] = int(columns.seed[slot]), int(columns.length[slot]), mine, kinds
 
-    def learn(self, columns: SlotColumns, slots: Ints) -> None:
+    def learn(self, columns: SlotColumns, slots: Sequence[int]) -> None:
         """What became of the drafts that these requests [B] were given last: all up to the first that is not
         what was committed stood, whether it was verified or not."""
-        slots = slots[slots >= 0]
-        length, seed, tokens = (part.cpu().numpy() for part in (columns.length, columns.seed, columns.tokens))
-        same = (self._seed[slots] == seed[slots]) & (self._count[slots] > 0)
-        place = np.arange(self._drafts.shape[1])
-        at = self._length[slots][:, None] + place
-        known = same[:, None] & (at < length[slots][:, None]) & (place < self._count[slots][:, None])
-        right = tokens[slots[:, None], np.minimum(at, tokens.shape[1] - 1)] == self._drafts[slots]
-        stood = np.logical_and.accumulate(known & right, axis=1)
-        fell = known & ~right & np.pad(stood, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
-        self._count[slots] = 0
-        for counts, these in ((self._stood, stood), (self._fell, fell)):
-            counts += np.bincount(self._ranges[slots][these], minlength=len(counts))
-        full = self._stood + self._fell > MANY
-        self._stood[full] /= 2
-        self._fell[full] /= 2
+        for slot in slots:
+            last = self._last[slot] if slot >= 0 else None
+            if last is None:
+                continue
+            self._last[slot] = None
+            seed, begin, drafts, ranges = last
+            end = min(int(columns.length[slot]), begin + len(drafts))
+            if int(columns.seed[slot]) != seed or end <= begin:
+                continue
+            for token, draft, at in zip(
+                columns.tokens[slot, begin:end].tolist(), drafts, ranges, strict=False
+            ):
+                self._count(at, token == draft)
+                if token != draft:
+                    break
+
+    def _count(self, at: int, stands: bool) -> None:
+        (self._stood if stands else self._fell)[at] += 1
+        self._total[not stands] += 1
+        if self._stood[at] + self._fell[at] > MANY:
+            self._stood[at], self._fell[at] = self._stood[at] / 2, self._fell[at] / 2
+        if sum(self._total) > MANY * RANGES:
+            self._total = [part / 2 for part in self._total]
