@@ -24,7 +24,8 @@ from async_serving import (
     serve_all,
 )
 from draftproof import AsyncLLM, EngineClosedError
-from draftproof.driver import Bell, Box, Driver
+from draftproof.boxes import Bell, Box
+from draftproof.driver import Driver
 from draftproof.jobs import Jobs
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty

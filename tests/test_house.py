@@ -31,7 +31,7 @@ LAYERS = [
     {"driver", "llm"},
     {"front"},
     {"jobs"},
-    {"engine", "text"},
+    {"boxes", "engine", "text"},
     {"propose", "verify"},
     {"models"},
     {"ops"},
@@ -42,7 +42,6 @@ LAYERS = [
     {"errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-# audit will share a line with serve.
 
 
 def modules() -> list[Path]:

@@ -19,9 +19,11 @@ import pytest
 
 from draftproof.engine.settle import Ending, LogprobColumns, StepResults
 from draftproof.sampling_params import SamplingParams
+from draftproof.text import answer as answer_module
 from draftproof.text import ledger as ledger_module
+from draftproof.text.answer import Answer
 from draftproof.text.bulk import BulkDetokenizer
-from draftproof.text.ledger import Answer, Ledger
+from draftproof.text.ledger import Ledger
 from draftproof.text.output import OutputBuilder
 from draftproof.text.watch import Watch
 from draftproof.types import (
@@ -393,7 +395,7 @@ def test_control_a_sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None
             def accumulate(values: Any) -> Any:
                 return [np.sum(values[::-1])]
 
-    monkeypatch.setattr(ledger_module, "np", Pairwise())
+    monkeypatch.setattr(answer_module, "np", Pairwise())
     assert compare(range(10)) == {"cumulative_logprob", "cumulative bits"}
 
 

@@ -27,8 +27,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from draftproof.boxes import Box
 from draftproof.config import DEFAULT_MODEL, EngineConfig
-from draftproof.driver import Box, Driver
+from draftproof.driver import Driver
 from draftproof.engine.admission import Limits
 from draftproof.errors import ConfigError, RequestError
 from draftproof.front import Front, Messages, params_for

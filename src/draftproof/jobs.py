@@ -18,7 +18,8 @@ from draftproof.engine.settle import Ending, StepResults
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, SpecStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.ledger import Answer, Ledger
+from draftproof.text.answer import Answer
+from draftproof.text.ledger import Ledger
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.output import OutputBuilder
 from draftproof.text.tokenizer import Tokenizer

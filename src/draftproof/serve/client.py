@@ -56,7 +56,8 @@ class Client:
             raise DraftproofError(f"nobody answers at {self._parts.geturl()}: {error}") from error
         if response.status != 200:
             with response:
-                raise RequestError(_message(response.read()))
+                hint = f"; set {KEY_VARIABLE}" if response.status == 401 else ""
+                raise RequestError(_message(response.read()) + hint)
         return response
 
 
