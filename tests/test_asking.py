@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,7 @@ def test_control_one_that_does_not_keep_up(monkeypatch: pytest.MonkeyPatch) -> N
     ask = HybridProposer._ask
 
     def idle(self: HybridProposer, index: int, batch: DeviceBatch) -> Any:
-        if index != self.weighed or self.asked_rounds:
+        if index != self.weighed or (batch.traits and batch.traits.rounds):
             return ask(self, index, batch)
         count = torch.zeros_like(batch.budget)
         return Draft(torch.zeros((len(count), self.env.k), dtype=torch.int64), count), count - 1
@@ -127,6 +128,42 @@ def test_what_fell_is_remembered(both: HybridProposer) -> None:
     assert asked(both, NEWS, 0.25) == 3
     assert asked(both, NEWS, 0.25, fell=2) == 1
     assert asked(both, NEWS, 0.25, fell=2, seed=6) == 3  # that was another request
+
+
+class Short(Model):
+    """It looks at its drafts, and makes one."""
+
+    ends_chains = True
+
+    def draft(self, batch: DeviceBatch) -> Draft:
+        made = super().draft(batch)
+        return Draft(made.tokens, made.count.clamp(max=1))
+
+
+MATCH = [21, 22, 50, 51, 52, 53, 21, 22]
+
+
+@pytest.mark.parametrize("kind", [Model, Short])
+def test_how_many_drafts_there_are_does_not_decide_whose_are_taken(
+    both: HybridProposer, kind: type[Model]
+) -> None:
+    """Four are worth more than those of the search, one is not; but how many there are says what they are,
+    and then others' drafts would be judged with noise that was chosen."""
+    both.members[0] = kind(both.env, {})
+    columns = lines(both.env.ops, 4, [MATCH, [7]])
+    columns.seed[0], both.record.last[0] = 5, 5
+    both.record.last[2] = both.record.stood[0] = both.record.fell[0] = 0
+    batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
+    _, _, worth = both.members[1].extend(batch, None)
+    assert 0.67 < worth.item() / UNIT < 1.6
+    draft = both.draft(replace(batch, price=1e-9))
+    assert draft.tokens[0, 0] == 11 and draft.sources is not None and draft.sources[0, 0] == 0
+
+
+def test_nobody_is_asked_for_nobody(both: HybridProposer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking looked worth it, but whoever was to have drafts has better ones."""
+    monkeypatch.setattr(HybridProposer, "_worth", lambda *given: 4)
+    assert asked(both, COPY, 0.2) == 0 and asked(both, NEWS, 0.2) == 4
 
 
 # --- before the step ----------------------------------------------------------------------------------

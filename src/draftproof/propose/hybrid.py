@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,12 +86,7 @@ class HybridProposer(DeviceProposer):
     def draft(self, batch: DeviceBatch) -> Draft:
         found = {i: self._ask(i, batch) for i in range(len(self.members)) if i != self.weighed}
         if self.weighed >= 0:
-            most = min(batch.traits.rounds if batch.traits else self.env.k, self.limits[self.weighed])
-            self.asked_rounds = min(most, self._worth(batch, found)) if batch.price else most
-            less = _at_most(batch, self.asked_rounds) if self.asked_rounds < self.env.k else batch
-            if self.asked_rounds:
-                less = replace(less, budget=self._unbeaten(less, found))
-            found[self.weighed] = self._ask(self.weighed, less)
+            found[self.weighed] = self._ask_model(batch, found)
         asked = [found[i] for i in range(len(found))]
         drafts = [draft for draft, _ in asked]
         tokens, made, whose, room = self.env.ops.arbitrate(
@@ -112,6 +106,29 @@ class HybridProposer(DeviceProposer):
         if not (batch.traits and batch.traits.logprobs):  # they are not read
             drafts = [replace(draft, logprobs=None) for draft in drafts]
         return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
+
+    def _ask_model(
+        self, batch: DeviceBatch, found: Mapping[int, tuple[Draft, Tensor]]
+    ) -> tuple[Draft, Tensor]:
+        """Its drafts, for whom they will be taken. Where the device is waited for, and nobody is to have any,
+        it only keeps up."""
+        model, most = self.members[self.weighed], self.limits[self.weighed]
+        most = min(batch.traits.rounds if batch.traits else self.env.k, most)
+        rounds = min(most, self._worth(batch, found)) if batch.price else most
+        if rounds and batch.price and model.ends_chains:
+            rounds = most  # it looks at them one by one
+        less = _at_most(batch, rounds) if rounds < self.env.k else batch
+        if rounds:
+            less = replace(less, budget=self._unbeaten(less, found))
+            if batch.price and not less.budget.any():
+                rounds, less = 0, _at_most(batch, 0)
+        draft, worth = self._ask(self.weighed, less)
+        self.asked_rounds = model.asked_rounds if model.ends_chains else rounds
+        if batch.price and model.ends_chains:
+            # That they are taken was settled before they were made. How many there are says how likely they
+            # are, and must not settle it again: the others' drafts would be judged with noise chosen by that.
+            worth = torch.where(draft.count > 0, UNIT * (self.env.k + 1), worth)
+        return draft, worth
 
     def _ask(self, index: int, batch: DeviceBatch) -> tuple[Draft, Tensor]:
         """Its drafts, and what they are worth, if it says so."""
@@ -139,23 +156,35 @@ class HybridProposer(DeviceProposer):
         The device is waited for here. By the record as it was before the last window.
         """
         slots, record = batch.slots.clamp(min=0), self.record
-        same = (record.last[0, slots] == batch.columns.seed[slots]).cpu().numpy()[:, None]
-        stood, fell = ((part[slots] / UNIT).cpu().numpy() * same for part in (record.stood, record.fell))
-        rates = (stood + HOPED) / (stood + fell + HOPED + FEARED)  # [B, M]
-        best = np.zeros(len(slots))  # [B] of the others
-        for i, (draft, says) in found.items():
-            count, said, rate = draft.count.cpu().numpy(), says.cpu().numpy(), rates[:, i]
-            reckoned = rate * (1 - rate**count) / (1 - rate)
-            best = np.maximum(best, np.where(said < 0, reckoned, said / UNIT))
-        budget = torch.where(batch.slots < 0, 0, batch.budget).cpu().numpy()
-        chance, brings, rounds = np.ones(len(slots)), np.zeros(len(slots)), 0
-        while rounds < self.limits[self.weighed]:
-            chance = chance * rates[:, self.weighed] * (budget > rounds)
-            if chance.sum() <= batch.price:
+        seeds, known = batch.columns.seed[slots].tolist(), record.last[0, slots].tolist()
+        stood, fell = record.stood[slots].tolist(), record.fell[slots].tolist()
+        others = [(i, draft.count.tolist(), says.tolist()) for i, (draft, says) in found.items()]
+        budget, most = batch.budget.tolist(), self.limits[self.weighed]
+        best, chances = [], []  # of the others; that the model's next draft stands, 0: there is none
+        for b, slot in enumerate(batch.slots.tolist()):
+            told = (
+                UNIT if seeds[b] == known[b] else math.inf
+            )  # what is on record of another counts as nothing
+            rates = [
+                (up / told + HOPED) / ((up + down) / told + HOPED + FEARED)
+                for up, down in zip(stood[b], fell[b], strict=True)
+            ]
+            worths = [
+                says[b] / UNIT if says[b] >= 0 else rates[i] * (1 - rates[i] ** count[b]) / (1 - rates[i])
+                for i, count, says in others
+            ]
+            best.append(max(worths, default=0.0))
+            chances.append(rates[self.weighed] if slot >= 0 else 0.0)
+        reached, brings, rounds = [1.0] * len(best), [0.0] * len(best), 0
+        while rounds < most:
+            reached = [
+                r * chance * (room > rounds) for r, chance, room in zip(reached, chances, budget, strict=True)
+            ]
+            if sum(reached) <= batch.price:
                 break
-            brings += chance
+            brings = [sum(pair) for pair in zip(brings, reached, strict=True)]
             rounds += 1
-        gain = np.maximum(brings - best, 0).sum()
+        gain = sum(max(mine - its, 0.0) for mine, its in zip(brings, best, strict=True))
         return rounds if gain > rounds * batch.price else 0
 
     def _with_thoughts(self, chosen: Draft, drafts: Sequence[Draft], made: Tensor) -> Draft:
