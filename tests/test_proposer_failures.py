@@ -72,10 +72,13 @@ def _ints(*shape):
         lambda b, k: Draft(_ints(b, k).float(), _ints(b)),
         lambda b, k: Draft(_ints(b, k), _ints(b), logprobs=torch.zeros(b)),
         lambda b, k: Draft(_ints(b, k), _ints(b), sources=torch.zeros((b, 1), dtype=torch.int8)),
+        lambda b, k: Draft(_ints(b, k), _ints(b) - 1),
+        lambda b, k: Draft(_ints(b, k), _ints(b) + k, sources=torch.ones((b, k), dtype=torch.int8)),
+        lambda b, k: Draft(_ints(b, k), _ints(b) + k, sources=torch.full((b, k), -1, dtype=torch.int8)),
         lambda b, k: None,
     ],
 )
-def test_drafts_of_the_wrong_shape_are_a_proposers_failure(method, nonsense, monkeypatch, caplog):
+def test_drafts_that_make_no_sense_are_a_proposers_failure(method, nonsense, monkeypatch, caplog):
     asks = [tiny.request(i, SamplingParams(max_tokens=8)) for i in range(2)]
     want = tiny.run(tiny.engine(), asks)
     target = tiny.engine(speculative={"method": method}, debug=False)

@@ -127,7 +127,10 @@ def test_offsets_in_an_echo_with_special_tokens(served: Served, plain: Any, skip
 def test_echo_alone_scores_a_prompt(served: Served, plain: Any) -> None:
     """What a benchmark of log-likelihoods sends: a prompt in ids, its logprobs, and nothing made."""
     ids = ids_of(plain, PROMPT)
-    got = served.complete([ids, ids[:4]], max_tokens=0, echo=True, logprobs=1)
+    options: Any = {"max_tokens": 0, "echo": True, "logprobs": 1, "seed": 7}
+    streamed = list(served.complete([ids, ids[:4]], stream=True, **options))
+    assert {c.index: c.seed for chunk in streamed for c in chunk.choices if c.finish_reason} == {0: 7, 1: 7}
+    got = served.complete([ids, ids[:4]], **options)
     want = alone(plain, {"prompt_token_ids": ids}, max_tokens=1, prompt_logprobs=1).prompt_logprobs
     assert got.usage.completion_tokens == 0
     for choice, length in zip(got.choices, (len(ids), 4), strict=True):

@@ -39,7 +39,8 @@ class Drafting:
         # is its model asked behind the next step, the price of a round and of a row: see `Asking`
         self.asks, self.price, self.verify = True, 0.0, 0.0
         self.took = 0.0  # seconds of the last drafts, where they are waited for
-        self.several = proposer is not None and len(proposer.sources) > 1
+        self.num_sources = len(proposer.sources) if proposer is not None else 0
+        self.several = self.num_sources > 1
         self.reports_probs = proposer is not None and proposer.reports_probs
         self.slots = slots
         self._probs: Tensor | None = None  # [S + 1, K, V]; what padding writes goes to the last line
@@ -153,7 +154,8 @@ class Drafting:
             )
         begin = time.perf_counter()
         try:
-            draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)])
+            look = 0 if self.slots.ops.asynchronous else self.num_sources
+            draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)], look)
             self.slots.ops.put_draft(columns, slots, budget, draft)
             self.put_probs(slots, draft)
         except Exception as error:  # a plug-in's code may raise anything
@@ -174,11 +176,21 @@ class Drafting:
         self._probs[lines] = probs.to(self._probs.device)
 
 
-def checked(draft: Draft, like: Tensor) -> Draft:
-    """A plug-in's guesses in the shape [B, K] of `like`: backends rely on it."""
+def checked(draft: Draft, like: Tensor, num_sources: int = 0) -> Draft:
+    """A plug-in's guesses in the shape [B, K] of `like`: backends rely on it.
+
+    With `num_sources` its numbers are looked at too, for which a device that has a queue would be waited for.
+    """
     for part in (draft.tokens, draft.logprobs, draft.sources):
         if part is not None and part.shape != like.shape:
             raise ValueError(f"drafts must have the shape {tuple(like.shape)}, not {tuple(part.shape)}")
     if draft.count.shape != like.shape[:1] or torch.is_floating_point(draft.tokens):
         raise ValueError("a draft needs a count for each request, and integer tokens")
+    if num_sources and len(like):
+        if int(draft.count.min()) < 0:
+            raise ValueError("a request has a negative number of drafts")
+        if draft.sources is not None:
+            low, high = (int(x) for x in torch.aminmax(draft.sources))
+            if low < 0 or high >= num_sources:
+                raise ValueError(f"drafts are of a source that is none of the {num_sources} there are")
     return draft

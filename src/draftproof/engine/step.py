@@ -181,7 +181,7 @@ class DeviceStep:
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
         send, columns = self.ops.send, self.slots.columns
-        draft = checked(draft, columns.draft[: len(planned.slots)])
+        draft = checked(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
         slots = send(torch.from_numpy(planned.slots))
         self.ops.put_draft(columns, slots, send(torch.from_numpy(budget)), draft)
         self.drafting.put_probs(slots, draft)

@@ -101,7 +101,9 @@ class Chunks:
     def _end_silently(self, out: bytearray, index: int, event: TokenEvent) -> None:
         choice = self._form.piece(index, "", [event], 0)
         choice.logprobs = None
-        choice.finish_reason = "length"
+        choice.finish_reason, choice.seed = "length", self._form.seed_of(index)
+        if self._wish.token_ids:
+            choice.token_ids = []
         self._write(out, choice, self._tail)
 
     def _write(self, out: bytearray, choice: msgspec.Struct, tail: bytes) -> None:
