@@ -24,10 +24,9 @@ class Echo(Proposer):
 if __name__ == "__main__":
     llm = LLM("smollm2-135m", speculative_config={"method": f"{__name__}:Echo", "num_speculative_tokens": 4})
     prompt = "red green blue red green blue red green blue red"
-    drafted = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24, logprobs=5))[0]
-    plain = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24, logprobs=5, speculative=False))[
-        0
-    ]
+    greedy = {"temperature": 0, "max_tokens": 24, "logprobs": 5}
+    drafted = llm.generate(prompt, SamplingParams(**greedy))[0]
+    plain = llm.generate(prompt, SamplingParams(**greedy, speculative=False))[0]
     assert drafted.outputs[0].logprobs == plain.outputs[0].logprobs
     print(drafted.outputs[0].text)
     print(f"{drafted.metrics.acceptance_length:.2f} tokens a step, and the same bits as without")

@@ -26,7 +26,5 @@ for wish in (
     {"grammar": 'root ::= item (", " item)*\nitem ::= [a-z]+'},  # or a Lark grammar with a `start` rule
     {"choice": ["yes", "no"], "reasoning_end": "."},  # free up to the first full stop
 ):
-    answer = llm.chat(chat, SamplingParams(temperature=0, max_tokens=40, structured_outputs=wish))[0].outputs[
-        0
-    ]
-    print(wish, "->", repr(answer.text))
+    output = llm.chat(chat, SamplingParams(temperature=0, max_tokens=40, structured_outputs=wish))[0]
+    print(wish, "->", repr(output.outputs[0].text))
