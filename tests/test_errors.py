@@ -165,6 +165,20 @@ def test_more_kv_than_there_is():
     with pytest.raises(RequestError, match="KV cache holds 64") as caught:
         small.add(ask(max_tokens=100))
     assert caught.value.param == "max_tokens"
+    for param, options in (("prompt", {"prompt_token_ids": [5] * 64}), ("min_tokens", {"min_tokens": 60})):
+        with pytest.raises(RequestError, match="64") as caught:
+            small.add(ask(max_tokens=None, **options))
+        assert caught.value.param == param
+
+
+def test_no_limit_means_as_far_as_there_is_room():
+    """A service whose cache holds less than the model's length serves those who name no number."""
+    small = tiny.engine(kv_cache_tokens=64, speculative={"method": "ngram", "adaptive": False})
+    asks = [tiny.request(i, SamplingParams(max_tokens=None, ignore_eos=True)) for i in range(3)]
+    records = tiny.run(small, asks)
+    assert {len(record.token_ids) for record in records.values()} == {64 - 12}
+    assert {record.finish[0] for record in records.values()} == {"length"}
+    check_empty(small)
 
 
 # --- the others go on ---------------------------------------------------------------------------------

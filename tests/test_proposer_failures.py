@@ -16,7 +16,8 @@ from exact import check_empty, count_errors
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("method", "name"),
-    [("proposers:Junk", "start"), ("proposers:Junk", "propose"), ("ngram", "draft")]
+    [("proposers:Junk", name) for name in ("start", "propose", "stop")]
+    + [("ngram", "draft"), ("ngram", "stop")]
     + [("suffix", name) for name in ("start", "prepare", "learn", "draft")],
 )
 def test_a_proposer_that_raises_costs_drafts_and_no_tokens(method, name, overlap, monkeypatch, caplog):

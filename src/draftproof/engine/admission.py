@@ -56,13 +56,20 @@ def check_request(request: Request, limits: Limits) -> int:
         )
     _check_logprobs(params, limits)
     _check_speculation(request, limits)
-    max_length = limits.max_model_len
+    max_length, limit = limits.max_model_len, f"max_model_len={limits.max_model_len}"
     if params.max_tokens is not None:
         max_length = min(max_length, len(prompt) + params.max_tokens)
+    elif limits.kv_tokens < max_length:  # as far as there is room
+        max_length, limit = limits.kv_tokens, f"the {limits.kv_tokens} tokens that the KV cache holds"
+        if len(prompt) >= max_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and the KV cache holds {max_length}: no room is left for "
+                "an answer; raise kv_cache_tokens",
+                "prompt",
+            )
     if len(prompt) + params.min_tokens > max_length:
         raise RequestError(
-            f"min_tokens={params.min_tokens} after {len(prompt)} prompt tokens is beyond "
-            f"max_model_len={limits.max_model_len}",
+            f"min_tokens={params.min_tokens} after {len(prompt)} prompt tokens is beyond {limit}",
             "min_tokens",
         )
     if max_length > limits.kv_tokens:

@@ -130,7 +130,7 @@ class Loop:
 
     def _stop(self, slot: int) -> None:
         if self.proposer is not None:
-            self.proposer.stop(slot)
+            self._tell(self.proposer.stop, slot)
 
     @property
     def _host_drafts(self) -> bool:
