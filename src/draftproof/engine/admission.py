@@ -63,8 +63,8 @@ def check_request(request: Request, limits: Limits) -> int:
         max_length, limit = limits.kv_tokens, f"the {limits.kv_tokens} tokens that the KV cache holds"
         if len(prompt) >= max_length:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens and the KV cache holds {max_length}: no room is left for "
-                "an answer; raise kv_cache_tokens",
+                f"the prompt has {len(prompt)} tokens and the KV cache holds {max_length}: no room is left "
+                "for an answer; raise kv_cache_tokens",
                 "prompt",
             )
     if len(prompt) + params.min_tokens > max_length:
