@@ -147,7 +147,7 @@ ARCHITECTURES = {
 
 # Keys that ask for a computation we do not have: (key, values that are fine, what it would be).
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("quantization_config", (None, {}), "quantised Hugging Face checkpoints"),
+    ("quantization_config", (None, {}), "quantised checkpoints other than GGUF files"),
     ("num_local_experts", (None, 0), "mixture-of-experts models"),
     ("num_experts", (None, 0), "mixture-of-experts models"),
     ("n_routed_experts", (None, 0), "mixture-of-experts models"),
