@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from draftproof import __version__
 from draftproof.errors import RequestError
 from draftproof.serve.chunks import Chunks, Unfinished, error_event
-from draftproof.serve.desk import ClientGone, Desk, Line
+from draftproof.serve.desk import Caller, ClientGone, Desk
 from draftproof.serve.forms import ChatForm, TextForm, failure
 from draftproof.serve.http import Reply, apart, read_json, send_body, send_problem
 from draftproof.serve.logs import LOGGER, Ticket
@@ -72,8 +72,8 @@ class Answers:
             with self._desk.seat(ticket):
                 self._meters.open += 1
                 try:
-                    async with Line(receive, self._desk) as line:
-                        await self._answer(asked, model, ticket, line, reply)
+                    async with Caller(receive, self._desk) as caller:
+                        await self._answer(asked, model, ticket, caller, reply)
                 finally:
                     self._meters.open -= 1
         except ClientGone as left:
@@ -92,7 +92,7 @@ class Answers:
         else:
             await send_problem(reply.send, problem)
 
-    async def _answer(self, asked: Asked, model: str, ticket: Ticket, line: Line, reply: Reply) -> None:
+    async def _answer(self, asked: Asked, model: str, ticket: Ticket, caller: Caller, reply: Reply) -> None:
         seed = self._seeds.randrange(SEEDS) if asked.seed is None else asked.seed
         if isinstance(asked, ChatAsked):
             wish, kind = await self.wishes.chat(asked, seed), "chatcmpl"
@@ -111,9 +111,9 @@ class Answers:
         self._note(asked, wish, ticket)
         try:
             if wish.stream:
-                outputs = await self._stream(form, ticket, line, reply)
+                outputs = await self._stream(form, ticket, caller, reply)
             else:
-                outputs = await self._whole(form, ticket, line, reply)
+                outputs = await self._whole(form, ticket, caller, reply)
         except RequestError as error:
             if error.param == "structured_outputs":
                 error.param = wish.structure
@@ -123,7 +123,7 @@ class Answers:
     # --- whole --------------------------------------------------------------------------------------
 
     async def _whole(
-        self, form: TextForm | ChatForm, ticket: Ticket, line: Line, reply: Reply
+        self, form: TextForm | ChatForm, ticket: Ticket, caller: Caller, reply: Reply
     ) -> list[RequestOutput]:
         wish = form.wish
         asks = [
@@ -136,7 +136,7 @@ class Answers:
                 if answer.finish_reason in ("error", "abort"):
                     raise self._problem(answer.finish_reason, answer.error)
         body = await apart(lambda: msgspec.json.encode(form.whole(outputs)), form.num_entries > MANY)
-        line.done = True
+        caller.done = True
         ticket.status = 200
         await send_body(reply.send, body)
         return outputs
@@ -149,7 +149,7 @@ class Answers:
     # --- streams ------------------------------------------------------------------------------------
 
     async def _stream(
-        self, form: TextForm | ChatForm, ticket: Ticket, line: Line, reply: Reply
+        self, form: TextForm | ChatForm, ticket: Ticket, caller: Caller, reply: Reply
     ) -> list[RequestOutput]:
         wish, chunks, meters = form.wish, Chunks(form), self._meters
         streams = [
@@ -177,9 +177,9 @@ class Answers:
                     except Unfinished as ended:
                         unfinished = ended
                     if out:
-                        line.sending_since = time.monotonic()
+                        caller.sending_since = time.monotonic()
                         await reply.more(bytes(out))
-                        line.sending_since = None
+                        caller.sending_since = None
                     if unfinished is not None:
                         raise self._problem(unfinished.reason, unfinished.error)
         finally:
@@ -188,7 +188,7 @@ class Answers:
         outputs: list[RequestOutput] = [stream.output for stream in streams]
         out = bytearray()
         chunks.close(out, outputs)
-        line.done = True
+        caller.done = True
         ticket.status = 200
         await reply.last(bytes(out))
         return outputs

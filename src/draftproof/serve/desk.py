@@ -23,8 +23,8 @@ class ClientGone(Exception):
     """Nobody is there to be answered."""
 
 
-class Line:
-    """The connection of one request that is answered: its task is cancelled when the client leaves."""
+class Caller:
+    """Whoever waits for one answer: the task that makes it is cancelled when the client leaves."""
 
     def __init__(self, receive: Receive, desk: Desk) -> None:
         self._receive, self._desk = receive, desk
@@ -33,7 +33,7 @@ class Line:
         self.deadline = time.monotonic() + desk.settings.request_seconds
         self.sending_since: float | None = None
 
-    async def __aenter__(self) -> Line:
+    async def __aenter__(self) -> Caller:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -79,7 +79,7 @@ class Desk:
         self.draining = False
         self._ids: set[str] = set()
         self._seats = seats or Seats(settings)
-        self._lines: set[Line] = set()
+        self._callers: set[Caller] = set()
         self._sweeps = False
 
     @property
@@ -110,20 +110,20 @@ class Desk:
 
     # --- what takes too long ------------------------------------------------------------------------
 
-    def watch(self, line: Line) -> None:
-        self._lines.add(line)
+    def watch(self, caller: Caller) -> None:
+        self._callers.add(caller)
         if not self._sweeps:
             self._sweeps = True
             asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
 
-    def unwatch(self, line: Line) -> None:
-        self._lines.discard(line)
+    def unwatch(self, caller: Caller) -> None:
+        self._callers.discard(caller)
 
     def _sweep(self) -> None:
-        self._sweeps = bool(self._lines)
+        self._sweeps = bool(self._callers)
         now = time.monotonic()
-        for line in list(self._lines):
-            line.look(now)
+        for caller in list(self._callers):
+            caller.look(now)
         if self._sweeps:
             asyncio.get_running_loop().call_later(
                 min(SWEEP_SECONDS, self.settings.stall_seconds), self._sweep
