@@ -60,5 +60,5 @@ class EngineDeadError(EngineClosedError):
 def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """A hint for a misspelt option: the closest known name; if none is close `otherwise`, or all of them."""
     options = sorted(known)
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.65)
     return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(options)}"
