@@ -231,6 +231,15 @@ IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an answer that the comp
         {"type": "object", "properties": {"ab": {"type": "string"}}, "patternProperties": {"^a": ONE}},
         {"ab": "x"},
     ),
+    "minItems alone": ({"minItems": 2}, [1]),
+    "maxItems alone": ({"maxItems": 1}, [1, 2]),
+    "maxProperties alone": ({"maxProperties": 0}, {"a": 1}),
+    "propertyNames alone": ({"propertyNames": {"type": "string", "pattern": "^a$"}}, {"b": 1}),
+    "patternProperties alone": ({"patternProperties": {"^a$": ONE}}, {"a": "x"}),
+    "empty anyOf": ({"anyOf": []}, 1),
+    "negative": ({"type": "array", "minItems": 1, "maxItems": -1}, [1]),
+    "a quotation mark": ({"type": "string", "pattern": '^"$'}, "x"),
+    "a quotation mark in a name": ({"type": "object", "patternProperties": {'"': ONE}}, {'"': "x"}),
 }
 
 
@@ -263,11 +272,53 @@ def test_what_would_be_ignored_is_refused(name: str, depth: int) -> None:
     assert caught.value.param == "structured_outputs"
 
 
+SPECIAL = [
+    '"',
+    r"\"",
+    'a|"',
+    r"\\",
+    r"\n",
+    "\t",
+    r"\x22",
+    r"\u005c",
+    r"\cA",
+    '["]',
+    r"[\\]",
+    r"[\x00-\x1f]",
+    r"[\b]",
+]
+USUAL = [
+    ".",
+    '[^"\\\\]*',
+    "[ -~]",
+    r"[\x00-\x7f]+",
+    r"\s\S\d",
+    r"[^\n]",
+    r"\.\/\-",
+    "a{2,3}",
+    r"[\]]",
+    "^(a|b)$",
+]
+
+
+def test_patterns_that_no_json_string_can_follow() -> None:
+    """What a pattern names goes between the quotation marks as it is: whatever is let through is JSON."""
+    for pattern in SPECIAL:
+        assert "backslash" in str(not_enforced({"type": "string", "pattern": pattern})), pattern
+    for pattern in USUAL:
+        schema = {"type": "string", "pattern": pattern}
+        assert not_enforced(schema) is None, pattern
+        for inside in ('"', "\\", "\n", "\t"):
+            assert not matches(f'"{inside}"', json=schema), (pattern, inside)
+
+
 def test_other_places_of_a_schema() -> None:
     for key in ("$defs", "definitions", "patternProperties"):
-        assert not_enforced({key: {"n": {"not": {}}}}) == f"#/{key}/n: 'not' is not supported"
+        schema = {"type": "object", key: {"n": {"not": {}}}}
+        assert not_enforced(schema) == f"#/{key}/n: 'not' is not supported"
     for key in ("additionalProperties", "items", "propertyNames"):
-        assert not_enforced({key: {"not": {}}}) == f"#/{key}: 'not' is not supported"
+        schema = {"type": "object", key: {"not": {}}}
+        assert not_enforced(schema) == f"#/{key}: 'not' is not supported"
     assert "a schema is an object" in str(not_enforced({"items": 3}))
     assert "must point into" in str(not_enforced({"$ref": "http://a.b/c"}))
     assert "must be an object" in str(not_enforced({"properties": []}))

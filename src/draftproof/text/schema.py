@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from draftproof.text.pattern import unsayable
+
 _IGNORED = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
     *("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef"),
@@ -20,6 +22,15 @@ _ARRAY = ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems")
 _OBJECT = (
     *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"),
     *("propertyNames", "required", "minProperties", "maxProperties"),
+)
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# without a type the compiler heeds the first if one of the second says that an array or object is meant
+_IMPLIED = (
+    (("minItems", "maxItems"), ("items", "prefixItems", "unevaluatedItems")),
+    (
+        ("patternProperties", "propertyNames", "minProperties", "maxProperties"),
+        ("properties", "additionalProperties", "unevaluatedProperties"),
+    ),
 )
 _ASSERTS = {"type", *_NUMBER, *_STRING, *_ARRAY, *_OBJECT}
 _ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # what stands beside one of these is ignored
@@ -77,6 +88,16 @@ def _here(schema: dict[str, Any]) -> Iterator[str]:
         yield f"'$ref' must point into this schema ('#' or '#/…'), not to {reference!r}"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield "'allOf' of several schemas is not supported: merge them"
+    for key in ("anyOf", "type"):
+        if schema.get(key) == []:
+            yield f"{key!r} is empty"
+    for key in _SIZES:
+        if isinstance(schema.get(key), (int, float)) and schema[key] < 0:
+            yield f"{key!r} is negative"
+    named = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(named if isinstance(named, dict) else ())):
+        if isinstance(pattern, str) and (character := unsayable(pattern)) is not None:
+            yield f"a pattern with {character!r}, which JSON writes with a backslash, is not supported"
     yield from _company(schema)
     yield from _typeless(schema)
     yield from _objects(schema)
@@ -100,12 +121,16 @@ def _company(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _typeless(schema: dict[str, Any]) -> Iterator[str]:
-    """Bounds on numbers and strings are enforced where the type is given."""
+    """Bounds are enforced where the type is given, or implied."""
     if "type" in schema or any(key in schema for key in _ALONE):
         return
     for key in (*_NUMBER, *_STRING):
         if key in schema:
             yield f"{key!r} needs a 'type' beside it"
+    for keys, signs in _IMPLIED:
+        for key in keys:
+            if key in schema and not any(sign in schema for sign in signs):
+                yield f"{key!r} needs a 'type' beside it"
 
 
 def _objects(schema: dict[str, Any]) -> Iterator[str]:

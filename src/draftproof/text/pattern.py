@@ -1,0 +1,52 @@
+"""Patterns of JSON strings: which characters they name.
+
+The compiler puts what a pattern says between two quotation marks as it is. A character that JSON writes with
+a backslash would end the string or break it; from sets the compiler leaves such characters out, but not where
+a pattern names them.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\})")
+_NAMED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b", "0": "\0"}
+_SETS = "dDwWsSpPbBk123456789"  # or places, or groups
+
+
+def unsayable(pattern: str) -> str | None:
+    """The first character that it asks for and that no JSON string holds as it is."""
+    at, inside, negated = 0, False, False
+    while at < len(pattern):
+        if not inside and pattern[at] == "[":
+            negated = pattern[at + 1 : at + 2] == "^"
+            at, inside = at + 1 + negated, True
+            continue
+        if inside and pattern[at] == "]":
+            at, inside, negated = at + 1, False, False
+            continue
+        character, at = _read(pattern, at, inside)
+        if inside and pattern[at : at + 1] == "-" and pattern[at + 1 : at + 2] not in ("", "]"):
+            last, at = _read(pattern, at + 1, inside)
+            character = character if _is_escaped(last) else None  # something else lies between the two
+        if not negated and _is_escaped(character):
+            return character
+    return None
+
+
+def _read(pattern: str, at: int, inside: bool) -> tuple[str | None, int]:
+    """The character that begins at `at`, None if it stands for several, and where the next begins."""
+    name = pattern[at + 1 : at + 2]
+    if pattern[at] != "\\" or not name:
+        return pattern[at], at + 1
+    if code := _CODE.match(pattern, at):
+        return chr(min(int(code[code.lastindex or 1], 16), 0x10FFFF)), code.end()
+    if name == "c":
+        return "\x01", at + 3
+    if name == "b" and inside:
+        return "\b", at + 2
+    return _NAMED.get(name, None if name in _SETS else name), at + 2
+
+
+def _is_escaped(character: str | None) -> bool:
+    return character is not None and (character in '"\\' or character < " ")
