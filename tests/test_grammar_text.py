@@ -236,6 +236,10 @@ IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an answer that the comp
     "maxProperties alone": ({"maxProperties": 0}, {"a": 1}),
     "propertyNames alone": ({"propertyNames": {"type": "string", "pattern": "^a$"}}, {"b": 1}),
     "patternProperties alone": ({"patternProperties": {"^a$": ONE}}, {"a": "x"}),
+    "names and nothing else": (
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": False},
+        {"a": 1},
+    ),
     "empty anyOf": ({"anyOf": []}, 1),
     "negative": ({"type": "array", "minItems": 1, "maxItems": -1}, [1]),
     "a quotation mark": ({"type": "string", "pattern": '^"$'}, "x"),

@@ -144,6 +144,9 @@ def _objects(schema: dict[str, Any]) -> Iterator[str]:
         yield f"'required' names {missing[0]!r}, which is not among 'properties'"
     if listed and schema.get("patternProperties"):
         yield "'patternProperties' beside 'properties' is not supported"
+    for key in ("additionalProperties", "unevaluatedProperties"):
+        if "propertyNames" in schema and schema.get(key) is False:
+            yield f"{key!r}: false beside 'propertyNames' would be ignored: list the 'properties' instead"
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > len(listed):  # a key may be written twice
         yield "'minProperties' beyond the listed 'properties' is not supported"
