@@ -236,6 +236,10 @@ IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an answer that the comp
     "maxProperties alone": ({"maxProperties": 0}, {"a": 1}),
     "propertyNames alone": ({"propertyNames": {"type": "string", "pattern": "^a$"}}, {"b": 1}),
     "patternProperties alone": ({"patternProperties": {"^a$": ONE}}, {"a": "x"}),
+    "names beside properties": (
+        {"type": "object", "properties": {"b": ONE}, "propertyNames": {"type": "string", "pattern": "a"}},
+        {"b": 1},
+    ),
     "names and nothing else": (
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": False},
         {"a": 1},
