@@ -240,6 +240,14 @@ IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an answer that the comp
         {"type": "object", "properties": {"b": ONE}, "propertyNames": {"type": "string", "pattern": "a"}},
         {"b": 1},
     ),
+    "names beside patterns": (
+        {
+            "type": "object",
+            "patternProperties": {"b": ONE},
+            "propertyNames": {"type": "string", "pattern": "a"},
+        },
+        {"b": 1},
+    ),
     "names and nothing else": (
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": False},
         {"a": 1},

@@ -142,9 +142,9 @@ def _objects(schema: dict[str, Any]) -> Iterator[str]:
     missing = [name for name in required if name not in listed]
     if missing:
         yield f"'required' names {missing[0]!r}, which is not among 'properties'"
-    for key in ("patternProperties", "propertyNames"):
-        if listed and schema.get(key):
-            yield f"{key!r} beside 'properties' is not supported"
+    names = [key for key in ("patternProperties", "propertyNames", "properties") if schema.get(key)]
+    if len(names) > 1:
+        yield f"{names[0]!r} beside {names[1]!r} is not supported"
     for key in ("additionalProperties", "unevaluatedProperties"):
         if "propertyNames" in schema and schema.get(key) is False:
             yield f"{key!r}: false beside 'propertyNames' would be ignored: list the 'properties' instead"
