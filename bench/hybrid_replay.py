@@ -43,7 +43,7 @@ class Machine:
 
 
 MACHINES = {
-    "cpu": Machine({1: 12.5, 5: 13.3, 16: 15.5}, 5.0, 0.45, 5.0, ahead=False),
+    "cpu": Machine({1: 13.2, 5: 14.0, 16: 16.2}, 4.8, 0.45, 4.8, ahead=False),
     "h200": Machine({1: 0.47, 8: 0.53, 16: 0.56}, 0.15, 0.019, 0.035, ahead=True),
 }
 
