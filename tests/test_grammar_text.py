@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,47 @@ def test_patterns_that_no_json_string_can_follow() -> None:
         assert not_enforced(schema) is None, pattern
         for inside in ('"', "\\", "\n", "\t"):
             assert not matches(f'"{inside}"', json=schema), (pattern, inside)
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "a.b",
+        ".",
+        "[.]",
+        r"\.",
+        r"\\.",
+        r"[\]].",
+        r"[^.]",
+        ".{2}",
+        r"\x61b",
+        r"[\x61-b]c",
+        r"\u0061b",
+        r"\\x61",
+        "^a|b$",
+    ],
+)
+def test_a_regex_means_what_it_means_elsewhere(regex: str) -> None:
+    texts = [
+        "ab",
+        "a\nb",
+        "axb",
+        ".",
+        "\n",
+        "\\.",
+        "\\x",
+        "]x",
+        "]\n",
+        "..",
+        "bc",
+        "\\x61",
+        "a",
+        "b",
+        "x",
+        "a\r",
+    ]
+    found = [text for text in texts if matches(text, regex=regex)]
+    assert found == [text for text in texts if re.fullmatch(regex, text) and text != "a\r"]
 
 
 def test_other_places_of_a_schema() -> None:

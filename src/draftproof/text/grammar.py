@@ -23,6 +23,7 @@ from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.structured_outputs import PARAM, StructuredOutputs
 from draftproof.text.grammar_process import GrammarProcess
+from draftproof.text.pattern import standard
 from draftproof.text.reasoning import ReasoningEnd
 from draftproof.text.schema import not_enforced
 from draftproof.text.tokenizer import Tokenizer
@@ -174,9 +175,11 @@ def _job(wish: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
     if kind == "choice":
         assert wish.choice is not None
         return "grammar", "root ::= " + " | ".join(map(_literal, wish.choice)), {}
-    source = wish.regex if kind == "regex" else wish.grammar
-    assert source is not None
-    return kind, source, {}
+    if kind == "regex":
+        assert wish.regex is not None
+        return kind, standard(wish.regex), {}
+    assert wish.grammar is not None
+    return kind, wish.grammar, {}
 
 
 def _literal(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Patterns of JSON strings: which characters they name.
+"""Regular expressions, where the grammar compiler reads them otherwise than everybody else.
 
-The compiler puts what a pattern says between two quotation marks as it is. A character that JSON writes with
-a backslash would end the string or break it; from sets the compiler leaves such characters out, but not where
-a pattern names them.
+What the pattern of a JSON string says it puts between two quotation marks as it is. A character that JSON
+writes with a backslash would end the string or break it; from sets the compiler leaves such characters out,
+but not where a pattern names them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,25 @@ import re
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\})")
 _NAMED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b", "0": "\0"}
 _SETS = "dDwWsSpPbBk123456789"  # or places, or groups
+
+
+def standard(regex: str) -> str:
+    """The same for a compiler whose '.' is a newline too and whose codes take any number of digits."""
+    out: list[str] = []
+    at, inside = 0, False
+    while at < len(regex):
+        if code := _CODE.match(regex, at):
+            out.append(f"\\u{{{code[code.lastindex or 1]}}}")
+            at = code.end()
+            continue
+        size = 2 if regex[at] == "\\" else 1
+        part = regex[at : at + size]
+        if part == "." and not inside:
+            part = r"[^\n\r]"
+        inside = part != "]" if inside else regex[at] == "["
+        out.append(part)
+        at += size
+    return "".join(out)
 
 
 def unsayable(pattern: str) -> str | None:
