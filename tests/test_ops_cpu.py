@@ -410,6 +410,38 @@ def test_a_captured_pass_is_given_rows_that_change(kind: str) -> None:
         assert same(again, forward(rows, expected[:, :width])[0])
 
 
+@pytest.mark.skipif(not tiles.takes_bytes(), reason="needs AMX with int8")
+@pytest.mark.parametrize(("columns", "depth"), [(61, 40), (64, 64), (200, 130), (97, 576)])
+def test_rough_weights_are_nearly_right_and_rows_do_not_meet(columns: int, depth: int) -> None:
+    """Bytes in fp64 are the definition; bf16 is what they stand for."""
+    ops, dtype = make("amx", 2)
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn((columns, depth), generator=generator).to(dtype)
+    weight[3] = 0
+    x = torch.randn((70, depth), generator=generator).to(dtype)
+    x[5], x[7] = 0, 100 * x[7]
+    rough = ops.pack_rough(weight)
+    found = ops.linear(x, rough, torch.float32)
+    bias = torch.randn(columns, generator=generator).to(dtype)
+    assert same(ops.linear(x, ops.pack_rough(weight, bias), torch.float32), found + bias)
+
+    def in_bytes(rows: Tensor) -> Tensor:
+        scale = rows.double().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+        return (rows.double() / scale + 0.5).floor().clamp(-127, 127) * scale
+
+    expected = in_bytes(x) @ in_bytes(weight).T
+    size = x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
+    off = (found - expected).abs() / size.clamp(min=1e-9)
+    assert off.max() < 5e-3 and off.median() < 1e-6  # a byte here and there is rounded the other way
+    assert ((found - x.double() @ weight.double().T).abs() <= 0.02 * size + 1e-6).all()
+    assert (found[5] == 0).all() and (found[:, 3] == 0).all()
+    poison(ops)
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(30, 70)):
+        assert same(ops.linear(x[rows], rough, torch.float32), found[rows])
+    assert same(make("amx", 3)[0].linear(x, rough, torch.float32), found)
+    assert same(ops.linear(x, rough), found.to(dtype))
+
+
 def test_arena_places_never_overlap_while_alive() -> None:
     from draftproof.ops.cpu.program import place
 

@@ -47,7 +47,7 @@ class HeadModel:
         """`most`: rows that logits are asked of at a time."""
         self.config, self.ops = config, ops
         tensors = {n: t if n == "d2t" else t.to(target.dtype) for n, t in tensors.items()}
-        decoder, take = config.decoder(), Weights(tensors, ops)
+        decoder, take = config.decoder(), Weights(tensors, ops, rough=True)
         self.vocab = config.target.vocab_size
         self.rope = rope_table(decoder, max_len).to(ops.device)
         self.embedding = target.embedding
@@ -76,7 +76,7 @@ class HeadModel:
         if not config.share_head:
             self.head = take.packed(["lm_head"], bias=False)
         else:
-            self.head = target.head if self.ids is None else ops.pack_linear(target.head_rows(self.ids))
+            self.head = target.head if self.ids is None else ops.pack_rough(target.head_rows(self.ids))
 
     def feature(self, rows: Tensor) -> Tensor:
         """What it makes of the target's rows, [R, target's hidden, once or several times]: [R, hidden]."""

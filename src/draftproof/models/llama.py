@@ -76,9 +76,11 @@ def decoder_layer(
 class Weights:
     """Takes tensors out of the checkpoint one by one, so that none is held twice."""
 
-    def __init__(self, tensors: dict[str, Tensor], ops: Ops) -> None:
+    def __init__(self, tensors: dict[str, Tensor], ops: Ops, rough: bool = False) -> None:
+        """`rough`: of a model that only guesses."""
         self.tensors = tensors
         self.ops = ops
+        self._pack = ops.pack_rough if rough else ops.pack_linear
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors.pop(name).to(self.ops.device).contiguous()
@@ -86,4 +88,4 @@ class Weights:
     def packed(self, names: list[str], bias: bool) -> Any:
         weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
         biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        return self.ops.pack_linear(weight, biases)
+        return self._pack(weight, biases)

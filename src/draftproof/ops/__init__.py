@@ -68,6 +68,10 @@ class Ops(DraftSearch, Following):
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """A weight [N, K] (and bias [N]) in the form that `linear` wants. Opaque to callers."""
 
+    def pack_rough(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """The same for a weight of what only guesses: `linear` of it may be of fewer bits."""
+        return self.pack_linear(weight, bias)
+
     @abstractmethod
     def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [R, K] -> [R, N] in x's dtype or `out_dtype` (fp32 for logits); fp32 accumulation."""

@@ -21,12 +21,13 @@ try:
     from llvmlite import binding
 
     from draftproof.ops.cpu import attention as attention_parts
-    from draftproof.ops.cpu import attention_run, elementwise, gemm, gemm_amx, sampling, tiles
+    from draftproof.ops.cpu import attention_run, elementwise, gemm, gemm_amx, gemm_bytes, sampling, tiles
     from draftproof.ops.cpu.bookkeeping import CpuBookkeeping
+    from draftproof.ops.cpu.captured import Captured
     from draftproof.ops.cpu.memory import WeightMemory
     from draftproof.ops.cpu.native import Kernel
-    from draftproof.ops.cpu.program import Argument, Program, Recorder, as_word
-    from draftproof.ops.cpu.team import WIDTH, Team, aligned_bytes
+    from draftproof.ops.cpu.program import Argument, Recorder, as_word
+    from draftproof.ops.cpu.team import WIDTH, Team
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
         raise
@@ -48,7 +49,7 @@ class PackedLinear:
     columns: int
     depth: int
     dtype: torch.dtype
-    extra: tuple[int, ...] = ()  # further arguments of the kernels
+    extra: tuple[Argument, ...] = ()  # further arguments of the kernels
 
 
 class CpuOps(CpuBookkeeping):
@@ -76,7 +77,7 @@ class CpuOps(CpuBookkeeping):
         self._at_once = 4 if binding.get_host_cpu_features().get("avx512f") else 1
         self._memory = WeightMemory()
         self._workspace = torch.zeros(WORKSPACE // 4, dtype=torch.float32)
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -91,8 +92,8 @@ class CpuOps(CpuBookkeeping):
     # --- calls ------------------------------------------------------------------------------------
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self._recorder is not None:
-            return self._recorder.output(shape, dtype)
+        if self.recorder is not None:
+            return self.recorder.output(shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
     def _call(
@@ -107,9 +108,9 @@ class CpuOps(CpuBookkeeping):
     ) -> None:
         """Run or record kernels that take the same words: outputs, inputs, constants."""
         several = [kernels] if isinstance(kernels, Kernel) else kernels
-        if self._recorder is not None:
+        if self.recorder is not None:
             for each in several:
-                self._recorder.call(each.address, outputs, inputs, constants, scratch)
+                self.recorder.call(each.address, outputs, inputs, constants, scratch)
             return
         if rows == 0:
             return
@@ -123,17 +124,22 @@ class CpuOps(CpuBookkeeping):
     # --- forward pass -----------------------------------------------------------------------------
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        _check("weight", weight, 2)
-        columns, depth = weight.shape
-        bias = None if bias is None else bias.detach().to(weight.dtype).clone().contiguous()
-        if bias is not None and bias.shape != (columns,):
-            raise ConfigError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
-        bf16 = weight.dtype == torch.bfloat16
+        bias = _checked_bias(weight, bias)
+        (columns, depth), dtype = weight.shape, weight.dtype
+        bf16 = dtype == torch.bfloat16
         if bf16 and self.amx:
             packed = self._memory.hold(gemm_amx.pack_tiles(weight.detach()))
-            return PackedLinear(gemm_amx.LINEAR_AMX, packed, bias, columns, depth, weight.dtype)
+            return PackedLinear(gemm_amx.LINEAR_AMX, packed, bias, columns, depth, dtype)
         packed = self._memory.hold(gemm.pack_panels(weight.detach()))
-        return PackedLinear(gemm.LINEAR[bf16], packed, bias, columns, depth, weight.dtype, (self._at_once,))
+        return PackedLinear(gemm.LINEAR[bf16], packed, bias, columns, depth, dtype, (self._at_once,))
+
+    def pack_rough(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        if not self.amx or weight.dtype != torch.bfloat16 or not tiles.takes_bytes():
+            return self.pack_linear(weight, bias)
+        bias = _checked_bias(weight, bias)
+        packed, scales = gemm_bytes.pack_bytes(weight.detach())
+        kernels, held = gemm_bytes.LINEAR_BYTES, self._memory.hold(packed)
+        return PackedLinear(kernels, held, bias, *weight.shape, weight.dtype, (scales,))
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         x = _check("x", x, 2, packed.depth, packed.dtype)
@@ -305,50 +311,6 @@ class CpuOps(CpuBookkeeping):
         return out
 
 
-class Captured:
-    """A forward pass that is recorded at its first call and replayed from then on."""
-
-    def __init__(self, ops: CpuOps, forward: Forward, max_rows: int) -> None:
-        self._ops, self._forward, self._max_rows = ops, forward, max_rows
-        self._ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
-        self._ints = self._ints.view(4, max_rows)  # tokens, positions, slots, kv_index
-        self._given: list[Tensor] = []  # [max_rows, …]: what it is called with beside the rows
-        self._table: Tensor | None = None
-        self._program: Program | None = None
-
-    def _record(self, page_table: Tensor) -> Program:
-        tokens, positions, slots, kv_index = self._ints.unbind()
-        recorder = Recorder(self._max_rows, [tokens, positions, slots, kv_index, *self._given])
-        self._ops._recorder = recorder
-        try:
-            results = self._forward(Rows(tokens, positions, slots, kv_index, page_table), *self._given)
-        finally:
-            self._ops._recorder = None
-        return recorder.finish(results)
-
-    def __call__(self, rows: Rows, *given: Tensor) -> tuple[Tensor, ...]:
-        count = rows.tokens.shape[0]
-        if count > self._max_rows:
-            raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
-        table = rows.page_table
-        known = self._table
-        if (
-            self._program is None
-            or known is None
-            or known.data_ptr() != table.data_ptr()
-            or known.shape != table.shape
-        ):
-            self._given = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in given]
-            self._program = self._record(table)
-            self._table = table
-        if count:
-            parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *given)
-            for target, part in zip((*self._ints, *self._given), parts, strict=True):
-                target[:count].copy_(part)
-            self._ops.team.run(self._program.table, count, self._program.scratch)
-        return tuple(result[:count] for result in self._program.results)
-
-
 def _is_bf16(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"the cpu backend computes in float32 or bfloat16, not {dtype}")
@@ -382,6 +344,14 @@ def _doubles(x: Tensor, rows: int) -> Tensor:
     if x.shape != (rows,):
         raise ValueError(f"a limit is {tuple(x.shape)}; wanted [{rows}]")
     return x.to(torch.float64).contiguous()
+
+
+def _checked_bias(weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    _check("weight", weight, 2)
+    bias = None if bias is None else bias.detach().to(weight.dtype).clone().contiguous()
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+    return bias
 
 
 def _check_cache(cache: Tensor, heads: Heads, dtype: torch.dtype) -> None:

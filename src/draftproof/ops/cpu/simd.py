@@ -223,6 +223,7 @@ ishl = _op(I, (I, I), lambda b, a: b.shl(a[0], a[1]))
 as_int = _op(I, (F,), lambda b, a: b.bitcast(a[0], VI))
 as_float = _op(F, (I,), lambda b, a: b.bitcast(a[0], VF))
 to_int = _op(I, (F,), lambda b, a: b.fptosi(a[0], VI))
+to_float = _op(F, (I,), lambda b, a: b.sitofp(a[0], VF))
 unsigned_to_float = _op(F, (I,), lambda b, a: b.uitofp(a[0], VF))
 
 

@@ -47,10 +47,15 @@ def _pointer(builder: Any, addr: Any, offset: int = 0) -> Any:
     return builder.inttoptr(builder.add(addr, I64(offset)), PTR)
 
 
-def _tiles_run(row_tiles: int, stream: bool) -> Any:
+def takes_bytes() -> bool:
+    """Are there tiles of int8 as well?"""
+    return bool(available() and binding.get_host_cpu_features().get("amx-int8"))
+
+
+def _tiles_run(row_tiles: int, stream: bool, product: str = "tdpbf16ps") -> Any:
     @intrinsic
     def run(typingctx: Any, x: Any, x_stride: Any, weight: Any, steps: Any) -> Any:
-        """Sums += x [rows, 32 steps] times `steps` pairs of weight tiles."""
+        """Sums += x [rows, 64 bytes a step] times `steps` pairs of weight tiles."""
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             x, x_stride, weight, steps = args
@@ -77,7 +82,7 @@ def _tiles_run(row_tiles: int, stream: bool) -> Any:
                     _call(builder, "tileloadd64", [I8(6 + tile), where, I64(64)])
                     for rows in range(row_tiles):
                         sums = [I8(2 * rows + tile), I8(4 + rows), I8(6 + tile)]
-                        _call(builder, "tdpbf16ps", sums)
+                        _call(builder, product, sums)
                 if stream:
                     for line in range(0, 2 * TILE_BYTES, 64):
                         ahead = _pointer(builder, w, AHEAD + line)
@@ -91,6 +96,7 @@ def _tiles_run(row_tiles: int, stream: bool) -> Any:
 
 run_1, run_1_stream = _tiles_run(1, False), _tiles_run(1, True)
 run_2, run_2_stream = _tiles_run(2, False), _tiles_run(2, True)
+run_bytes_1, run_bytes_2 = _tiles_run(1, True, "tdpbssd"), _tiles_run(2, True, "tdpbssd")
 
 
 @intrinsic
