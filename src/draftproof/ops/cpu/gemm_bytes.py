@@ -7,14 +7,25 @@ products are whole numbers, so neither the number of rows nor a row's place touc
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.ops.cpu.native import Kernel, device, kernel, load_f32, load_i64, share, store_f32, store_i64
-from draftproof.ops.cpu.simd import iload, splat, to_float, vadd, vmax, vmax_lane, vmul, vsub
+from draftproof.ops.cpu.native import Kernel, device, kernel, load_f32, load_i64, share, store_f32
+from draftproof.ops.cpu.simd import (
+    iload,
+    isplat,
+    istore_bytes,
+    splat,
+    to_float,
+    to_int,
+    vadd,
+    vmax,
+    vmax_lane,
+    vmul,
+    vround,
+    vsub,
+)
 from draftproof.ops.cpu.tiles import (
     configure_rows,
     run_bytes_1,
@@ -45,8 +56,8 @@ def pack_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @device
-def _rounded(x: int, depth: int, to: int, line: int) -> float:
-    """x [depth] bf16 in bytes, with zeros up to a whole step; its scale. `line`: room for 16 floats."""
+def _rounded(x: int, depth: int, to: int) -> float:
+    """x [depth] bf16 in bytes, with zeros up to a whole step; its scale."""
     top = splat(_ZERO)
     for i in range(0, depth, 16):
         value = tload(x, i, depth - i, True)
@@ -55,14 +66,9 @@ def _rounded(x: int, depth: int, to: int, line: int) -> float:
     inverse = np.float32(MOST) / largest if largest > _ZERO else _ZERO
     for i in range(0, (depth + DEPTH - 1) // DEPTH * DEPTH, 16):
         if i < depth:
-            tstore(line, 0, vmul(tload(x, i, depth - i, True), splat(inverse)), 16, False)
-        for half in range(2):
-            word = np.int64(0)
-            for k in range(8):
-                if i + 8 * half + k < depth:
-                    value = np.int64(math.floor(load_f32(line + 32 * half + 4 * k) + np.float32(0.5)))
-                    word |= (min(max(value, -MOST), MOST) & 255) << (8 * k)
-            store_i64(to + i + 8 * half, word)
+            istore_bytes(to + i, to_int(vround(vmul(tload(x, i, depth - i, True), splat(inverse)))))
+        else:
+            istore_bytes(to + i, isplat(0))
     return np.float32(largest / np.float32(MOST))
 
 
@@ -74,14 +80,14 @@ def _linear(out_bf16: bool) -> Kernel:
         bias, columns, depth = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         scales = load_i64(args + 48)
         steps = (depth + DEPTH - 1) // DEPTH
-        config, line, own = scratch, scratch + 64, scratch + 128  # own [32] fp32: scales of the rows
+        config, own = scratch, scratch + 64  # own [32] fp32: scales of the rows
         c = own + 4 * ROWS  # [32, 32] int32
         bytes_of = c + 4 * ROWS * WIDTH  # [32, steps * 64] int8
         begin, end = share((columns + WIDTH - 1) // WIDTH, thread, threads)
         for row in range(0, rows if begin < end else 0, ROWS):
             count = min(ROWS, rows - row)
             for i in range(count):
-                scale = _rounded(x + (row + i) * depth * 2, depth, bytes_of + i * steps * DEPTH, line)
+                scale = _rounded(x + (row + i) * depth * 2, depth, bytes_of + i * steps * DEPTH)
                 store_f32(own + 4 * i, scale)
             configure_rows(config, count)
             for block in range(begin, end):

@@ -13,7 +13,7 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from draftproof.ops.cpu.native import F32, F64, I1, I16, I32, I64, PTR
+from draftproof.ops.cpu.native import F32, F64, I1, I8, I16, I32, I64, PTR
 
 LANES = 16
 
@@ -45,7 +45,7 @@ I = VectorI32("i32", I32)  # noqa: E741
 D = VectorF64("f64", F64)
 M = VectorMask("i1", I1)
 VF, VI, VD, VM = (ir.VectorType(elem, LANES) for elem in (F32, I32, F64, I1))
-VH = ir.VectorType(I16, LANES)
+VH, VBYTES = (ir.VectorType(elem, LANES) for elem in (I16, I8))
 
 
 def _model(vector: type[Vector]) -> None:
@@ -214,6 +214,7 @@ iload = _op(I, (_i64,), lambda b, a: load_value(b, a[0], VI))
 iload_u16 = _op(I, (_i64,), lambda b, a: b.zext(load_value(b, a[0], VH), VI))
 iload_u16_n = _op(I, (_i64, _i64), lambda b, a: b.zext(_masked_load(b, a[0], a[1], VH, "v16i16"), VI))
 istore = _op(types.void, (_i64, I), lambda b, a: _store(b, a[0], a[1]))
+istore_bytes = _op(types.void, (_i64, I), lambda b, a: _store(b, a[0], b.trunc(a[1], VBYTES)))
 iadd = _op(I, (I, I), lambda b, a: b.add(a[0], a[1]))
 ixor = _op(I, (I, I), lambda b, a: b.xor(a[0], a[1]))
 iand = _op(I, (I, I), lambda b, a: b.and_(a[0], a[1]))
