@@ -7,6 +7,9 @@ takes is clocked, since a busy machine makes what was timed at start worth littl
 ahead it is decided here, before the step, from what became of the last windows: while a search fills them and
 its drafts stand to the last, nobody else is needed; and of the model it is remembered for each request what
 it has brought.
+
+A model without others that ends its chains itself (`Proposer.ends_chains`) is told the same prices; whether
+it is asked at all is left to the budgets.
 """
 
 from __future__ import annotations
