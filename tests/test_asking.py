@@ -253,3 +253,19 @@ def test_prices_are_learned_from_the_clock() -> None:
     tiny.run(engine, [tiny.request(i, params) for i in range(2)])
     assert asking._round > 0 and asking._spent > 0 and asking.price(asking._round) > 0
     assert engine_of(adaptive=False).loop.asking.prices is None
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "target_match"])
+def test_no_drawn_draft_is_left_out_under_rejection(strategy: str) -> None:
+    """A chain may have ended because of what was drawn, and how many are verified depends on its length. With
+    drafts left out so, `rejection` would have another law; here every row beyond the first is far too dear."""
+    engine = engine_of(verify_strategy=strategy)
+    dear = {1: 1.0, 2: 90.0, 16: 1000.0}
+    engine.loop.scheduler.budgets.costs = RowCosts(dear, between=True, learns=False)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.7)
+    record = tiny.run(engine, [tiny.request(1, params)])["1"]
+    verified = [step.num_draft for step in record.steps[1:-1]]
+    if strategy == "rejection":
+        assert min(verified) > 0
+    else:
+        assert verified.count(0) > len(verified) / 2

@@ -286,7 +286,7 @@ class Engine:
             request,
             max_length,
             draft_limit=limit,
-            adaptive=self._adaptive if wish.adaptive is None else wish.adaptive,
+            adaptive=self._may_adapt(params) and (self._adaptive if wish.adaptive is None else wish.adaptive),
             strategy=self._judges.index(self.strategy_of(params)),
             wants=wants_of(params, vocab),
             processed_by_host=bool(params.logits_processors or request.bad_word_ids),
@@ -296,6 +296,13 @@ class Engine:
         self._sequences[request.id] = sequence
         self.loop.scheduler.add(sequence)
         return sequence.stats
+
+    def _may_adapt(self, params: SamplingParams) -> bool:
+        """May drafts be left out when they are there? How many there are can depend on what was drawn, and
+        who leaves a draft out because of that spoils the law that is counted on."""
+        proposer = self.loop.proposer
+        counts_on_law = self.strategy_of(params).needs_draft_probs and proposer and proposer.reports_probs
+        return not (counts_on_law and self.loop.scheduler.asks_first)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not (or no longer) here. What it said may be found again."""

@@ -213,6 +213,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         legal = ((tokens >= 0) & (tokens < vocab)).long().cumprod(1).sum(1)
         room = (columns.max_length[line] - columns.length[line] - 1).clamp(min=0)
         count = torch.minimum(torch.minimum(count[real], legal), torch.minimum(budget[real], room))
+        count = count.clamp(min=0)
         columns.num_draft[line] = torch.where(columns.ended[line] == End.NOT_YET, count, 0)
         columns.draft[line] = tokens.clamp(0, vocab - 1)  # what is cut off may still be looked up
         own, sources = draft.logprobs, draft.sources

@@ -223,7 +223,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
             while legal < len(guess) and 0 <= guess[legal] < vocab:
                 legal += 1
             room = max(0, int(columns.max_length[slot] - columns.length[slot]) - 1)
-            least = min(int(draft.count[b]), int(budget[b]), legal, room)
+            least = max(0, min(int(draft.count[b]), int(budget[b]), legal, room))
             columns.num_draft[slot] = least if columns.ended[slot] == End.NOT_YET else 0
             for j, token in enumerate(guess):
                 columns.draft[slot, j] = min(max(token, 0), vocab - 1)

@@ -48,7 +48,7 @@ class HeadProposer(DeviceProposer):
         if source is None:
             raise ConfigError(
                 f"method {self.kind!r} needs a head, and none for this model comes with the package: give "
-                "the folder of one as 'model'; `draftproof train` makes them"
+                "the folder of one as 'model' (`draftproof train` makes heads for method 'eagle3')"
             )
         assert target is not None
         config, tensors = load_head(source, target.facts)

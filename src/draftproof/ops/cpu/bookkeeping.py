@@ -253,7 +253,7 @@ def _put_draft(  # type: ignore[no-untyped-def]
         while legal < tokens.shape[1] and 0 <= tokens[b, legal] < vocab:
             legal += 1
         room = max(0, max_length[s] - length[s] - 1)
-        least = min(min(count[b], budget[b]), min(legal, room))
+        least = max(0, min(min(count[b], budget[b]), min(legal, room)))
         num_draft[s] = least if ended[s] == NOT_YET else 0
         for j in range(tokens.shape[1]):
             draft[s, j] = min(max(tokens[b, j], 0), vocab - 1)

@@ -76,7 +76,7 @@ def put_draft_kernel(
         legal = tl.min(tl.where(outside, at, K), axis=0)
         room = tl.maximum(tl.load(max_length + slot) - tl.load(length + slot) - 1, 0)
         least = tl.minimum(tl.load(counts + me), tl.load(budgets + me))
-        least = tl.minimum(least, tl.minimum(legal, room))
+        least = tl.maximum(tl.minimum(least, tl.minimum(legal, room)), 0)
         tl.store(num_draft + slot, tl.where(tl.load(ended + slot) == 0, least, 0))
         # what is cut off may still be looked up
         tl.store(draft + slot * K + at, tl.minimum(tl.maximum(guess, 0), V - 1), mask=ok)
