@@ -258,7 +258,7 @@ def test_prices_are_learned_from_the_clock() -> None:
 @pytest.mark.parametrize("strategy", ["rejection", "target_match"])
 def test_no_drawn_draft_is_left_out_under_rejection(strategy: str) -> None:
     """A chain may have ended because of what was drawn, and how many are verified depends on its length. With
-    drafts left out so, `rejection` would have another law; here every row beyond the first is far too dear."""
+    drafts left out so, `rejection` would have another law; here further rows are far too dear."""
     engine = engine_of(verify_strategy=strategy)
     dear = {1: 1.0, 2: 90.0, 16: 1000.0}
     engine.loop.scheduler.budgets.costs = RowCosts(dear, between=True, learns=False)
