@@ -234,14 +234,14 @@ if {how!r} == "open":
 def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, asked: int) -> None:
     """An exception out of a step: before it, or when some of its results are taken down and some are not.
 
-    Not before all have `asked`: a dead engine takes nobody in.
+    Not before all have `asked` and are let in: a dead engine takes nobody in.
     """
     owner: Any = llm.engine if where == "step" else Ledger
     whole, submit, calls, asking, all_here = getattr(owner, where), Driver.submit, [], [], Event()
 
-    def noted(*args: Any) -> Any:
-        box = submit(*args)
-        asking.append(1)
+    def noted(driver: Driver, *args: Any) -> Any:
+        box = submit(driver, *args)
+        asking.append(driver)
         if len(asking) == asked:
             all_here.set()
         return box
@@ -252,6 +252,7 @@ def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, 
         calls.append(1)
         if len(calls) > after:
             assert all_here.wait(60)
+            asking[0]._listen()
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return whole(*args)
 
