@@ -166,18 +166,20 @@ def test_hung_and_terminated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_server_is_killed(folder: Path) -> None:
     """Its worker goes with it, and its folder, and the process that compiles grammars."""
     program = f"""
+import time
 from draftproof.serve.supervisor import Supervisor
 supervisor = Supervisor({str(folder)!r}, **{OPTIONS!r}).start()
 print(supervisor.status().pid, supervisor.folder, flush=True)
 time.sleep(600)
 """
-    server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    pid, run_folder = server.stdout.readline().split()
-    assert alive(int(pid)) and Path(run_folder).is_dir()
-    server.kill()
-    server.wait()
-    server.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            pid, run_folder = server.stdout.readline().split()
+            assert alive(int(pid)) and Path(run_folder).is_dir()
+        finally:
+            server.kill()
+    assert server.returncode == -signal.SIGKILL  # and it has not ended before, by itself
     wait_for(lambda: not alive(int(pid)) and not Path(run_folder).exists())
 
 
