@@ -204,15 +204,16 @@ def test_an_engine_whose_device_is_gone_says_so_and_stops(overlap):
 def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
     llm = make("ngram", backend="faulty:FaultyOps")
 
-    def breaks(count):
-        llm.engine.ops.gone = count == 5
+    def breaks(count, all_here):
+        """Not before all are let in: a dead engine takes nobody in."""
+        llm.engine.ops.gone |= count >= 5 and len(llm.jobs.owners) == all_here
         return False
 
-    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count)
+    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count, 4)
 
     async def main():
         engine = AsyncLLM.from_llm(llm)
-        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
         answers = await asyncio.gather(*(engine.generate("ab" * (i + 1), params) for i in range(4)))
         assert engine.dead and isinstance(engine.dead_error, EngineDeadError)
         with pytest.raises(EngineDeadError):
@@ -225,7 +226,7 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
     ends = [(o.finish_reason, o.error) for answer in answers for o in answer.outputs]
     assert all(reason == "error" and "does not answer any more" in why for reason, why in ends)
     llm = make("ngram", backend="faulty:FaultyOps")
-    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count)
+    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count, 2)
     with pytest.raises(EngineDeadError, match="does not answer any more"):
         llm.generate(["ab", "ba"], SamplingParams(max_tokens=40, ignore_eos=True))
     with pytest.raises(EngineDeadError, match="build another"):

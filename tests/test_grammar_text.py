@@ -440,6 +440,12 @@ def test_a_compiler_that_dies_takes_nobody_with_it() -> None:
         process.compile(("json", json.dumps(BIG), {}), 60)
     assert caught.value.param == "structured_outputs"
     assert process.compile(("regex", "b+", {}), 60)
+    process._running = lambda: process._worker  # it ended while it was being asked
+    kill()
+    with pytest.raises(RequestError, match="broke over it"):
+        process.compile(("regex", "b+", {}), 60)
+    del process._running
+    assert process.compile(("regex", "b+", {}), 60)
     process.close()
 
 

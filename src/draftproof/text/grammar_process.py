@@ -137,7 +137,7 @@ def _why(error: Exception, seconds: float) -> str:
             f"structured_outputs: it takes longer than {seconds:g} s to compile: make it smaller, "
             "for example by lower bounds on repetitions and fewer alternatives"
         )
-    if isinstance(error, EOFError):
+    if isinstance(error, (EOFError, BrokenPipeError)):  # it ended before its answer, or before all was asked
         return "structured_outputs: the compiler broke over it (too much memory, or nesting): make it smaller"
     return str(error)
 
