@@ -246,7 +246,10 @@ class Trainer:
 
         Not where drafts go on from behind that norm: there it is more than the scale of the logits.
         """
-        if not self.plan.sharpen or self.config.norm_output:
+        if not self.plan.sharpen:
+            return
+        if self.config.norm_output:
+            self.telling.say("train: logits are not sharpened: drafts go on from the last norm (--norm-output 1)")
             return
         found = self.examiner.sharpest(self.rounded(), self.held, self.plan.max_len)
         if not found:
