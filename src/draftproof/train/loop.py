@@ -249,7 +249,7 @@ class Trainer:
         if not self.plan.sharpen:
             return
         if self.config.norm_output:
-            self.telling.say("train: logits are not sharpened: drafts go on from the last norm (--norm-output 1)")
+            self.telling.say("train: not sharpened: drafts go on from the last norm (--norm-output 1)")
             return
         found = self.examiner.sharpest(self.rounded(), self.held, self.plan.max_len)
         if not found:
