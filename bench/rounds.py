@@ -3,7 +3,7 @@
     python bench/rounds.py [--model FOLDER --load-format dummy] [--head FOLDER] [--batches 1,8,64,256] [--k 4]
 
 Without --model the target has the shape of SmolLM2-135M, without --head there is a one-layer EAGLE-3 head
-for it with `--vocab` draft ids; both have random weights, which cost as much as trained ones. One engine has
+for it with `--vocab` draft ids (`--method hybrid`: beside a suffix search); both have random weights, which cost as much as trained ones. One engine has
 as many seats as the largest batch; every request has `--context` tokens. Times are medians of replays of the
 engine's own captured steps, put back to the same state before each:
 
@@ -45,6 +45,7 @@ from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.ops import Ops
 from draftproof.ops.bookkeeping import Bookkeeping
 from draftproof.propose.head import HeadProposer
+from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DraftTraits, Request, Traits
 
@@ -109,7 +110,10 @@ class Decoding:
 
     def __init__(self, options: argparse.Namespace, head: str, made: Checkpoint) -> None:
         k, most, length = options.k, max(options.batches), options.context + 1
-        spec = {"method": options.method, "model": head, "num_speculative_tokens": k, "adaptive": False}
+        spec: dict[str, Any] = {"method": options.method, "model": head}
+        if options.method == "hybrid":
+            spec = {"method": "hybrid", "proposers": [{"method": "eagle3", "model": head}, {"method": "suffix"}]}
+        spec |= {"num_speculative_tokens": k, "adaptive": False}
         room = length + 2 * (k + 1)
         config = EngineConfig(
             model="bench", device=options.device, backend=options.backend, max_model_len=room,
@@ -119,6 +123,8 @@ class Decoding:
         self.engine, self.k = Engine(config, made), k
         self.device = self.engine.loop.device
         drafter = self.device.drafting.proposer
+        if isinstance(drafter, HybridProposer):
+            drafter = drafter.members[drafter.weighed]
         assert isinstance(drafter, HeadProposer)
         self.drafter = drafter
         params = SamplingParams(temperature=options.temperature, max_tokens=room, ignore_eos=True)
@@ -261,18 +267,20 @@ def copy_bandwidth(ops: Ops, size: int) -> float:
     return 2 * size / (min(clocked(ops, (partial(target.copy_, source),))[0] for _ in range(8)) / 1e6)
 
 
-def kernels(decoding: Decoding, batch: int) -> dict[str, tuple[int, float]]:
-    """Of the drafts behind a step: how often each kernel runs and its microseconds, as the profiler says."""
+def kernels(decoding: Decoding, batch: int, drafts: int, wanted: bool = True) -> list[tuple[str, float, float]]:
+    """Of the drafts behind a step, in their order: name, when it begins and what it takes, in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
-    _, drafts = decoding.parts(batch, decoding.k)
-    decoding.put_back(batch, decoding.k)
+    _, behind = decoding.parts(batch, drafts)
+    decoding.put_back(batch, drafts, wanted)
+    behind()
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(4):
-            drafts()
+        behind()
         torch.cuda.synchronize()
-    found = sorted(seen.key_averages(), key=lambda one: -one.device_time_total)
-    return {one.key[:60]: (one.count // 4, round(one.device_time_total / 4, 1)) for one in found if one.count}
+    ran = sorted((one.time_range.start, one.time_range.end, one.name) for one in seen.events() or ())
+    first = ran[0][0] if ran else 0
+    return [(name[:40], round(begin - first, 1), round(end - begin, 1)) for begin, end, name in ran]
 
 
 def tell(what: str, done: int, of: int) -> None:
@@ -308,7 +316,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.check:
             line["as op by op"] = decoding.check(batch)
         if options.kernels and ops.asynchronous:
-            line["kernels"] = kernels(decoding, batch)
+            line["kernels"] = {
+                "drafts": kernels(decoding, batch, options.k),
+                "idle": kernels(decoding, batch, options.k, wanted=False),
+                "keeping": kernels(decoding, batch, 0),
+            }
         lines.append(line)
         tell("batches", len(lines), len(options.batches))
     shape = {"k": options.k, "context": options.context, "temperature": options.temperature}
