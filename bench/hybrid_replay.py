@@ -25,6 +25,7 @@ from measure import finish
 from draftproof import LLM
 from draftproof.engine import asking
 from draftproof.engine.costs import RowCosts
+from draftproof.propose import hybrid
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Meter:
         if loop.asking is not None:
             loop.asking.prices, loop.asking._ahead = dear, machine.ahead
         if self.weighs:
+            self.drafting.proposer.ahead = hybrid.ROUNDS_COST if machine.ahead else 0.0
             self._unbeaten = self.drafting.proposer._unbeaten
             self.drafting.proposer._unbeaten = self.unbeaten
         self.idle = False

@@ -3,9 +3,10 @@
     python bench/rounds.py [--model FOLDER --load-format dummy] [--head FOLDER] [--batches 1,8,64,256] [--k 4]
 
 Without --model the target has the shape of SmolLM2-135M, without --head there is a one-layer EAGLE-3 head
-for it with `--vocab` draft ids (`--method hybrid`: beside a suffix search); both have random weights, which cost as much as trained ones. One engine has
-as many seats as the largest batch; every request has `--context` tokens. Times are medians of replays of the
-engine's own captured steps, put back to the same state before each:
+for it with `--vocab` draft ids (`--method hybrid`: beside a suffix search); both have random weights, which
+cost as much as trained ones. One engine has as many seats as the largest batch; every request has `--context`
+tokens. Times are medians of replays of the engine's own captured steps, put back to the same state before
+each:
 
     plain     a step of one row a request         step      the step that verifies K drafts of each
     drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
@@ -123,7 +124,9 @@ class Decoding:
         self.engine, self.k = Engine(config, made), k
         self.device = self.engine.loop.device
         drafter = self.device.drafting.proposer
+        self._records: list[Tensor] = []  # of what became of drafts
         if isinstance(drafter, HybridProposer):
+            self._records = [drafter.record.last]
             drafter = drafter.members[drafter.weighed]
         assert isinstance(drafter, HeadProposer)
         self.drafter = drafter
@@ -158,6 +161,8 @@ class Decoding:
         for name, held in self._state.items():
             getattr(columns, name).copy_(held)
         columns.num_draft.fill_(drafts)
+        for record in self._records:
+            record.fill_(-1)
         for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
             line.fill_(value)
         plan.slots[:batch] = self.slots[:batch]

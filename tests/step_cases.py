@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.ops.drafting import SIZES, UNIT, WAYS, Record, SuffixPool, SuffixRule
+from draftproof.ops.drafting import SIZES, UNIT, WAYS, Offer, Record, SuffixPool, SuffixRule
 from draftproof.ops.reference import ReferenceOps, gumbel
 from draftproof.ops.reference_suffix import bucket_of
 from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
@@ -456,6 +456,16 @@ def suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
             same(got, want, name)
 
 
+def offered(device: torch.device, tokens: Tensor, count: Tensor, worth: Tensor) -> list[Offer]:
+    """Tokens of the second lie as a model's do, draft by draft; who never says what it is worth says None."""
+    found = []
+    for m, (mine, number, says) in enumerate(zip(tokens, count, worth, strict=True)):
+        mine = mine.t().contiguous().to(device).t() if m == 1 else mine.clone().to(device)
+        told = None if bool((says < 0).all()) else says.clone().to(device)
+        found.append(Offer(mine, number.clone().to(device), told))
+    return found
+
+
 @check
 def arbitrate(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     """Several steps of the same slots: what stood is remembered, until another request comes."""
@@ -469,11 +479,12 @@ def arbitrate(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         shape = (members, size.entries)
         tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
         worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * UNIT, *shape), -1)
+        worth[1] = -1
         done = []
         for by, record in records.items():
             columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
-            drafts = (x.clone().to(by.device) for x in (tokens, count, worth))
-            got = by.arbitrate(columns, plan.slots, plan.budget, record, *drafts, search)
+            offers = offered(by.device, tokens, count, worth)
+            got = by.arbitrate(columns, plan.slots, plan.budget, record, offers, search)
             made = torch.arange(size.k, device=by.device) < got[1][:, None]
             done.append((torch.where(made, got[0], 0), *got[1:]))
             all_same(columns, step.columns, "columns")
@@ -497,19 +508,22 @@ def unbeaten(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     done = []
     for by in (ref, ops):
         columns, plan, known = (copied(x, by.device) for x in (step.columns, step.plan, record))
-        drafts = (x.clone().to(by.device) for x in (count, worth))
-        done.append(by.unbeaten(columns, plan.slots, plan.budget, known, *drafts, member))
+        offers = offered(by.device, tokens, count, worth)
+        given = columns, plan.slots, plan.budget, known, offers, member
+        done.append(torch.stack([by.unbeaten(*given), by.unbeaten(*given, UNIT // 2)]))
         all_same(columns, step.columns, "columns")
         all_same(known, record, "record")
     same(done[1], done[0], "budget")
+    level, behind = done[1].cpu()
+    assert not (behind & ~level).any() and set(behind.tolist()) <= {0, *level.tolist()}
     for fewer in (0, 1):
         count[member] = (count[member] - fewer).clamp(min=0)
-        given = tokens, count, worth, -1
         known, plan = copied(record, CPU), step.plan
-        _, number, whose, _ = REF.arbitrate(step.columns, plan.slots, plan.budget, known, *given)
+        given = known, offered(CPU, tokens, count, worth), -1
+        _, number, whose, _ = REF.arbitrate(step.columns, plan.slots, plan.budget, *given)
         taken = (number > 0) & (whose[:, 0] == member)
-        assert not (taken & (done[1].cpu() == 0) & (plan.budget > 0)).any()
-        assert fewer or bool((done[1].cpu() == plan.budget * taken).all())
+        assert not (taken & (level == 0) & (plan.budget > 0)).any()
+        assert fewer or bool((level == plan.budget * taken).all())
 
 
 @check

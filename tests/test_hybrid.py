@@ -58,10 +58,9 @@ def test_the_better_one_is_soon_heard(members, overlap):
 
 
 def test_control_the_worse_one_is_heard(monkeypatch):
-    def worse(whole, ops, columns, slots, budget, record, tokens, count, worth, search):
-        return whole(
-            ops, columns, slots, budget, record, tokens, count, torch.tensor([[0], [1]]) + 0 * worth, search
-        )
+    def worse(whole, ops, columns, slots, budget, record, offers, search):
+        wrong = [offer._replace(worth=m + 0 * offer.count) for m, offer in enumerate(offers)]
+        return whole(ops, columns, slots, budget, record, wrong, search)
 
     plant(monkeypatch, "arbitrate", worse)
     steps = served(hybrid(PERFECT, JUNK, num_speculative_tokens=4))
@@ -195,9 +194,9 @@ def test_it_is_what_its_members_are():
 
 def test_options_are_checked():
     for wrong, reason in (
-        (None, "two at least"),
-        ("ngram", "two at least"),
-        ([NGRAM], "two at least"),
+        (None, "two to 4"),
+        ("ngram", "two to 4"),
+        ([NGRAM], "two to 4"),
         ([NGRAM, "suffix"], "a mapping with a 'method'"),
         ([NGRAM, {"method": "sufix"}], "suffix"),
         ([NGRAM, {"method": "given"}], "on the device"),

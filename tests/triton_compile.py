@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from draftproof.ops import Heads, Layer, Rows
-from draftproof.ops.drafting import Record, SuffixRule
+from draftproof.ops.drafting import Offer, Record, SuffixRule
 from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
@@ -121,14 +121,14 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     pool, rule = pool_of(made), SuffixRule(2, 1.0, 0.1)
     for begun in (None, (tokens, count)):
         ops.suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
-    three, ints = torch.stack([tokens] * 3), torch.stack([count] * 3)
+    offers = [Offer(tokens, count, count), Offer(torch.zeros_like(tokens.t()).t(), count, None)]
     record = Record(
-        torch.zeros((4, entries), dtype=torch.int64), *torch.zeros((2, entries, 3), dtype=torch.int64)
+        torch.zeros((4, entries), dtype=torch.int64), *torch.zeros((2, entries, 2), dtype=torch.int64)
     )
-    for search in (-1, 2):
-        given = made.columns, made.plan.slots, made.plan.budget, record, three, ints, ints, search
-        ops.arbitrate(*given)
-    ops.unbeaten(made.columns, made.plan.slots, made.plan.budget, record, ints, ints, 0)
+    given = made.columns, made.plan.slots, made.plan.budget, record, offers
+    for search in (-1, 0):
+        ops.arbitrate(*given, search)
+    ops.unbeaten(*given, 1, 5)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 

@@ -185,6 +185,7 @@ class DeviceBatch:
     traits: DraftTraits | None = None
     price: float = 0.0  # of a round of a model, in tokens; 0: it is not to be weighed
     verify: float = 0.0  # likewise of a row more in the next step
+    begun: Any = None  # what `DeviceProposer.begin` has made for it
 
 
 @dataclass(frozen=True, slots=True)

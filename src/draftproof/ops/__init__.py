@@ -210,6 +210,11 @@ class Ops(DraftSearch, Following):
         """
         return function
 
+    def fork(self, function: Callable[[], T]) -> Callable[[], T]:
+        """`function` may run beside what comes next, until its result is asked for. In a graph alone."""
+        result = function()
+        return lambda: result
+
     def compile(self, functions: Sequence[Callable[[], object]], tick: Callable[[int, int], None]) -> None:
         """Make ready what `functions` will need of the backend, if it takes long; they do no harm now.
 

@@ -9,13 +9,14 @@ compared before it counts: a line that has been given to somebody else needs no 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from draftproof.types import SlotColumns
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SIZES = (3, 6, 12)  # tokens that are hashed: from the newest back
 WAYS = 8  # places a bucket holds
@@ -26,6 +27,7 @@ HEAVY = 16  # a line that was said more often counts as much as one that was sai
 UNIT = 1 << 16  # of a score: one token that is sure to stand
 HOPED, FEARED = 2, 1  # drafts that stood and that fell, of a proposer of whom nothing is known
 FADES = 4  # what is known of one shrinks by 1 / 2^FADES at every step
+MOST_OFFERS = 4  # proposers that are chosen between
 REACH = UNIT // 5  # drafts are gone on with if all of them are expected to stand with so much
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as an int64
 
@@ -60,6 +62,14 @@ class Record:
     last: Tensor  # [4, S] int64: seed and length of the request that was given drafts, how many, whose
     stood: Tensor  # [S, M] int64, in UNIT
     fell: Tensor  # [S, M] int64
+
+
+class Offer(NamedTuple):
+    """A proposer's drafts for B entries."""
+
+    tokens: Tensor  # [B, K] int64
+    count: Tensor  # [B] int64
+    worth: Tensor | None  # [B] int64, in UNIT; below 0, or None for all: to be reckoned from the record
 
 
 class DraftSearch(ABC):
@@ -111,9 +121,7 @@ class DraftSearch(ABC):
         slots: Tensor,  # [B] int64
         budget: Tensor,  # [B] int64
         record: Record,
-        tokens: Tensor,  # [M, B, K] int64: the drafts of M proposers
-        count: Tensor,  # [M, B] int64
-        worth: Tensor,  # [M, B] int64, in UNIT; -1: to be reckoned from the record
+        offers: Sequence[Offer],  # of its M proposers, MOST_OFFERS at most
         search: int,  # which of them can go on from another's; -1: none
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whose drafts are taken: tokens [B, K], number [B], whose [B, K] int8; the budget [B] of `search`.
@@ -134,17 +142,26 @@ class DraftSearch(ABC):
         slots: Tensor,  # [B] int64
         budget: Tensor,  # [B] int64
         record: Record,
-        count: Tensor,  # [M, B] int64
-        worth: Tensor,  # [M, B] int64
+        offers: Sequence[Offer],  # tokens are not looked at
         member: int,
+        ahead: int = 0,
     ) -> Tensor:
         """The budget [B] where `arbitrate` would take the drafts of `member`, if it made so many; else 0.
 
-        The record stays as it is. Fewer drafts are never worth more, so for whoever has 0 here no drafts of
-        the member will be taken, and they need not be made.
+        Drafts whose worth is told, which cost nothing, are worth `ahead` more here, in UNIT. The record
+        stays as it is. Fewer drafts are never worth more, so for whoever has 0 here without being behind by
+        `ahead` no drafts of the member will be taken, and they need not be made.
         """
         trial = Record(record.last.clone(), record.stood.clone(), record.fell.clone())
-        tokens = columns.draft.new_zeros((*count.shape, columns.draft.shape[1]))
-        drafts = tokens, count, worth, -1
-        _, number, whose, _ = self.arbitrate(columns, slots, budget, trial, *drafts)
+        raised = [
+            offer if offer.worth is None else offer._replace(worth=offer.worth + ahead * (offer.worth >= 0))
+            for offer in offers
+        ]
+        _, number, whose, _ = self.arbitrate(columns, slots, budget, trial, raised, -1)
         return budget * ((number > 0) & (whose[:, 0] == member))
+
+
+def stacked(offers: Sequence[Offer]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [M, B, K], counts and worths [M, B]."""
+    worths = [torch.full_like(count, -1) if worth is None else worth for _, count, worth in offers]
+    return torch.stack([o.tokens for o in offers]), torch.stack([o.count for o in offers]), torch.stack(worths)

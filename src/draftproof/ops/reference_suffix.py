@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +22,11 @@ from draftproof.ops.drafting import (
     SIZES,
     UNIT,
     DraftSearch,
+    Offer,
     Record,
     SuffixPool,
     SuffixRule,
+    stacked,
 )
 from draftproof.types import End, SlotColumns
 
@@ -71,11 +74,10 @@ class ReferenceSuffix(DraftSearch):
         slots: Tensor,
         budget: Tensor,
         record: Record,
-        tokens: Tensor,
-        count: Tensor,
-        worth: Tensor,
+        offers: Sequence[Offer],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, count, worth = stacked(offers)
         members, entries, k = tokens.shape
         out = torch.zeros((entries, k), dtype=torch.int64)
         number, room = torch.zeros((2, entries), dtype=torch.int64)

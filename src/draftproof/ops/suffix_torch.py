@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,11 @@ from draftproof.ops.drafting import (
     UNIT,
     WAYS,
     DraftSearch,
+    Offer,
     Record,
     SuffixPool,
     SuffixRule,
+    stacked,
 )
 from draftproof.types import End, SlotColumns
 
@@ -62,11 +66,10 @@ class TorchSuffix(DraftSearch):
         slots: Tensor,
         budget: Tensor,
         record: Record,
-        tokens: Tensor,
-        count: Tensor,
-        worth: Tensor,
+        offers: Sequence[Offer],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, count, worth = stacked(offers)
         real, slot, k = slots >= 0, slots.clamp(min=0), tokens.shape[2]
         rates = _rates(columns, record, real, slot)  # [M, B]
         count = torch.minimum(count, torch.where(real, budget, 0).clamp(0, k))

@@ -107,6 +107,10 @@ class DeviceProposer(Proposer):
     minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
     asked_rounds: int = 1  # of its model, when it last drafted
 
+    def begin(self, batch: DeviceBatch) -> Any:
+        """What its drafts need whoever may have some: is given back to `draft`, by whoever asked for it."""
+        return None
+
     @abstractmethod
     def draft(self, batch: DeviceBatch) -> Draft:
         """Guesses for every entry of the batch; what is beyond its budget is cut off.

@@ -63,6 +63,7 @@ class HeadProposer(DeviceProposer):
         self.caches = [
             torch.zeros(shape, dtype=target.dtype, device=env.ops.device) for _ in range(config.num_layers)
         ]
+        self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
         self._forward, self._store = (
             env.ops.capture(function, env.ops.bucket(env.max_rows)) for function in (self._row, self._kv)
         )
@@ -87,15 +88,19 @@ class HeadProposer(DeviceProposer):
         self.model.store(rows, feature, self.caches)
         return ()
 
+    def begin(self, batch: DeviceBatch) -> tuple[Rows, Tensor, Tensor]:
+        assert batch.rows is not None and batch.features is not None
+        rows, last = self.env.ops.follow(batch.rows, batch.columns, batch.slots)
+        return rows, last, self.model.feature(batch.features)
+
     def draft(self, batch: DeviceBatch) -> Draft:
-        assert batch.traits is not None and batch.rows is not None and batch.features is not None
+        assert batch.traits is not None
         ops, model, count = self.env.ops, self.model, batch.traits.rounds
-        rows, last = ops.follow(batch.rows, batch.columns, batch.slots)
-        feature = model.feature(batch.features)
+        rows, last, feature = batch.begun or self.begin(batch)
         if not count:  # whatever the tokens are: there are none of them
             self._store(rows, feature)
             self.asked_rounds = 0
-            return Draft(batch.columns.draft[: len(batch.slots)], torch.zeros_like(batch.budget))
+            return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
         # the head's row of a draft stands one before it: that is where the row of its feature stands
         rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size, self.sureness)
         at: Tensor | None = last  # [B] the row that an entry's first draft comes from

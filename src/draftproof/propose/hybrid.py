@@ -21,11 +21,15 @@ from torch import Tensor
 from draftproof.config import MAX_SPECULATIVE_TOKENS
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
-from draftproof.ops.drafting import FEARED, HOPED, UNIT, Record
+from draftproof.ops.drafting import FEARED, HOPED, MOST_OFFERS, UNIT, Offer, Record
 from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
 from draftproof.propose.pool import Ints
 from draftproof.registry import lookup
 from draftproof.types import DeviceBatch, Draft, Request
+
+ROUNDS_COST = 0.45  # tokens that a GPU makes of one request in the time of a model's rounds, about
+Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
+Found = Mapping[int, Said]
 
 
 class HybridProposer(DeviceProposer):
@@ -50,6 +54,8 @@ class HybridProposer(DeviceProposer):
         others = len(self.members) > len(models)
         self.weighed = next((i for i, m in enumerate(self.members) if m.follows_rows and others), -1)
         self.search = next((i for i, m in enumerate(self.members) if m.extends), -1)
+        # of what a search is worth, before a model is asked: where nobody waits for the device to weigh it
+        self.ahead = ROUNDS_COST if env.ops.asynchronous else 0.0
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=env.ops.device)
@@ -84,32 +90,29 @@ class HybridProposer(DeviceProposer):
     # --- the device's -------------------------------------------------------------------------------
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        found = {i: self._ask(i, batch) for i in range(len(self.members)) if i != self.weighed}
+        others = [i for i in range(len(self.members)) if i != self.weighed]
+        asking = self.env.ops.fork(lambda: {i: self._ask(i, batch) for i in others})
+        begun = self.members[self.weighed].begin(batch) if self.weighed >= 0 else None
+        found = asking()
         if self.weighed >= 0:
-            found[self.weighed] = self._ask_model(batch, found)
-        asked = [found[i] for i in range(len(found))]
-        drafts = [draft for draft, _ in asked]
-        tokens, made, whose, room = self.env.ops.arbitrate(
-            batch.columns,
-            batch.slots,
-            batch.budget,
-            self.record,
-            torch.stack([draft.tokens for draft in drafts]),
-            torch.stack([draft.count for draft in drafts]),
-            torch.stack([worth for _, worth in asked]),
-            self.search,
-        )
-        count = made
-        if self.search >= 0:
+            found[self.weighed] = self._ask_model(replace(batch, begun=begun), found)
+        drafts = [found[i][0] for i in range(len(found))]
+        offers = [Offer(draft.tokens, draft.count, found[i][1]) for i, draft in enumerate(drafts)]
+        given = batch.columns, batch.slots, batch.budget, self.record, offers
+        tokens, made, whose, room = self.env.ops.arbitrate(*given, self.search)
+        count, alone = made, others == [self.search] and not self._asks(batch)
+        if self.search >= 0 and not alone:  # behind its own drafts it has no others
             further = replace(batch, budget=room)
             tokens, count, _ = self.members[self.search].extend(further, (tokens, made))
         if not (batch.traits and batch.traits.logprobs):  # they are not read
             drafts = [replace(draft, logprobs=None) for draft in drafts]
         return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
 
-    def _ask_model(
-        self, batch: DeviceBatch, found: Mapping[int, tuple[Draft, Tensor]]
-    ) -> tuple[Draft, Tensor]:
+    def _asks(self, batch: DeviceBatch) -> bool:
+        """May the model have drafts?"""
+        return self.weighed >= 0 and (batch.traits is None or batch.traits.rounds > 0)
+
+    def _ask_model(self, batch: DeviceBatch, found: Found) -> Said:
         """Its drafts, for whom they will be taken. Where the device is waited for, and nobody is to have any,
         it only keeps up."""
         model, most = self.members[self.weighed], self.limits[self.weighed]
@@ -117,7 +120,7 @@ class HybridProposer(DeviceProposer):
         rounds = min(most, self._worth(batch, found)) if batch.price else most
         if rounds and batch.price and model.ends_chains:
             rounds = most  # it looks at them one by one
-        less = _at_most(batch, rounds) if rounds < self.env.k else batch
+        less = _at_most(batch, rounds)
         if rounds:
             less = replace(less, budget=self._unbeaten(less, found))
             if batch.price and not less.budget.any():
@@ -127,30 +130,30 @@ class HybridProposer(DeviceProposer):
         if batch.price and model.ends_chains:
             # That they are taken was settled before they were made. How many there are says how likely they
             # are, and must not settle it again: the others' drafts would be judged with noise chosen by that.
-            worth = torch.where(draft.count > 0, UNIT * (self.env.k + 1), worth)
+            worth = torch.where(draft.count > 0, UNIT * (self.env.k + 1), -1)
         return draft, worth
 
-    def _ask(self, index: int, batch: DeviceBatch) -> tuple[Draft, Tensor]:
+    def _ask(self, index: int, batch: DeviceBatch) -> Said:
         """Its drafts, and what they are worth, if it says so."""
         member, limit = self.members[index], self.limits[index]
-        batch = _at_most(batch, limit) if limit < self.env.k else batch
+        less = _at_most(batch, limit)
         if member.extends:
-            tokens, count, worth = member.extend(batch, None)
+            tokens, count, worth = member.extend(less, None)
             return Draft(tokens, count), worth
-        draft = member.draft(batch)
-        count = torch.minimum(draft.count, batch.budget)
-        return replace(draft, count=count), torch.full_like(count, -1)
+        draft = member.draft(less)
+        if less.budget is not batch.budget:  # what is beyond the whole one is cut off with the choice
+            draft = replace(draft, count=torch.minimum(draft.count, less.budget))
+        return draft, None
 
-    def _unbeaten(self, batch: DeviceBatch, found: Mapping[int, tuple[Draft, Tensor]]) -> Tensor:
+    def _unbeaten(self, batch: DeviceBatch, found: Found) -> Tensor:
         """The budget of the model's drafts where they will be taken before others': whose, does not depend on
         what they are. It costs next to nothing to make none, where nobody is to have any."""
-        asked = {i: (draft.count, worth) for i, (draft, worth) in found.items()}
-        asked[self.weighed] = batch.budget, torch.full_like(batch.budget, -1)
-        count, worth = (torch.stack(part) for part in zip(*(asked[i] for i in sorted(asked)), strict=True))
-        given = batch.columns, batch.slots, batch.budget, self.record
-        return self.env.ops.unbeaten(*given, count, worth, self.weighed)
+        offers = {i: Offer(draft.tokens, draft.count, worth) for i, (draft, worth) in found.items()}
+        offers[self.weighed] = Offer(batch.columns.draft[: len(batch.slots)], batch.budget, None)
+        given = batch.columns, batch.slots, batch.budget, self.record, [offers[i] for i in sorted(offers)]
+        return self.env.ops.unbeaten(*given, self.weighed, int(self.ahead * UNIT) // len(batch.slots))
 
-    def _worth(self, batch: DeviceBatch, found: Mapping[int, tuple[Draft, Tensor]]) -> int:
+    def _worth(self, batch: DeviceBatch, found: Found) -> int:
         """Rounds of the model that are worth their price, beside the drafts that the others have; 0: none.
 
         The device is waited for here. By the record as it was before the last window.
@@ -158,7 +161,10 @@ class HybridProposer(DeviceProposer):
         slots, record = batch.slots.clamp(min=0), self.record
         seeds, known = batch.columns.seed[slots].tolist(), record.last[0, slots].tolist()
         stood, fell = record.stood[slots].tolist(), record.fell[slots].tolist()
-        others = [(i, draft.count.tolist(), says.tolist()) for i, (draft, says) in found.items()]
+        others = [
+            (i, draft.count.tolist(), [-1] * len(slots) if says is None else says.tolist())
+            for i, (draft, says) in found.items()
+        ]
         budget, most = batch.budget.tolist(), self.limits[self.weighed]
         best, chances = [], []  # of the others; that the model's next draft stands, 0: there is none
         for b, slot in enumerate(batch.slots.tolist()):
@@ -209,8 +215,10 @@ class HybridProposer(DeviceProposer):
 
 def _at_most(batch: DeviceBatch, count: int) -> DeviceBatch:
     """The same for somebody who may make so many drafts; with none a model only keeps up."""
+    if count >= batch.columns.draft.shape[1]:
+        return batch
     traits = batch.traits and replace(batch.traits, rounds=min(batch.traits.rounds, count))
-    return replace(batch, budget=batch.budget.clamp(max=count), traits=traits)
+    return replace(batch, budget=batch.budget.clamp(max=count) if count else batch.budget, traits=traits)
 
 
 _ANY = ("needs_hidden", "reports_probs", "stores_kv", "follows_rows", "learns")
@@ -220,9 +228,9 @@ _Member = tuple[type[DeviceProposer], dict[str, Any], int | None]
 def _members(options: Mapping[str, Any]) -> list[_Member]:
     """Classes, their options, and how many drafts each may make."""
     given = options.get("proposers")
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) < 2:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not 2 <= len(given) <= MOST_OFFERS:
         raise ConfigError(
-            "hybrid needs 'proposers', two at least, such as "
+            f"hybrid needs 'proposers', two to {MOST_OFFERS}, such as "
             '[{"method": "suffix"}, {"method": "eagle3", "model": "FOLDER"}]'
         )
     return [_member(one) for one in given]

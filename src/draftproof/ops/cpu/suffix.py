@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
 from draftproof.ops import drafting
-from draftproof.ops.drafting import DraftSearch, Record, SuffixPool, SuffixRule
+from draftproof.ops.drafting import DraftSearch, Offer, Record, SuffixPool, SuffixRule, stacked
 from draftproof.types import End, SlotColumns
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
@@ -56,11 +58,10 @@ class CpuSuffix(DraftSearch):
         slots: Tensor,
         budget: Tensor,
         record: Record,
-        tokens: Tensor,
-        count: Tensor,
-        worth: Tensor,
+        offers: Sequence[Offer],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, count, worth = stacked(offers)
         _, entries, k = tokens.shape
         out = np.zeros((entries, k), np.int64)
         number, room = np.zeros((2, entries), np.int64)

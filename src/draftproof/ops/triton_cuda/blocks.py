@@ -39,7 +39,6 @@ WAVE = 3  # spans that a tile walks through while one runs beside others, is sto
 FOLD = 2  # and while pieces of tiles are stored and folded, about; 0: tiles are whole
 WARPS = 4  # more of them read the same rows once more each
 COOPERATIVE = not INTERPRETED  # all programs are on the chip at once, or the launch fails
-EARLY = False  # the next kernel is launched while this one runs
 LINE = 32  # int32 of a line of memory: counters lie apart
 SHARED = 160 << 10  # bytes of shared memory that a program may need
 ALL_SHARED = 226 << 10  # and all those of an SM
@@ -98,7 +97,7 @@ def blocks_kernel(
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, TILES: tl.constexpr,
     WAVE: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
     PIECE: tl.constexpr, ROOM: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr,
-    FIELDS: tl.constexpr, TAPS: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
+    FIELDS: tl.constexpr, TAPS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """x [R, H] becomes the residual after the last of these layers.
 
@@ -106,8 +105,6 @@ def blocks_kernel(
     TAPS: of so many layers the residual also goes to taps [R, TAPS, H]. JOINED: the layers, which are one and
     a head's, read the norm of the tokens' embedding [VOCAB, H] before their own rows.
     """
-    if EARLY:  # all programs are on the chip: what comes next may get ready beside them
-        tl.extra.cuda.gdc_launch_dependents()
     if JOINED:  # noqa: SIM102 - a constant, then a value on the device
         if nobody(slots, R, ROWS):  # a round of drafts may be; all programs see it before one of them counts
             return
@@ -269,7 +266,7 @@ class Blocks:
                 KEYS=attention.KEYS, SPAN=attention.SPAN, ONES=attention.ONES, TILES=form.tiles, WAVE=WAVE,
                 FOLD=FOLD, BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room,
                 QM=max(16, power_of_two(group)), ROWS=max(16, power_of_two(form.most)), LINE=LINE,
-                FIELDS=FIELDS, TAPS=tapped.shape[1], JOINED=joined, EARLY=EARLY and not INTERPRETED,
+                FIELDS=FIELDS, TAPS=tapped.shape[1], JOINED=joined,
                 num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
                 **({"launch_cooperative_grid": True} if COOPERATIVE else {}),
             )  # fmt: skip

@@ -45,7 +45,7 @@ class Queued(Bookkeeping):
         self.asynchronous = self.cuda
         if self.cuda:
             self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-            self._side = torch.cuda.Stream(self.device)
+            self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._stages = Stages()
 
     def bucket(self, rows: int) -> int:
@@ -74,6 +74,20 @@ class Queued(Bookkeeping):
             return out
 
         return replay
+
+    def fork(self, function: Callable[[], T]) -> Callable[[], T]:
+        if not self.cuda or not torch.cuda.is_current_stream_capturing():
+            return super().fork(function)
+        here = torch.cuda.current_stream()
+        self._forked.wait_stream(here)
+        with torch.cuda.stream(self._forked):
+            result = function()
+
+        def joined() -> T:
+            here.wait_stream(self._forked)
+            return result
+
+        return joined
 
     def seconds(self, function: Callable[[], object], times: int = 5) -> float:
         if not self.cuda:

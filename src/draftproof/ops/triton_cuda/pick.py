@@ -16,14 +16,13 @@ from draftproof.ops import STREAM_SAMPLE
 from draftproof.ops.triton_cuda.gemm import PackedLinear
 from draftproof.ops.triton_cuda.order import LOWEST, id_of, key_of
 from draftproof.ops.triton_cuda.philox import gumbel_of, nearly_gumbel_of, philox
-from draftproof.ops.triton_cuda.runtime import begin_with_weight, launch_options, power_of_two
+from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
 from draftproof.ops.triton_cuda.stages import count_of, scale_of, size_of, start_of
 from draftproof.ops.triton_cuda.tiles import Tile
 from draftproof.types import Windows
 
 WIDEST = 1024  # columns of a row
 PIECE = 64  # of K at a time
-ASK = False  # for the weight while the last kernel still runs
 JOIN = 128  # keys of a row that are joined at a time
 TILES = (  # by rows, at most
     (16, Tile(16, 64, PIECE, 4, 5)),
@@ -68,14 +67,14 @@ def pick_kernel(
     x, at, norm, w, ids, slots, positions, temperature, seeds, keys, arrived, out, rows, B, N, tiles, eps,
     K: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, JOIN: tl.constexpr,
     STAGES: tl.constexpr, AT: tl.constexpr, SOME: tl.constexpr, GREEDY: tl.constexpr, STREAM: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [B] of x [_, K] at rows `at`, which go to `rows` [B, K]; w [N, K]; keys [B, tiles]: scratch."""
     dtype: tl.constexpr = x.dtype.element_ty
     grid_m = tl.cdiv(B, BM)
     tile_m, tile = tl.program_id(0) % grid_m, tl.program_id(0) // grid_m
     rm, rn = tile_m * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
-    begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
+    begin(PDL)
     ok, known = rm < B, rn < N
     slot = tl.load(slots + rm, mask=ok, other=-1)
     if tl.max(slot, axis=0) < 0:  # nobody wants a token: all programs of these rows see that
@@ -157,7 +156,6 @@ class Pick:
             tiles, eps,
             K=wide, PIECE=PIECE, BM=tile.bm, BN=tile.bn, JOIN=min(JOIN, power_of_two(tiles)),
             STAGES=tile.stages, AT=at is not None, SOME=ids is not None, GREEDY=greedy, STREAM=STREAM_SAMPLE,
-            LINES=power_of_two(wide * x.element_size() // 128) if ASK else 0,
             **launch_options(pdl, num_warps=tile.warps, enable_fp_fusion=False),
         )  # fmt: skip
         return rows

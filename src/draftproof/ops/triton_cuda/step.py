@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops import Layout, TokenLogprobs
 from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.ops.drafting import Record, SuffixPool, SuffixRule
+from draftproof.ops.drafting import Offer, Record, SuffixPool, SuffixRule
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
 try:
@@ -146,14 +146,11 @@ class StepOps(Bookkeeping):
         slots: Tensor,
         budget: Tensor,
         record: Record,
-        tokens: Tensor,
-        count: Tensor,
-        worth: Tensor,
+        offers: Sequence[Offer],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        plain("slots and budget", (slots, budget), len(slots))
-        drafts = tokens.contiguous(), count.contiguous(), worth.contiguous()
-        found = step_suffix.arbitrate(columns, slots, budget, record, *drafts, search, self.pdl)
+        _offered(slots, budget, offers)
+        found = step_suffix.arbitrate(columns, slots, budget, record, offers, self.pdl, search=search)
         self._done("arbitrate")
         return found
 
@@ -163,15 +160,15 @@ class StepOps(Bookkeeping):
         slots: Tensor,
         budget: Tensor,
         record: Record,
-        count: Tensor,
-        worth: Tensor,
+        offers: Sequence[Offer],
         member: int,
+        ahead: int = 0,
     ) -> Tensor:
-        plain("slots and budget", (slots, budget), len(slots))
-        drafts = count.contiguous(), worth.contiguous()
-        found = step_suffix.unbeaten(columns, slots, budget, record, *drafts, member, self.pdl)
+        _offered(slots, budget, offers)
+        how = {"member": member, "ahead": ahead}
+        *_, room = step_suffix.arbitrate(columns, slots, budget, record, offers, self.pdl, **how)
         self._done("unbeaten")
-        return found
+        return room
 
     def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         plain("slots and budget", (slots, budget), len(slots))
@@ -203,6 +200,11 @@ def _written(base: Tensor, windows: Windows) -> None:
     """What is changed in place."""
     if base.dtype != torch.float32 or not base.is_contiguous() or len(base) != len(windows.slot):
         raise ConfigError(f"base must be [{len(windows.slot)}, V] fp32 in one piece")
+
+
+def _offered(slots: Tensor, budget: Tensor, offers: Sequence[Offer]) -> None:
+    each = [offer.count for offer in offers] + [o.worth for o in offers if o.worth is not None]
+    plain("slots, budget and offers", (slots, budget, *each), len(slots))
 
 
 def plain(name: str, columns: Iterable[Tensor], size: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import drafting
-from draftproof.ops.drafting import Record, SuffixPool, SuffixRule
+from draftproof.ops.drafting import MOST_OFFERS, Offer, Record, SuffixPool, SuffixRule
 from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_two
 from draftproof.types import SlotColumns
 
@@ -221,7 +223,7 @@ def suffix(
     pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     entries, k, wide = len(slots), columns.draft.shape[1], columns.tokens.shape[1]
-    tokens = torch.zeros((entries, k), dtype=torch.int64, device=slots.device)
+    tokens = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
     counts, worths = torch.empty((2, entries), dtype=torch.int64, device=slots.device)
     drafts, number = (tokens, counts) if begun is None else begun
     suffix_kernel[(entries,)](
@@ -235,17 +237,23 @@ def suffix(
     return tokens, counts, worths
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"])
 def arbitrate_kernel(
-    slots, budgets, seeds, length, last, stood, fell, tokens, count, worth, out, number, whose, room,
-    S, B, K, SEARCH: tl.constexpr, MEMBER: tl.constexpr, M: tl.constexpr, DRAFTS: tl.constexpr,
+    slots, budgets, seeds, length, last, stood, fell, tokens_0, tokens_1, tokens_2, tokens_3,
+    count_0, count_1, count_2, count_3, worth_0, worth_1, worth_2, worth_3, out, number, whose, room, S, K,
+    ahead, down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
+    SEARCH: tl.constexpr, MEMBER: tl.constexpr, M: tl.constexpr, TOLD: tl.constexpr, DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """tokens [M, B, K], count and worth [M, B]; last [4, S], stood and fell [S, M].
+    """Of M offers tokens, which lie `down` from entry to entry and `across` from draft to draft, count [B]
+    and worth [B], if its bit of TOLD is set; last [4, S], stood and fell [S, M].
 
     MEMBER: -1, or whose budget `unbeaten` wants: `room` becomes that, and nothing else is written.
     """
     begin(PDL)
+    tokens, count = (tokens_0, tokens_1, tokens_2, tokens_3), (count_0, count_1, count_2, count_3)
+    worth = (worth_0, worth_1, worth_2, worth_3)
+    down, across = (down_0, down_1, down_2, down_3), (across_0, across_1, across_2, across_3)
     me = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, DRAFTS).to(tl.int64)
     slot = tl.load(slots + me)
@@ -272,7 +280,7 @@ def arbitrate_kernel(
             tl.store(stood + slot * M + m, good, mask=named)
             tl.store(fell + slot * M + m, bad, mask=named)
         rate = ((good + HOPED) * UNIT) // (good + bad + KNOWN)
-        here = tl.maximum(tl.minimum(tl.load(count + m * B + me), budget), 0)
+        here = tl.maximum(tl.minimum(tl.load(count[m] + me), budget), 0)
         chance = size * 0 + UNIT
         value = size * 0
         j = size * 0
@@ -280,8 +288,9 @@ def arbitrate_kernel(
             chance = (chance * rate) // UNIT
             value += chance
             j += 1
-        said = tl.load(worth + m * B + me)
-        value = tl.where(said >= 0, said, value)
+        if (TOLD >> m) % 2:
+            said = tl.load(worth[m] + me)
+            value = tl.where(said >= 0, said + ahead, value)
         better = value > best
         best = tl.where(better, value, best)
         who = tl.where(better, m, who)
@@ -291,10 +300,12 @@ def arbitrate_kernel(
         wins = named & (who == MEMBER) & (made > 0)
         tl.store(room + me, tl.where(wins, tl.load(budgets + me), 0))
     else:
-        whole = place < K
-        chosen = tl.load(tokens + (who * B + me) * K + place, mask=whole, other=0)
-        tl.store(out + me * K + place, chosen, mask=whole)
-        tl.store(whose + me * K + place, tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8), mask=whole)
+        for m in tl.static_range(M):
+            its = (place < K) & (who == m)
+            chosen = tl.load(tokens[m] + me * down[m] + place * across[m], mask=its, other=0)
+            tl.store(out + me * K + place, chosen, mask=its)
+        source = tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8)
+        tl.store(whose + me * K + place, source, mask=place < K)
         goes_on = named & (who != SEARCH) & (made > 0) & (likely >= REACH) & (SEARCH >= 0)
         tl.store(room + me, tl.where(goes_on, tl.load(budgets + me), 0))
         tl.store(number + me, made)
@@ -309,38 +320,27 @@ def arbitrate(
     slots: Tensor,
     budget: Tensor,
     record: Record,
-    tokens: Tensor,
-    count: Tensor,
-    worth: Tensor,
-    search: int,
+    offers: Sequence[Offer],
     pdl: bool,
+    search: int = -1,
+    member: int = -1,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    members, entries, k = tokens.shape
+    """Tokens, number, whose and room; of a `member`, room alone."""
+    entries, k = len(slots), columns.draft.shape[1]
     out = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
     number, room = torch.empty((2, entries), dtype=torch.int64, device=slots.device)
     whose = torch.empty((entries, k), dtype=torch.int8, device=slots.device)
+    four = [*offers, *[offers[0]] * (MOST_OFFERS - len(offers))]  # what is beyond their number is not read
+    strides = [offer.tokens.stride() for offer in four]
     arbitrate_kernel[(entries,)](
         slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
-        tokens, count, worth, out, number, whose, room, record.last.shape[1], entries, k,
-        SEARCH=search, MEMBER=-1, M=members, DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
+        *(offer.tokens for offer in four), *(offer.count for offer in four),
+        *(offer.count if offer.worth is None else offer.worth for offer in four),
+        out, number, whose, room, record.last.shape[1], k, ahead,
+        *(down for down, _ in strides), *(across for _, across in strides),
+        SEARCH=search, MEMBER=member, M=len(offers),
+        TOLD=sum((offer.worth is not None) << m for m, offer in enumerate(offers)),
+        DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
     )  # fmt: skip
     return out, number, whose, room
-
-
-def unbeaten(
-    columns: SlotColumns,
-    slots: Tensor,
-    budget: Tensor,
-    record: Record,
-    count: Tensor,
-    worth: Tensor,
-    member: int,
-    pdl: bool,
-) -> Tensor:
-    (members, entries), k, room = count.shape, columns.draft.shape[1], torch.empty_like(budget)
-    arbitrate_kernel[(entries,)](
-        slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
-        room, count, worth, room, room, room, room, record.last.shape[1], entries, k,
-        SEARCH=-1, MEMBER=member, M=members, DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
-    )  # fmt: skip
-    return room
