@@ -25,7 +25,6 @@ from measure import finish
 from draftproof import LLM
 from draftproof.engine import asking
 from draftproof.engine.costs import RowCosts
-from draftproof.propose import hybrid
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,6 @@ class Meter:
         if loop.asking is not None:
             loop.asking.prices, loop.asking._ahead = dear, machine.ahead
         if self.weighs:
-            self.drafting.proposer.ahead = hybrid.ROUNDS_COST if machine.ahead else 0.0
             self._unbeaten = self.drafting.proposer._unbeaten
             self.drafting.proposer._unbeaten = self.unbeaten
         self.idle = False

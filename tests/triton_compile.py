@@ -128,7 +128,7 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     given = made.columns, made.plan.slots, made.plan.budget, record, offers
     for search in (-1, 0):
         ops.arbitrate(*given, search)
-    ops.unbeaten(*given, 1, 5)
+    ops.unbeaten(*given, 1)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 

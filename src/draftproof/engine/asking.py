@@ -32,8 +32,8 @@ SLOW = 3.0  # times what was usual: by how much more does not matter
 KEEPS_UP = 1 / 8  # of what drafts take with a model, that they take without: while that is not known
 HOPE = 1.0  # drafts of the model that stand in a window of a request of which nothing is known
 HEARD = 1 / 16  # of a window in that
-FORGETS = 1 / 32  # of it, at a window that the model was not asked for
-ALONE = 0.7  # of what it brings nobody else would have brought
+FORGETS = 1 / 64  # of it, at a window that the model was not asked for
+ALONE = 0.65  # of what it brings nobody else would have brought
 
 
 class Asking:

@@ -144,20 +144,14 @@ class DraftSearch(ABC):
         record: Record,
         offers: Sequence[Offer],  # tokens are not looked at
         member: int,
-        ahead: int = 0,
     ) -> Tensor:
         """The budget [B] where `arbitrate` would take the drafts of `member`, if it made so many; else 0.
 
-        Drafts whose worth is told, which cost nothing, are worth `ahead` more here, in UNIT. The record
-        stays as it is. Fewer drafts are never worth more, so for whoever has 0 here without being behind by
-        `ahead` no drafts of the member will be taken, and they need not be made.
+        The record stays as it is. Fewer drafts are never worth more, so for whoever has 0 here no drafts of
+        the member will be taken, and they need not be made.
         """
         trial = Record(record.last.clone(), record.stood.clone(), record.fell.clone())
-        raised = [
-            offer if offer.worth is None else offer._replace(worth=offer.worth + ahead * (offer.worth >= 0))
-            for offer in offers
-        ]
-        _, number, whose, _ = self.arbitrate(columns, slots, budget, trial, raised, -1)
+        _, number, whose, _ = self.arbitrate(columns, slots, budget, trial, offers, -1)
         return budget * ((number > 0) & (whose[:, 0] == member))
 
 

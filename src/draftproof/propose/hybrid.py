@@ -27,7 +27,6 @@ from draftproof.propose.pool import Ints
 from draftproof.registry import lookup
 from draftproof.types import DeviceBatch, Draft, Request
 
-ROUNDS_COST = 0.45  # tokens that a GPU makes of one request in the time of a model's rounds, about
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
 
@@ -54,12 +53,11 @@ class HybridProposer(DeviceProposer):
         others = len(self.members) > len(models)
         self.weighed = next((i for i, m in enumerate(self.members) if m.follows_rows and others), -1)
         self.search = next((i for i, m in enumerate(self.members) if m.extends), -1)
-        # of what a search is worth, before a model is asked: where nobody waits for the device to weigh it
-        self.ahead = ROUNDS_COST if env.ops.asynchronous else 0.0
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=env.ops.device)
 
+        self._none = zeros(env.num_slots)
         shape = (env.num_slots, len(self.members))
         self.record = Record(zeros(4, env.num_slots) - 1, zeros(*shape), zeros(*shape))
 
@@ -120,11 +118,13 @@ class HybridProposer(DeviceProposer):
         rounds = min(most, self._worth(batch, found)) if batch.price else most
         if rounds and batch.price and model.ends_chains:
             rounds = most  # it looks at them one by one
-        less = _at_most(batch, rounds)
         if rounds:
+            less = _at_most(batch, rounds)
             less = replace(less, budget=self._unbeaten(less, found))
-            if batch.price and not less.budget.any():
-                rounds, less = 0, _at_most(batch, 0)
+            rounds = 0 if batch.price and not less.budget.any() else rounds
+        if not rounds:
+            traits = batch.traits and replace(batch.traits, rounds=0)
+            less = replace(batch, budget=self._none[: len(batch.slots)], traits=traits)
         draft, worth = self._ask(self.weighed, less)
         self.asked_rounds = model.asked_rounds if model.ends_chains else rounds
         if batch.price and model.ends_chains:
@@ -151,7 +151,7 @@ class HybridProposer(DeviceProposer):
         offers = {i: Offer(draft.tokens, draft.count, worth) for i, (draft, worth) in found.items()}
         offers[self.weighed] = Offer(batch.columns.draft[: len(batch.slots)], batch.budget, None)
         given = batch.columns, batch.slots, batch.budget, self.record, [offers[i] for i in sorted(offers)]
-        return self.env.ops.unbeaten(*given, self.weighed, int(self.ahead * UNIT) // len(batch.slots))
+        return self.env.ops.unbeaten(*given, self.weighed)
 
     def _worth(self, batch: DeviceBatch, found: Found) -> int:
         """Rounds of the model that are worth their price, beside the drafts that the others have; 0: none.
@@ -214,11 +214,11 @@ class HybridProposer(DeviceProposer):
 
 
 def _at_most(batch: DeviceBatch, count: int) -> DeviceBatch:
-    """The same for somebody who may make so many drafts; with none a model only keeps up."""
+    """The same for somebody who may make so many drafts."""
     if count >= batch.columns.draft.shape[1]:
         return batch
     traits = batch.traits and replace(batch.traits, rounds=min(batch.traits.rounds, count))
-    return replace(batch, budget=batch.budget.clamp(max=count) if count else batch.budget, traits=traits)
+    return replace(batch, budget=batch.budget.clamp(max=count), traits=traits)
 
 
 _ANY = ("needs_hidden", "reports_probs", "stores_kv", "follows_rows", "learns")

@@ -162,11 +162,9 @@ class StepOps(Bookkeeping):
         record: Record,
         offers: Sequence[Offer],
         member: int,
-        ahead: int = 0,
     ) -> Tensor:
         _offered(slots, budget, offers)
-        how = {"member": member, "ahead": ahead}
-        *_, room = step_suffix.arbitrate(columns, slots, budget, record, offers, self.pdl, **how)
+        *_, room = step_suffix.arbitrate(columns, slots, budget, record, offers, self.pdl, member=member)
         self._done("unbeaten")
         return room
 

@@ -237,11 +237,11 @@ def suffix(
     return tokens, counts, worths
 
 
-@triton.jit(do_not_specialize=["ahead"])
+@triton.jit
 def arbitrate_kernel(
     slots, budgets, seeds, length, last, stood, fell, tokens_0, tokens_1, tokens_2, tokens_3,
     count_0, count_1, count_2, count_3, worth_0, worth_1, worth_2, worth_3, out, number, whose, room, S, K,
-    ahead, down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
+    down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
     SEARCH: tl.constexpr, MEMBER: tl.constexpr, M: tl.constexpr, TOLD: tl.constexpr, DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +290,7 @@ def arbitrate_kernel(
             j += 1
         if (TOLD >> m) % 2:
             said = tl.load(worth[m] + me)
-            value = tl.where(said >= 0, said + ahead, value)
+            value = tl.where(said >= 0, said, value)
         better = value > best
         best = tl.where(better, value, best)
         who = tl.where(better, m, who)
@@ -324,7 +324,6 @@ def arbitrate(
     pdl: bool,
     search: int = -1,
     member: int = -1,
-    ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens, number, whose and room; of a `member`, room alone."""
     entries, k = len(slots), columns.draft.shape[1]
@@ -337,7 +336,7 @@ def arbitrate(
         slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
         *(offer.tokens for offer in four), *(offer.count for offer in four),
         *(offer.count if offer.worth is None else offer.worth for offer in four),
-        out, number, whose, room, record.last.shape[1], k, ahead,
+        out, number, whose, room, record.last.shape[1], k,
         *(down for down, _ in strides), *(across for _, across in strides),
         SEARCH=search, MEMBER=member, M=len(offers),
         TOLD=sum((offer.worth is not None) << m for m, offer in enumerate(offers)),
