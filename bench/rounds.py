@@ -10,7 +10,7 @@ each:
 
     plain     a step of one row a request         step      the step that verifies K drafts of each
     drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
-    idle      these rounds if they are for nobody
+    idle      these rounds if they are for nobody later     instead of keeping: its rows are put off
 
 `share` is drafts / plain. The floor of the drafts: the head's weights and its LM head once a round, the layer
 that joins features once, K and V of all tokens before, at the bandwidth of a large copy measured here. What
@@ -113,7 +113,10 @@ class Decoding:
         k, most, length = options.k, max(options.batches), options.context + 1
         spec: dict[str, Any] = {"method": options.method, "model": head}
         if options.method == "hybrid":
-            spec = {"method": "hybrid", "proposers": [{"method": "eagle3", "model": head}, {"method": "suffix"}]}
+            spec = {
+                "method": "hybrid",
+                "proposers": [{"method": "eagle3", "model": head}, {"method": "suffix"}],
+            }
         spec |= {"num_speculative_tokens": k, "adaptive": False}
         room = length + 2 * (k + 1)
         config = EngineConfig(
@@ -152,7 +155,8 @@ class Decoding:
 
     def ready(self, batches: Sequence[int], check: bool) -> None:
         """Everything that will be timed is captured, its kernels compiled side by side."""
-        work: Work = [part for batch in batches for n in (0, self.k) for part in self._work(batch, n)]
+        kinds = (0, False), (0, True), (self.k, False)
+        work: Work = [part for batch in batches for kind in kinds for part in self._work(batch, *kind)]
         alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
         self.device.ready(work, tell, *alone)
 
@@ -163,6 +167,7 @@ class Decoding:
         columns.num_draft.fill_(drafts)
         for record in self._records:
             record.fill_(-1)
+        self.drafter.late.clear()
         for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
             line.fill_(value)
         plan.slots[:batch] = self.slots[:batch]
@@ -174,18 +179,20 @@ class Decoding:
         ops = self.engine.ops
         return ops.bucket(batch * (1 + drafts)), min(ops.bucket(batch), len(self.slots))
 
-    def _work(self, batch: int, drafts: int) -> Work:
+    def _work(self, batch: int, drafts: int, later: bool = False) -> Work:
         """The step that verifies so many drafts of each, and the drafts behind it."""
         rows, entries = self._sizes(batch, drafts)
         step = ("decode", rows, TRAITS), partial(self.device._whole, rows, TRAITS), False
-        return [step, (*self.device._draft(rows, entries, DraftTraits(drafts)), True)]
+        return [step, (*self.device._draft(rows, entries, DraftTraits(drafts, later=later)), True)]
 
-    def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
-        return tuple(self.device._graph(*part) for part in self._work(batch, drafts))
+    def parts(self, batch: int, drafts: int, later: bool = False) -> tuple[Callable[[], Any], ...]:
+        return tuple(self.device._graph(*part) for part in self._work(batch, drafts, later))
 
-    def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
+    def times(
+        self, batch: int, drafts: int, repeat: int, wanted: bool = True, later: bool = False
+    ) -> tuple[float, float]:
         """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
-        parts, found = self.parts(batch, drafts), []
+        parts, found = self.parts(batch, drafts, later), []
         for _ in range(repeat + 3):
             with self.engine.ops.stepping():
                 self.put_back(batch, drafts, wanted)
@@ -272,13 +279,15 @@ def copy_bandwidth(ops: Ops, size: int) -> float:
     return 2 * size / (min(clocked(ops, (partial(target.copy_, source),))[0] for _ in range(8)) / 1e6)
 
 
-def kernels(decoding: Decoding, batch: int, drafts: int, wanted: bool = True) -> list[tuple[str, float, float]]:
-    """Of the drafts behind a step, in their order: name, when it begins and what it takes, in microseconds."""
+def kernels(
+    decoding: Decoding, batch: int, drafts: int, wanted: bool = True
+) -> list[tuple[str, float, float]]:
+    """Of the drafts behind a step: name, begin and length of each in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
-    _, behind = decoding.parts(batch, drafts)
+    step, behind = decoding.parts(batch, drafts)
     decoding.put_back(batch, drafts, wanted)
-    behind()
+    step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         behind()
@@ -309,12 +318,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         decoding.ready(options.batches, options.check)
     bandwidth = copy_bandwidth(ops, (2 << 30) if ops.asynchronous else options.copy << 20)
     for batch in options.batches:
-        plain, keeping = decoding.times(batch, 0, options.repeat)
-        step, drafts = decoding.times(batch, options.k, options.repeat)
-        _, idle = decoding.times(batch, options.k, options.repeat, wanted=False)
+        repeat = options.repeat
+        plain, keeping = decoding.times(batch, 0, repeat)
+        step, drafts = decoding.times(batch, options.k, repeat)
+        _, idle = decoding.times(batch, options.k, repeat, wanted=False)
         floor = 1e6 * decoding.floor_bytes(batch) / bandwidth
         line: dict[str, Any] = {"batch": batch, "plain": plain, "step": step, "drafts": drafts}
-        line |= {"idle": idle, "keeping": keeping}
+        line |= {"idle": idle, "keeping": keeping, "later": decoding.times(batch, 0, repeat, later=True)[1]}
         line |= {"floor": floor, "share": drafts / plain, "of floor": drafts / floor}
         line = {name: round(value, 3) for name, value in line.items()}
         print(f"{time.monotonic() - BEGUN:.0f} s: {line}", flush=True)

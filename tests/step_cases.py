@@ -17,6 +17,7 @@ from torch import Tensor
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.ops.bookkeeping import Bookkeeping
 from draftproof.ops.drafting import SIZES, UNIT, WAYS, Offer, Record, SuffixPool, SuffixRule
+from draftproof.ops.following import Late
 from draftproof.ops.reference import ReferenceOps, gumbel
 from draftproof.ops.reference_suffix import bucket_of
 from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
@@ -576,6 +577,26 @@ def follow(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         done.append(made)
     for got, want in zip(done[1], done[0], strict=True):
         all_same(got, want, type(want).__name__)
+
+
+@check
+def put_off(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    """Steps behind one another, until there is no room; one of padding does nothing."""
+    step, wide = Step(seed, size), 40
+    rows = committed(step, seed)
+    count = len(rows.tokens)
+    features = step.floats(count, wide).to(torch.bfloat16)
+    nobody = replace(rows, slots=torch.full_like(rows.slots, -1))
+    done = []
+    for by in (ref, ops):
+        columns, mine, none = (copied(x, by.device) for x in (step.columns, rows, nobody))
+        late = Late.room_for(2 * count + 3, features[0].to(by.device))
+        for part in (mine, none, mine, mine):
+            by.put_off(part, columns, features.clone().to(by.device), late)
+        all_same(columns, step.columns, "columns")
+        done.append(late)
+    all_same(done[1], done[0], "late")
+    assert int(done[0].filled[0]) == (3 * count if bool((rows.slots >= 0).any()) else 0)
 
 
 @check

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,7 +61,7 @@ def test_the_better_one_is_soon_heard(members, overlap):
 
 def test_control_the_worse_one_is_heard(monkeypatch):
     def worse(whole, ops, columns, slots, budget, record, offers, search):
-        wrong = [offer._replace(worth=m + 0 * offer.count) for m, offer in enumerate(offers)]
+        wrong = [replace(offer, worth=m + 0 * offer.count) for m, offer in enumerate(offers)]
         return whole(ops, columns, slots, budget, record, wrong, search)
 
     plant(monkeypatch, "arbitrate", worse)

@@ -74,6 +74,7 @@ WRONG = {
     "suffix": lambda given, result: result[2].clamp_(max=1 << 15),
     "put_draft": lambda given, result: given[0].draft_source.clamp_(min=0),
     "follow": lambda given, result: result[1].clamp_(min=0),
+    "put_off": lambda given, result: given[3].rows[1].clamp_(max=3),
     "pick": lambda given, result: given[8].clamp_(max=3),
 }
 

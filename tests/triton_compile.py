@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from draftproof.ops import Heads, Layer, Rows
 from draftproof.ops.drafting import Offer, Record, SuffixRule
+from draftproof.ops.following import Late
 from draftproof.ops.triton_cuda import TritonOps, runtime
 from draftproof.ops.triton_cuda import gemm as gemm_kernels
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
@@ -143,6 +144,8 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
         made.columns,
         made.plan.slots,
     )
+    features = torch.empty((len(rows.tokens), 3 * hidden), dtype=torch.bfloat16)
+    ops.put_off(rows, made.columns, features, Late.room_for(128, features[0]))
     for rounds in (0, k):
         ahead = ops.ahead(made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE)
     line = made.plan.slots

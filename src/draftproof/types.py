@@ -167,6 +167,7 @@ class DraftTraits:
     scales: bool = False  # some truncate what they sample from
     logprobs: bool = False  # the drafter's own are read
     probs: bool = False  # so are its probabilities, over the whole vocabulary
+    later: bool = False  # without rounds: keeping up is put off, and `DeviceProposer.catch_up` asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ kept by their number and by how far anybody may draft.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -24,6 +25,7 @@ from draftproof.types import DeviceBatch, Draft, DraftTraits, Plan, Rows, Traits
 from draftproof.verify import Strategy
 
 FEW = 8  # entries up to which drafts are captured for several numbers of rounds
+LATER = DraftTraits(0, later=True)
 PROMPTS = 256  # rows of prompts beside the full windows of more entries, up to which they are captured
 
 
@@ -39,6 +41,10 @@ class Drafting:
         # is its model asked behind the next step, the price of a round and of a row: see `Asking`
         self.asks, self.price, self.verify = True, 0.0, 0.0
         self.took = 0.0  # seconds of the last drafts, where they are waited for
+        # A model that is not asked need not keep up with every step: rows that wait, more while it is not
+        # known how many do, and the scheduler's version then: pages of whoever has gone may be another's
+        self.waits = slots.ops.asynchronous and self.proposer is not None and self.proposer.puts_off > 0
+        self._waiting, self._version = math.inf, -1
         self.num_sources = len(proposer.sources) if proposer is not None else 0
         self.several = self.num_sources > 1
         self.reports_probs = proposer is not None and proposer.reports_probs
@@ -91,8 +97,24 @@ class Drafting:
         if ops.asynchronous:
             rounds = self._rounds(len(planned.slots), rounds)
         assert self.proposer is not None
+        if not rounds and self.waits and not planned.has_prompts and len(planned.slots) <= FEW:
+            return LATER
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
         return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs)
+
+    def is_late(self, planned: Planned, rows: int, wanted: DraftTraits) -> bool:
+        """Must the rows that wait be seen to before the drafts of this step?"""
+        waiting, same = self._waiting, planned.version == self._version
+        most = self.proposer.puts_off if self.proposer is not None else 0
+        if wanted.later and same and waiting + rows <= most:
+            self._waiting += rows
+            return False
+        self._waiting, self._version = rows if wanted.later else 0, planned.version
+        return self.waits and waiting > 0
+
+    def catch_up(self) -> None:
+        if self.proposer is not None:
+            self.proposer.catch_up(self.slots.columns)
 
     def entries(self, ops: Ops, count: int, rows: int) -> int:
         """For how many entries the drafts of `count` are captured, behind a step of `rows` rows: few numbers,
@@ -117,6 +139,8 @@ class Drafting:
             for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
                 entries = self.entries(ops, count, rows)
                 found[rows, entries, DraftTraits(self._rounds(count, wanted))] = 0
+                if self.waits and count <= FEW:
+                    found[rows, entries, LATER] = 0
         return list(found)
 
     def asking(

@@ -162,7 +162,7 @@ class DeviceStep:
         follow()
         return ran
 
-    def _follow(self, rows: int, planned: Planned, budget: Ints, traits: Traits) -> Callable[[], None]:
+    def _follow(self, rows: int, planned: Planned, budget: Ints, traits: Traits) -> Callable[[], object]:
         """What comes behind the step: the drafts of a proposer that follows its rows."""
         probs = self.drafting.expect(traits, self.sampler.strategies)
         if not self.drafting.follows_rows:
@@ -170,9 +170,12 @@ class DeviceStep:
         entries = self.drafting.entries(self.ops, len(planned.slots), rows)
         wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
         key, draft = self._draft(rows, entries, wanted)
-        if planned.has_prompts and key not in self._graphs:  # too many sizes to be captured as they come
+        if not planned.has_prompts or key in self._graphs:  # else: too many sizes to be captured as they come
+            draft = self._graph(key, draft, apart=True)
+        if not self.drafting.is_late(planned, rows, wanted):
             return draft
-        return self._graph(key, draft, apart=True)
+        first = self._graph("catch up", self.drafting.catch_up, apart=True)
+        return lambda: (first(), draft())
 
     def _draft(self, rows: int, entries: int, wanted: DraftTraits) -> tuple[Hashable, Callable[[], None]]:
         draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
@@ -212,6 +215,8 @@ class DeviceStep:
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, sizes)]
+        if self.drafting.waits:
+            work.append(("catch up", self.drafting.catch_up, True))
         for size, ends in ((n, self._ends(n)) for n in sizes):
             work.append((("forward", size, ends), partial(self._alone, size, ends), False))
         for trait, size in product(traits, decoding):
@@ -244,12 +249,9 @@ class DeviceStep:
 
     def _rehearse(self, size: int) -> None:
         """What costs in a step of so many rows, for nobody: its keys go to page 0, which nobody has."""
-        tokens, positions, slots, kv_index = torch.zeros(
-            (4, size), dtype=torch.int64, device=self.slots.device
-        )
-        torch.arange(size, out=positions)
-        none = torch.zeros_like(self.slots.columns.page_table)
-        rows = Rows(tokens, positions, slots, kv_index, none)
+        lines = torch.zeros((4, size), dtype=torch.int64, device=self.slots.device)
+        torch.arange(size, out=lines[1])
+        rows = Rows(lines[0], lines[1], lines[2], lines[3], torch.zeros_like(self.slots.columns.page_table))
         self.runner.logits(self.runner.forward(rows))
 
     def forget(self) -> None:

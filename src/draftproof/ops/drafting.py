@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +63,8 @@ class Record:
     fell: Tensor  # [S, M] int64
 
 
-class Offer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Offer:
     """A proposer's drafts for B entries."""
 
     tokens: Tensor  # [B, K] int64
@@ -157,5 +157,6 @@ class DraftSearch(ABC):
 
 def stacked(offers: Sequence[Offer]) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [M, B, K], counts and worths [M, B]."""
-    worths = [torch.full_like(count, -1) if worth is None else worth for _, count, worth in offers]
-    return torch.stack([o.tokens for o in offers]), torch.stack([o.count for o in offers]), torch.stack(worths)
+    none = torch.full_like(offers[0].count, -1)
+    tokens, counts = torch.stack([one.tokens for one in offers]), torch.stack([one.count for one in offers])
+    return tokens, counts, torch.stack([none if one.worth is None else one.worth for one in offers])

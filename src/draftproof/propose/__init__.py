@@ -20,7 +20,7 @@ from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
 from draftproof.models.head_model import TargetParts
 from draftproof.ops import Ops
-from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
+from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request, SlotColumns
 
 PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
@@ -106,9 +106,10 @@ class DeviceProposer(Proposer):
     taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
     minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
     asked_rounds: int = 1  # of its model, when it last drafted
+    puts_off: int = 0  # rows that keeping up can wait for, until `catch_up`; with `follows_rows`
 
     def begin(self, batch: DeviceBatch) -> Any:
-        """What its drafts need whoever may have some: is given back to `draft`, by whoever asked for it."""
+        """What its drafts need whoever may have some. Whoever asks for it gives it to `draft`, as `begun`."""
         return None
 
     @abstractmethod
@@ -119,6 +120,10 @@ class DeviceProposer(Proposer):
         features are then the last hidden rows (`needs_hidden`, after the norm), and those of its `taps`, side
         by side.
         """
+
+    def catch_up(self, columns: SlotColumns) -> None:
+        """With `puts_off`: see to the rows that have been put off."""
+        return None
 
     def extend(
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None

@@ -22,10 +22,13 @@ from draftproof.models.head_model import HeadModel
 from draftproof.models.runner import kv_bytes_per_token
 from draftproof.models.shipped import shipped_for, shipped_like
 from draftproof.ops import Rows
+from draftproof.ops.following import Late
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
 from draftproof.propose.sureness import Sureness
-from draftproof.types import DeviceBatch, Draft
+from draftproof.types import DeviceBatch, Draft, SlotColumns
+
+PUTS_OFF = 128  # rows
 
 
 class HeadProposer(DeviceProposer):
@@ -59,6 +62,10 @@ class HeadProposer(DeviceProposer):
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
             self.taps = (target.config.num_layers - 1,)
+        wide = (self.needs_hidden + len(self.taps)) * env.hidden_size
+        like = torch.zeros(wide, dtype=target.dtype, device=env.ops.device)
+        self.puts_off = PUTS_OFF if wide else 0
+        self.late = Late.room_for(PUTS_OFF, like)
         shape = (2, env.num_pages, env.page_size, config.num_kv_heads, config.head_dim)
         self.caches = [
             torch.zeros(shape, dtype=target.dtype, device=env.ops.device) for _ in range(config.num_layers)
@@ -88,19 +95,31 @@ class HeadProposer(DeviceProposer):
         self.model.store(rows, feature, self.caches)
         return ()
 
-    def begin(self, batch: DeviceBatch) -> tuple[Rows, Tensor, Tensor]:
-        assert batch.rows is not None and batch.features is not None
+    def begin(self, batch: DeviceBatch) -> Any:
+        """Its rows, [B] the last of each entry's, features; nothing where they are put off."""
+        assert batch.rows is not None and batch.features is not None and batch.traits is not None
+        if batch.traits.later:
+            self.env.ops.put_off(batch.rows, batch.columns, batch.features, self.late)
+            return ()
         rows, last = self.env.ops.follow(batch.rows, batch.columns, batch.slots)
         return rows, last, self.model.feature(batch.features)
+
+    def catch_up(self, columns: SlotColumns) -> None:
+        tokens, positions, slots, places = self.late.rows
+        rows = Rows(tokens, positions, slots, places, columns.page_table)
+        self.model.store(rows, self.model.feature(self.late.features), self.caches)
+        self.late.clear()
 
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.traits is not None
         ops, model, count = self.env.ops, self.model, batch.traits.rounds
-        rows, last, feature = batch.begun or self.begin(batch)
+        begun = self.begin(batch) if batch.begun is None else batch.begun
         if not count:  # whatever the tokens are: there are none of them
-            self._store(rows, feature)
+            if begun:
+                self._store(begun[0], begun[2])
             self.asked_rounds = 0
             return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
+        rows, last, feature = begun
         # the head's row of a draft stands one before it: that is where the row of its feature stands
         rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size, self.sureness)
         at: Tensor | None = last  # [B] the row that an entry's first draft comes from

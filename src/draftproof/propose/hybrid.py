@@ -25,7 +25,7 @@ from draftproof.ops.drafting import FEARED, HOPED, MOST_OFFERS, UNIT, Offer, Rec
 from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
 from draftproof.propose.pool import Ints
 from draftproof.registry import lookup
-from draftproof.types import DeviceBatch, Draft, Request
+from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
@@ -50,6 +50,7 @@ class HybridProposer(DeviceProposer):
             cheap=all(member.cheap for member in self.members),
         )
         self.taps = models[0].taps if models else ()
+        self.puts_off = models[0].puts_off if models else 0
         others = len(self.members) > len(models)
         self.weighed = next((i for i, m in enumerate(self.members) if m.follows_rows and others), -1)
         self.search = next((i for i, m in enumerate(self.members) if m.extends), -1)
@@ -86,6 +87,10 @@ class HybridProposer(DeviceProposer):
             member.prepare()
 
     # --- the device's -------------------------------------------------------------------------------
+
+    def catch_up(self, columns: SlotColumns) -> None:
+        for member in self.members:
+            member.catch_up(columns)
 
     def draft(self, batch: DeviceBatch) -> Draft:
         others = [i for i in range(len(self.members)) if i != self.weighed]

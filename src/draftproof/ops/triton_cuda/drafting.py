@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Layer, Rows
-from draftproof.ops.following import Ahead
+from draftproof.ops.following import Ahead, Late
 from draftproof.ops.triton_cuda.step import INTS, StepOps, plain
 from draftproof.types import SlotColumns, Windows
 
@@ -29,6 +29,12 @@ class DraftOps(StepOps):
         found = step_follow.follow(rows, columns, slots, self._few(rows.tokens))
         self._done("follow")
         return found
+
+    def put_off(self, rows: Rows, columns: SlotColumns, features: Tensor, late: Late) -> None:
+        plain("the rows", (rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
+        features = runtime.matrix("features", features, late.features.shape[1], (late.features.dtype,))
+        step_follow.put_off(rows, columns, features, late, self._few(rows.tokens))
+        self._done("put_off")
 
     def ahead(
         self,

@@ -238,6 +238,19 @@ def suffix(
 
 
 @triton.jit
+def reckoned(count, rate):
+    """What so many drafts are worth, and how likely all of them stand."""
+    chance = count * 0 + UNIT
+    value = count * 0
+    j = count * 0
+    while j < count:
+        chance = (chance * rate) // UNIT
+        value += chance
+        j += 1
+    return value, chance
+
+
+@triton.jit
 def arbitrate_kernel(
     slots, budgets, seeds, length, last, stood, fell, tokens_0, tokens_1, tokens_2, tokens_3,
     count_0, count_1, count_2, count_3, worth_0, worth_1, worth_2, worth_3, out, number, whose, room, S, K,
@@ -281,13 +294,7 @@ def arbitrate_kernel(
             tl.store(fell + slot * M + m, bad, mask=named)
         rate = ((good + HOPED) * UNIT) // (good + bad + KNOWN)
         here = tl.maximum(tl.minimum(tl.load(count[m] + me), budget), 0)
-        chance = size * 0 + UNIT
-        value = size * 0
-        j = size * 0
-        while j < here:
-            chance = (chance * rate) // UNIT
-            value += chance
-            j += 1
+        value, chance = reckoned(here, rate)
         if (TOLD >> m) % 2:
             said = tl.load(worth[m] + me)
             value = tl.where(said >= 0, said, value)

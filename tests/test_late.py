@@ -1,0 +1,83 @@
+"""A head that is not asked keeps up later: its drafts are those of one that always has."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+
+import heads
+import tiny
+from draftproof.engine.asking import Asking
+from draftproof.engine.drafting import Drafting
+from draftproof.propose.head import HeadProposer
+from draftproof.sampling_params import SamplingParams
+
+HEAD = {"method": "eagle3", **heads.options("eagle3", "llama", "float32")}
+BESIDE = {"method": "hybrid", "proposers": [HEAD, {"method": "suffix", "min_match": 32}]}
+
+
+def drafted(spec: dict[str, Any], waits: bool, monkeypatch: pytest.MonkeyPatch, every: int = 5) -> list[Any]:
+    """Drafts of all steps of two requests, one of which comes later, if the head is asked now and then."""
+    steps = count()
+
+    def now_and_then(asking: Asking, *given: object) -> None:
+        asking.drafting.asks = next(steps) % every == 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Asking, "weigh", now_and_then)
+        engine = tiny.engine(speculative={**spec, "num_speculative_tokens": 3, "adaptive": False})
+        engine.loop.device.drafting.waits = waits
+        params = SamplingParams(max_tokens=40, ignore_eos=True, include_draft_logprobs=True)
+        asked = [tiny.request(i, params) for i in range(2)]
+        records = tiny.run(engine, asked)
+    told = [step.drafts or [] for record in records.values() for step in record.steps]
+    return [[(draft.token_id, draft.draft_logprob) for draft in step] for step in told]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often rows were put off and seen to."""
+    found = dict.fromkeys(("put off", "seen to"), 0)
+    begin, catch_up = HeadProposer.begin, HeadProposer.catch_up
+
+    def begun(head: HeadProposer, batch: Any) -> Any:
+        found["put off"] += batch.traits.later
+        return begin(head, batch)
+
+    def caught_up(head: HeadProposer, columns: Any) -> None:
+        found["seen to"] += 1
+        catch_up(head, columns)
+
+    monkeypatch.setattr(HeadProposer, "begin", begun)
+    monkeypatch.setattr(HeadProposer, "catch_up", caught_up)
+    return found
+
+
+@pytest.mark.parametrize("spec", [HEAD, BESIDE], ids=["head", "hybrid"])
+@pytest.mark.parametrize("every", [2, 5, 13])
+def test_its_drafts_are_those_of_one_that_keeps_up(
+    spec: dict[str, Any], every: int, seen: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = drafted(spec, False, monkeypatch, every)
+    assert sum(map(len, usual)) > 6 and seen == {"put off": 0, "seen to": 0}
+    assert drafted(spec, True, monkeypatch, every) == usual
+    assert seen["put off"] > seen["seen to"] // 2 > 0
+
+
+def test_rows_do_not_wait_without_end(seen: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = drafted(HEAD, False, monkeypatch, 35)
+    monkeypatch.setattr("draftproof.propose.head.PUTS_OFF", 8)
+    assert drafted(HEAD, True, monkeypatch, 35) == usual
+    assert seen["seen to"] > 8
+
+
+def test_control_rows_that_are_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = drafted(HEAD, False, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafting, "is_late", lambda *given: False)
+        assert drafted(HEAD, True, monkeypatch) != usual
+    monkeypatch.setattr("draftproof.propose.head.PUTS_OFF", 1)  # most of them have no room
+    monkeypatch.setattr(Drafting, "is_late", lambda drafting, planned, rows, wanted: not wanted.later)
+    assert drafted(HEAD, True, monkeypatch) != usual
