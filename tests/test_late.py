@@ -81,3 +81,17 @@ def test_control_rows_that_are_never_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("draftproof.propose.head.PUTS_OFF", 1)  # most of them have no room
     monkeypatch.setattr(Drafting, "is_late", lambda drafting, planned, rows, wanted: not wanted.later)
     assert drafted(HEAD, True, monkeypatch) != usual
+
+
+def test_what_is_read_of_drafts_is_written_whether_rows_wait_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search's drafts are certain also where the model only puts its rows off: rejection reads that."""
+    wanted = []
+    traits = Drafting.traits
+
+    def noted(drafting: Drafting, *given: Any) -> Any:
+        wanted.append(traits(drafting, *given))
+        return wanted[-1]
+
+    monkeypatch.setattr(Drafting, "traits", noted)
+    drafted({**BESIDE, "verify_strategy": "rejection"}, True, monkeypatch)
+    assert {(one.later, one.logprobs, one.probs) for one in wanted if not one.rounds} >= {(True, True, True)}

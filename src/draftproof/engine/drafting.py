@@ -97,10 +97,10 @@ class Drafting:
         if ops.asynchronous:
             rounds = self._rounds(len(planned.slots), rounds)
         assert self.proposer is not None
-        if not rounds and self.waits and not planned.has_prompts and len(planned.slots) <= FEW:
-            return LATER
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
-        return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs)
+        few = len(planned.slots) <= FEW and not planned.has_prompts
+        later = self.waits and few and not rounds
+        return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs, later)
 
     def is_late(self, planned: Planned, rows: int, wanted: DraftTraits) -> bool:
         """Must the rows that wait be seen to before the drafts of this step?"""
