@@ -1,11 +1,14 @@
-"""A head that is not asked keeps up later: its drafts are those of one that always has."""
+"""A head that is not asked keeps up later, and drafts like one that always has. And what asking costs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
 import pytest
+import torch
 
 import heads
 import tiny
@@ -95,3 +98,31 @@ def test_what_is_read_of_drafts_is_written_whether_rows_wait_or_not(monkeypatch:
     monkeypatch.setattr(Drafting, "traits", noted)
     drafted({**BESIDE, "verify_strategy": "rejection"}, True, monkeypatch)
     assert {(one.later, one.logprobs, one.probs) for one in wanted if not one.rounds} >= {(True, True, True)}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("spec", [HEAD, BESIDE], ids=["head", "hybrid"])
+def test_what_asking_costs_is_timed_for_somebody(spec: dict[str, Any]) -> None:
+    """Rounds for nobody end at once. Afterwards everything is as before."""
+    engine = tiny.engine(speculative={**spec, "num_speculative_tokens": 3}, max_num_seqs=4)
+    device, timed = engine.loop.device, []
+    columns = device.slots.columns
+    held = {f.name: getattr(columns, f.name).clone() for f in fields(columns)}
+
+    def seconds(function: Callable[[], object], times: int) -> float:
+        columns.num_draft.zero_()
+        function()
+        timed.append(columns.num_draft.tolist())
+        return float(sum(timed[-1]))
+
+    device.ops.seconds = seconds
+    assert set(device.asking([1, 2, 4])) == {1, 2, 4}
+    least = 1 if engine.loop.proposer.ends_chains else 3
+    assert all(
+        sum(n >= least for n in some) == count for some, count in zip(timed[::2], (1, 2, 4), strict=True)
+    )
+    assert not any(map(any, timed[1::2]))  # keeping up makes none
+    for name, before in held.items():
+        if name not in ("draft_logprob", "draft_source"):  # which nobody reads without drafts
+            assert torch.equal(getattr(columns, name), before), name
+    assert (device.plan.slots < 0).all() and not device.plan.budget.any()

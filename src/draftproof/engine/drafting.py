@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +23,13 @@ from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
 from draftproof.ops import Ops
 from draftproof.propose import DeviceProposer, Proposer
-from draftproof.types import DeviceBatch, Draft, DraftTraits, Plan, Rows, Traits
+from draftproof.types import DeviceBatch, Draft, DraftTraits, End, Plan, Rows, Traits
 from draftproof.verify import Strategy
 
+T = TypeVar("T")
 FEW = 8  # entries up to which drafts are captured for several numbers of rounds
 LATER = DraftTraits(0, later=True)
+COLD = 128 << 20  # bytes, more than a cache of any chip has
 PROMPTS = 256  # rows of prompts beside the full windows of more entries, up to which they are captured
 
 
@@ -59,6 +63,18 @@ class Drafting:
     @property
     def follows_rows(self) -> bool:
         return self.proposer is not None and self.proposer.follows_rows
+
+    @property
+    def in_step(self) -> bool:
+        """Drafts are made at the end of a step, from what it has committed."""
+        return self.proposer is not None and not self.proposer.follows_rows
+
+    def beside(self, function: Callable[[], T], traits: Traits) -> Callable[[], T]:
+        """What is told of logprobs, beside the drafts that a step ends with, which need nothing of it."""
+        if self.in_step and max(traits.raw_top, traits.processed_top) >= 0:
+            return self.slots.ops.fork(function)
+        result = function()
+        return lambda: result
 
     @property
     def asked(self) -> bool:
@@ -160,6 +176,34 @@ class Drafting:
             some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (most, 0))
             found[count] = max(0.0, some - none)
         return found
+
+    @contextmanager
+    def rehearsed(self, plan: Plan, rows: Rows, entries: int) -> Iterator[Callable[[], object]]:
+        """Meanwhile so many entries have said two tokens and want all drafts they can have, which nobody will
+        see: rounds for nobody take no time. K and V go to page 0, which nobody has.
+
+        What it yields makes drafts as cold as behind a step, which has read all weights of the target.
+        """
+        columns, k = self.slots.columns, self.slots.columns.draft.shape[1]
+        size = max(0, min(entries, len(rows.slots)))
+        values = {"length": 2, "computed": 1, "max_length": k + 4, "ended": int(End.NOT_YET), "seed": -1}
+        values |= dict.fromkeys(("page_table", "num_draft", "draft"), 0)
+        lines = [(getattr(columns, name), value) for name, value in values.items()]
+        lines += [(line, 0) for line in (plan.chunk, rows.tokens, rows.positions, rows.kv_index)]
+        lines += [(plan.budget, k)]
+        each = plan.slots, rows.slots
+        held = [(line, line.clone()) for line in (*each, *(line for line, _ in lines))]
+        room = COLD if self.slots.ops.asynchronous else 0
+        spoils = torch.empty(room, dtype=torch.uint8, device=rows.slots.device)
+        try:
+            for line, value in lines:
+                line[:size] = value
+            for line in each:
+                line[:size] = torch.arange(size, device=line.device)
+            yield spoils.zero_
+        finally:
+            for line, was in held:
+                line.copy_(was)
 
     def draft(
         self, plan: Plan, rows: Rows | None = None, entries: int = -1, traits: DraftTraits | None = None

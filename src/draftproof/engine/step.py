@@ -215,8 +215,7 @@ class DeviceStep:
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, sizes)]
-        if self.drafting.waits:
-            work.append(("catch up", self.drafting.catch_up, True))
+        work += [("catch up", self.drafting.catch_up, True)] * self.drafting.waits
         for size, ends in ((n, self._ends(n)) for n in sizes):
             work.append((("forward", size, ends), partial(self._alone, size, ends), False))
         for trait, size in product(traits, decoding):
@@ -239,13 +238,13 @@ class DeviceStep:
 
     def asking(self, sizes: Iterable[int]) -> dict[int, float]:
         """Seconds that drafts take behind a step of so many entries, beside keeping up with it."""
-
-        def seconds(rows: int, *rest: Any) -> float:
-            draft = self._draft(min(rows, self.max_rows), *rest)
-            return self.ops.seconds(self._graph(*draft, apart=True), times=3)
-
         self._idle()
-        return self.drafting.asking(self.ops, sizes, seconds)
+        return self.drafting.asking(self.ops, sizes, self._seconds)
+
+    def _seconds(self, rows: int, entries: int, wanted: DraftTraits) -> float:
+        draft = self._graph(*self._draft(rows := min(rows, self.max_rows), entries, wanted), apart=True)
+        with self.drafting.rehearsed(self.plan, self._layout(rows, 0).rows, entries) as cold:
+            return self.ops.seconds(lambda: (cold(), draft()), times=3)
 
     def _rehearse(self, size: int) -> None:
         """What costs in a step of so many rows, for nobody: its keys go to page 0, which nobody has."""
@@ -358,17 +357,18 @@ class DeviceStep:
         self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
     ) -> Decided:
         """hidden [L, hidden] of the windows' rows."""
-        ops = self.ops
         logits = self.runner.logits(hidden)
         sampled = self.sampler(logits, windows, traits, hosted)
         outcome, parts = self._outcome(len(logits))
-        ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
-        raw = self._logprobs(parts, logits, Wants.RAW, windows, outcome, traits)
-        processed = self._logprobs(parts, sampled.processed, Wants.PROCESSED, windows, outcome, traits)
+        self.ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
+        told = partial(self._logprobs, parts, windows=windows, outcome=outcome, traits=traits)
+        logprobs = self.drafting.beside(
+            lambda: (told(logits, Wants.RAW), told(sampled.processed, Wants.PROCESSED)), traits
+        )
         packed = self._pack(parts, traits)
-        if not self.drafting.follows_rows:
+        if self.drafting.in_step:
             self.drafting.draft(self.plan)
-        return Decided(outcome, windows, logits, sampled, raw, processed, packed)
+        return Decided(outcome, windows, logits, sampled, *logprobs(), packed)
 
     def _pack(self, parts: Parts, traits: Traits) -> Packed:
         """Before the next drafts are made: what is known of those that were verified is still there."""
