@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
@@ -169,8 +170,21 @@ def test_nobody_is_asked_for_nobody(both: HybridProposer, monkeypatch: pytest.Mo
 # --- before the step ----------------------------------------------------------------------------------
 
 
+CLOCK = {"now": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own for whoever makes `Steps`."""
+    CLOCK["now"] = 0.0
+    told = SimpleNamespace(perf_counter=lambda: CLOCK["now"] or time.perf_counter())
+    monkeypatch.setattr("draftproof.engine.asking.time", told)
+
+
 class Steps:
     """Two requests whose steps are queued ahead."""
+
+    before = 0  # asked for behind the step before
 
     def __init__(self, asking: float = 0.2) -> None:
         ops = SimpleNamespace(asynchronous=True)
@@ -185,7 +199,7 @@ class Steps:
         self.asking = Asking(scheduler, self.drafting, model=0)
         self.asking.prices = costs
         self.sequences = [SimpleNamespace(slot=i, adaptive=True) for i in range(2)]
-        self.asked = 0
+        self.asked, self.takes, CLOCK["now"] = 0, asking, 1.0
 
     def step(self, accepted: tuple[int, int], source: int, drafts: int = 4, newcomers: tuple = ()) -> bool:
         """What is decided after windows of these."""
@@ -195,6 +209,8 @@ class Steps:
         table = np.zeros((2, 8), np.int64)
         table[:, 0], table[:, 1], table[:, 2] = 1 + np.array(accepted), drafts, accepted
         sources = np.full((2, 4), source, np.int8)
+        CLOCK["now"] += 1.0 + self.takes * (self.before > 0)
+        self.before = self.asked
         self.asking.hear(planned, table, sources, np.ones(2, np.bool_), self.asked)
         self.asking.weigh(planned, np.full(2, 4))
         self.asked = 2 if self.drafting.asks else 0
@@ -269,3 +285,20 @@ def test_no_drawn_draft_is_left_out_under_rejection(strategy: str) -> None:
         assert min(verified) > 0
     else:
         assert verified.count(0) > len(verified) / 2
+
+
+def test_what_asking_costs_is_learned_from_steps_of_both_kinds() -> None:
+    """Timed at start it looks cheap; steps say otherwise, and then that it is cheap after all."""
+    steps = Steps(asking=0.05)
+    # the model brings a little; or a search has all of it, and nobody is asked
+    windows = ((1, 1), 0), ((4, 4), 1)
+    steps.takes = 1.5
+    for turn in range(80):
+        accepted, source = windows[turn // 2 % 2]
+        steps.step(accepted, source)
+    assert not any(steps.step((1, 1), source=0) for _ in range(5))
+    steps.takes = 0.05
+    for turn in range(600):
+        accepted, source = windows[turn // 2 % 2]
+        steps.step(accepted, source, newcomers=tuple(steps.sequences) if turn % 8 == 0 else ())
+    assert all(steps.step((1, 1), source=0) for _ in range(5))

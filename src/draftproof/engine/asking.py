@@ -6,7 +6,7 @@ behind every step and round by round, against the drafts that its searches have 
 takes is clocked, since a busy machine makes what was timed at start worth little. Where steps are queued
 ahead it is decided here, before the step, from what became of the last windows: while a search fills them and
 its drafts stand to the last, nobody else is needed; and of the model it is remembered for each request what
-it has brought.
+it has brought. What it costs was timed at start; steps with its drafts and without say it better.
 
 A model without others that ends its chains itself (`Proposer.ends_chains`) is told the same prices; whether
 it is asked at all is left to the budgets.
@@ -34,6 +34,8 @@ HOPE = 1.0  # drafts of the model that stand in a window of a request of which n
 HEARD = 1 / 16  # of a window in that
 FORGETS = 1 / 64  # of it, at a window that the model was not asked for
 ALONE = 0.65  # of what it brings nobody else would have brought
+RECOVERS = 1 / 256  # of what it costs by the clock, at a step without it: back to what was timed
+KNOWN = 8  # steps with the model and without, from which on what it costs is taken from the clock
 
 
 class Asking:
@@ -57,6 +59,9 @@ class Asking:
         self._copies = np.zeros(num_slots, np.bool_)  # a search's last window was full and stood to the last
         self._tokens = self._spent = 0.0  # of a step, lately: seconds by the clock, or by the prices
         self._without = self._round = 0.0  # seconds for drafts without the model, and more for a round of it
+        # by whether it was asked, and by the order of requests: seconds of steps beyond their rows; how many
+        self._beyond, self._seen = np.zeros((2, 32)), np.zeros((2, 32), np.int64)
+        self._was_calm = False  # the last step that was heard of had no prompts
         self._was_asked = False  # for the drafts of the next step that is heard of
         self._mark = 0.0  # when the last step was heard of
 
@@ -76,7 +81,7 @@ class Asking:
             row = self.scheduler.budgets.costs.another(planned.num_rows)
             drafting.price, drafting.verify = self.price(self._round), self.price(row)
             return
-        price = self.price(self.prices.asking(len(planned.slots)))  # a captured step knows of none
+        price = self.price(self._asking(len(planned.slots)))  # a captured step knows of none
         wanted = (budget > 0) & ~self._copies[planned.slots]
         drafting.asks = not price or ALONE * float(self._brings[planned.slots[wanted]].sum()) > price
 
@@ -90,11 +95,14 @@ class Asking:
         now, mark = time.perf_counter(), self._mark
         self._mark = now
         was_asked, self._was_asked = self._was_asked, asked > 0
+        was_calm, self._was_calm = self._was_calm, not planned.has_prompts
         if not planned.has_prompts:
             spent, scheduler, drafting = now - mark, self.scheduler, self.drafting
             if self._ahead:
+                if was_calm:
+                    self._clock(len(planned.slots), planned.num_rows, spent, was_asked)
                 still = scheduler.budgets.costs.still(int(scheduler.host.length[planned.slots].sum()))
-                spent = self.prices.of(planned.num_rows) + still + self.prices.asking(asked)
+                spent = self.prices.of(planned.num_rows) + still + self._asking(asked)
             elif asked:
                 each = drafting.took - (self._without or KEEPS_UP * drafting.took)
                 self._round = _followed(self._round, max(0.0, each) / drafting.rounds)
@@ -111,6 +119,29 @@ class Asking:
             self._brings[slots] += HEARD * (np.where(its, accepted, 0) - self._brings[slots])
         else:
             self._brings[slots] += FORGETS * (HOPE - self._brings[slots])
+
+    def _clock(self, requests: int, rows: int, seconds: float, asked: bool) -> None:
+        """From the results of one step to those of the next, with the drafts that were made between."""
+        assert self.prices is not None
+        at, usual = (int(asked), requests.bit_length()), self.prices.of(rows)
+        self._seen[at] += 1
+        share = max(FOLLOW, 1 / self._seen[at])
+        self._beyond[at] += share * (min(seconds, SLOW * usual) - usual - self._beyond[at])
+        if not asked:  # what was dear may be cheap by now
+            without, order = self._beyond[at], at[1]
+            self._beyond[1, order] += RECOVERS * (
+                without + self.prices.asking(requests) - self._beyond[1, order]
+            )
+
+    def _asking(self, requests: int) -> float:
+        """Seconds for the drafts of so many: as timed at start, until there are steps of both kinds. What is
+        timed there knows nothing of the driver, nor of what else the machine does."""
+        assert self.prices is not None
+        timed, order = self.prices.asking(requests), requests.bit_length()
+        if not timed or self._seen[:, order].min() < KNOWN:
+            return timed
+        without, asked = self._beyond[:, order]
+        return max(0.0, float(asked - without))
 
 
 def _followed(usual: float, now: float) -> float:
