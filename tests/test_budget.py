@@ -362,6 +362,9 @@ def test_junk_costs_little_and_a_request_may_ask_for_a_fixed_number():
 def test_a_wish_that_is_no_wish_is_refused():
     with pytest.raises(RequestError, match="adaptive must be true or false, not 'yes'"):
         SamplingParams(speculative={"adaptive": "yes"})
+    for wish in ({"num_speculative_tokens": 3}, {"adaptive": False}):
+        with pytest.raises(RequestError, match=f"{next(iter(wish))} says nothing without drafts"):
+            SamplingParams(speculative={"enabled": False, **wish})
 
 
 def test_drafts_that_gave_way_to_prompts_change_nothing(monkeypatch):

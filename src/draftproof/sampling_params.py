@@ -54,6 +54,12 @@ class SpeculativeParams:
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name == "enabled"):
                 raise RequestError(f"speculative: {name} must be true or false, not {value!r}", "speculative")
+        given = [name for name in ("num_speculative_tokens", "adaptive") if getattr(self, name) is not None]
+        if not self.enabled and given:
+            raise RequestError(
+                f"speculative: {given[0]} says nothing without drafts; leave it out or set enabled to true",
+                "speculative",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
