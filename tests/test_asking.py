@@ -302,3 +302,11 @@ def test_what_asking_costs_is_learned_from_steps_of_both_kinds() -> None:
         accepted, source = windows[turn // 2 % 2]
         steps.step(accepted, source, newcomers=tuple(steps.sequences) if turn % 8 == 0 else ())
     assert all(steps.step((1, 1), source=0) for _ in range(5))
+
+
+def test_what_seems_to_cost_nothing_is_not_asked_for_ever() -> None:
+    """Steps with the model looked quicker than those without, and only steps without it can say otherwise."""
+    steps = Steps(asking=0.3)
+    steps.asking._seen[:], steps.asking._beyond[:] = 50, [[0.5], [0.4]]
+    told = [steps.step((4, 4), source=1, drafts=3) for _ in range(1000)]
+    assert not all(told[-200:])

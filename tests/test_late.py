@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from draftproof.engine.asking import Asking
 from draftproof.engine.drafting import Drafting
 from draftproof.propose.head import HeadProposer
 from draftproof.sampling_params import SamplingParams
+from draftproof.types import DraftTraits, Traits
 
 HEAD = {"method": "eagle3", **heads.options("eagle3", "llama", "float32")}
 BESIDE = {"method": "hybrid", "proposers": [HEAD, {"method": "suffix", "min_match": 32}]}
@@ -81,7 +84,7 @@ def test_control_rows_that_are_never_seen(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(Drafting, "is_late", lambda *given: False)
         assert drafted(HEAD, True, monkeypatch) != usual
-    monkeypatch.setattr("draftproof.propose.head.PUTS_OFF", 1)  # most of them have no room
+    monkeypatch.setattr("draftproof.propose.head.PUTS_OFF", 8)  # some of them have no room
     monkeypatch.setattr(Drafting, "is_late", lambda drafting, planned, rows, wanted: not wanted.later)
     assert drafted(HEAD, True, monkeypatch) != usual
 
@@ -100,8 +103,11 @@ def test_what_is_read_of_drafts_is_written_whether_rows_wait_or_not(monkeypatch:
     assert {(one.later, one.logprobs, one.probs) for one in wanted if not one.rounds} >= {(True, True, True)}
 
 
+SEARCH = {"method": "hybrid", "proposers": [{"method": "suffix"}, HEAD]}
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("spec", [HEAD, BESIDE], ids=["head", "hybrid"])
+@pytest.mark.parametrize("spec", [HEAD, BESIDE, SEARCH], ids=["head", "hybrid", "search first"])
 def test_what_asking_costs_is_timed_for_somebody(spec: dict[str, Any]) -> None:
     """Rounds for nobody end at once. Afterwards everything is as before."""
     engine = tiny.engine(speculative={**spec, "num_speculative_tokens": 3}, max_num_seqs=4)
@@ -110,9 +116,12 @@ def test_what_asking_costs_is_timed_for_somebody(spec: dict[str, Any]) -> None:
     held = {f.name: getattr(columns, f.name).clone() for f in fields(columns)}
 
     def seconds(function: Callable[[], object], times: int) -> float:
-        columns.num_draft.zero_()
-        function()
-        timed.append(columns.num_draft.tolist())
+        found = []
+        for _ in range(times):
+            columns.num_draft.zero_()
+            function()
+            found.append(columns.num_draft.tolist())
+        timed.append(np.min(found, axis=0).tolist())
         return float(sum(timed[-1]))
 
     device.ops.seconds = seconds
@@ -126,3 +135,30 @@ def test_what_asking_costs_is_timed_for_somebody(spec: dict[str, Any]) -> None:
         if name not in ("draft_logprob", "draft_source"):  # which nobody reads without drafts
             assert torch.equal(getattr(columns, name), before), name
     assert (device.plan.slots < 0).all() and not device.plan.budget.any()
+
+
+@torch.inference_mode()
+def test_a_rehearsal_stays_within_short_lines() -> None:
+    """More drafts than a request may have tokens."""
+    engine = tiny.engine(speculative={**HEAD, "num_speculative_tokens": 40}, max_model_len=16, max_num_seqs=2)
+    device, longest = engine.loop.device, []
+    ahead = device.ops.ahead
+
+    def noted(*given: Any) -> Any:
+        made = ahead(*given)
+        longest.append(int(made.positions.max()) if made.positions.numel() else 0)
+        return made
+
+    device.ops.ahead = noted
+    assert device._seconds(device.max_rows, 2, DraftTraits(40)) > 0
+    assert max(longest) < 16
+
+
+def test_rows_that_have_no_room_do_not_wait() -> None:
+    engine = tiny.engine(speculative={**HEAD, "num_speculative_tokens": 3}, max_num_seqs=4)
+    drafting = engine.loop.device.drafting
+    drafting.waits, drafting.asks = True, False
+    ops, none = engine.ops, np.zeros(2, np.int64)
+    for rows, later in ((8, True), (128, True), (129, False)):
+        planned: Any = SimpleNamespace(slots=none, chunk=none, num_rows=rows, has_prompts=False)
+        assert drafting.traits(ops, planned, none, Traits((0,)), False).later == later

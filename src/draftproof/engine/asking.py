@@ -35,6 +35,7 @@ HEARD = 1 / 16  # of a window in that
 FORGETS = 1 / 64  # of it, at a window that the model was not asked for
 ALONE = 0.65  # of what it brings nobody else would have brought
 RECOVERS = 1 / 256  # of what it costs by the clock, at a step without it: back to what was timed
+LEAST = 1 / 4  # of what was timed: what costs nothing would be asked for always, and never known again
 KNOWN = 8  # steps with the model and without, from which on what it costs is taken from the clock
 
 
@@ -99,10 +100,11 @@ class Asking:
         if not planned.has_prompts:
             spent, scheduler, drafting = now - mark, self.scheduler, self.drafting
             if self._ahead:
-                if was_calm:
-                    self._clock(len(planned.slots), planned.num_rows, spent, was_asked)
                 still = scheduler.budgets.costs.still(int(scheduler.host.length[planned.slots].sum()))
-                spent = self.prices.of(planned.num_rows) + still + self._asking(asked)
+                usual = self.prices.of(planned.num_rows) + still
+                if was_calm:
+                    self._clock(len(planned.slots), usual, spent, was_asked)
+                spent = usual + self._asking(asked)
             elif asked:
                 each = drafting.took - (self._without or KEEPS_UP * drafting.took)
                 self._round = _followed(self._round, max(0.0, each) / drafting.rounds)
@@ -120,10 +122,11 @@ class Asking:
         else:
             self._brings[slots] += FORGETS * (HOPE - self._brings[slots])
 
-    def _clock(self, requests: int, rows: int, seconds: float, asked: bool) -> None:
-        """From the results of one step to those of the next, with the drafts that were made between."""
+    def _clock(self, requests: int, usual: float, seconds: float, asked: bool) -> None:
+        """From the results of one step to those of the next, with the drafts that were made between; `usual`
+        without those."""
         assert self.prices is not None
-        at, usual = (int(asked), requests.bit_length()), self.prices.of(rows)
+        at = int(asked), requests.bit_length()
         self._seen[at] += 1
         share = max(FOLLOW, 1 / self._seen[at])
         self._beyond[at] += share * (min(seconds, SLOW * usual) - usual - self._beyond[at])
@@ -141,7 +144,7 @@ class Asking:
         if not timed or self._seen[:, order].min() < KNOWN:
             return timed
         without, asked = self._beyond[:, order]
-        return max(0.0, float(asked - without))
+        return max(LEAST * timed, float(asked - without))
 
 
 def _followed(usual: float, now: float) -> float:

@@ -114,8 +114,8 @@ class Drafting:
             rounds = self._rounds(len(planned.slots), rounds)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
-        few = len(planned.slots) <= FEW and not planned.has_prompts
-        later = self.waits and few and not rounds
+        few = len(planned.slots) <= FEW and ops.bucket(planned.num_rows) <= self.proposer.puts_off
+        later = self.waits and few and not rounds and not planned.has_prompts
         return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs, later)
 
     def is_late(self, planned: Planned, rows: int, wanted: DraftTraits) -> bool:
@@ -127,6 +127,10 @@ class Drafting:
             return False
         self._waiting, self._version = rows if wanted.later else 0, planned.version
         return self.waits and waiting > 0
+
+    def lose_track(self) -> None:
+        """A step has failed: it is not known any more which rows wait."""
+        self._waiting = math.inf
 
     def catch_up(self) -> None:
         if self.proposer is not None:
@@ -155,7 +159,7 @@ class Drafting:
             for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
                 entries = self.entries(ops, count, rows)
                 found[rows, entries, DraftTraits(self._rounds(count, wanted))] = 0
-                if self.waits and count <= FEW:
+                if self.waits and count <= FEW and self.proposer and rows <= self.proposer.puts_off:
                     found[rows, entries, LATER] = 0
         return list(found)
 
@@ -185,16 +189,19 @@ class Drafting:
         What it yields makes drafts as cold as behind a step, which has read all weights of the target.
         """
         columns, k = self.slots.columns, self.slots.columns.draft.shape[1]
-        size = max(0, min(entries, len(rows.slots)))
-        values = {"length": 2, "computed": 1, "max_length": k + 4, "ended": int(End.NOT_YET), "seed": -1}
+        longest = columns.tokens.shape[1]
+        size = max(0, min(entries, len(rows.slots))) if longest > 2 else 0
+        values = {"length": 2, "computed": 1, "ended": int(End.NOT_YET), "seed": -1}
+        values["max_length"] = min(k + 4, longest)
         values |= dict.fromkeys(("page_table", "num_draft", "draft"), 0)
         lines = [(getattr(columns, name), value) for name, value in values.items()]
         lines += [(line, 0) for line in (plan.chunk, rows.tokens, rows.positions, rows.kv_index)]
         lines += [(plan.budget, k)]
+        lines += [(columns.tokens[:, i : i + 1], i) for i in range(2)]  # not alike, or a search finds drafts
         each = plan.slots, rows.slots
-        held = [(line, line.clone()) for line in (*each, *(line for line, _ in lines))]
-        room = COLD if self.slots.ops.asynchronous else 0
-        spoils = torch.empty(room, dtype=torch.uint8, device=rows.slots.device)
+        known = self.proposer.remembers if self.proposer is not None else ()
+        held = [(line, line.clone()) for line in (*each, *known, *(line for line, _ in lines))]
+        spoils = self._spoils(rows.slots.device)
         try:
             for line, value in lines:
                 line[:size] = value
@@ -204,6 +211,13 @@ class Drafting:
         finally:
             for line, was in held:
                 line.copy_(was)
+
+    def _spoils(self, device: torch.device) -> Tensor:
+        """Bytes to write over the caches with; none where there is no room for them."""
+        try:
+            return torch.empty(COLD * self.slots.ops.asynchronous, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            return torch.empty(0, dtype=torch.uint8, device=device)
 
     def draft(
         self, plan: Plan, rows: Rows | None = None, entries: int = -1, traits: DraftTraits | None = None

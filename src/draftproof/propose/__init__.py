@@ -7,7 +7,7 @@ a request, and nothing it says can change an output: a wrong guess costs time al
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,6 +106,10 @@ class DeviceProposer(Proposer):
     taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
     minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
     asked_rounds: int = 1  # of its model, when it last drafted
+    remembers: Sequence[
+        Tensor
+    ] = ()  # what it knows of requests, by slot: put back when drafts were rehearsed
+    keeps_to_budget: ClassVar[bool] = False  # what it makes is never more than its budget
     puts_off: int = 0  # rows that keeping up can wait for, until `catch_up`; with `follows_rows`
 
     def begin(self, batch: DeviceBatch) -> Any:

@@ -33,6 +33,7 @@ class DraftModelProposer(DeviceProposer):
     follows_rows = True
     stores_kv = True
     reports_probs = True
+    keeps_to_budget = True
     minds_prompts = True  # one row more for each that may be at its prompt's end
     defaults = {"model": None, **SAMPLING}
 

@@ -38,6 +38,7 @@ class HeadProposer(DeviceProposer):
     follows_rows = True
     stores_kv = True
     reports_probs = True
+    keeps_to_budget = True
     defaults = {"model": None, **SAMPLING}
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
@@ -64,7 +65,8 @@ class HeadProposer(DeviceProposer):
             self.taps = (target.config.num_layers - 1,)
         wide = (self.needs_hidden + len(self.taps)) * env.hidden_size
         like = torch.zeros(wide, dtype=target.dtype, device=env.ops.device)
-        self.puts_off = PUTS_OFF if wide else 0
+        # of several layers the later ones would read pages that are another's by then
+        self.puts_off = PUTS_OFF if wide and config.num_layers == 1 else 0
         self.late = Late.room_for(PUTS_OFF, like)
         shape = (2, env.num_pages, env.page_size, config.num_kv_heads, config.head_dim)
         self.caches = [

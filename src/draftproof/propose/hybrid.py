@@ -61,6 +61,7 @@ class HybridProposer(DeviceProposer):
         self._none = zeros(env.num_slots)
         shape = (env.num_slots, len(self.members))
         self.record = Record(zeros(4, env.num_slots) - 1, zeros(*shape), zeros(*shape))
+        self.remembers = (self.record.last, self.record.stood, self.record.fell)
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
@@ -95,8 +96,10 @@ class HybridProposer(DeviceProposer):
     def draft(self, batch: DeviceBatch) -> Draft:
         others = [i for i in range(len(self.members)) if i != self.weighed]
         asking = self.env.ops.fork(lambda: {i: self._ask(i, batch) for i in others})
-        begun = self.members[self.weighed].begin(batch) if self.weighed >= 0 else None
-        found = asking()
+        try:
+            begun = self.members[self.weighed].begin(batch) if self.weighed >= 0 else None
+        finally:
+            found = asking()
         if self.weighed >= 0:
             found[self.weighed] = self._ask_model(replace(batch, begun=begun), found)
         drafts = [found[i][0] for i in range(len(found))]
@@ -146,7 +149,7 @@ class HybridProposer(DeviceProposer):
             tokens, count, worth = member.extend(less, None)
             return Draft(tokens, count), worth
         draft = member.draft(less)
-        if less.budget is not batch.budget:  # what is beyond the whole one is cut off with the choice
+        if less.budget is not batch.budget or not member.keeps_to_budget:
             draft = replace(draft, count=torch.minimum(draft.count, less.budget))
         return draft, None
 

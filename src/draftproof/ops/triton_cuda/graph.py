@@ -80,8 +80,12 @@ class Queued(Bookkeeping):
             return super().fork(function)
         here = torch.cuda.current_stream()
         self._forked.wait_stream(here)
-        with torch.cuda.stream(self._forked):
-            result = function()
+        try:
+            with torch.cuda.stream(self._forked):
+                result = function()
+        except BaseException:  # a capture that ends with a loose end spoils those after it
+            here.wait_stream(self._forked)
+            raise
 
         def joined() -> T:
             here.wait_stream(self._forked)

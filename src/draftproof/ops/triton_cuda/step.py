@@ -149,7 +149,7 @@ class StepOps(Bookkeeping):
         offers: Sequence[Offer],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _offered(slots, budget, offers)
+        _offered(columns, slots, budget, offers)
         found = step_suffix.arbitrate(columns, slots, budget, record, offers, self.pdl, search=search)
         self._done("arbitrate")
         return found
@@ -163,7 +163,7 @@ class StepOps(Bookkeeping):
         offers: Sequence[Offer],
         member: int,
     ) -> Tensor:
-        _offered(slots, budget, offers)
+        _offered(columns, slots, budget, offers)
         *_, room = step_suffix.arbitrate(columns, slots, budget, record, offers, self.pdl, member=member)
         self._done("unbeaten")
         return room
@@ -200,7 +200,12 @@ def _written(base: Tensor, windows: Windows) -> None:
         raise ConfigError(f"base must be [{len(windows.slot)}, V] fp32 in one piece")
 
 
-def _offered(slots: Tensor, budget: Tensor, offers: Sequence[Offer]) -> None:
+def _offered(columns: SlotColumns, slots: Tensor, budget: Tensor, offers: Sequence[Offer]) -> None:
+    shape = (len(slots), columns.draft.shape[1])
+    if wrong := [offer.tokens for offer in offers if offer.tokens.shape != shape]:
+        raise ConfigError(f"drafts of {list(shape)} are wanted, not {list(wrong[0].shape)}")
+    if any(offer.tokens.dtype != torch.int64 for offer in offers):
+        raise ConfigError("drafts are int64")
     each = [offer.count for offer in offers] + [o.worth for o in offers if o.worth is not None]
     plain("slots, budget and offers", (slots, budget, *each), len(slots))
 

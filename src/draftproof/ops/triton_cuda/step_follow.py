@@ -93,6 +93,7 @@ def put_off_kernel(
         f = begun + tl.arange(0, WIDTH)
         inside = (f < F) & fits
         tl.store(late_features + at * F + f, tl.load(features + me * F + f, mask=inside), mask=inside)
+    tl.debug_barrier()  # every thread has read how many there were
     done = tl.atomic_add(filled + 1, 1, sem="acq_rel", scope="gpu")
     if done == R - 1:
         tl.store(filled, first + R)
