@@ -10,7 +10,8 @@ each:
 
     plain     a step of one row a request         step      the step that verifies K drafts of each
     drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
-    idle      these rounds if they are for nobody later     instead of keeping: its rows are put off
+    idle      these rounds if they are for nobody
+    later     in place of keeping, if its rows are put off
 
 `share` is drafts / plain. The floor of the drafts: the head's weights and its LM head once a round, the layer
 that joins features once, K and V of all tokens before, at the bandwidth of a large copy measured here. What
@@ -127,9 +128,9 @@ class Decoding:
         self.engine, self.k = Engine(config, made), k
         self.device = self.engine.loop.device
         drafter = self.device.drafting.proposer
-        self._records: list[Tensor] = []  # of what became of drafts
+        assert drafter is not None
+        self._known = [(line, line.clone()) for line in drafter.remembers]
         if isinstance(drafter, HybridProposer):
-            self._records = [drafter.record.last]
             drafter = drafter.members[drafter.weighed]
         assert isinstance(drafter, HeadProposer)
         self.drafter = drafter
@@ -165,8 +166,8 @@ class Decoding:
         for name, held in self._state.items():
             getattr(columns, name).copy_(held)
         columns.num_draft.fill_(drafts)
-        for record in self._records:
-            record.fill_(-1)
+        for line, held in self._known:
+            line.copy_(held)
         self.drafter.late.clear()
         for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
             line.fill_(value)

@@ -71,10 +71,8 @@ class Drafting:
 
     def beside(self, function: Callable[[], T], traits: Traits) -> Callable[[], T]:
         """What is told of logprobs, beside the drafts that a step ends with, which need nothing of it."""
-        if self.in_step and max(traits.raw_top, traits.processed_top) >= 0:
-            return self.slots.ops.fork(function)
-        result = function()
-        return lambda: result
+        ops, some = self.slots.ops, max(traits.raw_top, traits.processed_top) >= 0
+        return ops.fork(function) if self.in_step and some else Ops.fork(ops, function)  # that waits for it
 
     @property
     def asked(self) -> bool:
@@ -119,7 +117,7 @@ class Drafting:
         return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs, later)
 
     def is_late(self, planned: Planned, rows: int, wanted: DraftTraits) -> bool:
-        """Must the rows that wait be seen to before the drafts of this step?"""
+        """Must the rows that wait be seen to before the drafts of this step? Its own are counted now."""
         waiting, same = self._waiting, planned.version == self._version
         most = self.proposer.puts_off if self.proposer is not None else 0
         if wanted.later and same and waiting + rows <= most:

@@ -106,9 +106,7 @@ class DeviceProposer(Proposer):
     taps: tuple[int, ...] = ()  # layers of the target whose residual rows it wants; needs `follows_rows`
     minds_prompts: ClassVar[bool] = False  # it does something else where there are prompts in a step
     asked_rounds: int = 1  # of its model, when it last drafted
-    remembers: Sequence[
-        Tensor
-    ] = ()  # what it knows of requests, by slot: put back when drafts were rehearsed
+    remembers: Sequence[Tensor] = ()  # what it knows of requests, by slot: is put back after a rehearsal
     keeps_to_budget: ClassVar[bool] = False  # what it makes is never more than its budget
     puts_off: int = 0  # rows that keeping up can wait for, until `catch_up`; with `follows_rows`
 

@@ -66,8 +66,8 @@ class HeadProposer(DeviceProposer):
         wide = (self.needs_hidden + len(self.taps)) * env.hidden_size
         like = torch.zeros(wide, dtype=target.dtype, device=env.ops.device)
         # of several layers the later ones would read pages that are another's by then
-        self.puts_off = PUTS_OFF if wide and config.num_layers == 1 else 0
-        self.late = Late.room_for(PUTS_OFF, like)
+        self.puts_off = PUTS_OFF if config.num_layers == 1 else 0
+        self.late = Late.room_for(self.puts_off, like)
         shape = (2, env.num_pages, env.page_size, config.num_kv_heads, config.head_dim)
         self.caches = [
             torch.zeros(shape, dtype=target.dtype, device=env.ops.device) for _ in range(config.num_layers)
