@@ -9,6 +9,9 @@ from draftproof.engine.costs import RowCosts
 
 TABLE = {n: 10 + n / 2 for n in range(1, 129)}  # an empty step
 
+H200 = {1: 0.346, 8: 0.379, 16: 0.391, 32: 0.446, 64: 0.496, 80: 0.555, 96: 0.655, 128: 0.746, 160: 0.749}
+H200 |= {192: 0.754, 256: 0.789, 320: 0.825, 512: 1.0}  # milliseconds, padded
+
 
 def feed(costs, true, steps=300, noise=lambda step: 1.0, keys=8000):
     """Steps of 32 requests, with 0 to 40 drafts."""
@@ -44,7 +47,6 @@ def test_rows_that_are_dearer_than_empty_ones_are_found_out():
         return TABLE[rows] + rows / 2
 
     feed(costs, true)
-    assert costs.still(8000) < 0
     thought, truth = shape(costs, true)
     assert thought == pytest.approx(truth, rel=0.05)
 
@@ -98,14 +100,52 @@ def test_pauses_that_are_believed_spoil_the_prices(monkeypatch):
         test_what_disturbs_all_steps_alike_is_not_taken_for_a_price(pauses)
 
 
+def ratio(costs, keys=27000):
+    """What 192 rows cost over what 64 do."""
+    return (costs.of(192) + costs.still(keys)) / (costs.of(64) + costs.still(keys))
+
+
 def test_steps_that_are_alike_tell_nothing():
     """They are slower than the table said, and it may be rows or keys: what was thought at first stays."""
-    costs = RowCosts(TABLE)
-    costs.observe(32, 8000, 36.0)
-    before = costs.still(8000)
+    costs = RowCosts(H200)
+    costs.observe(64, 27000, 0.95)
+    before = ratio(costs)
     for step in range(500):
-        costs.observe(32, 8000, 90.0 if step > 250 else 36.0)
-    assert costs.still(8000) == pytest.approx(before) == pytest.approx(10.0)
+        costs.observe(64, 27000, 2.4 if step > 250 else 0.95)
+    assert ratio(costs) == pytest.approx(before, rel=0.04)
+
+
+def switching(costs, visits):
+    """Steps of two sizes, some of each in turn; with keys the larger one is dearer than when it was empty."""
+    for visit in range(visits):
+        for _ in range(6):
+            rows, seconds = (192, 1.53) if visit % 2 else (64, 0.944)
+            costs.observe(rows, 27000, seconds)
+
+
+def test_a_size_that_is_dearer_than_it_was_empty_is_known_after_a_visit():
+    costs = RowCosts(H200)
+    switching(costs, 1)
+    assert ratio(costs) < 0.85 * 1.53 / 0.944
+    switching(costs, 2)
+    assert ratio(costs) == pytest.approx(1.53 / 0.944, rel=0.06)
+    assert costs.of(256) > 1.1 * H200[256]  # and those near it are thought to be
+
+
+def test_control_sizes_that_are_not_bent(monkeypatch):
+    monkeypatch.setattr("draftproof.engine.costs.BENT", 1e-6)
+    with pytest.raises(AssertionError):
+        test_a_size_that_is_dearer_than_it_was_empty_is_known_after_a_visit()
+
+
+def test_a_size_that_was_dear_once_is_not_dear_for_ever():
+    """Nobody chose it since, so nobody can have noticed that it was the moment that was bad."""
+    costs = RowCosts(H200)
+    switching(costs, 2)
+    dear = ratio(costs)
+    for _ in range(24000):
+        costs.observe(64, 27000, 0.944)
+    assert ratio(costs) < 0.9 * dear
 
 
 def test_larger_steps_are_never_quicker():

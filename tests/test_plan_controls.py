@@ -69,29 +69,50 @@ def test_control_rows_beyond_the_budget(monkeypatch):
 
 def test_control_room_that_is_used_twice(monkeypatch):
     """Plans are taken again without counting what they may commit."""
-    whole = Calm.again
+    whole = Calm._again
 
     def broken(self, *arguments):
-        room = self.room
+        room = self._room
         planned = whole(self, *arguments)
-        self.room = room
+        self._room = room
         return planned
 
-    monkeypatch.setattr(Calm, "again", broken)
+    monkeypatch.setattr(Calm, "_again", broken)
     with pytest.raises((AssertionError, IndexError)):  # a row beyond the last page
         lives()
 
 
 def test_control_the_last_plan_again_whoever_runs(monkeypatch):
-    whole = Scheduler._again
+    whole = Calm.plan
 
-    def broken(self):
-        if self._calm is not None:
-            self._calm.plan.version = self.version
-        return whole(self)
+    def broken(self, running, lines, version):
+        if self._plan is not None:
+            self._plan.version = version
+        return whole(self, running, lines, version)
 
-    monkeypatch.setattr(Scheduler, "_again", broken)
+    monkeypatch.setattr(Calm, "plan", broken)
     with pytest.raises(AssertionError):
+        lives()
+
+
+@pytest.mark.parametrize(
+    ("column", "more"), [("num_pages", 1), ("max_length", 1), ("prompt_left", -99), ("num_draft", 1)]
+)
+def test_control_those_that_are_looked_at_all_at_once(monkeypatch, column, more):
+    """A page that is not there, a token past the end, a prompt that is not done, a draft that nobody has."""
+    whole = Calm._among_themselves
+
+    def broken(self, running, lines, version):
+        kept = getattr(self.host, column).copy()
+        getattr(self.host, column)[lines] = np.maximum(kept[lines] + more, 0)
+        try:
+            return whole(self, running, lines, version)
+        finally:
+            if column != "num_draft":
+                getattr(self.host, column)[:] = kept
+
+    monkeypatch.setattr(Calm, "_among_themselves", broken)
+    with pytest.raises((AssertionError, IndexError)):
         lives()
 
 

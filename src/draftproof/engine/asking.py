@@ -100,8 +100,8 @@ class Asking:
         if not planned.has_prompts:
             spent, scheduler, drafting = now - mark, self.scheduler, self.drafting
             if self._ahead:
-                still = scheduler.budgets.costs.still(int(scheduler.host.length[planned.slots].sum()))
-                usual = self.prices.of(planned.num_rows) + still
+                keys = int(scheduler.host.length[planned.slots].sum())
+                usual = scheduler.budgets.costs.takes(planned.num_rows, keys)
                 if was_calm:
                     self._clock(len(planned.slots), usual, spent, was_asked)
                 spent = usual + self._asking(asked)

@@ -1,13 +1,18 @@
 """What a step costs by its rows: timed at start without requests, then corrected by real steps.
 
-    seconds = speed * (empty(rows) + each * keys + asking(requests))
+    seconds = speed * (empty(rows) * (1 + bent(rows)) + each * keys + asking(requests))
 
 An empty step reads no keys, so it says how costs grow with rows and not what a step of these requests costs
 without drafts: the more that is, the less a draft adds to it. `each` is what a key costs (a token that a
 request has stored, and that every step reads), with whatever else a step costs beside its rows, in the time
-of empty steps. It is less than nothing where it is the rows that cost more than empty ones. How quick the
-machine is at the moment cancels out of every choice. It is followed, so that a slow minute is not mistaken
-for dear rows or dear keys. `asking` is what a proposer with a model takes behind a step for the next drafts.
+of empty steps. It is less than nothing where it is the rows that cost more than empty ones. `bent` is what
+steps of one size cost more than that, or less: with keys they may go another way. How quick the machine is
+at the moment (`speed`) cancels out of every choice. It is followed, so that a slow minute is not mistaken for
+dear rows or dear keys. `asking` is what a proposer with a model takes behind a step for the next drafts.
+
+All of these are the state of one Kalman filter, which knows which of them a step says something about, and
+how much of that was known: steps that are alike say how quick the machine is, and one of another size, just
+after, what that size costs beside it. Sizes near each other are bent alike; what is old is forgotten.
 
 Where steps are queued ahead the host works beside the device, and a step is never done sooner than the host:
 up to that time rows cost nothing, and steps in which the device waited say nothing of rows or keys.
@@ -26,14 +31,19 @@ NOTHING: Mapping[int, float] = {}
 
 SLOW = 5.0  # times what was expected: a pause of whoever calls, not a step's time any more
 DISTURBED = 0.5  # above what was expected: by how much does not matter
-FOLLOW = 1 / 8  # of a step in the speed: what it says of the machine is old after some ten
 NOISE = 0.15  # of a step's time, by which steps of one kind differ
+DRIFT = 0.03  # of the machine's speed, by which it changes until the next step that is looked at
 WANDER = 0.01  # of what keys cost, by which that may change in a step
-SHAPE = 1 / 64  # of what a step is off in the table itself
+BENT = 0.25  # of a size's time, by which it may be bent
+ALIKE = 1.0  # octaves between sizes within which they are bent alike
+FORGETS = 1 / 4096  # of what a size is bent, at every step
+FIRST, EVERY = 3, 4  # steps of one size: these, then every so many are looked at: all they tell is the speed
+AT_TIMES = 16  # steps after which that is done
 BUSY = 0.97  # of a step in which the host was busy: the device had nothing to do for some of it
 HOSTED = 1 / 16  # of a step in what the host takes
 BURST = 2.0  # times what it usually takes: by how much more does not matter
 SURELY = 0.85  # of what it usually takes: often it takes less, and then rows are waited for
+LEAST_BENT = 0.5  # of an empty step, that any of its size costs
 LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
@@ -54,19 +64,22 @@ class RowCosts:
         self._askers = sorted(asking)
         self._asking = [asking[count] for count in self._askers]
         self._timed = sorted(seconds)
-        # a larger step is never quicker: what the clock says to the contrary is noise
-        self._knots: list[float] = np.maximum.accumulate([seconds[size] for size in self._timed]).tolist()
+        self._knots = np.maximum.accumulate([seconds[size] for size in self._timed])  # else it is noise
         self._between = between
         self._rows = list(range(1, self._timed[-1] + 1)) if between else self._timed
         self._grid = np.array(self._rows)
-        self._empty: list[float] = self._knots  # by `_rows`
-        self._fill()
         self.learns = learns
         self._speed = 0.0  # not known yet
         self._host = 0.0  # seconds of the host's part of a step, where it runs beside the device
-        self._each = self._doubt = self._scale = 0.0  # of a key; its variance; what is much for a key
-        self._before = 0.0  # by how much the steps before were off
-        self._usual = 0.0, 0.0  # an empty step of as many rows as steps had lately, and their keys
+        self._each = self._scale = 0.0  # of a key; what is much for a key
+        self._bent = np.zeros(len(self._timed))
+        octaves = np.log2(self._timed)
+        self._sizes = BENT**2 * np.exp(-np.abs(octaves[:, None] - octaves) / ALIKE)  # before any step
+        self._doubt = np.zeros((0, 0))  # covariance of speed, of `each` in `_scale`, and of what is bent
+        self._steps = 0
+        self._last, self._alike = (0, 0), 0  # size and requests asked for of the last step; how many like it
+        self._empty: list[float] = []  # by `_rows`
+        self._fill()
 
     @classmethod
     def guess(cls, most: int) -> RowCosts:
@@ -90,50 +103,57 @@ class RowCosts:
         at = bisect_left(self._rows, rows)
         if not self.learns or at == len(self._rows) or keys <= 0 or host > BUSY * seconds:
             return
+        self._alike = self._alike + 1 if (at, asked) == self._last else 0
+        self._last = at, asked
+        if self._alike > FIRST and self._alike % EVERY:
+            return
         empty = self._empty[at] + self.asking(asked)
         if not self._speed:  # the table was timed here: what is beyond it is not the rows
             self._each = max(0.0, seconds - empty) / keys
             self._scale = max(self._each, empty / keys)
-            self._doubt = (self._scale / 2) ** 2
-            self._usual = empty, keys
             self._speed = seconds / (empty + self.still(keys))
-            return
+            self._doubt = np.zeros((2 + len(self._timed),) * 2)
+            self._doubt[2:, 2:] = self._sizes
+            self._doubt[0, 0] = self._doubt[1, 1] = 1 / 4
         price = empty + self.still(keys)
         off = seconds / (self._speed * price) - 1
-        if off > SLOW - 1:
-            return
-        off = min(off, DISTURBED)
-        self._speed *= 1 + FOLLOW * off
-        off, self._before = off - self._before, (off + self._before) / 2  # beside the steps just before it
-        # With more keys for its price than those, and slower: keys are dearer than was thought. This is a
-        # Kalman filter of one number; from steps that are alike it learns nothing.
-        empties, usual_keys = self._usual
-        usual = empties + self.still(usual_keys)
-        lean = keys / price - usual_keys / usual
-        gain = self._doubt * lean / (NOISE**2 + self._doubt * lean**2)
-        self._each = max(self._each + gain * off, LEAST * self._empty[0] / keys)
-        self._doubt = min(self._doubt * (1 - gain * lean) + (WANDER * self._scale) ** 2, self._scale**2)
-        self._speed *= usual / (empties + self.still(usual_keys))  # the usual step takes as long as before
-        self._usual = empties + FOLLOW * (empty - empties), usual_keys + FOLLOW * (keys - usual_keys)
-        self._bend(rows, 1 + SHAPE * off)
+        if off <= SLOW - 1:
+            self._correct(min(off, DISTURBED), keys / price, self._parts(rows, price))
 
-    def _bend(self, rows: int, factor: float) -> None:
-        """Steps of about so many rows cost that much more, or less, than was thought beside others."""
+    def _parts(self, rows: int, price: float) -> list[tuple[int, float]]:
+        """Which of the sizes that were timed are in a step, and the share of its price that each is."""
         at, knots = bisect_left(self._timed, rows), self._knots
-        if self._between and at and 2 * rows < self._timed[at - 1] + self._timed[at]:
-            at -= 1
-        seconds = knots[at] = knots[at] * factor
-        larger, smaller = range(at + 1, len(knots)), range(at - 1, -1, -1)
-        for other in larger if factor > 1 else smaller:
-            if knots[other] >= seconds if factor > 1 else knots[other] <= seconds:
-                break
-            knots[other] = seconds
-        self._usual = self._usual[0] * factor, self._usual[1]
+        if not self._between or self._timed[at] == rows:
+            return [(at, knots[at] / price)]
+        low, high = self._timed[at - 1], self._timed[at]
+        upper = (rows - low) / (high - low)
+        return [(at - 1, (1 - upper) * knots[at - 1] / price), (at, upper * knots[at] / price)]
+
+    def _correct(self, off: float, keys: float, parts: list[tuple[int, float]]) -> None:
+        """A step was off by so much of what it was expected to take, of which these are the shares."""
+        doubt = self._doubt
+        doubt[0, 0] += DRIFT**2
+        doubt[1, 1] += WANDER**2
+        says = [(0, 1.0), (1, keys * self._scale), *((2 + size, share) for size, share in parts)]
+        known = sum(share * doubt[of] for of, share in says)  # covariance of each with what was expected
+        gain = known / (NOISE**2 + sum(share * known[of] for of, share in says))
+        doubt -= gain[:, None] * known
+        gain *= off
+        self._speed *= 1 + float(gain[0])
+        self._each += float(gain[1]) * self._scale
+        self._bent += gain[2:]
+        self._steps += 1
+        if self._steps % AT_TIMES == 0:
+            gone = AT_TIMES * FORGETS
+            self._bent *= 1 - gone
+            doubt[2:, 2:] *= 1 - 2 * gone
+            doubt[2:, 2:] += 2 * gone * self._sizes
         self._fill()
 
     def _fill(self) -> None:
-        if self._between:
-            self._empty = np.interp(self._grid, self._timed, self._knots).tolist()
+        """Prices by rows. A larger step is never quicker, nor any much quicker than an empty one."""
+        made = np.maximum.accumulate(self._knots * np.maximum(1 + self._bent, LEAST_BENT))
+        self._empty = (np.interp(self._grid, self._timed, made) if self._between else made).tolist()
 
     def still(self, keys: float) -> float:
         """What a step with these keys costs beside its rows."""
@@ -142,6 +162,10 @@ class RowCosts:
     def of(self, rows: int) -> float:
         """What rows cost; more than were ever measured, as the most that were."""
         return self._empty[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
+
+    def takes(self, rows: int, keys: float) -> float:
+        """Seconds of a step without what asking takes, as quick as the machine is at the moment."""
+        return (self.of(rows) + self.still(keys)) * (self._speed or 1.0)
 
     def another(self, rows: int) -> float:
         """Seconds that a row more takes in a step of so many, as quick as the machine is at the moment."""

@@ -79,7 +79,7 @@ class Scheduler:
         self.timings = Timings()
         self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
-        self._calm: Calm | None = None  # after the last plan
+        self._calm = Calm(self.host, budgets, page_size, max_rows, lookahead)
 
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -98,9 +98,10 @@ class Scheduler:
         `idle`: nothing is under way. If it must be so and is not: Busy.
         """
         self.put_aside.clear()
-        planned = self._again()
-        if planned is not None:
-            return planned
+        if not self.asks_first and not (self.waiting and self.slots.num_free):  # nobody comes
+            planned = self._calm.plan(self.running, self._lines, self.version)
+            if planned is not None:
+                return planned
         while True:
             decodes, drafts = self._decoding()
             short = self._short_of(decodes, drafts, self.lookahead)
@@ -126,18 +127,8 @@ class Scheduler:
         if not takes_part.any():
             return None
         planned = self._planned(takes_part, chunk, drafts, newcomers, grown)
-        calm = takes_part.all() and not planned.has_prompts
-        self._calm = Calm.after(planned, self.host, self.budgets, self.page_size) if calm else None
+        self._calm.after(planned if takes_part.all() and not planned.has_prompts else None)
         return planned
-
-    def _again(self) -> Planned | None:
-        """The last plan once more, if that needs no closer look."""
-        calm = self._calm
-        if calm is None or calm.plan.version != self.version or self.asks_first:
-            return None
-        if self.waiting and self.slots.num_free:
-            return None
-        return calm.again(self.host, self.budgets, self.max_rows, self.lookahead)
 
     def _decoding(self) -> tuple[Bools, Ints]:
         """Which of the running ones decode, and with how many drafts."""
@@ -244,14 +235,14 @@ class Scheduler:
     def budget(self, planned: Planned, anew: bool = False) -> Ints:
         """[B] drafts to ask for after this step; the last token of a request needs none. `anew`: by all that
         is known now, even if that is worked out once more in every step."""
-        host, lines, calm = self.host, planned.slots, self._calm
+        host, lines = self.host, planned.slots
         limit = self.budgets.limit[lines]
         if not np.count_nonzero(limit):
             return planned.nothing
         keys = 0 if self.asks_first else int(host.length[lines].sum())
         budget = None if anew or self.asks_first else self.budgets.again(lines)
-        if calm and calm.plan.slots is lines and calm.room > calm.widest and not self.asks_first:
-            return self.budgets.take(lines, limit, keys) if budget is None else budget  # no end is near
+        if self._calm.far_from_ends(lines) and not self.asks_first:
+            return self.budgets.take(lines, limit, keys) if budget is None else budget
         least = host.length[lines] + host.under_way[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
         if self.lookahead:  # all but the last draft are stored before they are verified
