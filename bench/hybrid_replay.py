@@ -61,7 +61,7 @@ class Meter:
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
         self.weighs = llm.engine.loop.proposer is not None and llm.engine.loop.proposer.weighed >= 0
         if loop.asking is not None:
-            loop.asking.prices, loop.asking._ahead = dear, machine.ahead
+            loop.asking.priced, loop.asking._ahead = True, machine.ahead
         if self.weighs:
             self._unbeaten = self.drafting.proposer._unbeaten
             self.drafting.proposer._unbeaten = self.unbeaten

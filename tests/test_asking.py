@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
@@ -170,21 +169,8 @@ def test_nobody_is_asked_for_nobody(both: HybridProposer, monkeypatch: pytest.Mo
 # --- before the step ----------------------------------------------------------------------------------
 
 
-CLOCK = {"now": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own for whoever makes `Steps`."""
-    CLOCK["now"] = 0.0
-    told = SimpleNamespace(perf_counter=lambda: CLOCK["now"] or time.perf_counter())
-    monkeypatch.setattr("draftproof.engine.asking.time", told)
-
-
 class Steps:
     """Two requests whose steps are queued ahead."""
-
-    before = 0  # asked for behind the step before
 
     def __init__(self, asking: float = 0.2) -> None:
         ops = SimpleNamespace(asynchronous=True)
@@ -197,9 +183,9 @@ class Steps:
             host=SimpleNamespace(length=np.zeros(3, np.int64)),
         )
         self.asking = Asking(scheduler, self.drafting, model=0)
-        self.asking.prices = costs
+        self.asking.priced, self.costs = True, costs
         self.sequences = [SimpleNamespace(slot=i, adaptive=True) for i in range(2)]
-        self.asked, self.takes, CLOCK["now"] = 0, asking, 1.0
+        self.asked, self.takes = 0, asking
 
     def step(self, accepted: tuple[int, int], source: int, drafts: int = 4, newcomers: tuple = ()) -> bool:
         """What is decided after windows of these."""
@@ -209,8 +195,8 @@ class Steps:
         table = np.zeros((2, 8), np.int64)
         table[:, 0], table[:, 1], table[:, 2] = 1 + np.array(accepted), drafts, accepted
         sources = np.full((2, 4), source, np.int8)
-        CLOCK["now"] += 1.0 + self.takes * (self.before > 0)
-        self.before = self.asked
+        # a step is read when the drafts behind it are made
+        self.costs.observe(10, 100, 1.0 + self.takes * (self.asked > 0), self.asked)
         self.asking.hear(planned, table, sources, np.ones(2, np.bool_), self.asked)
         self.asking.weigh(planned, np.full(2, 4))
         self.asked = 2 if self.drafting.asks else 0
@@ -249,7 +235,7 @@ def test_without_a_price_or_with_a_fixed_number_it_is_asked() -> None:
     steps.sequences[1].adaptive = False
     assert steps.step((4, 4), source=1) and steps.step((4, 4), source=1)
     steps = Steps()
-    steps.asking.prices = None
+    steps.asking.priced = False
     assert steps.step((4, 4), source=1) and steps.step((4, 4), source=1)
 
 
@@ -264,11 +250,11 @@ def engine_of(**spec: Any) -> Any:
 def test_prices_are_learned_from_the_clock() -> None:
     engine = engine_of()
     asking = engine.loop.asking
-    assert engine.loop.scheduler.asks_first and asking.prices is not None
+    assert engine.loop.scheduler.asks_first and asking.priced
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7)
     tiny.run(engine, [tiny.request(i, params) for i in range(2)])
     assert asking._round > 0 and asking._spent > 0 and asking.price(asking._round) > 0
-    assert engine_of(adaptive=False).loop.asking.prices is None
+    assert not engine_of(adaptive=False).loop.asking.priced
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "target_match"])
@@ -304,9 +290,24 @@ def test_what_asking_costs_is_learned_from_steps_of_both_kinds() -> None:
     assert all(steps.step((1, 1), source=0) for _ in range(5))
 
 
-def test_what_seems_to_cost_nothing_is_not_asked_for_ever() -> None:
-    """Steps with the model looked quicker than those without, and only steps without it can say otherwise."""
-    steps = Steps(asking=0.3)
-    steps.asking._seen[:], steps.asking._beyond[:] = 50, [[0.5], [0.4]]
-    told = [steps.step((4, 4), source=1, drafts=3) for _ in range(1000)]
-    assert not all(told[-200:])
+def test_a_step_is_read_when_the_drafts_behind_it_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the time until then has in it what asking for these took, as `Loop` tells the prices."""
+    engine, seen = engine_of(), []
+    drafting, ops = engine.loop.device.drafting, engine.loop.device.ops
+    draft, fetch = drafting.draft, ops.fetch
+
+    def drafts(*given: Any) -> None:
+        seen.append("drafts")
+        draft(*given)
+
+    def reads(tensor: Any) -> Any:
+        seen.append("read")
+        return fetch(tensor)
+
+    monkeypatch.setattr(drafting, "draft", drafts)
+    monkeypatch.setattr(ops, "fetch", reads)
+    monkeypatch.setattr(engine.loop, "_count_drafts", lambda: None)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.7)
+    tiny.run(engine, [tiny.request(0, params)])
+    steps = "".join("d" if one == "drafts" else "r" for one in seen)
+    assert steps.startswith("drdr") and "rd" * steps.count("d") not in steps

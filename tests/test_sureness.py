@@ -216,10 +216,10 @@ def test_a_head_alone_is_told_what_its_rounds_cost() -> None:
 
     made = engine()
     asking, drafting = made.loop.asking, made.loop.device.drafting
-    assert asking.prices is not None and not made.loop.scheduler.asks_first
+    assert asking.priced and not made.loop.scheduler.asks_first
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
     tiny.run(made, [tiny.request(i, params) for i in range(2)])
     assert asking._round > 0 and drafting.price > 0 and sum(counts(drafting.proposer.sureness)) > 0
     fixed = engine(adaptive=False)
     tiny.run(fixed, [tiny.request(0, params)])
-    assert fixed.loop.asking.prices is None and fixed.loop.device.drafting.price == 0
+    assert not fixed.loop.asking.priced and fixed.loop.device.drafting.price == 0

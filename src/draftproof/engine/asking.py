@@ -6,7 +6,7 @@ behind every step and round by round, against the drafts that its searches have 
 takes is clocked, since a busy machine makes what was timed at start worth little. Where steps are queued
 ahead it is decided here, before the step, from what became of the last windows: while a search fills them and
 its drafts stand to the last, nobody else is needed; and of the model it is remembered for each request what
-it has brought. What it costs was timed at start; steps with its drafts and without say it better.
+it has brought. What it costs was timed at start; steps with its drafts and without say it better (`costs`).
 
 A model without others that ends its chains itself (`Proposer.ends_chains`) is told the same prices; whether
 it is asked at all is left to the budgets.
@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.engine.budget import Bools, Ints
-from draftproof.engine.costs import RowCosts
 from draftproof.engine.drafting import Drafting
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Planned
@@ -34,9 +33,6 @@ HOPE = 1.0  # drafts of the model that stand in a window of a request of which n
 HEARD = 1 / 16  # of a window in that
 FORGETS = 1 / 64  # of it, at a window that the model was not asked for
 ALONE = 0.65  # of what it brings nobody else would have brought
-RECOVERS = 1 / 256  # of what it costs by the clock, at a step without it: back to what was timed
-LEAST = 1 / 4  # of what was timed: what costs nothing would be asked for always, and never known again
-KNOWN = 8  # steps with the model and without, from which on what it costs is taken from the clock
 
 
 class Asking:
@@ -52,7 +48,7 @@ class Asking:
     def __init__(self, scheduler: Scheduler, drafting: Drafting, model: int) -> None:
         """`model`: which of the sources it is."""
         num_slots = len(drafting.slots.requests)
-        self.prices: RowCosts | None = None  # with what asking costs
+        self.priced = False  # is it known what steps and asking cost?
         self.scheduler, self.drafting = scheduler, drafting
         self._ahead = drafting.slots.ops.asynchronous
         self._model = model
@@ -60,29 +56,26 @@ class Asking:
         self._copies = np.zeros(num_slots, np.bool_)  # a search's last window was full and stood to the last
         self._tokens = self._spent = 0.0  # of a step, lately: seconds by the clock, or by the prices
         self._without = self._round = 0.0  # seconds for drafts without the model, and more for a round of it
-        # by whether it was asked, and by the order of requests: seconds of steps beyond their rows; how many
-        self._beyond, self._seen = np.zeros((2, 32)), np.zeros((2, 32), np.int64)
-        self._was_calm = False  # the last step that was heard of had no prompts
         self._was_asked = False  # for the drafts of the next step that is heard of
         self._mark = 0.0  # when the last step was heard of
 
     def price(self, seconds: float) -> float:
         """What so much time is worth, in tokens."""
-        return seconds * self._tokens / self._spent if self.prices is not None and self._spent else 0.0
+        return seconds * self._tokens / self._spent if self.priced and self._spent else 0.0
 
     def weigh(self, planned: Planned, budget: Ints) -> None:
         """Before a step: shall the model be asked behind it? If that is seen there: at what price?"""
         for sequence in planned.newcomers:
             self._brings[sequence.slot], self._copies[sequence.slot] = HOPE, False
-        drafting = self.drafting
+        drafting, costs = self.drafting, self.scheduler.budgets.costs
         drafting.asks, drafting.price, drafting.verify = True, 0.0, 0.0
-        if self.prices is None or not all(sequence.adaptive for sequence in planned.sequences):
+        if not self.priced or not all(sequence.adaptive for sequence in planned.sequences):
             return  # somebody is to have all the drafts there can be
         if not self._ahead:
-            row = self.scheduler.budgets.costs.another(planned.num_rows)
+            row = costs.another(planned.num_rows)
             drafting.price, drafting.verify = self.price(self._round), self.price(row)
             return
-        price = self.price(self._asking(len(planned.slots)))  # a captured step knows of none
+        price = self.price(costs.asks(len(planned.slots)))  # a captured step knows of none
         wanted = (budget > 0) & ~self._copies[planned.slots]
         drafting.asks = not price or ALONE * float(self._brings[planned.slots[wanted]].sum()) > price
 
@@ -91,20 +84,17 @@ class Asking:
 
         `here`: entries that are still those that were planned.
         """
-        if self.prices is None:
+        if not self.priced:
             return
         now, mark = time.perf_counter(), self._mark
         self._mark = now
         was_asked, self._was_asked = self._was_asked, asked > 0
-        was_calm, self._was_calm = self._was_calm, not planned.has_prompts
         if not planned.has_prompts:
             spent, scheduler, drafting = now - mark, self.scheduler, self.drafting
             if self._ahead:
                 keys = int(scheduler.host.length[planned.slots].sum())
-                usual = scheduler.budgets.costs.takes(planned.num_rows, keys)
-                if was_calm:
-                    self._clock(len(planned.slots), usual, spent, was_asked)
-                spent = usual + self._asking(asked)
+                costs = scheduler.budgets.costs
+                spent = costs.takes(planned.num_rows, keys) + costs.asks(asked)
             elif asked:
                 each = drafting.took - (self._without or KEEPS_UP * drafting.took)
                 self._round = _followed(self._round, max(0.0, each) / drafting.rounds)
@@ -121,30 +111,6 @@ class Asking:
             self._brings[slots] += HEARD * (np.where(its, accepted, 0) - self._brings[slots])
         else:
             self._brings[slots] += FORGETS * (HOPE - self._brings[slots])
-
-    def _clock(self, requests: int, usual: float, seconds: float, asked: bool) -> None:
-        """From the results of one step to those of the next, with the drafts that were made between; `usual`
-        without those."""
-        assert self.prices is not None
-        at = int(asked), requests.bit_length()
-        self._seen[at] += 1
-        share = max(FOLLOW, 1 / self._seen[at])
-        self._beyond[at] += share * (min(seconds, SLOW * usual) - usual - self._beyond[at])
-        if not asked:  # what was dear may be cheap by now
-            without, order = self._beyond[at], at[1]
-            self._beyond[1, order] += RECOVERS * (
-                without + self.prices.asking(requests) - self._beyond[1, order]
-            )
-
-    def _asking(self, requests: int) -> float:
-        """Seconds for the drafts of so many: as timed at start, until there are steps of both kinds. What is
-        timed there knows nothing of the driver, nor of what else the machine does."""
-        assert self.prices is not None
-        timed, order = self.prices.asking(requests), requests.bit_length()
-        if not timed or self._seen[:, order].min() < KNOWN:
-            return timed
-        without, asked = self._beyond[:, order]
-        return max(LEAST * timed, float(asked - without))
 
 
 def _followed(usual: float, now: float) -> float:

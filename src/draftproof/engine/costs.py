@@ -1,6 +1,6 @@
 """What a step costs by its rows: timed at start without requests, then corrected by real steps.
 
-    seconds = speed * (empty(rows) * (1 + bent(rows)) + each * keys + asking(requests))
+    seconds = speed * (empty(rows) * (1 + bent(rows)) + each * keys + asking(requests) + dear)
 
 An empty step reads no keys, so it says how costs grow with rows and not what a step of these requests costs
 without drafts: the more that is, the less a draft adds to it. `each` is what a key costs (a token that a
@@ -8,7 +8,8 @@ request has stored, and that every step reads), with whatever else a step costs 
 of empty steps. It is less than nothing where it is the rows that cost more than empty ones. `bent` is what
 steps of one size cost more than that, or less: with keys they may go another way. How quick the machine is
 at the moment (`speed`) cancels out of every choice. It is followed, so that a slow minute is not mistaken for
-dear rows or dear keys. `asking` is what a proposer with a model takes behind a step for the next drafts.
+dear rows or dear keys. `asking` is what a proposer with a model takes behind a step for the next drafts; what
+was timed of that at start knows nothing of the driver, nor of what else the machine does (`dear`).
 
 All of these are the state of one Kalman filter, which knows which of them a step says something about, and
 how much of that was known: steps that are alike say how quick the machine is, and one of another size, just
@@ -33,17 +34,20 @@ SLOW = 5.0  # times what was expected: a pause of whoever calls, not a step's ti
 DISTURBED = 0.5  # above what was expected: by how much does not matter
 NOISE = 0.15  # of a step's time, by which steps of one kind differ
 DRIFT = 0.03  # of the machine's speed, by which it changes until the next step that is looked at
-WANDER = 0.01  # of what keys cost, by which that may change in a step
+WANDER = 0.01  # of what keys cost, and of the smallest step, by which keys and asking may change in a step
 BENT = 0.25  # of a size's time, by which it may be bent
 ALIKE = 1.0  # octaves between sizes within which they are bent alike
 FORGETS = 1 / 4096  # of what a size is bent, at every step
 FIRST, EVERY = 3, 4  # steps of one size: these, then every so many are looked at: all they tell is the speed
 AT_TIMES = 16  # steps after which that is done
+RECOVERS = 1 / 128  # of what asking is dearer than it was timed, at every step without
 BUSY = 0.97  # of a step in which the host was busy: the device had nothing to do for some of it
 HOSTED = 1 / 16  # of a step in what the host takes
 BURST = 2.0  # times what it usually takes: by how much more does not matter
 SURELY = 0.85  # of what it usually takes: often it takes less, and then rows are waited for
 LEAST_BENT = 0.5  # of an empty step, that any of its size costs
+DEAR = 0.3  # of the smallest step, by which asking may be dearer than was timed
+LEAST_DEAR = 0.25  # of what was timed: what costs nothing would be asked for always, and never known again
 LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
@@ -71,11 +75,14 @@ class RowCosts:
         self.learns = learns
         self._speed = 0.0  # not known yet
         self._host = 0.0  # seconds of the host's part of a step, where it runs beside the device
-        self._each = self._scale = 0.0  # of a key; what is much for a key
+        self._each = self._scale = self._dear = 0.0  # of a key; what is much for a key; asking
         self._bent = np.zeros(len(self._timed))
         octaves = np.log2(self._timed)
-        self._sizes = BENT**2 * np.exp(-np.abs(octaves[:, None] - octaves) / ALIKE)  # before any step
-        self._doubt = np.zeros((0, 0))  # covariance of speed, of `each` in `_scale`, and of what is bent
+        # covariances: of `dear` and what is bent before any step; of speed, `each` in `_scale`, and these
+        self._prior = np.zeros((1 + len(self._timed),) * 2)
+        self._prior[0, 0] = DEAR**2
+        self._prior[1:, 1:] = BENT**2 * np.exp(-np.abs(octaves[:, None] - octaves) / ALIKE)
+        self._doubt = np.zeros((0, 0))
         self._steps = 0
         self._last, self._alike = (0, 0), 0  # size and requests asked for of the last step; how many like it
         self._empty: list[float] = []  # by `_rows`
@@ -112,42 +119,52 @@ class RowCosts:
             self._each = max(0.0, seconds - empty) / keys
             self._scale = max(self._each, empty / keys)
             self._speed = seconds / (empty + self.still(keys))
-            self._doubt = np.zeros((2 + len(self._timed),) * 2)
-            self._doubt[2:, 2:] = self._sizes
+            self._doubt = np.zeros((3 + len(self._timed),) * 2)
+            self._doubt[2:, 2:] = self._prior
             self._doubt[0, 0] = self._doubt[1, 1] = 1 / 4
         price = empty + self.still(keys)
         off = seconds / (self._speed * price) - 1
         if off <= SLOW - 1:
-            self._correct(min(off, DISTURBED), keys / price, self._parts(rows, price))
+            says = [(0, 1.0), (1, keys * self._scale / price), *self._parts(rows, price)]
+            if asked and self._askers:
+                says.append((2, self._knots[0] / price))
+            elif (
+                self._dear
+            ):  # what was dear may be cheap by now, and will not be known as long as nobody asks
+                self._dear *= 1 - RECOVERS
+                self._doubt[2, 2] += 2 * RECOVERS * DEAR**2
+            self._correct(min(off, DISTURBED), says)
 
     def _parts(self, rows: int, price: float) -> list[tuple[int, float]]:
-        """Which of the sizes that were timed are in a step, and the share of its price that each is."""
+        """Which of the sizes that were timed are in a step (from 3 on), and their shares of its price."""
         at, knots = bisect_left(self._timed, rows), self._knots
         if not self._between or self._timed[at] == rows:
-            return [(at, knots[at] / price)]
+            return [(3 + at, knots[at] / price)]
         low, high = self._timed[at - 1], self._timed[at]
         upper = (rows - low) / (high - low)
-        return [(at - 1, (1 - upper) * knots[at - 1] / price), (at, upper * knots[at] / price)]
+        return [(2 + at, (1 - upper) * knots[at - 1] / price), (3 + at, upper * knots[at] / price)]
 
-    def _correct(self, off: float, keys: float, parts: list[tuple[int, float]]) -> None:
+    def _correct(self, off: float, says: list[tuple[int, float]]) -> None:
         """A step was off by so much of what it was expected to take, of which these are the shares."""
         doubt = self._doubt
         doubt[0, 0] += DRIFT**2
         doubt[1, 1] += WANDER**2
-        says = [(0, 1.0), (1, keys * self._scale), *((2 + size, share) for size, share in parts)]
+        doubt[2, 2] += WANDER**2
         known = sum(share * doubt[of] for of, share in says)  # covariance of each with what was expected
         gain = known / (NOISE**2 + sum(share * known[of] for of, share in says))
         doubt -= gain[:, None] * known
         gain *= off
         self._speed *= 1 + float(gain[0])
         self._each += float(gain[1]) * self._scale
-        self._bent += gain[2:]
+        self._dear += float(gain[2]) * self._knots[0]
+        self._bent += gain[3:]
         self._steps += 1
         if self._steps % AT_TIMES == 0:
             gone = AT_TIMES * FORGETS
             self._bent *= 1 - gone
+            self._dear *= 1 - gone
             doubt[2:, 2:] *= 1 - 2 * gone
-            doubt[2:, 2:] += 2 * gone * self._sizes
+            doubt[2:, 2:] += 2 * gone * self._prior
         self._fill()
 
     def _fill(self) -> None:
@@ -176,11 +193,16 @@ class RowCosts:
         at = bisect_left(self._rows, rows)
         return self._rows[at] if at < len(self._rows) else 0
 
+    def asks(self, requests: int) -> float:
+        """Seconds that drafts for so many take, as quick as the machine is at the moment."""
+        return self.asking(requests) * (self._speed or 1.0)
+
     def asking(self, requests: int) -> float:
         """What drafts for so many requests cost before any of them is verified."""
         if not self._askers or not requests:
             return 0.0
-        return self._asking[min(bisect_left(self._askers, requests), len(self._askers) - 1)]
+        timed = self._asking[min(bisect_left(self._askers, requests), len(self._askers) - 1)]
+        return max(LEAST_DEAR * timed, timed + self._dear)
 
     def knows(self, rows: int) -> bool:
         return rows <= self._rows[-1]

@@ -133,8 +133,8 @@ class Engine:
         self.loop.scheduler.budgets.costs = RowCosts(
             seconds, between=not padded, asking={} if sunk else asking
         )
-        if self.loop.asking is not None and self._adaptive:
-            self.loop.asking.prices = RowCosts(seconds, between=not padded, asking=asking)
+        if self.loop.asking is not None:
+            self.loop.asking.priced = self._adaptive
 
     def _asks_for_all(self, proposer: Proposer) -> bool:
         """Does it cost next to nothing to ask for all drafts there can be, or is that its own concern?"""

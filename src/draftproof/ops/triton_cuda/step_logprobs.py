@@ -16,7 +16,9 @@ from draftproof.ops.triton_cuda.runtime import begin, launch_options, power_of_t
 from draftproof.ops.triton_cuda.sampling import CHUNK, comes_before, joined_logsumexp, levels, sum_below_top
 from draftproof.ops.triton_cuda.select import GROUP, MOST, QUICK, best_of_groups, first_of, keys_of
 
-PROGRAMS = 2112  # of the pass; more than the chip holds at once would queue up only to find padding
+# Of the pass; far more than the chip holds at once would queue up only to find padding. A row each up to 350
+# rows: one that does two waits for the first before it asks for the second.
+PROGRAMS = 4224
 
 
 @triton.jit
