@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from draftproof.serve.openapi import document
-from draftproof.serve.schema import NOT_HONOURED, Asked, ChatAsked, CompletionAsked
+from draftproof.serve.problems import Problem, decode
+from draftproof.serve.schema import ASKS_NOTHING, NOT_HONOURED, Asked, ChatAsked, CompletionAsked
 from draftproof.serve.settings import Settings
 from serving import NGRAM, Served, make_folder, serving, tiny
 
@@ -92,6 +94,20 @@ def test_every_option_of_the_issue_is_there() -> None:
         ChatAsked.__struct_fields__
     )
     assert not set(NOT_HONOURED) & common - {"tools"}
+
+
+@pytest.mark.parametrize("name", sorted(ASKS_NOTHING))
+def test_what_asks_for_nothing_is_let_pass_and_the_rest_is_told_why_not(name: str) -> None:
+    """Some clients always send such fields."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "n": 1.0}
+    for value in ASKS_NOTHING[name]:
+        asked = decode(msgspec.json.encode({**body, name: value}), ChatAsked)
+        assert asked.n == 1 and asked.model == "m"
+    with pytest.raises(Problem) as told:
+        decode(msgspec.json.encode({**body, name: "anything"}), ChatAsked)
+    assert told.value.status == 400 and NOT_HONOURED[name] in told.value.message
+    with pytest.raises(Problem, match="nonsense"):
+        decode(msgspec.json.encode({**body, name: ASKS_NOTHING[name][0], "nonsense": 1}), ChatAsked)
 
 
 def test_keys_are_in_the_document() -> None:

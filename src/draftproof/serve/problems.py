@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from draftproof.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError, nearest
-from draftproof.serve.schema import NOT_HONOURED
+from draftproof.serve.schema import ASKS_NOTHING, NOT_HONOURED
 
 RETRY_SECONDS = 1
 _TYPES = {
@@ -93,13 +93,20 @@ def decode(body: bytes, kind: type[Any]) -> Any:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
+            if "got `float`" not in str(error) and not _UNKNOWN.match(str(error)):
                 raise
-            return msgspec.convert(_integral(msgspec.json.decode(body)), kind)
+            return msgspec.convert(_integral(_asked(msgspec.json.decode(body))), kind)
     except msgspec.ValidationError as error:
         raise _wrong(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _asked(value: Any) -> Any:
+    """Without what asks for nothing: some clients always send it."""
+    if not isinstance(value, dict):
+        return value
+    return {name: item for name, item in value.items() if item not in ASKS_NOTHING.get(name, ())}
 
 
 def _integral(value: Any) -> Any:

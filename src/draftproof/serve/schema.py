@@ -218,3 +218,24 @@ NOT_HONOURED = {
     "use_beam_search": "beam search is not supported",
     "length_penalty": "beam search is not supported",
 }
+# and what of it asks for nothing that is not done anyway
+ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "store": (None, False),
+    "metadata": (None, {}),
+    "service_tier": (None, "auto", "default"),
+    "chat_template": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+}
