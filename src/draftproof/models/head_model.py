@@ -46,6 +46,7 @@ class HeadModel:
     ) -> None:
         """`most`: rows that logits are asked of at a time."""
         self.config, self.ops = config, ops
+        tensors = _folded(config, tensors)
         tensors = {n: t if n == "d2t" else t.to(target.dtype) for n, t in tensors.items()}
         decoder, take = config.decoder(), Weights(tensors, ops, rough=True)
         self.vocab = config.target.vocab_size
@@ -57,7 +58,7 @@ class HeadModel:
         self.ids = take.tensor("d2t") if config.reduced else None  # [draft vocab] target ids
         if self.ids is not None:  # ids that it does not know stay as they are
             self._logits = torch.full((most, self.vocab), -math.inf, device=ops.device)
-        self.feature_norms = [take.tensor(name) for name in config.tensors() if "feature_norm" in name]
+        self.feature_norm = take.tensor("feature_norm.weight") if config.feature_norm != "none" else None
         join = config.join
         self.norms: list[Tensor] = []  # of the embedding, of the feature, before they are projected
         if join.norms_both and not join.reads_both:
@@ -82,14 +83,10 @@ class HeadModel:
         """What it makes of the target's rows, [R, target's hidden, once or several times]: [R, hidden]."""
         if not self.config.join.reads_both:
             return rows
-        ops, eps = self.ops, self.config.rms_norm_eps
-        if self.config.feature_norm == "each":
-            each = rows.chunk(len(self.feature_norms), 1)
-            normed = zip(each, self.feature_norms, strict=True)
-            rows = torch.cat([ops.rms_norm(row.contiguous(), norm, eps) for row, norm in normed], 1)
-        if self.config.feature_norm == "whole":
-            rows = ops.rms_norm(rows, self.feature_norms[0], eps)
-        return ops.linear(rows, self.fc)
+        ops, eps, count = self.ops, self.config.rms_norm_eps, len(rows)
+        if self.feature_norm is not None:  # of each layer's part, or of all of it
+            rows = ops.rms_norm(rows.reshape(-1, len(self.feature_norm)), self.feature_norm, eps)
+        return ops.linear(rows.view(count, -1), self.fc)
 
     def forward(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> Tensor:
         """rows.tokens are those that follow; stores K and V of every row. `feature` may be overwritten.
@@ -162,3 +159,15 @@ class HeadModel:
         token = self.ops.argmax(logits) if greedy else self.ops.choose(logits, windows)[0]
         out.copy_(torch.where(windows.slot >= 0, token, 0))
         return row
+
+
+def _folded(config: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the weights of the layers' own feature norms in `fc`, so that one pass norms all of them."""
+    if config.feature_norm != "each":
+        return tensors
+    names = [name for name in config.tensors() if "feature_norm" in name]
+    weights = [tensors[name] for name in names]
+    fuse = f"{config.join.fuses}.weight"
+    kept = {name: tensor for name, tensor in tensors.items() if name not in names}
+    kept[fuse] = tensors[fuse].float() * torch.cat(weights).float()
+    return kept | {"feature_norm.weight": torch.ones_like(weights[0])}
