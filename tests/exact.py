@@ -141,7 +141,7 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
     Each time some plans `later`, so that in the end also a long prompt without a cache gets through.
     """
     scheduler, plans = target.loop.scheduler, 0
-    plan, short_of = scheduler.plan, scheduler._short_of
+    plan, short_of, calm = scheduler.plan, scheduler._short_of, scheduler._calm.plan
 
     def counted(idle: bool = True) -> Any:
         nonlocal plans
@@ -157,7 +157,11 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
             plans, every = 0, every + later
         return found
 
+    def closer(*arguments: Any) -> Any:
+        return None if plans > every else calm(*arguments)  # pages are not looked at in calm steps
+
     scheduler.plan, scheduler._short_of = counted, short  # type: ignore[method-assign]
+    scheduler._calm.plan = closer  # type: ignore[method-assign]
 
 
 WIDE = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # threads for a real model: the cores may be shared
