@@ -10,9 +10,10 @@ import tokenizers
 
 import trained
 from draftproof.cli import main
-from draftproof.errors import ConfigError
+from draftproof.errors import ConfigError, LoadError
 from draftproof.train.command import CUT
 from draftproof.train.generate import read_prompts
+from draftproof.train.loop import Trainer
 from draftproof.train.texts import read_texts
 
 TEMPLATE = (
@@ -86,12 +87,14 @@ def test_cut_or_not_it_is_the_same(
     assert sum(len(text.tokens) for text in texts) >= 900
     assert {text.temperature for text in texts} == {0.0, 1.0}
     # as many steps as fit; they are counted once
-    timed = ("--phase", "train", "--seconds", "0.3", "--stop-after")
+    timed = ("--phase", "train", "--steps", "0", "--seconds", "0.3", "--stop-after")
     (tmp_path / "three").mkdir()
     (tmp_path / "three" / "text").symlink_to(tmp_path / "one" / "text")
     assert train(model, prompts, tmp_path / "three", *timed, "0") == CUT
     kept = (tmp_path / "three" / "train.json").read_bytes()
+    assert "1 updates in 0 s" in capsys.readouterr().out
     assert train(model, prompts, tmp_path / "three", *timed, "60") == 0
+    assert "1 updates, as before" in capsys.readouterr().out
     assert (tmp_path / "three" / "train.json").read_bytes() == kept and b'"steps": 0' not in kept
     # other settings in the same folder
     assert train(model, prompts, tmp_path / "two", "--phase", "train", "--clip", "2") == 2
@@ -106,6 +109,12 @@ def test_cut_or_not_it_is_the_same(
         (["--aux-layers", "a"], "numbers with commas"),
         (["--begin", "/nowhere"], "no head is there"),
         (["--device", "cuda:99"], "cannot be used here"),
+        (["--seconds", "5"], "chooses --steps"),
+        (["--held-out", "-1"], "held_out is not negative"),
+        (["--temperature", "0.0004"], "kept in thousandths"),
+        (["--prompt-tokens", "300"], "--prompt-tokens 300 and --answer-tokens 24 need 688 positions"),
+        (["--prompt-tokens", "5"], "raise --prompt-tokens"),
+        (["--written", "1", "--held-out", "0", "--answer-tokens", "1"], "does not end the prompts"),
         (["--phase", "train"], "run the phase `generate` first"),
         (["--phase", "eval"], "run the phase `generate` first"),
         (["--phase", "write"], "run the phase `train` first"),
@@ -122,6 +131,45 @@ def test_what_cannot_start_leaves_nothing(
     assert train(model, prompts, tmp_path / "work", *wish) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "work").exists()
+
+
+def test_text_that_goes_on_is_other_text(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training may begin before the text is done, and then goes on with what it began with."""
+    assert train(model, prompts, tmp_path, "--phase", "generate", "--tokens", "300") == 0
+    plan = tmp_path / "text.json"
+    plan.write_text(plan.read_text().replace('"tokens": 300', '"tokens": 900'))  # as if it had been cut
+    learn = ("--phase", "train", "--stop-after", "0")
+    assert train(model, prompts, tmp_path, *learn) == train(model, prompts, tmp_path, *learn) == CUT
+    assert capsys.readouterr().out.count("of 900: the text is not complete") == 2
+    assert train(model, prompts, tmp_path, "--phase", "generate") == 0
+    assert train(model, prompts, tmp_path, "--phase", "train") == 2
+    told = capsys.readouterr()
+    assert "not complete" not in told.out and "begun with other text" in " ".join(told.err.split())
+
+
+def test_a_head_is_there_before_it_is_sharpened(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharpening takes its time, and somebody may end it."""
+
+    def ended(trainer: Trainer) -> bool:
+        raise LoadError("ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "sharpen", ended)
+        assert train(model, prompts, tmp_path) == 2
+    plain = files(tmp_path)
+    assert {"head/config.json", "head/model.safetensors", "speculators/model.safetensors"} <= set(plain)
+    monkeypatch.setattr("draftproof.train.evaluate.SHARPER", (1.2,))
+    assert train(model, prompts, tmp_path) == 0
+    sharp = files(tmp_path)
+    assert all(
+        sharp[name] != plain[name]
+        for name in plain
+        if name.endswith("model.safetensors") and "train" not in name
+    )
 
 
 def test_what_is_no_prompt_is_named(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         metavar="SECONDS",
-        help="choose --steps so that training takes about so long here, and say how many",
+        help="choose --steps so that all of the phase `train` takes about so long here, and say how many",
     )
     parser.add_argument("--max-num-seqs", type=int, default=256, help="texts that are written side by side")
     parser.add_argument("--verifier", metavar="NAME", help="the model's name for other engines (hub id)")
@@ -82,6 +82,8 @@ def train_plan(options: argparse.Namespace) -> TrainPlan:
         last = load_config(options.model)[0].num_layers - 1
         if not all(0 <= layer <= last for layer in layers):
             raise ConfigError(f"--aux-layers {options.aux_layers}: {options.model} has layers 0..{last}")
+    if options.seconds is not None and (options.steps or not options.seconds > 0):
+        raise ConfigError("--seconds is a time above 0, and chooses --steps: give one of them")
     return TrainPlan(model=options.model, seed=options.seed, aux_layers=layers, **_chosen(TrainPlan, options))
 
 

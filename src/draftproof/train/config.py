@@ -44,6 +44,10 @@ class TextPlan:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a share in 0..1, got {getattr(self, name)}")
         _positive(self, ("tokens", "shard", "prompt_tokens", "answer_tokens", "temperature"))
+        if self.held_out < 0:
+            raise ConfigError(f"held_out is not negative, got {self.held_out}")
+        if abs(1000 * self.temperature - round(1000 * self.temperature)) > 1e-9:
+            raise ConfigError(f"temperature is kept in thousandths, got {self.temperature}: round it")
         if not self.prompts and self.written < 1:
             raise ConfigError("give a file of --prompts, or --written 1: the model then writes all of them")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -65,9 +65,10 @@ def _prompt(row: dict[str, Any]) -> Talk:
 
 
 class Generator:
-    """Writes shards until there is enough text."""
+    """Writes shards until there is enough text. `begin` is called before the first is written."""
 
-    def __init__(self, llm: LLM, plan: TextPlan, telling: Telling) -> None:
+    def __init__(self, llm: LLM, plan: TextPlan, telling: Telling, begin: Callable[[], None]) -> None:
+        self.begin = begin
         self.llm = llm
         self.plan = plan
         self.telling = telling
@@ -77,11 +78,12 @@ class Generator:
         if prompts and len(prompts) <= held:
             raise ConfigError(f"{len(prompts)} prompts are not more than the {held} to be held out")
         self.held, self.prompts = prompts[:held], prompts[held:]
+        self.too_long: list[int] = []  # tokens of the prompts that were left out
 
     def run(self, folder: Path, stop_at: float | None = None) -> bool:
         """Whether it is done; False when the time was up (`time.monotonic()`) between two shards."""
         if self.plan.held_out and not shard_tokens(folder / "held"):
-            write_shard(folder / "held", 0, self._held(), self.llm.engine.limits.vocab_size)
+            self._keep(folder / "held", 0, self._held())
         sizes = shard_tokens(folder)
         began, before = time.monotonic(), sum(sizes)
         while sum(sizes) < self.plan.tokens:
@@ -89,7 +91,7 @@ class Generator:
                 self.telling.say(f"generate: stopped at {sum(sizes):,} tokens; run it again to go on")
                 return False
             texts = self._shard(len(sizes))
-            write_shard(folder, len(sizes), texts, self.llm.engine.limits.vocab_size)
+            self._keep(folder, len(sizes), texts)
             sizes.append(sum(len(text.tokens) for text in texts))
             self.telling.show("generate", min(sum(sizes), self.plan.tokens), self.plan.tokens)
             rate = (sum(sizes) - before) / (time.monotonic() - began)
@@ -99,6 +101,19 @@ class Generator:
                 f"{rate:,.0f} tokens/s, {left:.0f} s left"
             )
         return True
+
+    def _keep(self, folder: Path, index: int, texts: list[Text]) -> None:
+        """Write a shard down; the first one, and the plan with it."""
+        if not texts:
+            plan, why = self.plan, "the model does not end the prompts that it writes: lower --written"
+            if self.too_long:
+                why = f"the shortest prompt has {min(self.too_long)} tokens: raise --prompt-tokens"
+            raise ConfigError(
+                f"{folder}: shard {index} has no text, with --prompt-tokens {plan.prompt_tokens} and "
+                f"--answer-tokens {plan.answer_tokens}; {why}"
+            )
+        self.begin()
+        write_shard(folder, index, texts, self.llm.engine.limits.vocab_size)
 
     # --- one shard ----------------------------------------------------------------------------------
 
@@ -144,7 +159,9 @@ class Generator:
 
     def _answer(self, asked: list[Asked]) -> tuple[list[Text], list[Messages]]:
         """The answers to what is not too long, and the conversations: [] where none can go on."""
-        kept = [(a, ids) for a in asked if 0 < len(ids := self._ids(a.talk)) <= self.plan.prompt_tokens]
+        given = [(a, self._ids(a.talk)) for a in asked]
+        kept = [(a, ids) for a, ids in given if 0 < len(ids) <= self.plan.prompt_tokens]
+        self.too_long += [len(ids) for _, ids in given if len(ids) > self.plan.prompt_tokens]
         params = [
             SamplingParams(temperature=a.temperature, seed=a.seed, max_tokens=self.plan.answer_tokens)
             for a, _ in kept

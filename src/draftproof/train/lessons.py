@@ -29,11 +29,18 @@ class Lessons:
         """tokens [B, T]: those of the batch, on the device."""
         if not self.keep:
             return self.teacher(tokens, self.layers)
-        if self._rows is None:
-            self._rows = self._compute()
-        rows = F.embedding(self._places(batch), self._rows)  # [B, T, (layers + 1) * hidden]
+        rows = F.embedding(self._places(batch), self.remember())  # [B, T, (layers + 1) * hidden]
         wide = len(self.layers) * self.teacher.config.hidden_size
         return Lesson(rows[..., :wide], rows[..., wide:])
+
+    def remember(self) -> Tensor:
+        """All rows; computed if they are not there."""
+        if self._rows is None:
+            self._rows = self._compute()
+        return self._rows
+
+    def forget(self) -> None:
+        self._rows = None
 
     def _places(self, batch: Batch) -> Tensor:
         """[B, T]: where the rows of each text stand; those beyond its end have the last place."""

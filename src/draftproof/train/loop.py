@@ -29,7 +29,7 @@ from draftproof.train.optimize import Mover
 from draftproof.train.plot import curve_png
 from draftproof.train.teacher import Teacher
 from draftproof.train.telling import Telling
-from draftproof.train.texts import Batch, Batches, Text, frequent_ids
+from draftproof.train.texts import Batch, Batches, Text, frequent_ids, usable
 from draftproof.train.write import write_head
 
 STATE = "state.pt"
@@ -112,7 +112,8 @@ class Trainer:
         device: torch.device,
         telling: Telling,
     ) -> None:
-        self.plan, self.telling, self.held, self.device = plan, telling, list(held), device
+        self.plan, self.telling, self.device = plan, telling, device
+        self.held = usable(held, plan.max_len)
         self.dtype = DTYPES[plan.dtype]
         vocab = checkpoint.config.vocab_size
         count = min(plan.draft_vocab or vocab, vocab)
@@ -183,18 +184,6 @@ class Trainer:
             self.telling.say(f"train: stopped after step {self.step} of {self.steps}; run it again to go on")
         return done
 
-    def pace(self, updates: int = 24) -> float:
-        """Seconds of an update on this machine. Spoils the weights."""
-        batches = self.batches.from_step(0)
-        for _ in range(4):  # the first ones compile and allocate
-            self.learn(next(batches), False)
-        self.decays.cpu()  # wait for the device
-        began = time.monotonic()
-        for _ in range(updates):
-            self.learn(next(batches), False)
-        next(iter(self.weights.values())).detach().cpu()
-        return (time.monotonic() - began) / updates
-
     def learn(self, batch: Batch, measure: bool = True) -> Tensor:
         """One update; the loss of each step of a chain, [unroll], on the device."""
         plan = self.plan
@@ -241,24 +230,28 @@ class Trainer:
     def accepted(self, texts: Sequence[Text]) -> dict[str, Acceptance]:
         return self.examiner(self.rounded(), texts, self.plan.max_len)
 
-    def sharpen(self) -> None:
+    @property
+    def sharpens(self) -> bool:
+        """Not where drafts go on from behind the last norm: there it is more than the scale of the logits."""
+        return bool(self.plan.sharpen) and not self.config.norm_output
+
+    def sharpen(self) -> bool:
         """Once, at the end: as sharp as held-out texts like it best. Logits grow with the last norm.
 
-        Not where drafts go on from behind that norm: there it is more than the scale of the logits.
-        """
-        if not self.plan.sharpen:
-            return
-        if self.config.norm_output:
+        Whether it was done."""
+        if self.plan.sharpen and not self.sharpens:
             self.telling.say("train: not sharpened: drafts go on from the last norm (--norm-output 1)")
-            return
+        if not self.sharpens:
+            return False
         found = self.examiner.sharpest(self.rounded(), self.held, self.plan.max_len)
         if not found:
-            return
+            return False
         best = max(found, key=lambda factor: found[factor].length)
         lengths = ", ".join(f"{factor:g}: {value.length:.3f}" for factor, value in found.items())
         self.telling.say(f"train: acceptance length by what logits are multiplied with: {lengths}")
         with torch.no_grad():
             self.weights["norm.weight"].mul_(best)
+        return True
 
     def examine(self, folder: Path, parts: Tensor | None = None) -> None:
         """A point of the curve: the loss now, and acceptance on held-out texts."""
@@ -294,6 +287,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "curve": self.curve,
+            "text": {"digest": self.batches.digest, "tokens": int(self.batches.begins[-1])},
             "config": self.config.to_json(),
             "d2t": self.d2t.cpu(),
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
@@ -310,6 +304,12 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
+        text = state.get("text")
+        if text is not None and text["digest"] != self.batches.digest:
+            raise LoadError(
+                f"{path}: begun with other text, {text['tokens']:,} tokens and now "
+                f"{int(self.batches.begins[-1]):,}: use another work folder, or remove {folder} to begin anew"
+            )
         if HeadConfig.from_json(state["config"]) != self.config or not torch.equal(
             state["d2t"].to(self.device), self.d2t
         ):

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,18 @@ from draftproof.metrics import SpecStats
 from draftproof.models.config import ModelConfig
 from draftproof.models.head import Target
 from draftproof.models.head_formats import load_head, read_head
-from draftproof.models.load import load_checkpoint
+from draftproof.models.load import load_checkpoint, load_config
 from draftproof.ops import resolve_device
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TextPlan, TrainPlan, settle, write_json
 from draftproof.train.generate import Generator
 from draftproof.train.loop import Trainer
+from draftproof.train.pace import measured
 from draftproof.train.telling import Telling
 from draftproof.train.texts import Text, coverage, frequent_ids, read_texts, shard_tokens
 from draftproof.train.write import write_head, write_speculators
 
-PACED = 64  # updates' worth of text, on which an update is timed
+PACED = 32  # updates' worth of text, on which an update is timed
 
 
 class Run:
@@ -61,14 +63,20 @@ class Run:
             self.telling.say(f"generate: {sum(shard_tokens(folder)):,} tokens are there")
             return True
         room = 2 * plan.prompt_tokens + plan.answer_tokens + 64
+        there = load_config(plan.model)[0].max_position
+        if room > there:
+            raise ConfigError(
+                f"--prompt-tokens {plan.prompt_tokens} and --answer-tokens {plan.answer_tokens} need {room} "
+                f"positions (twice the one, the other and 64), {plan.model} has {there}: lower them"
+            )
         options = {"device": self.device, "max_model_len": room, "max_num_seqs": 256, **(engine or {})}
         # no more KV than is used: in the same process the training comes next
         options.setdefault("kv_cache_tokens", room * options["max_num_seqs"])
         llm = LLM(plan.model, **options)
-        settle(self.work / "text.json", plan)
         self.telling.say(f"generate: {llm.engine.describe()}")
         try:
-            done = Generator(llm, plan, self.telling).run(folder, stop_at)
+            begin = partial(settle, self.work / "text.json", plan)
+            done = Generator(llm, plan, self.telling, begin).run(folder, stop_at)
         finally:
             llm.close()
         if done and plan.held_out:
@@ -90,12 +98,18 @@ class Run:
         """How many updates this machine does in so long; as they were counted before, if they were."""
         path = self.work / "train.json"
         if path.exists():
-            return int(json.loads(path.read_text())["steps"])
+            steps = int(json.loads(path.read_text())["steps"])
+            self.telling.say(f"train: {steps} updates, as before: --seconds is asked once a work folder")
+            return steps
+        began = time.monotonic()
+        tokens = sum(shard_tokens(self.work / "text"))
         with repeatable():
-            pace = self._trainer(plan, PACED * plan.batch_tokens).pace()
-        steps = max(1, int(seconds / pace))
+            pace = measured(self._trainer(plan, PACED * plan.batch_tokens), began, tokens)
+        steps = pace.steps(seconds, plan.eval_every)
+        beside = pace.beside(steps, seconds, plan.eval_every)
         self.telling.say(
-            f"train: an update takes {1000 * pace:.0f} ms here: {steps} of them in {seconds:.0f} s"
+            f"train: an update takes {1000 * pace.update:.0f} ms here, and all the rest {beside:.0f} s: "
+            f"{steps} updates in {seconds:.0f} s"
         )
         return steps
 
@@ -112,8 +126,9 @@ class Run:
             return False
         spent = time.monotonic() - began
         self.telling.say(f"train: {trainer.tokens:,} tokens in {trainer.step} steps; {spent:.0f} s this time")
-        trainer.sharpen()
-        self._write(trainer, verifier)
+        self._write(trainer, verifier)  # whatever happens from now on, there is a head
+        if trainer.sharpen():
+            self._write(trainer, verifier)
         return True
 
     def evaluate(self, plan: TrainPlan, verifier: str | None = None) -> dict[str, Any]:
@@ -219,14 +234,25 @@ class Run:
             return trainer
         tokens = sum(len(text.tokens) for text in texts)
         size = 2 * sum(weight.numel() for weight in trainer.weights.values()) / 1e6
-        share = coverage(held, trainer.d2t.cpu().numpy(), checkpoint.config.vocab_size)
+        share = coverage(trainer.held, trainer.d2t.cpu().numpy(), checkpoint.config.vocab_size)
         self.telling.say(
-            f"train: {len(texts):,} texts, {tokens:,} tokens; {trainer.steps:,} steps, "
-            f"{len(trainer.batches.epoch(0)):,} see all of it; "
+            f"train: {len(texts):,} texts, {tokens:,} tokens{self._incomplete(tokens)}; "
+            f"{trainer.steps:,} steps, {len(trainer.batches.epoch(0)):,} see all of it; "
             f"layers {list(trainer.config.aux_layers)}, {size:.1f} MB; "
             f"{len(trainer.d2t):,} ids cover {100 * share:.2f} % of held-out answers"
         )
+        if left_out := len(held) - len(trainer.held):
+            said = (
+                f"{left_out} of {len(held)} held-out texts are left out: their prompts are not shorter than"
+            )
+            self.telling.say(f"train: {said} --max-len {plan.max_len}")
         return trainer
+
+    def _incomplete(self, tokens: int) -> str:
+        """Training may begin before the text is done; what it began with is what it goes on with."""
+        path = self.work / "text.json"
+        wanted = int(json.loads(path.read_text())["tokens"]) if path.exists() else 0
+        return f" of {wanted:,}: the text is not complete" if tokens < wanted else ""
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +113,16 @@ class Batch:
         return cls(tokens, lengths, prompts, cold, list(which))
 
 
+def usable(texts: Sequence[Text], max_len: int) -> list[Text]:
+    """A text whose answer is cut off by max_len altogether teaches nothing, and says nothing of a head."""
+    return [t for t in texts if len(t.tokens) >= 3 and t.prompt_length < min(len(t.tokens), max_len)]
+
+
 class Batches:
     """Which texts are in which step: a function of seed and step alone, so a resumed run goes on exactly."""
 
     def __init__(self, texts: Sequence[Text], batch_tokens: int, max_len: int, seed: int) -> None:
-        # a text whose answer is cut off by max_len altogether teaches nothing
-        self.texts = [
-            t for t in texts if len(t.tokens) >= 3 and t.prompt_length < min(len(t.tokens), max_len)
-        ]
+        self.texts = usable(texts, max_len)
         self.batch_tokens = batch_tokens
         self.max_len = max_len
         self.seed = seed
@@ -150,6 +154,15 @@ class Batches:
                 current = []
             current.append(index)
         return [*groups, current] if current else groups
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that is learnt from."""
+        known = hashlib.sha256()
+        for text in self.texts:
+            known.update(f"{text.prompt_length} {text.temperature} {text.seed}".encode())
+            known.update(np.asarray(text.tokens, np.int32).tobytes())
+        return known.hexdigest()[:16]
 
     def in_order(self) -> Iterator[Batch]:
         """Every text once, the shortest first."""

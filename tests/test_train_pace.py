@@ -1,0 +1,61 @@
+"""How many updates fit into a time, and which held-out texts a head is tried on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+import trained
+from draftproof.train import pace
+from draftproof.train.loop import Trainer
+from draftproof.train.pace import Pace, measured
+from draftproof.train.telling import Telling
+from draftproof.train.texts import Text
+
+
+def test_all_of_the_phase_fits() -> None:
+    """Updates, points of the curve, what is saved on the way and what comes once."""
+    found = Pace(update=0.1, point=2.0, saving=0.2, once=30.0)
+    steps = found.steps(300.0, 250)
+    assert steps == 2444
+
+    def whole(count: int) -> float:
+        return count * found.update + found.beside(count, 300.0, 250)
+
+    assert whole(steps) <= 300 < whole(steps + 1)
+    assert found.steps(20.0, 250) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "once"), [({"sharpen": 0}, 0.0), ({"sharpen": 1}, 2.0), ({"sharpen": 0, "keep": 1}, 100.0)]
+)
+def test_what_is_done_beside_updates_is_measured(
+    options: dict[str, int], once: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is timed takes a second here, of a part of the text and of half of the held-out texts."""
+
+    def timed(trainer: Trainer, work: Any) -> float:
+        work()
+        return 1.0
+
+    monkeypatch.setattr(pace, "_timed", timed)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(pace, "GROUP", 2)
+    made = trained.trainer(**options)
+    found = measured(made, 0.0, 100 * int(made.batches.begins[-1]))
+    assert found == Pace(update=1 / pace.TIMED, point=1.0, saving=1.0, once=once)
+
+
+def test_held_out_prompts_that_are_too_long_are_left_out() -> None:
+    every = trained.texts()
+    long = Text(np.arange(90, dtype=np.uint16), 70, 0.0, 1)
+    held = [long, *every[:8], Text(np.arange(70, dtype=np.uint16), 64, 1.0, 1)]
+    device = torch.device("cpu")
+    made = Trainer(trained.plan(), tiny.checkpoint("llama"), every[8:], held, device, Telling())
+    assert made.held == list(every[:8])
+    assert set(made.accepted(made.held)) == {"greedy", "coupled", "argmax"}
