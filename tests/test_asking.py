@@ -257,6 +257,20 @@ def test_prices_are_learned_from_the_clock() -> None:
     assert not engine_of(adaptive=False).loop.asking.priced
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_steps_that_overlap_where_the_device_is_waited_for(alone: bool) -> None:
+    """The drafts that were clocked last are then not those behind the step that is heard of."""
+    method = HEAD if alone else {"method": "hybrid", "proposers": [HEAD, SUFFIX]}
+    speculative = {**method, "num_speculative_tokens": 4}
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7)
+    found = []
+    for options in ({"speculative": speculative, "warm_up": True, "overlap": True}, {}):
+        engine = tiny.engine(max_num_seqs=2, **options)
+        ran = tiny.run(engine, [tiny.request(i, params) for i in range(4)], arrivals=[0, 0, 3, 9])
+        found.append({name: record.same() for name, record in ran.items()})
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("strategy", ["rejection", "target_match"])
 def test_no_drawn_draft_is_left_out_under_rejection(strategy: str) -> None:
     """A chain may have ended because of what was drawn, and how many are verified depends on its length. With

@@ -95,7 +95,7 @@ class Asking:
                 keys = int(scheduler.host.length[planned.slots].sum())
                 costs = scheduler.budgets.costs
                 spent = costs.takes(planned.num_rows, keys) + costs.asks(asked)
-            elif asked:
+            elif drafting.rounds:  # of the last drafts: where steps overlap, not those behind this one
                 each = drafting.took - (self._without or KEEPS_UP * drafting.took)
                 self._round = _followed(self._round, max(0.0, each) / drafting.rounds)
             else:

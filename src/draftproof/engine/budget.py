@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.config import MAX_SPECULATIVE_TOKENS
-from draftproof.engine.costs import Reals, RowCosts
+from draftproof.engine.clocked import Reals
+from draftproof.engine.costs import RowCosts
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

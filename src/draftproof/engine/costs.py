@@ -1,19 +1,11 @@
-"""What a step costs by its rows: timed at start without requests, then corrected by real steps.
-
-    seconds = speed * (empty(rows) * (1 + bent(rows)) + each * keys + asking(requests) + dear)
+"""What a step costs by its rows: timed at start without requests, then corrected by real steps (`clocked`).
 
 An empty step reads no keys, so it says how costs grow with rows and not what a step of these requests costs
-without drafts: the more that is, the less a draft adds to it. `each` is what a key costs (a token that a
-request has stored, and that every step reads), with whatever else a step costs beside its rows, in the time
-of empty steps. It is less than nothing where it is the rows that cost more than empty ones. `bent` is what
-steps of one size cost more than that, or less: with keys they may go another way. How quick the machine is
-at the moment (`speed`) cancels out of every choice. It is followed, so that a slow minute is not mistaken for
-dear rows or dear keys. `asking` is what a proposer with a model takes behind a step for the next drafts; what
-was timed of that at start knows nothing of the driver, nor of what else the machine does (`dear`).
-
-All of these are the state of one Kalman filter, which knows which of them a step says something about, and
-how much of that was known: steps that are alike say how quick the machine is, and one of another size, just
-after, what that size costs beside it. Sizes near each other are bent alike; what is old is forgotten.
+without drafts: the more that is, the less a draft adds to it. So a price is made of rows, with what steps of
+that size cost more than empty ones, or less; of what a key costs (a token that a request has stored, and that
+every step reads) with whatever else a step costs beside its rows; and of what a proposer with a model takes
+behind a step for the next drafts. Prices are in the time of empty steps: how quick the machine is at the
+moment cancels out of every choice.
 
 Where steps are queued ahead the host works beside the device, and a step is never done sooner than the host:
 up to that time rows cost nothing, and steps in which the device waited say nothing of rows or keys.
@@ -25,30 +17,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-Reals = NDArray[np.float64]
+from draftproof.engine.clocked import LEAST_KEYS, Clocked, Reals
+
 NOTHING: Mapping[int, float] = {}
 
-SLOW = 5.0  # times what was expected: a pause of whoever calls, not a step's time any more
-DISTURBED = 0.5  # above what was expected: by how much does not matter
-NOISE = 0.15  # of a step's time, by which steps of one kind differ
-DRIFT = 0.03  # of the machine's speed, by which it changes until the next step that is looked at
-WANDER = 0.01  # of what keys cost, and of the smallest step, by which keys and asking may change in a step
-BENT = 0.25  # of a size's time, by which it may be bent
-ALIKE = 1.0  # octaves between sizes within which they are bent alike
-FORGETS = 1 / 4096  # of what a size is bent, at every step
 FIRST, EVERY = 3, 4  # steps of one size: these, then every so many are looked at: all they tell is the speed
-AT_TIMES = 16  # steps after which that is done
-RECOVERS = 1 / 128  # of what asking is dearer than it was timed, at every step without
 BUSY = 0.97  # of a step in which the host was busy: the device had nothing to do for some of it
 HOSTED = 1 / 16  # of a step in what the host takes
 BURST = 2.0  # times what it usually takes: by how much more does not matter
 SURELY = 0.85  # of what it usually takes: often it takes less, and then rows are waited for
-LEAST_BENT = 0.5  # of an empty step, that any of its size costs
-DEAR = 0.3  # of the smallest step, by which asking may be dearer than was timed
 LEAST_DEAR = 0.25  # of what was timed: what costs nothing would be asked for always, and never known again
-LEAST = -0.8  # of the smallest step: what keys cost at least
 ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
 
@@ -73,17 +52,9 @@ class RowCosts:
         self._rows = list(range(1, self._timed[-1] + 1)) if between else self._timed
         self._grid = np.array(self._rows)
         self.learns = learns
-        self._speed = 0.0  # not known yet
+        self._clock = Clocked(self._timed, self._knots)
         self._host = 0.0  # seconds of the host's part of a step, where it runs beside the device
-        self._each = self._scale = self._dear = 0.0  # of a key; what is much for a key; asking
-        self._bent = np.zeros(len(self._timed))
-        octaves = np.log2(self._timed)
-        # covariances: of `dear` and what is bent before any step; of speed, `each` in `_scale`, and these
-        self._prior = np.zeros((1 + len(self._timed),) * 2)
-        self._prior[0, 0] = DEAR**2
-        self._prior[1:, 1:] = BENT**2 * np.exp(-np.abs(octaves[:, None] - octaves) / ALIKE)
-        self._doubt = np.zeros((0, 0))
-        self._steps = 0
+        self._speed = self._each = self._dear = 0.0  # as `clocked` has them; no speed: not known yet
         self._last, self._alike = (0, 0), 0  # size and requests asked for of the last step; how many like it
         self._empty: list[float] = []  # by `_rows`
         self._fill()
@@ -114,67 +85,28 @@ class RowCosts:
         self._last = at, asked
         if self._alike > FIRST and self._alike % EVERY:
             return
-        empty = self._empty[at] + self.asking(asked)
-        if not self._speed:  # the table was timed here: what is beyond it is not the rows
-            self._each = max(0.0, seconds - empty) / keys
-            self._scale = max(self._each, empty / keys)
-            self._speed = seconds / (empty + self.still(keys))
-            self._doubt = np.zeros((3 + len(self._timed),) * 2)
-            self._doubt[2:, 2:] = self._prior
-            self._doubt[0, 0] = self._doubt[1, 1] = 1 / 4
-        price = empty + self.still(keys)
-        off = seconds / (self._speed * price) - 1
-        if off <= SLOW - 1:
-            says = [(0, 1.0), (1, keys * self._scale / price), *self._parts(rows, price)]
-            if asked and self._askers:
-                says.append((2, self._knots[0] / price))
-            elif (
-                self._dear
-            ):  # what was dear may be cheap by now, and will not be known as long as nobody asks
-                self._dear *= 1 - RECOVERS
-                self._doubt[2, 2] += 2 * RECOVERS * DEAR**2
-            self._correct(min(off, DISTURBED), says)
-
-    def _parts(self, rows: int, price: float) -> list[tuple[int, float]]:
-        """Which of the sizes that were timed are in a step (from 3 on), and their shares of its price."""
-        at, knots = bisect_left(self._timed, rows), self._knots
-        if not self._between or self._timed[at] == rows:
-            return [(3 + at, knots[at] / price)]
-        low, high = self._timed[at - 1], self._timed[at]
-        upper = (rows - low) / (high - low)
-        return [(2 + at, (1 - upper) * knots[at - 1] / price), (3 + at, upper * knots[at] / price)]
-
-    def _correct(self, off: float, says: list[tuple[int, float]]) -> None:
-        """A step was off by so much of what it was expected to take, of which these are the shares."""
-        doubt = self._doubt
-        doubt[0, 0] += DRIFT**2
-        doubt[1, 1] += WANDER**2
-        doubt[2, 2] += WANDER**2
-        known = sum(share * doubt[of] for of, share in says)  # covariance of each with what was expected
-        gain = known / (NOISE**2 + sum(share * known[of] for of, share in says))
-        doubt -= gain[:, None] * known
-        gain *= off
-        self._speed *= 1 + float(gain[0])
-        self._each += float(gain[1]) * self._scale
-        self._dear += float(gain[2]) * self._knots[0]
-        self._bent += gain[3:]
-        self._steps += 1
-        if self._steps % AT_TIMES == 0:
-            gone = AT_TIMES * FORGETS
-            self._bent *= 1 - gone
-            self._dear *= 1 - gone
-            doubt[2:, 2:] *= 1 - 2 * gone
-            doubt[2:, 2:] += 2 * gone * self._prior
+        clock = self._clock
+        clock.hear(self._parts(rows), keys, self._asks(asked), seconds)
+        self._speed, self._each, self._dear = clock.speed, clock.each, clock.dear
         self._fill()
 
+    def _parts(self, rows: int) -> list[tuple[int, float]]:
+        """Which of the sizes that were timed a step lies between, and how much of each."""
+        at = bisect_left(self._timed, rows)
+        if not self._between or self._timed[at] == rows:
+            return [(at, 1.0)]
+        low, high = self._timed[at - 1], self._timed[at]
+        upper = (rows - low) / (high - low)
+        return [(at - 1, 1 - upper), (at, upper)]
+
     def _fill(self) -> None:
-        """Prices by rows. A larger step is never quicker, nor any much quicker than an empty one."""
-        made = np.maximum.accumulate(self._knots * np.maximum(1 + self._bent, LEAST_BENT))
+        """Prices by rows. A larger step is never quicker."""
+        made = np.maximum.accumulate(self._knots * (1 + self._clock.bent))
         self._empty = (np.interp(self._grid, self._timed, made) if self._between else made).tolist()
 
     def still(self, keys: float) -> float:
         """What a step with these keys costs beside its rows."""
-        return max(self._each * keys, LEAST * self._empty[0])
+        return max(self._each * keys, LEAST_KEYS * self._empty[0])
 
     def of(self, rows: int) -> float:
         """What rows cost; more than were ever measured, as the most that were."""
@@ -199,10 +131,14 @@ class RowCosts:
 
     def asking(self, requests: int) -> float:
         """What drafts for so many requests cost before any of them is verified."""
+        timed = self._asks(requests)
+        return max(LEAST_DEAR * timed, timed + self._dear) if timed else 0.0
+
+    def _asks(self, requests: int) -> float:
+        """As it was timed."""
         if not self._askers or not requests:
             return 0.0
-        timed = self._asking[min(bisect_left(self._askers, requests), len(self._askers) - 1)]
-        return max(LEAST_DEAR * timed, timed + self._dear)
+        return self._asking[min(bisect_left(self._askers, requests), len(self._askers) - 1)]
 
     def knows(self, rows: int) -> bool:
         return rows <= self._rows[-1]
