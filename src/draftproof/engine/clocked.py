@@ -54,6 +54,7 @@ class Clocked:
         self._doubt = np.zeros((len(self._state),) * 2)
         self._usual = 0.0  # what steps take, beside empty ones
         self._steps = 0
+        self._asks = False  # has anybody been asked?
 
     @property
     def speed(self) -> float:
@@ -80,13 +81,15 @@ class Clocked:
         empty = float(sum(share * self.knots[size] for size, share in rows)) + asking
         if not self._steps:
             self._begin(empty, keys, seconds)
-        says = [(SPEED, empty), (KEYS, float(keys))]
-        says += [(SIZES + size, share * float(self.knots[size])) for size, share in rows]
+        says = np.zeros_like(self._state)  # how much of each part is in it
+        says[SPEED], says[KEYS] = empty, keys
+        for size, share in rows:
+            says[SIZES + size] = share * self.knots[size]
         if asking:
-            says.append((ASKED, 1.0))
-        else:  # what was dear may be cheap by now, and will not be known as long as nobody asks
+            says[ASKED], self._asks = 1.0, True
+        elif self._asks:  # what was dear may be cheap by now, and will not be known as long as nobody asks
             self._fade(slice(ASKED, SIZES), RECOVERS)
-        expected = max(float(sum(part * self._state[of] for of, part in says)), 0.1 * empty * self.speed)
+        expected = max(float(says @ self._state), 0.1 * empty * self.speed)
         off = seconds - expected
         if off > (SLOW - 1) * expected:
             return
@@ -131,10 +134,10 @@ class Clocked:
         self._doubt[:, which] *= stays
         self._doubt[which, which] += (1 - stays**2) * self._state[SPEED] ** 2 * self._prior[prior, prior]
 
-    def _correct(self, off: float, says: list[tuple[int, float]], noise: float) -> None:
-        """A step was off by so many seconds, and these parts are in it."""
-        known = sum(part * self._doubt[of] for of, part in says)  # covariance of each with what was expected
-        gain = known / (noise + sum(part * known[of] for of, part in says))
+    def _correct(self, off: float, says: Reals, noise: float) -> None:
+        """A step was off by so many seconds, and so much of each part is in it."""
+        known = self._doubt @ says  # covariance of each with what was expected
+        gain = known / (noise + float(says @ known))
         self._doubt -= gain[:, None] * known
         self._state += off * gain
 
