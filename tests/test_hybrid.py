@@ -79,7 +79,9 @@ def test_a_search_says_itself_what_it_is_worth():
     assert draft.sources.dtype == torch.int8
 
 
-def test_a_new_request_in_the_slot_begins_anew():
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_new_request_in_the_slot_begins_anew(seed):
+    """Also one with the seed of the one before: some clients send one seed always."""
     proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=4)
     columns = lines(proposer.env.ops, 4, [[5, 6, 7, 5, 6], [7]])
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
@@ -90,7 +92,8 @@ def test_a_new_request_in_the_slot_begins_anew():
     columns.tokens[0, 5] = 90
     proposer.draft(batch)
     assert proposer.record.fell[0].sum() == UNIT
-    columns.seed[0] = 2
+    columns.seed[0] = seed
+    proposer.start(0, tiny.request(0, SamplingParams(), seed=seed))
     proposer.draft(batch)
     assert not proposer.record.fell.any()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -10,10 +11,13 @@ import tiny
 from draftproof.cli import main
 from draftproof.config import SpeculativeConfig
 from draftproof.errors import ConfigError, RequestError
+from draftproof.llm import LLM
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
+from draftproof.simulate.command import _measured
 from draftproof.simulate.recorded import Recorded, read
 from draftproof.simulate.replay import Costs, replay
+from serving import make_folder
 
 LOOP = [5, 6, 7, 8] * 8
 
@@ -83,7 +87,7 @@ def test_costs():
     # 6 plain steps and the last window has one draft only
     assert out.seconds == pytest.approx(6 * 0.010 + 6 * 0.016 + 0.012)
     assert out.speed_up == pytest.approx(0.32 / out.seconds)
-    for wrong in ({}, {0: 1.0}, {1: 0.0}):
+    for wrong in ({}, {0: 1.0}, {1: 0.0}, {1: float("inf")}, {1: float("nan")}):
         with pytest.raises(ConfigError, match="seconds by rows"):
             Costs(wrong)
 
@@ -93,6 +97,36 @@ def test_several_proposers():
     spec = config("hybrid", proposers=members)
     out = replay([Recorded([1], LOOP)], spec, [4])[0]
     assert set(out.sources) == {"ngram", "suffix"} and out.stats.acceptance_length > 2
+
+
+def test_what_became_of_a_request_is_no_other_ones_record():
+    """A hybrid's choice in a request is the same in a slot of its own and in one that others had before."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(50) for _ in range(40)] for _ in range(12)]
+    noise = [[rng.randrange(8) for _ in range(80)] for _ in range(6)]
+    said = [(prompts[i] * 2) if i % 2 else noise[i // 2] for i in range(12)]
+    records = [Recorded(p, o, str(i)) for i, (p, o) in enumerate(zip(prompts, said, strict=True))]
+    spec = config("hybrid", proposers=[{"method": "ngram"}, {"method": "suffix", "pool_tokens": 0}])
+    after, beside = (replay(records, spec, [4], batch)[0].tasks for batch in (1, 12))
+    assert after == beside
+
+
+def test_a_model_is_timed_as_far_as_it_is_asked(tmp_path, monkeypatch):
+    """Beyond the rows of a step nothing is timed, and what is asked of them would be flat."""
+    asked = {}
+
+    class Engine(LLM):
+        def __init__(self, model, **options):
+            asked.update(options)
+            super().__init__(model, load_format="dummy", **options)
+
+        def close(self):
+            asked["closed"] = True
+            super().close()
+
+    monkeypatch.setattr("draftproof.llm.LLM", Engine)
+    assert max(_measured(str(make_folder(tmp_path)), 40)) == 40
+    assert asked["max_num_batched_tokens"] == 40 and asked["closed"]
 
 
 def test_what_needs_a_model_is_refused():
@@ -112,20 +146,20 @@ def test_what_needs_a_model_is_refused():
 
 
 class Letters:
-    def encode(self, text):
-        return [ord(letter) for letter in text]
+    def encode(self, text, add_special_tokens=True):
+        return [1] * add_special_tokens + [ord(letter) for letter in text]
 
 
 def test_files(tmp_path):
     path = tmp_path / "said.jsonl"
     rows = [
         {"prompt_token_ids": [1, 2], "token_ids": [3], "task": "qa", "cache_salt": "x"},
-        {"prompt": "ab", "text": "cd", "prediction": "e"},
+        {"prompt": "ab", "text": "c\u2028", "prediction": "e"},
     ]
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    path.write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", "utf-8")
     assert read(path, Letters()) == [
         Recorded([1, 2], [3], "qa", "x"),
-        Recorded([97, 98], [99, 100], prediction=[101]),
+        Recorded([1, 97, 98], [99, 0x2028], prediction=[101]),
     ]
     for line, reason in (
         ("{", "not JSON"),
@@ -134,6 +168,7 @@ def test_files(tmp_path):
         ('{"prompt_token_ids": [1]}', "neither token_ids nor text"),
         ('{"prompt_token_ids": [1], "token_ids": []}', "a token at least"),
         ('{"prompt_token_ids": [1, -1], "token_ids": [1]}', "token ids"),
+        ('{"prompt_token_ids": [1], "token_ids": [1099511627776]}', "token ids, in 0.."),
         ('{"prompt_token_ids": [1], "token_ids": [1], "task": 3}', "texts"),
         ("", "no request"),
     ):
@@ -166,6 +201,10 @@ def test_the_command(tmp_path, capsys):
     assert told["outcomes"][1]["speed_up"] == pytest.approx(0.32 / 0.168, abs=1e-3)
     assert main([*given, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["outcomes"][0]["tasks"] == {"loops": 1.6842}
+    for extra in ('"adaptive": true', '"accept_policy": "reject_all"', '"verify_strategy": "topp"'):
+        assert main([*given, "--speculative-config", f'{{"method": "ngram", {extra}}}']) == 2
+        assert f"{extra.split(':')[0][1:-1]} is no part" in capsys.readouterr().err
+    assert main([*given, "--speculative-config", '{"method": "ngram", "adaptive": false}']) == 0
     for wrong in (
         ["-k", "0"],
         ["-k", "x"],

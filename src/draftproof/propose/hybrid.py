@@ -71,6 +71,7 @@ class HybridProposer(DeviceProposer):
     # --- the host's part ----------------------------------------------------------------------------
 
     def start(self, slot: int, request: Request) -> None:
+        self.record.last[:, slot].fill_(-1)  # the one before may have had the same seed
         for member in self.members:
             member.start(slot, request)
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from draftproof.simulate.replay import Costs, Outcome
 
+# what a replay does: it takes what the record says, and always as many drafts as it may
+_HERE = {"verify_strategy": "target_match", "accept_policy": "normal", "adaptive": False}
+
 
 def add_options(parser: argparse.ArgumentParser, speculation: str) -> None:
     parser.add_argument(
@@ -53,6 +56,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     wish = read_speculation(options.speculative_config)
     if wish is None:
         raise RequestError("--speculative-config off: a proposer is needed; speed-ups are over none already")
+    for key, here in _HERE.items():
+        if key in wish and wish[key] != here:
+            raise RequestError(
+                f"--speculative-config: {key} is no part of guessing, and only that is done here: drop it"
+            )
     config = SpeculativeConfig.parse(wish)
     lengths = _lengths(options.k)
     if not 1 <= options.batch <= 1024:
@@ -151,6 +159,10 @@ def _measured(model: str, rows: int) -> dict[int, float]:
     from draftproof.llm import LLM
 
     spec = {"method": "ngram", "num_speculative_tokens": 1}
-    llm = LLM(model, max_num_seqs=max(1, -(-rows // 2)), speculative_config=spec)
-    costs = llm.engine.loop.scheduler.budgets.costs
-    return {size: costs.of(size) for size in some_of(rows)}
+    seqs = max(1, -(-rows // 2))
+    llm = LLM(model, max_num_seqs=seqs, max_num_batched_tokens=rows, speculative_config=spec)
+    try:
+        costs = llm.engine.loop.scheduler.budgets.costs
+        return {size: costs.of(size) for size in some_of(rows)}
+    finally:
+        llm.close()

@@ -11,6 +11,8 @@ from typing import Any
 from draftproof.errors import RequestError
 from draftproof.text.tokenizer import Tokenizer
 
+MOST_IDS = 1 << 22  # of a vocabulary: some columns are as wide
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -26,7 +28,7 @@ class Recorded:
 def read(path: Path, tokenizer: Tokenizer | None = None) -> list[Recorded]:
     """Lines with prompt_token_ids and token_ids, or prompt and text; also task, cache_salt, prediction."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").split("\n")  # other ends of lines may stand in a JSON text
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}") from error
     found = [_line(line, tokenizer, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -42,7 +44,7 @@ def _line(line: str, tokenizer: Tokenizer | None, where: str) -> Recorded:
         raise RequestError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise RequestError(f"{where}: an object is wanted, one a line")
-    prompt = _ids(row, "prompt_token_ids", "prompt", tokenizer, where)
+    prompt = _ids(row, "prompt_token_ids", "prompt", tokenizer, where, begins=True)
     output = _ids(row, "token_ids", "text", tokenizer, where)
     guess: Sequence[int] = ()
     if "prediction" in row or "prediction_token_ids" in row:
@@ -55,16 +57,19 @@ def _line(line: str, tokenizer: Tokenizer | None, where: str) -> Recorded:
     return Recorded(prompt, output, task, salt, guess)
 
 
-def _ids(row: dict[str, Any], ids: str, text: str, tokenizer: Tokenizer | None, where: str) -> list[int]:
+def _ids(
+    row: dict[str, Any], ids: str, text: str, tokenizer: Tokenizer | None, where: str, begins: bool = False
+) -> list[int]:
+    """`begins`: special tokens belong before such a text."""
     if ids in row:
         value = row[ids]
         if not isinstance(value, list) or any(
-            isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value
+            isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < MOST_IDS for i in value
         ):
-            raise RequestError(f"{where}: {ids} must be a list of token ids")
+            raise RequestError(f"{where}: {ids} must be a list of token ids, in 0..{MOST_IDS - 1}")
         return value
     if not isinstance(row.get(text), str):
         raise RequestError(f"{where}: neither {ids} nor {text} is there")
     if tokenizer is None:
         raise RequestError(f"{where}: {text} is a text; --tokenizer MODEL says how it is cut into tokens")
-    return tokenizer.encode(row[text])
+    return tokenizer.encode(row[text], add_special_tokens=begins)

@@ -7,6 +7,7 @@ would have cost comes from a table of step times by rows.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class Costs:
     """Seconds of a step by its rows, between those that were measured on a straight line."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
-        if not seconds or any(rows < 1 or not cost > 0 for rows, cost in seconds.items()):
+        if not seconds or any(rows < 1 or not 0 < cost < math.inf for rows, cost in seconds.items()):
             raise ConfigError("costs must be seconds by rows, all positive, such as {1: 0.010, 8: 0.012}")
         self.rows = np.array(sorted(seconds), np.float64)
         self.seconds = np.array([seconds[int(rows)] for rows in self.rows])
@@ -163,7 +164,7 @@ class Replay:
                 id=str(self._number),
                 prompt_token_ids=record.prompt,
                 params=SamplingParams(cache_salt=record.salt),
-                seed=0,
+                seed=self._number,  # by it a proposer knows requests apart
                 prediction_ids=record.prediction,
             )
             self._number += 1
