@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from draftproof import LLM, ConfigError, LoadError, RequestError, SamplingParams
 from draftproof.text.ledger import Ledger
@@ -31,12 +33,17 @@ def test_prompts_in_every_form(llm: LLM) -> None:
         {"prompt": "The capital of France is"},
         {"prompt_token_ids": ids},
         ids,
+        np.asarray(ids),
+        list(np.asarray(ids)),
+        torch.tensor(ids),
+        {"prompt_token_ids": torch.tensor(ids)},
     ]
     answers = [llm.generate(form, greedy())[0] for form in forms]
     assert "Paris" in answers[0].outputs[0].text
     assert {a.outputs[0].text for a in answers} == {answers[0].outputs[0].text}
     assert answers[0].prompt == forms[0] and answers[2].prompt is None
-    together = llm.generate(forms, [greedy(max_tokens=n) for n in (3, 4, 5, 6)], use_tqdm=False)
+    assert len(llm.generate(torch.tensor([ids, ids]), greedy(max_tokens=1), use_tqdm=False)) == 2
+    together = llm.generate(forms[:4], [greedy(max_tokens=n) for n in (3, 4, 5, 6)], use_tqdm=False)
     assert [len(a.outputs[0].token_ids) for a in together] == [3, 4, 5, 6]
 
 
@@ -182,7 +189,9 @@ def test_messages_that_are_none(llm: LLM, messages: object) -> None:
         llm.chat(messages, greedy())
 
 
-@pytest.mark.parametrize("prompt", [5, None, [None], b"abc", {"prompt_token_ids": 5}, {"prompt": None}])
+@pytest.mark.parametrize(
+    "prompt", [5, None, [None], b"abc", {"prompt_token_ids": 5}, {"prompt": None}, torch.tensor(5)]
+)
 def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
     with pytest.raises(RequestError, match="a text or a list of token ids"):
         llm.generate(prompt, greedy())

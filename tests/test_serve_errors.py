@@ -98,7 +98,7 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": 2}, "logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
-    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),

@@ -99,15 +99,26 @@ def test_every_option_of_the_issue_is_there() -> None:
 @pytest.mark.parametrize("name", sorted(ASKS_NOTHING))
 def test_what_asks_for_nothing_is_let_pass_and_the_rest_is_told_why_not(name: str) -> None:
     """Some clients always send such fields."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "n": 1.0}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     for value in ASKS_NOTHING[name]:
-        asked = decode(msgspec.json.encode({**body, name: value}), ChatAsked)
-        assert asked.n == 1 and asked.model == "m"
+        for more in ({}, {"n": 2.0}):
+            asked = decode(msgspec.json.encode({**body, **more, name: value}), ChatAsked)
+            assert asked.n == more.get("n") and asked.model == "m"
     with pytest.raises(Problem) as told:
         decode(msgspec.json.encode({**body, name: "anything"}), ChatAsked)
     assert told.value.status == 400 and NOT_HONOURED[name] in told.value.message
     with pytest.raises(Problem, match="nonsense"):
         decode(msgspec.json.encode({**body, name: ASKS_NOTHING[name][0], "nonsense": 1}), ChatAsked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("parallel_tool_calls", 1), ("store", 0), ("length_penalty", True)]
+)
+def test_numbers_and_truths_are_not_the_same(name: str, value: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "length_penalty": 1}
+    decode(msgspec.json.encode(body), ChatAsked)
+    with pytest.raises(Problem, match=name):
+        decode(msgspec.json.encode({**body, name: value}), ChatAsked)
 
 
 def test_keys_are_in_the_document() -> None:

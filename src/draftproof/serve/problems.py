@@ -92,9 +92,7 @@ def decode(body: bytes, kind: type[Any]) -> Any:
     try:
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            if "got `float`" not in str(error) and not _UNKNOWN.match(str(error)):
-                raise
+        except msgspec.ValidationError:
             return msgspec.convert(_integral(_asked(msgspec.json.decode(body))), kind)
     except msgspec.ValidationError as error:
         raise _wrong(str(error), kind) from None
@@ -106,7 +104,13 @@ def _asked(value: Any) -> Any:
     """Without what asks for nothing: some clients always send it."""
     if not isinstance(value, dict):
         return value
-    return {name: item for name, item in value.items() if item not in ASKS_NOTHING.get(name, ())}
+    return {name: item for name, item in value.items() if not _asks_nothing(name, item)}
+
+
+def _asks_nothing(name: str, item: Any) -> bool:
+    """1 is not true here, nor 0 false."""
+    same = [known for known in ASKS_NOTHING.get(name, ()) if known == item]
+    return any(isinstance(known, bool) == isinstance(item, bool) for known in same)
 
 
 def _integral(value: Any) -> Any:
