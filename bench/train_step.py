@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.train.config import TrainPlan
 from draftproof.train.loop import Trainer
+from draftproof.train.pace import seconds_an_update
 from draftproof.train.run import repeatable
 from draftproof.train.telling import Telling
 from draftproof.train.texts import Text
@@ -46,7 +47,7 @@ def measure(options: argparse.Namespace, checkpoint: Checkpoint, keep: int) -> d
     some = texts(options.texts, 1024, checkpoint.config.vocab_size)
     with repeatable():
         trainer = Trainer(plan, checkpoint, some, some[:2], device, Telling())
-        pace = trainer.pace(options.updates)
+        pace = seconds_an_update(trainer, options.updates)
         batches = list(islice(trainer.batches.from_step(0), options.updates))
         tokens = sum(int(batch.lengths.sum()) for batch in batches) / len(batches)
         gpu = device.type == "cuda"

@@ -39,14 +39,12 @@ def measured(trainer: Trainer, began: float, tokens: int) -> Pace:
     the trainer may have a part of."""
     reading = time.monotonic() - began  # comes once more
     lessons, plan, held = trainer.lessons, trainer.plan, trainer.held
-    batches = trainer.batches.from_step(0)
-    for _ in range(WARM):
-        trainer.learn(next(batches), False)
     once = reading
     if plan.keep:
+        lessons.remember()  # compiles and allocates
         lessons.forget()
         once += _timed(trainer, lessons.remember) * tokens / int(trainer.batches.begins[-1])
-    update = _timed(trainer, lambda: [trainer.learn(next(batches), False) for _ in range(TIMED)]) / TIMED
+    update = seconds_an_update(trainer)
     trainer.accepted(held[:GROUP])  # compiles, too
     point = _timed(trainer, lambda: trainer.accepted(held[: plan.eval_texts]))
     if trainer.sharpens:
@@ -57,6 +55,14 @@ def measured(trainer: Trainer, began: float, tokens: int) -> Pace:
     with TemporaryDirectory() as folder:
         saving = _timed(trainer, lambda: trainer.save(Path(folder)))
     return Pace(update, point, saving, once + time.monotonic() - began)
+
+
+def seconds_an_update(trainer: Trainer, updates: int = TIMED) -> float:
+    """Spoils the weights."""
+    batches = trainer.batches.from_step(0)
+    for _ in range(WARM):
+        trainer.learn(next(batches), False)
+    return _timed(trainer, lambda: [trainer.learn(next(batches), False) for _ in range(updates)]) / updates
 
 
 def _timed(trainer: Trainer, work: Callable[[], object]) -> float:
