@@ -149,6 +149,14 @@ def test_text_that_goes_on_is_other_text(
     assert "not complete" not in told.out and "begun with other text" in " ".join(told.err.split())
 
 
+def test_held_out_prompts_that_are_too_long_are_told(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, prompts, tmp_path, "--max-len", "22") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 4 held-out texts are left out: their prompts are not shorter than --max-len 22" in said
+
+
 def test_a_head_is_there_before_it_is_sharpened(
     model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
