@@ -70,6 +70,8 @@ class Meter:
         sunk = loop.scheduler.asks_first
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
         self.weighs = llm.engine.loop.proposer is not None and llm.engine.loop.proposer.weighed >= 0
+        if machine.ahead and not self.weighs:
+            loop.asking = None  # a head alone is asked by the budgets there
         if loop.asking is not None:
             loop.asking.priced, loop.asking._ahead = True, machine.ahead
         if self.weighs:
