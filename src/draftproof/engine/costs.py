@@ -86,7 +86,7 @@ class RowCosts:
         if self._alike > FIRST and self._alike % EVERY:
             return
         clock = self._clock
-        clock.hear(self._parts(rows), keys, self._asks(asked), seconds)
+        clock.hear(self._parts(rows), keys, self._as_timed(asked), seconds)
         self._speed, self._each, self._dear = clock.speed, clock.each, clock.dear
         self._fill()
 
@@ -131,11 +131,11 @@ class RowCosts:
 
     def asking(self, requests: int) -> float:
         """What drafts for so many requests cost before any of them is verified."""
-        timed = self._asks(requests)
+        timed = self._as_timed(requests)
         return max(LEAST_DEAR * timed, timed + self._dear) if timed else 0.0
 
-    def _asks(self, requests: int) -> float:
-        """As it was timed."""
+    def _as_timed(self, requests: int) -> float:
+        """What drafts for so many took at start."""
         if not self._askers or not requests:
             return 0.0
         return self._asking[min(bisect_left(self._askers, requests), len(self._askers) - 1)]
