@@ -15,6 +15,6 @@ exec "${PYTHON:-python3}" -m draftproof train "${MODEL:-smollm2-135m}" --work "$
     --verifier HuggingFaceTB/SmolLM2-135M-Instruct --max-num-seqs 1024 \
     --tokens "${TOKENS:-22000000}" --shard 8192 --held-out 96 --prompt-tokens 960 --answer-tokens 256 \
     --written 0.2 --systems 0 --opened 0.6 --shown 0.1 --follow 0 --greedy 0.15 \
-    --draft-vocab "${DRAFT_VOCAB:-16384}" --intermediate-size "${INTERMEDIATE:-1920}" --max-len 1216 --keep "${KEEP:-1}" \
+    --draft-vocab "${DRAFT_VOCAB:-16384}" --intermediate-size "${INTERMEDIATE:-4608}" --bits "${BITS:-8}" --max-len 1216 --keep "${KEEP:-1}" \
     --feature-norm each --learning-rate 0.01 --warmup 100 --decay 0.65 --overlap 8 --prompt-weight 0.15 --prompt-rows 4 \
     --eval-every 800 --eval-texts 96 $long ${MORE:-}

@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace, checkpoint: Checkpoint, keep: int) -> d
     some = texts(options.texts, 1024, checkpoint.config.vocab_size)
     with repeatable():
         trainer = Trainer(plan, checkpoint, some, some[:2], device, Telling())
-        pace = seconds_an_update(trainer, options.updates)
+        pace, first = seconds_an_update(trainer, options.updates)
         batches = list(islice(trainer.batches.from_step(0), options.updates))
         tokens = sum(int(batch.lengths.sum()) for batch in batches) / len(batches)
         gpu = device.type == "cuda"
@@ -63,6 +63,7 @@ def measure(options: argparse.Namespace, checkpoint: Checkpoint, keep: int) -> d
         print(f"{100 * share:6.2f} %  {name}")
     return {
         "ms an update": round(1000 * pace, 2),
+        "seconds of the first time": round(first, 1),  # compiling, capturing
         "ms of its ops": round(total / 4000, 2),  # far less: the host is what takes the time
         "tokens/s": round(tokens / pace),
         "shares": table,

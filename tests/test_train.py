@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tiny
 import trained
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.head import HeadConfig, Target
+from draftproof.models.head_formats import load_head
+from draftproof.ops import Ops
 from draftproof.sampling_params import SamplingParams
 from draftproof.train import module
 from draftproof.train.causal import causal
 from draftproof.train.config import settle
 from draftproof.train.evaluate import SHARPER
+from draftproof.train.loop import Trainer
 from draftproof.train.loss import Aim, Rows, unrolled_loss
+from draftproof.train.slopes import Slopes
 from draftproof.train.teacher import Teacher
 from draftproof.train.texts import (
     Batch,
@@ -266,12 +270,43 @@ def test_what_counts() -> None:
     assert torch.equal(torch.stack(seen).sum(0) != 0, weight[0] != 0)
 
 
+def replayed(made: Trainer) -> Trainer:
+    """As on a device that replays: batches are filled up, and rows to a few numbers."""
+
+    class Replaying:
+        asynchronous, device = True, made.device
+        send, graph = made.ops.send, made.ops.graph
+
+    weights = list(made.weights.values())
+    made.slopes = Slopes(made._slopes, weights, made.plan.unroll, cast(Ops, Replaying()))
+    return made
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_what_is_filled_up_changes_nothing(keep: int) -> None:
+    plain, other = trained.trainer(keep=keep), replayed(trained.trainer(keep=keep))
+    shapes = set()
+    for number, group in enumerate(plain.batches.epoch(0)[:6]):
+        batch = plain.batches._batch(group[: 8 - number])
+        task, wide = plain._task(batch), other._task(batch)
+        shapes.add(tuple(part.shape for part in wide.parts))
+        assert len(wide.tokens) == 512 // batch.tokens.shape[1] and len(wide.heard) == wide.tokens.numel()
+        assert len(wide.chosen) % (wide.tokens.numel() // 8) == 0 and len(wide.chosen) > len(task.chosen)
+        (ours, losses), (theirs, same) = plain.slopes(task, True), other.slopes(wide, False)
+        torch.testing.assert_close(losses, same)
+        for one, two in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, two)
+        for made in (plain, other):
+            made.step += 1
+    assert len(shapes) > 1
+
+
 def test_what_is_kept_is_what_is_computed(tmp_path: Path) -> None:
     """The target's rows of every batch, found among those of all texts; a cut changes nothing."""
     plain, kept = trained.trainer(), trained.trainer(keep=1)
     for batch, _ in zip(plain.batches.from_step(0), range(4), strict=False):
         tokens = torch.from_numpy(batch.tokens)
-        ours, theirs = plain.lessons(batch, tokens), kept.lessons(batch, tokens)
+        ours, theirs = (one.lessons(tokens, one.lessons.places(batch)) for one in (plain, kept))
         for line, length in enumerate(batch.lengths.tolist()):
             for name in ("features", "hidden"):
                 one, other = (getattr(lesson, name)[line, :length] for lesson in (ours, theirs))
@@ -362,7 +397,7 @@ def test_a_head_is_sharpened_for_the_noise() -> None:
         assert torch.equal(other.weights["norm.weight"], kept)
 
 
-@pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1}])
+@pytest.mark.parametrize("options", [{}, {"bits": 8}, {"feature_norm": "each", "norm_output": 1}])
 def test_the_engine_accepts_what_training_counted(tmp_path: Path, options: dict[str, Any]) -> None:
     """The head in the engine: the same texts as without it, in as many steps as were foretold."""
     made = trained.trainer(steps=25, drafts=3, **options)
@@ -370,7 +405,7 @@ def test_the_engine_accepts_what_training_counted(tmp_path: Path, options: dict[
         if made.step == 25:
             break
         made.learn(batch)
-    write_head(tmp_path, made.config, made.weights, made.d2t)
+    write_head(tmp_path, made.config, made.weights, made.d2t, made.plan.bits)
     foretold = made.accepted(made.held)
     spec = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive": False}
     for name, temperature in (("greedy", 0.0), ("coupled", 1.0)):
@@ -394,6 +429,31 @@ def test_the_engine_accepts_what_training_counted(tmp_path: Path, options: dict[
 
 
 # --- files ----------------------------------------------------------------------------------------------
+
+
+def test_a_head_in_eight_bits(tmp_path: Path) -> None:
+    """Half of the bytes, what is read is what was tried, and a file without its scales is refused."""
+    made = trained.trainer(bits=8)
+    made.run(tmp_path)
+    write_head(tmp_path / "wide", made.config, made.weights, made.d2t)
+    folders = tmp_path / "head", tmp_path / "wide"
+    narrow, wide = (load_file(folder / "model.safetensors") for folder in folders)
+    size, full = (sum(t.nbytes for name, t in some.items() if name != "d2t") for some in (narrow, wide))
+    assert 0.5 * full < size < 0.6 * full
+    target = made.config.target
+    for name, weight in load_head(folders[0], target)[1].items():
+        if name != "d2t":
+            assert weight.dtype == torch.bfloat16 and torch.equal(weight.float(), made.rounded()[name])
+            kept = made.weights[name].detach()
+            most = 1 if kept.dim() == 1 else kept.abs().amax(1, keepdim=True) / 127
+            assert ((weight - kept).abs() <= 0.51 * most + kept.abs() / 256).all()
+    assert torch.equal(narrow["norm.weight"], wide["norm.weight"])
+    del narrow["fc.weight.scale"]
+    save_file(narrow, folders[0] / "model.safetensors")
+    with pytest.raises(LoadError, match=r"fc\.weight is packed, but fc\.weight\.scale"):
+        load_head(folders[0], target)
+    with pytest.raises(ConfigError, match="bits is 8 or 16, got 4"):
+        trained.plan(bits=4)
 
 
 def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, config_from_hf, read_json
 from draftproof.models.head import HeadConfig, Target
+from draftproof.models.head_packing import unpacked
 from draftproof.models.hub import find_model
 from draftproof.models.safetensors_files import checkpoint_files, read_safetensors
 from draftproof.models.tensors import check_shapes
@@ -75,7 +76,7 @@ def read_head(where: str | Path, num_layers: int) -> tuple[HeadConfig, dict[str,
         tensors |= read_safetensors(path)
     try:
         if "kind" in raw and "target" in raw:
-            config = HeadConfig.from_json(raw)
+            config, tensors = HeadConfig.from_json(raw), unpacked(tensors)
         else:
             config, tensors = _public(raw, tensors, num_layers)
         check_shapes({name: tuple(t.shape) for name, t in tensors.items()}, config.tensors(), "its tensors")

@@ -88,6 +88,7 @@ class TrainPlan:
         "joined", "of the head: joined, from a library's and the own keys', or written out"
     )
     keep: int = _option(0, "1: what the target says of the texts is computed once and kept on the device")
+    bits: int = _option(16, "of each number of a stored matrix: 16, or 8 with a scale a row")
     dtype: str = _option("bfloat16", "of activations: bfloat16 or float32; weights are trained in fp32")
     eval_every: int = _option(250, "updates between two points of the curve")
     eval_texts: int = _option(48, "held-out texts that a point is measured on")
@@ -102,6 +103,8 @@ class TrainPlan:
         for name in ("keep", "new_ids", "sharpen"):
             if getattr(self, name) not in (0, 1):
                 raise ConfigError(f"{name} is 0 or 1, got {getattr(self, name)}")
+        if self.bits not in (8, 16):
+            raise ConfigError(f"bits is 8 or 16, got {self.bits}")
         if self.attention not in ("joined", "written"):
             raise ConfigError(f"attention is joined or written, got {self.attention!r}")
         if self.optimizer not in ("adamw", "muon"):

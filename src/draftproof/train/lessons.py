@@ -25,11 +25,11 @@ class Lessons:
         self._rows: Tensor | None = None  # [tokens of all texts + 1, (layers + 1) * hidden]
         self.keep = keep
 
-    def __call__(self, batch: Batch, tokens: Tensor) -> Lesson:
-        """tokens [B, T]: those of the batch, on the device."""
+    def __call__(self, tokens: Tensor, stored: Tensor) -> Lesson:
+        """tokens [B, T]: those of a batch; stored: its places. Both on the device."""
         if not self.keep:
             return self.teacher(tokens, self.layers)
-        rows = F.embedding(self._places(batch), self.remember())  # [B, T, (layers + 1) * hidden]
+        rows = F.embedding(stored, self.remember())  # [B, T, (layers + 1) * hidden]
         wide = len(self.layers) * self.teacher.config.hidden_size
         return Lesson(rows[..., :wide], rows[..., wide:])
 
@@ -42,12 +42,15 @@ class Lessons:
     def forget(self) -> None:
         self._rows = None
 
-    def _places(self, batch: Batch) -> Tensor:
-        """[B, T]: where the rows of each text stand; those beyond its end have the last place."""
+    def places(self, batch: Batch) -> Tensor:
+        """[B, T]: where the rows of each text stand; those beyond its end have the last place. [0]: nothing
+        is kept."""
+        if not self.keep:
+            return torch.zeros(0, dtype=torch.int64)
         column = torch.arange(batch.tokens.shape[1])[None, :]
         begins = torch.from_numpy(self.batches.begins[batch.which])[:, None]
         lengths = torch.from_numpy(batch.lengths)[:, None]
-        return self.ops.send(torch.where(column < lengths, begins + column, self.batches.begins[-1]))
+        return torch.where(column < lengths, begins + column, self.batches.begins[-1])
 
     def _compute(self) -> Tensor:
         hidden, total = self.teacher.config.hidden_size, int(self.batches.begins[-1])

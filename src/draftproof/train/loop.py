@@ -18,6 +18,7 @@ from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.head import HeadConfig, Target
 from draftproof.models.head_formats import load_head
+from draftproof.models.head_packing import unpacked
 from draftproof.models.load import DTYPES, Checkpoint
 from draftproof.ops import resolve
 from draftproof.train.config import TrainPlan, write_json
@@ -27,10 +28,11 @@ from draftproof.train.loss import Aim, Rows, unrolled_loss
 from draftproof.train.module import HeadModule, new_weights
 from draftproof.train.optimize import Mover
 from draftproof.train.plot import curve_png
+from draftproof.train.slopes import GRAINS, Found, Slopes, Task
 from draftproof.train.teacher import Teacher
 from draftproof.train.telling import Telling
 from draftproof.train.texts import Batch, Batches, Text, frequent_ids, usable
-from draftproof.train.write import write_head
+from draftproof.train.write import stored, write_head
 
 STATE = "state.pt"
 SAY_EVERY = 10.0  # seconds between two lines
@@ -141,6 +143,7 @@ class Trainer:
         )
         self.weights = {name: weight.to(device).requires_grad_() for name, weight in fresh.items()}
         self.mover = Mover(plan, self.weights, self.steps)
+        self.slopes = Slopes(self._slopes, list(self.weights.values()), plan.unroll, self.ops)
 
     def _feature_sizes(self) -> Tensor:
         """[layers]: of a typical row; the first rows of a text can be a hundred times as large."""
@@ -186,24 +189,42 @@ class Trainer:
 
     def learn(self, batch: Batch, measure: bool = True) -> Tensor:
         """One update; the loss of each step of a chain, [unroll], on the device."""
-        plan = self.plan
-        tokens = self.ops.send(torch.from_numpy(batch.tokens))  # [B, T]
-        lesson = self.lessons(batch, tokens)
-        embeds = F.embedding(F.pad(tokens, (0, plan.unroll)), self.teacher.embedding)
-        rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
-        outputs = self.module.unroll(rounded, lesson.features, embeds, plan.unroll)
-        student = self.module.normed(rounded, outputs).flatten(1, 2)
-        weight, cold = self._weight(batch)
-        rows, send = Rows.of(weight), self.ops.send
-        there = lesson.hidden.flatten(0, 1)
-        loss, parts = unrolled_loss(
-            student, there, self.head, send(weight), send(cold), rows.sent(send), self.aim, measure
-        )
-        loss.backward()
+        slopes, parts = self.slopes(self._task(batch), measure)
+        for weight, slope in zip(self.weights.values(), slopes, strict=True):
+            weight.grad = slope
         self.mover.move(self.step)
         self.step += 1
         self.tokens += int(batch.lengths.sum())
         return parts / self.decays
+
+    def _task(self, batch: Batch) -> Task:
+        """What this update is computed from, on the host."""
+        grain = 1
+        if self.slopes.replays:
+            batch = batch.filled(self.plan.batch_tokens // batch.tokens.shape[1])
+            grain = -(-batch.tokens.size // GRAINS)
+        if self.lessons.keep:
+            self.lessons.remember()  # before anything is captured
+        weight, cold = self._weight(batch)
+        rows = Rows.of(weight, grain)
+        stored = self.lessons.places(batch)
+        tokens = torch.from_numpy(batch.tokens)
+        return Task(tokens, stored, weight, cold, rows.chosen, rows.places, rows.heard, rows.compared)
+
+    def _slopes(self, task: Task, measure: bool) -> Found:
+        """Of a task on the device."""
+        unroll, tokens = self.plan.unroll, task.tokens
+        lesson = self.lessons(tokens, task.stored)
+        embeds = F.embedding(F.pad(tokens, (0, unroll)), self.teacher.embedding)
+        rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
+        outputs = self.module.unroll(rounded, lesson.features, embeds, unroll)
+        student = self.module.normed(rounded, outputs).flatten(1, 2)
+        there = lesson.hidden.flatten(0, 1)
+        rows = Rows(task.chosen, task.places, task.heard, task.compared)
+        loss, parts = unrolled_loss(
+            student, there, self.head, task.weight, task.cold, rows, self.aim, measure
+        )
+        return torch.autograd.grad(loss, list(self.weights.values())), parts
 
     def _weight(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[unroll, B * T]: chains as far as the text goes, in full where an answer begins; [B * T]: cold.
@@ -225,7 +246,8 @@ class Trainer:
 
     def rounded(self) -> dict[str, Tensor]:
         """The weights as they will be stored, for trying."""
-        return {name: w.detach().to(torch.bfloat16).to(self.dtype) for name, w in self.weights.items()}
+        read = unpacked(stored(self.weights, self.plan.bits))
+        return {name: weight.to(self.dtype) for name, weight in read.items()}
 
     def accepted(self, texts: Sequence[Text]) -> dict[str, Acceptance]:
         return self.examiner(self.rounded(), texts, self.plan.max_len)
@@ -293,7 +315,7 @@ class Trainer:
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
             "optimizer": self.mover.state(),
         }
-        write_head(folder / "head", self.config, self.weights, self.d2t)
+        write_head(folder / "head", self.config, self.weights, self.d2t, self.plan.bits)
         half = folder / (STATE + ".part")
         torch.save(state, half)
         os.replace(half, folder / STATE)

@@ -46,20 +46,22 @@ class Rows:
     compared: Tensor  # [steps, M] int64: place in `heard` of row p + 1 + j
 
     @classmethod
-    def of(cls, weight: Tensor) -> Rows:
-        """Those with weight [steps, N], on the CPU; it is 0 where row p + 1 + j is not of the same text."""
+    def of(cls, weight: Tensor, grain: int = 1) -> Rows:
+        """Those with weight [steps, N], on the CPU; it is 0 where row p + 1 + j is not of the same text.
+
+        M is made a multiple of `grain` by a row that weighs nothing; with more than one, all rows are heard.
+        """
         steps, count = weight.shape
         some = weight[0].numpy() != 0  # a chain that is compared anywhere is compared first
         chosen = np.flatnonzero(some)
+        if more := -len(chosen) % grain:
+            chosen = np.concatenate([chosen, np.repeat(np.flatnonzero(~some)[:1], more)])
         places = np.where(some, np.cumsum(some) - 1, len(chosen))
         there = np.minimum(chosen + 1 + np.arange(steps)[:, None], count - 1)
-        used = np.zeros(count, np.bool_)
+        used = np.full(count, grain > 1)
         used[there] = True
         found = chosen, places, np.flatnonzero(used), (np.cumsum(used) - 1)[there]
         return cls(*(torch.from_numpy(part) for part in found))
-
-    def sent(self, send: Callable[[Tensor], Tensor]) -> Rows:
-        return Rows(send(self.chosen), send(self.places), send(self.heard), send(self.compared))
 
 
 def unrolled_loss(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from draftproof.train.evaluate import GROUP
 from draftproof.train.loop import SAVE_EVERY, Trainer
 
-WARM = 4  # updates that compile and allocate
 TIMED = 24  # updates
 
 
@@ -44,7 +44,8 @@ def measured(trainer: Trainer, began: float, tokens: int) -> Pace:
         lessons.remember()  # compiles and allocates
         lessons.forget()
         once += _timed(trainer, lessons.remember) * tokens / int(trainer.batches.begins[-1])
-    update = seconds_an_update(trainer)
+    update, first = seconds_an_update(trainer)
+    once += 2 * max(0.0, first - TIMED * update)  # compiling and capturing; other shapes are still to come
     trainer.accepted(held[:GROUP])  # compiles, too
     point = _timed(trainer, lambda: trainer.accepted(held[: plan.eval_texts]))
     if trainer.sharpens:
@@ -57,12 +58,11 @@ def measured(trainer: Trainer, began: float, tokens: int) -> Pace:
     return Pace(update, point, saving, once + time.monotonic() - began)
 
 
-def seconds_an_update(trainer: Trainer, updates: int = TIMED) -> float:
-    """Spoils the weights."""
-    batches = trainer.batches.from_step(0)
-    for _ in range(WARM):
-        trainer.learn(next(batches), False)
-    return _timed(trainer, lambda: [trainer.learn(next(batches), False) for _ in range(updates)]) / updates
+def seconds_an_update(trainer: Trainer, updates: int = TIMED) -> tuple[float, float]:
+    """And what all of them took the first time. Spoils the weights."""
+    batches = list(islice(trainer.batches.from_step(0), updates))
+    first = _timed(trainer, lambda: [trainer.learn(batch, False) for batch in batches])
+    return _timed(trainer, lambda: [trainer.learn(batch, False) for batch in batches]) / updates, first
 
 
 def _timed(trainer: Trainer, work: Callable[[], object]) -> float:

@@ -197,7 +197,7 @@ class Run:
         return found
 
     def _write(self, trainer: Trainer, verifier: str | None) -> None:
-        write_head(self.work / "head", trainer.config, trainer.weights, trainer.d2t)
+        write_head(self.work / "head", trainer.config, trainer.weights, trainer.d2t, trainer.plan.bits)
         target = trainer.teacher.config, trainer.teacher.head
         self._write_speculators(target, verifier, trainer.plan.drafts)
 
@@ -233,7 +233,7 @@ class Run:
         if enough is not None:
             return trainer
         tokens = sum(len(text.tokens) for text in texts)
-        size = 2 * sum(weight.numel() for weight in trainer.weights.values()) / 1e6
+        size = plan.bits / 8 * sum(weight.numel() for weight in trainer.weights.values()) / 1e6
         share = coverage(trainer.held, trainer.d2t.cpu().numpy(), checkpoint.config.vocab_size)
         self.telling.say(
             f"train: {len(texts):,} texts, {tokens:,} tokens{self._incomplete(tokens)}; "

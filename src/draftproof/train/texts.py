@@ -112,6 +112,20 @@ class Batch:
         cold = np.asarray([text.temperature == 0 for text in texts])
         return cls(tokens, lengths, prompts, cold, list(which))
 
+    def filled(self, rows: int) -> Batch:
+        """With empty texts, so that there are as many as that."""
+        more = max(0, rows - len(self.lengths))
+        if not more:
+            return self
+        none = np.zeros(more, np.int64)
+        return Batch(
+            np.concatenate([self.tokens, np.zeros((more, self.tokens.shape[1]), np.int64)]),
+            np.concatenate([self.lengths, none]),
+            np.concatenate([self.prompt_lengths, none]),
+            np.concatenate([self.cold, none != 0]),
+            self.which + [0] * (more if self.which else 0),
+        )
+
 
 def usable(texts: Sequence[Text], max_len: int) -> list[Text]:
     """A text whose answer is cut off by max_len altogether teaches nothing, and says nothing of a head."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.head import HeadConfig
+from draftproof.models.head_packing import packed
 from draftproof.train.config import write_json
 
 WEIGHTS = "model.safetensors"
@@ -20,9 +21,11 @@ CONFIG = "config.json"
 SPECULATORS_VERSION = "0.3.0"  # of the format that is written: the first with every key used here
 
 
-def write_head(folder: Path, config: HeadConfig, weights: Mapping[str, Tensor], d2t: Tensor) -> None:
-    """Ours: bf16, the target's embedding and LM head left out. The same weights give the same bytes."""
-    tensors = {name: _stored(weight) for name, weight in weights.items()}
+def write_head(
+    folder: Path, config: HeadConfig, weights: Mapping[str, Tensor], d2t: Tensor, bits: int = 16
+) -> None:
+    """Ours: the target's embedding and LM head left out. The same weights give the same bytes."""
+    tensors = {name: weight.contiguous().cpu() for name, weight in stored(weights, bits).items()}
     if config.reduced:
         tensors["d2t"] = d2t.detach().cpu().to(torch.int64).contiguous()
     _save(folder, tensors)
@@ -115,6 +118,15 @@ def _rope(config: HeadConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_position,
         }
     return rope  # yarn and "factors" are refused before training: `head_config`
+
+
+def stored(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """As a file has them: bf16, matrices in eight bits if that is wanted."""
+    some = packed(weights) if bits == 8 else dict(weights)
+    return {
+        name: weight.detach().bfloat16() if name in weights and weight.is_floating_point() else weight
+        for name, weight in some.items()
+    }
 
 
 def _stored(weight: Tensor) -> Tensor:
