@@ -10,6 +10,7 @@ work/eval.json               acceptance on all held-out texts
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -105,6 +106,7 @@ class Run:
         tokens = sum(shard_tokens(self.work / "text"))
         with repeatable():
             pace = measured(self._trainer(plan, PACED * plan.batch_tokens), began, tokens)
+        gc.collect()  # that trainer, and the memory of what it captured: the next one needs the room
         steps = pace.steps(seconds, plan.eval_every)
         beside = pace.beside(steps, seconds, plan.eval_every)
         self.telling.say(
