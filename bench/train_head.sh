@@ -17,4 +17,4 @@ exec "${PYTHON:-python3}" -m draftproof train "${MODEL:-smollm2-135m}" --work "$
     --written 0.2 --systems 0 --opened 0.6 --shown 0.1 --follow 0 --greedy 0.15 \
     --draft-vocab "${DRAFT_VOCAB:-16384}" --intermediate-size "${INTERMEDIATE:-4608}" --bits "${BITS:-8}" --max-len 1216 --keep "${KEEP:-1}" \
     --feature-norm each --learning-rate 0.01 --warmup 100 --decay 0.65 --overlap 8 --prompt-weight 0.15 --prompt-rows 4 \
-    --eval-every 800 --eval-texts 96 $long ${MORE:-}
+    --eval-every 1600 --eval-texts 96 $long ${MORE:-}
