@@ -13,7 +13,10 @@ from draftproof.train.run import repeatable
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when cuBLAS is first used
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore"),  # a compiler's own, of what it imports
+]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
