@@ -19,7 +19,6 @@ import pytest
 
 from draftproof.engine.settle import Ending, LogprobColumns, StepResults
 from draftproof.sampling_params import SamplingParams
-from draftproof.text import answer as answer_module
 from draftproof.text import ledger as ledger_module
 from draftproof.text.answer import Answer
 from draftproof.text.bulk import BulkDetokenizer
@@ -178,9 +177,10 @@ def in_bulk(
         columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
         ends = {i: ending.reason for i, ending in results.endings.items()}
         matched = ledger.add(lines, results.table, results.source, columns, ends)
-        for i in {*results.endings, *matched}:
-            name, ending = results.requests[i].id, results.endings.get(i, Ending("stop"))
-            done[name] = ledger.close(answers.pop(name), ending.reason, ending.stop, ending.error)
+        ended = {i: results.endings.get(i, Ending("stop")) for i in {*results.endings, *matched}}
+        over = {results.requests[i].id: ending for i, ending in ended.items()}
+        ledger.close_all([(answers[name], e.reason, e.stop, e.error) for name, e in over.items()])
+        done.update({name: answers.pop(name).output for name in over})
     assert not answers and not ledger.num_open
     return done
 
@@ -323,7 +323,9 @@ def test_control_half_a_character_lost_at_a_page_border(monkeypatch: pytest.Monk
 
 def test_control_the_stop_token_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = Ledger._empty
-    monkeypatch.setattr(Ledger, "_empty", lambda self, line, unseen: empty(self, line, False))
+    monkeypatch.setattr(
+        Ledger, "_empty", lambda self, lines, unseen: empty(self, lines, [False] * len(lines))
+    )
     assert "text" in compare(range(5))
 
 
@@ -393,9 +395,9 @@ def test_control_a_sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None
         class add:
             @staticmethod
             def accumulate(values: Any) -> Any:
-                return [np.sum(values[::-1])]
+                return [np.sum(values[::-1], axis=0)]
 
-    monkeypatch.setattr(answer_module, "np", Pairwise())
+    monkeypatch.setattr(ledger_module, "np", Pairwise())
     assert compare(range(10)) == {"cumulative_logprob", "cumulative bits"}
 
 

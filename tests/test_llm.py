@@ -239,7 +239,7 @@ def test_one_bad_request_loses_nothing(llm: LLM) -> None:
 
 def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the engine has let a request go and its answer is not built yet."""
-    for moment in ("add", "close", "_write"):
+    for moment in ("add", "close_all", "_write"):
         whole, calls = getattr(Ledger, moment), []
 
         def interrupted(self: Ledger, *args: object, whole: Any = whole, calls: Any = calls) -> Any:
@@ -251,7 +251,8 @@ def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(Ledger, moment, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                llm.generate(["a", "b", "c", "d"], greedy(max_tokens=4), use_tqdm=False)
+                each = [greedy(max_tokens=n) for n in (2, 3, 4, 5)]  # no two of them end together
+                llm.generate(["a", "b", "c", "d"], each, use_tqdm=False)
         assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
     assert llm.generate("fine", greedy())[0].finished
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftproof.text.logprob_page import rows_of
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 from draftproof.types import CompletionOutput, Logprob, LogprobRow
 
@@ -37,12 +38,16 @@ PLAIN = [
 ]
 
 
+def table(*columns: Any) -> LogprobTable:
+    return LogprobTable([rows_of(*columns, top=columns[2].shape[1])])
+
+
 def maps(tokenizer: Any = LETTERS) -> LogprobMaps:
-    return LogprobMaps(LogprobTable(TOKENS, VALUES, IDS, RANKS), tokenizer)
+    return LogprobMaps(table(TOKENS, VALUES, IDS, RANKS), tokenizer)
 
 
 def by_rows(tokenizer: Any = LETTERS) -> LogprobMaps:
-    return LogprobMaps(list(LogprobTable(TOKENS, VALUES, IDS, RANKS)), tokenizer)
+    return LogprobMaps(list(table(TOKENS, VALUES, IDS, RANKS)), tokenizer)
 
 
 both = pytest.mark.parametrize("make", (maps, by_rows))
@@ -85,9 +90,9 @@ def test_equality() -> None:
     assert maps()[:2] != maps() and LogprobMaps([], LETTERS) == []
     # another spelling of the same dicts
     ids, values = IDS[:, ::-1], VALUES[:, [0, 2, 1]]
-    swapped = LogprobMaps(LogprobTable(TOKENS[1:], values[1:], ids[1:], RANKS[1:]), LETTERS)
+    swapped = LogprobMaps(table(TOKENS[1:], values[1:], ids[1:], RANKS[1:]), LETTERS)
     assert swapped != maps()[1:]  # ranks go by place, so it is not the same
-    wide = LogprobTable(TOKENS, np.hstack([VALUES, VALUES[:, :1]]), np.hstack([IDS, TOKENS[:, None]]), RANKS)
+    wide = table(TOKENS, np.hstack([VALUES, VALUES[:, :1]]), np.hstack([IDS, TOKENS[:, None]]), RANKS)
     assert LogprobMaps(wide, LETTERS) == maps()  # the token itself again: not told twice
 
 
@@ -95,7 +100,7 @@ def test_equality() -> None:
 def test_control_any_changed_column_is_seen(column: int) -> None:
     columns = [TOKENS.copy(), VALUES.copy(), IDS.copy(), RANKS.copy()]
     columns[column][-1:] = columns[column][-1:] + 1
-    assert LogprobMaps(LogprobTable(*columns), LETTERS) != maps()
+    assert LogprobMaps(table(*columns), LETTERS) != maps()
 
 
 def test_nothing_is_told_before_the_first_token_of_a_prompt() -> None:

@@ -19,7 +19,7 @@ from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, SpecStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.answer import Answer
-from draftproof.text.ledger import Ledger
+from draftproof.text.ledger import Ended, Ledger
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.output import OutputBuilder
 from draftproof.text.tokenizer import Tokenizer
@@ -205,15 +205,24 @@ class Jobs:
             if builder.finished:
                 self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
                 completed += self._ended(job, index)
-        for i in dict.fromkeys([*results.endings, *matched]):
-            job, index = self.owners[results.requests[i].id]
-            answer, ending = job.answers[index], results.endings.get(i)
+        if results.endings or matched:
+            completed += self._close(results, dict.fromkeys([*results.endings, *matched]))
+        return completed
+
+    def _close(self, results: StepResults, ended: Iterable[int]) -> list[Job]:
+        """The answers built in bulk that ended with a step; the jobs of which they were the last."""
+        owners = {i: self.owners[results.requests[i].id] for i in ended}
+        closing: dict[int, Ended] = {}
+        for i, (job, index) in owners.items():
+            answer, how = job.answers[index], results.endings.get(i, BY_STOP_STRING)
             if isinstance(answer, Answer):
-                how = ending or BY_STOP_STRING
-                self.ledger.close(answer, how.reason, how.stop, how.error)
-                if ending is None:
-                    self.engine.abort(results.requests[i].id)
-                completed += self._ended(job, index)
+                closing[i] = answer, how.reason, how.stop, how.error
+        self.ledger.close_all(list(closing.values()))
+        completed = []
+        for i in closing:
+            if i not in results.endings:
+                self.engine.abort(results.requests[i].id)
+            completed += self._ended(*owners[i])
         return completed
 
     def _refuse(self, request_id: str, error: RequestError | EngineClosedError) -> Job:

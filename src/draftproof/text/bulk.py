@@ -7,6 +7,7 @@ tokens are spelt out one by one until no byte is left over.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,26 +62,36 @@ class BulkDetokenizer:
     """Text and offsets of one output that continues a prompt, as of `Detokenizer`."""
 
     def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
         self._speller: Detokenizer | None = None  # for stretches with halves in them
         self._parts: list[str] = []
-        self._length = 0
+        self.length = 0
         self.offsets: list[int] = []
 
     def push(self, ids: Ints) -> None:
-        chars, halves = self._pieces.chars_of(ids)
-        texts = self._pieces.text[ids].tolist()
-        held = self._speller is not None and self._speller.holds
-        late = self._spell(ids, chars, texts) if halves or held else None
+        chars, halves = self.pieces.chars_of(ids)
+        texts = self.pieces.text[ids].tolist()
+        late = self._spell(ids, chars, texts) if halves or self.holds else None
         ends = chars.cumsum()
-        begins = ends - chars + self._length
+        begins = ends - chars + self.length
         self.offsets.extend((begins if late is None else begins + late).tolist())
-        self._length += int(ends[-1]) if len(ends) else 0
+        self.length += int(ends[-1]) if len(ends) else 0
+        self._parts.append("".join(texts))
+
+    @property
+    def holds(self) -> bool:
+        """Is half a character left over?"""
+        return self._speller is not None and self._speller.holds
+
+    def add(self, texts: list[str], offsets: list[int]) -> None:
+        """Tokens that are whole characters: what they say and where that begins."""
+        self.offsets += offsets
+        self.length = offsets[-1] + len(texts[-1])
         self._parts.append("".join(texts))
 
     def push_unseen(self) -> None:
         """A token that is counted and not shown."""
-        self.offsets.append(self._length)
+        self.offsets.append(self.length)
 
     def finish(self) -> str:
         """The text, and U+FFFD for bytes that never became a character."""
@@ -91,7 +102,7 @@ class BulkDetokenizer:
     def _spell(self, ids: Ints, chars: Ints, texts: list[str]) -> Ints:
         """Put in what the tokens with halves in them give; how much later than expected each begins."""
         if self._speller is None:
-            table = self._pieces
+            table = self.pieces
             self._speller = Detokenizer(table.tokenizer, table.skip_special_tokens, continues=True)
         speller, late = self._speller, np.zeros_like(chars)
         halves = (chars < 0).nonzero()[0].tolist()
@@ -107,3 +118,39 @@ class BulkDetokenizer:
             chars[at], late[at] = len(texts[at]), speller.offsets[-1] - before
             at += 1
         return late
+
+
+def push_all(outputs: Sequence[BulkDetokenizer | None], ids: Ints, ends: Ints, unseen: list[bool]) -> None:
+    """`push` for many, with one look at all: ids [n], one output's behind the other's, until `ends`, at least
+    one each. `unseen`: the output's last one is not shown. None: it has no text."""
+    first = outputs[0]
+    if first is None or any(one is None or one.pieces is not first.pieces for one in outputs):
+        for one, begin, end, hidden in zip(outputs, [0, *ends[:-1]], ends, unseen, strict=True):
+            if one is not None:
+                _push(one, ids[begin:end], hidden)
+        return
+    chars, halves = first.pieces.chars_of(ids)
+    singly = {i for i, one in enumerate(outputs) if one is not None and one.holds}
+    if halves:
+        singly.update(np.searchsorted(ends, (chars < 0).nonzero()[0], "right").tolist())
+    begins = np.concatenate(([0], ends[:-1]))
+    until = chars.cumsum()
+    late = np.array([one.length for one in outputs if one is not None]) - until[begins] + chars[begins]
+    offsets = (until - chars + np.repeat(late, ends - begins)).tolist()
+    texts = first.pieces.text[ids].tolist()
+    for i, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        one, shown = outputs[i], end - unseen[i]
+        assert one is not None
+        if i in singly:
+            _push(one, ids[begin:end], unseen[i])
+            continue
+        if shown > begin:
+            one.add(texts[begin:shown], offsets[begin:shown])
+        if unseen[i]:
+            one.push_unseen()
+
+
+def _push(one: BulkDetokenizer, ids: Ints, unseen: bool) -> None:
+    one.push(ids[:-1] if unseen else ids)
+    if unseen:
+        one.push_unseen()

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from draftproof.metrics import SpecStats
 from draftproof.text.answer import Answer
-from draftproof.text.bulk import Pieces
+from draftproof.text.bulk import BulkDetokenizer, Pieces, push_all
+from draftproof.text.logprob_page import LogprobPage, rows_of
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import (
     NUM_ACCEPTED,
@@ -34,6 +35,7 @@ from draftproof.types import (
 Ints = NDArray[np.int64]
 # values [N, 1 + top], ids [N, top], ranks [N] of the picked tokens of a step
 Found = tuple[NDArray[np.float32], Ints, Ints]
+Ended = tuple[Answer, FinishReason, int | str | None, str | None]  # why, by which stop, with which error
 # lines of the table, who proposed what, logprobs
 Step = tuple[Ints, NDArray[np.int8] | None, Mapping[Wants, Found]]
 
@@ -41,6 +43,7 @@ PAGE = 256  # tokens of a line, at least
 AT_ONCE = 32  # steps that are written down together at most
 MANY = 16384  # numbers, likewise: no step shall wait for many
 EACH = 8  # numbers that a token is worth beside its logprobs
+LAST, SPREAD = 16, 64  # tokens before an expected end: lines are emptied some time before LAST, spread out
 NO_LINES = np.zeros(0, np.int64)
 PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # where a token came from; from ACCEPTED on: by its source
 STEPS, DRAFTS, DRAFTED, STOOD, WIDEST = range(5)  # columns of the counts
@@ -72,9 +75,8 @@ class Ledger:
         self._stood = np.zeros((0, max_drafts), np.int64)  # by the draft's place in its window
         self._tokens = np.zeros(0, np.int64)  # [lines * width]
         self._origins = np.zeros(0, np.int16)
-        self._ranks = np.zeros(0, np.int64)
-        self._values = np.zeros((0, 1), np.float32)
-        self._ids = np.zeros((0, 0), np.int32)
+        self._logprobs = LogprobPage()  # likewise
+        self._totals = np.zeros(0, np.float64)  # of the tokens' own logprobs
 
     # --- who ----------------------------------------------------------------------------------------
 
@@ -93,28 +95,40 @@ class Ledger:
             self._more_lines()
         line = answer.line = self._free.pop()
         self._answers[line] = answer
-        self._fill[line] = self._counts[line] = self._stood[line] = 0
-        self._full[line] = self._limit - line % self._limit
+        self._fill[line] = self._counts[line] = self._stood[line] = self._totals[line] = 0
+        self._full[line] = self._first_full(line, answer.max_tokens)
         self._wants[line] = answer.wants
         self._num_watched += answer.watch is not None
-        if answer.wants is not Wants.NONE and answer.top >= self._values.shape[1]:
-            self._more_columns(answer.top)
+        if answer.wants is not Wants.NONE and answer.top > self._logprobs.top:
+            self._logprobs.widen(answer.top)
         return line
 
     def close(
         self, answer: Answer, reason: FinishReason, stop: int | str | None, error: str | None
     ) -> CompletionOutput:
         """It ended: the whole of it; its line is free."""
+        self.close_all([(answer, reason, stop, error)])
+        return answer.output
+
+    def close_all(self, ended: Sequence[Ended]) -> None:
+        """`close` for some: many that end with one step cost little more than one."""
+        if not ended:  # nobody has to know by now what has come
+            return
         self._write()
-        line = answer.line
-        if line >= 0:
-            self._empty(line, answer.hides_last(reason))
-            answer.output.metrics = self._stats(line, len(answer.output.token_ids))
-            self._answers[line] = None
-            self._num_watched -= answer.watch is not None
-            self._free.append(line)
-            answer.line = -1
-        return answer.finish(reason, stop, error)
+        open_ones = [(answer, reason) for answer, reason, *_ in ended if answer.line >= 0]
+        if open_ones:
+            lines = np.array([answer.line for answer, _ in open_ones], np.int64)
+            self._empty(lines, [answer.hides_last(reason) for answer, reason in open_ones])
+            columns = (column[lines].tolist() for column in (self._counts, self._stood, self._totals))
+            for (answer, _), counts, stood, total in zip(open_ones, *columns, strict=True):
+                answer.output.metrics = _stats(counts, stood, len(answer.output.token_ids))
+                answer.total = total
+                self._answers[answer.line] = None
+                self._num_watched -= answer.watch is not None
+                self._free.append(answer.line)
+                answer.line = -1
+        for answer, reason, stop, error in ended:
+            answer.finish(reason, stop, error)
 
     def num_tokens(self, answer: Answer) -> int:
         self._write()
@@ -130,17 +144,22 @@ class Ledger:
         more = max(8, have)
         self._free.extend(range(have + more - 1, have - 1, -1))
         self._answers.extend([None] * more)
-        for name in ("_fill", "_full", "_wants", "_counts", "_stood"):
+        for name in ("_fill", "_full", "_wants", "_counts", "_stood", "_totals"):
             setattr(self, name, _longer(getattr(self, name), have + more))
         self._full[have:] = self._limit
-        for name in ("_tokens", "_origins", "_ranks", "_values", "_ids"):
+        for name in ("_tokens", "_origins"):
             setattr(self, name, _longer(getattr(self, name), (have + more) * self._width))
+        self._logprobs.lengthen((have + more) * self._width)
 
-    def _more_columns(self, top: int) -> None:
-        rows, have = self._values.shape
-        values, ids = np.zeros((rows, 1 + top), np.float32), np.zeros((rows, top), np.int32)
-        values[:, :have], ids[:, : have - 1] = self._values, self._ids
-        self._values, self._ids = values, ids
+    def _first_full(self, line: int, max_tokens: int | None) -> int:
+        """When to empty a line for the first time; later it is emptied when it has no more room.
+
+        So that little is left to do when its answer is as long as it may be, which others are with the same
+        step: nothing is under way then beside which it could be done.
+        """
+        if max_tokens is None or max_tokens <= 2 * LAST:
+            return self._limit - line % self._limit
+        return (max_tokens - LAST - line % SPREAD) % self._limit or self._limit
 
     # --- what ---------------------------------------------------------------------------------------
 
@@ -258,51 +277,73 @@ class Ledger:
                 _joined([column[:end] for column, end in zip(columns, used, strict=True)])
                 for columns in zip(*found, strict=True)
             )
-            at, whose, rows = where, owner, place
+            at, whose, which = where, owner, place
             if not mine.all():
                 of_kind = mine[owner % num_lines]
-                at, whose, rows = where[of_kind], owner[of_kind], place[of_kind]
-            if not len(rows):
+                at, whose, which = where[of_kind], owner[of_kind], place[of_kind]
+            if not len(at):
                 continue
-            rows = rows + table[whose, PICK] + first[whose // num_lines]
+            rows = which + table[whose, PICK] + first[whose // num_lines]
             # mostly they lie one behind the other: then nothing is gathered
             in_a_row = (rows[1:] - rows[:-1] == 1).all()
             pick: Any = slice(int(rows[0]), int(rows[-1]) + 1) if in_a_row else rows
-            top = min(ids.shape[1], self._ids.shape[1])
-            self._values[at, : top + 1] = values[pick, : top + 1]
-            self._ids[at, :top] = ids[pick, :top]
-            self._ranks[at] = ranks[pick]
+            page = self._logprobs
+            page.rows[at] = rows_of(self._tokens[at], values[pick], ids[pick], ranks[pick], page.top)
+            self._add_up(lines, whose, which, values[pick, 0])
+
+    def _add_up(self, lines: Ints, whose: Ints, place: Ints, own: NDArray[np.float32]) -> None:
+        """Each line's logprobs to its total, one after the other, as if token by token."""
+        wide = int(place.max()) + 1
+        steps = int(whose[-1]) // len(lines) + 1
+        terms = np.zeros((1 + steps * wide, len(lines)))  # zeros between them change no bit
+        terms[0] = self._totals[lines]
+        terms[1 + whose // len(lines) * wide + place, whose % len(lines)] = own
+        self._totals[lines] = np.add.accumulate(terms)[-1]
 
     def _tidy(self) -> None:
         """Empty the lines that are nearly full. All that is in them was told: nothing is unseen."""
-        for line in (self._fill >= self._full).nonzero()[0].tolist():
-            self._empty(line, unseen=False)
-            self._full[line] = self._limit
+        lines = (self._fill >= self._full).nonzero()[0]
+        if len(lines):
+            self._empty(lines, [False] * len(lines))
+            self._full[lines] = self._limit
 
-    def _empty(self, line: int, unseen: bool) -> None:
-        answer, count = self._answers[line], int(self._fill[line])
-        assert answer is not None
-        if not count:
+    def _empty(self, lines: Ints, unseen: list[bool]) -> None:
+        """Give their answers what is in them. `unseen`: of these the last token is not shown."""
+        sizes = self._fill[lines]
+        if not sizes.all():
+            unseen = [hidden for hidden, size in zip(unseen, sizes.tolist(), strict=True) if size]
+            lines, sizes = lines[sizes > 0], sizes[sizes > 0]
+        if not len(lines):
             return
-        at = slice(line * self._width, line * self._width + count)
+        ends = sizes.cumsum()
+        at = np.arange(int(ends[-1])) + np.repeat(lines * self._width - ends + sizes, sizes)
         tokens = self._tokens[at]
-        answer.take(tokens, self._names[self._origins[at]], unseen)
-        if answer.wants is not Wants.NONE:
-            top = answer.top
-            columns = self._values[at, : top + 1], self._ids[at, :top], self._ranks[at]
-            answer.parts.append(tuple(column.copy() for column in (tokens, *columns)))
-        self._fill[line] = 0
+        ids, origins = tokens.tolist(), self._names[self._origins[at]].tolist()
+        texts: list[BulkDetokenizer | None] = []
+        begin = 0
+        for line, end in zip(lines.tolist(), ends.tolist(), strict=True):
+            answer = self._answers[line]
+            assert answer is not None
+            texts.append(answer.text)
+            answer.output.token_ids += ids[begin:end]
+            answer.output.provenance += origins[begin:end]
+            if answer.wants is not Wants.NONE:
+                first = line * self._width
+                answer.parts.append(self._logprobs.take(first, first + end - begin, answer.top))
+            begin = end
+        self._fill[lines] = 0
+        push_all(texts, tokens, ends, unseen)
 
-    def _stats(self, line: int, emitted: int) -> SpecStats:
-        steps, drafts, drafted, stood, widest = self._counts[line].tolist()
-        return SpecStats(
-            num_steps=steps,
-            num_drafts=drafts,
-            num_draft_tokens=drafted,
-            num_accepted_tokens=stood,
-            num_emitted_tokens=emitted,
-            accepted_per_position=self._stood[line, :widest].tolist(),
-        )
+
+def _stats(counts: list[int], stood: list[int], emitted: int) -> SpecStats:
+    return SpecStats(
+        num_steps=counts[STEPS],
+        num_drafts=counts[DRAFTS],
+        num_draft_tokens=counts[DRAFTED],
+        num_accepted_tokens=counts[STOOD],
+        num_emitted_tokens=emitted,
+        accepted_per_position=stood[: counts[WIDEST]],
+    )
 
 
 def _origins(owner: Ints, place: Ints, table: Ints, source: NDArray[np.int8] | None) -> NDArray[Any]:

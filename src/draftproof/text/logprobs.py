@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.text.logprob_page import Rows, columns_of
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Logprob, LogprobRow
 
@@ -19,25 +20,22 @@ from draftproof.types import Logprob, LogprobRow
 class LogprobTable(Sequence[LogprobRow]):
     """Columns of n tokens with up to `top` of the best: a LogprobRow each, when it is read."""
 
-    def __init__(self, *columns: NDArray[Any]) -> None:
-        """tokens [n], values [n, 1 + top], ids [n, top], ranks [n]."""
-        self._parts = [columns]
+    def __init__(self, parts: list[Rows]) -> None:
+        """One part behind the other, at least one, joined when somebody reads them."""
+        self._parts = parts
 
-    @classmethod
-    def of(cls, parts: list[tuple[NDArray[Any], ...]]) -> LogprobTable:
-        """One part behind the other, joined when somebody reads them."""
-        made = cls()
-        made._parts = parts
-        return made
+    @property
+    def rows(self) -> Rows:
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
-        if len(self._parts) > 1:
-            self._parts = [tuple(np.concatenate(column) for column in zip(*self._parts, strict=True))]
-        return self._parts[0]
+        return columns_of(self.rows)
 
     def __len__(self) -> int:
-        return sum(len(part[0]) for part in self._parts)
+        return sum(map(len, self._parts))
 
     @overload
     def __getitem__(self, index: int) -> LogprobRow: ...
@@ -45,13 +43,14 @@ class LogprobTable(Sequence[LogprobRow]):
     def __getitem__(self, index: slice) -> LogprobTable: ...
     def __getitem__(self, index: int | slice) -> LogprobRow | LogprobTable:
         if isinstance(index, slice):
-            return LogprobTable(*(column[index] for column in self.columns))
+            return LogprobTable([self.rows[index]])
         token, value, best, rank = (column[index].tolist() for column in self.columns)
         return LogprobRow([token, *best], value, [rank, *range(1, len(best) + 1)])
 
     def __iter__(self) -> Iterator[LogprobRow]:
-        tokens, values, all_ids, ranks = (column.tolist() for column in self.columns)
-        below = list(range(1, self.columns[2].shape[1] + 1))
+        columns = self.columns
+        tokens, values, all_ids, ranks = (column.tolist() for column in columns)
+        below = list(range(1, columns[2].shape[1] + 1))
         for token, value, ids, rank in zip(tokens, values, all_ids, ranks, strict=True):
             yield LogprobRow([token, *ids], value, [rank, *below])
 
