@@ -56,6 +56,7 @@ class Lane(Scheduler):
     @classmethod
     def like(cls, other: Scheduler) -> Lane:
         budgets = DraftBudgets(len(other.slots.requests), copy.deepcopy(other.budgets.costs))
+        budgets.asked_apart = other.budgets.asked_apart
         caching, sizes = other.prefixes.enabled, (other.page_size, other.max_rows)
         return cls(
             other.slots, other.pages, *sizes, budgets, caching, other.lookahead, asks_first=other.asks_first

@@ -14,6 +14,7 @@ import torch
 import heads
 import tiny
 from draftproof.engine.asking import FORGETS, HOPE, Asking
+from draftproof.engine.budget import DraftBudgets
 from draftproof.engine.costs import RowCosts
 from draftproof.ops.drafting import UNIT
 from draftproof.propose.hybrid import HybridProposer
@@ -220,7 +221,7 @@ def test_a_model_that_brings_nothing_is_asked_again_later() -> None:
             break
     assert not told
     waited = next(i for i in range(400) if steps.step((0, 0), source=1))
-    assert waited < HOPE / FORGETS
+    assert waited < HOPE / (HOPE - 1) / FORGETS
 
 
 def test_newcomers_are_hoped_for() -> None:
@@ -228,6 +229,74 @@ def test_newcomers_are_hoped_for() -> None:
     while steps.step((0, 0), source=0):
         pass
     assert steps.step((0, 0), source=1, newcomers=tuple(steps.sequences))
+
+
+def windows_asked(steps: Steps, accepted: tuple[int, int], count: int, newcomers: tuple = ()) -> int:
+    """Of so many windows that the model's drafts are in where it was asked, and a search's that fall."""
+    found = 0
+    for i in range(count):
+        its = bool(steps.drafting.asks)
+        came = newcomers if i == 0 else ()
+        found += steps.step(accepted if its else (0, 0), 0 if its else 1, newcomers=came)
+    return found
+
+
+@pytest.mark.parametrize("dear", [1.0, 4.0])
+def test_a_hope_is_told_in_prices(dear: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking takes as long as several steps, in which more tokens are made than were ever hoped for in
+    tokens: a newcomer is asked for all the same. Control: nothing is hoped for."""
+    for hope, some in ((HOPE, True), (0.0, False)):
+        monkeypatch.setattr("draftproof.engine.asking.HOPE", hope)
+        steps = Steps(asking=dear)
+        windows_asked(steps, (0, 0), 60)
+        assert not steps.drafting.asks
+        for _ in range(30):  # a copy: tokens come quickly
+            steps.step((4, 4), source=1)
+        assert steps.asking.price(dear, 2) > 2 * dear
+        steps.step((3, 4), source=1)
+        assert (windows_asked(steps, (4, 4), 9, tuple(steps.sequences)) > 0) is some
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_newcomer_is_thought_to_be_as_those_before(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model has brought everybody much, windows in which it does not are borne for a while; where
+    it has brought nobody anything, few are enough. Control: nothing is learned of others."""
+    if not learns:
+        monkeypatch.setattr("draftproof.engine.asking.USUAL", 0.0)
+    found = []
+    for usual in ((4, 4), (0, 0)):
+        steps = Steps(asking=0.5)
+        for _ in range(20):
+            windows_asked(steps, usual, 20, tuple(steps.sequences))
+        for _ in range(40):  # the same price for both
+            windows_asked(steps, (0, 0), 1)
+        found.append(windows_asked(steps, (0, 0), 30, tuple(steps.sequences)))
+    assert found[1] and (found[0] > found[1] + 4) is learns
+
+
+def test_one_that_is_left_does_not_pay_for_those_that_have_gone() -> None:
+    """Two were brought 0.85 tokens each for a price of 1.14; it is half of that when one of them is left."""
+    steps = Steps(asking=0.4)
+    for _ in range(80):
+        assert steps.step((1, 1), source=0)
+    left: Any = SimpleNamespace(slots=np.arange(1), newcomers=(), sequences=steps.sequences[:1], num_rows=5)
+    steps.asking.weigh(left, np.full(1, 4))
+    assert steps.drafting.asks and steps.asking.price(0.4, 2) > 1.0
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_drafts_of_a_search_do_not_cost_what_asking_costs(apart: bool) -> None:
+    """Half of the drafts stand and rows are cheap, but asking takes as long as three steps. In a hybrid it is
+    weighed here whether that is paid; to a head alone (the control) no drafts are given then."""
+    made = DraftBudgets(1, RowCosts({1: 1.0, 8: 1.1}, learns=False, asking={1: 3.0}))
+    made.asked_apart = apart
+    made.start(0, 4, adaptive=True)
+    slots, given = np.arange(1), []
+    for _ in range(60):
+        given.append(int(made.take(slots, np.array([4]), keys=0)[0]))
+        made.pay(slots, np.array(given[-1:]))
+        made.record(slots, np.array(given[-1:]), np.array([min(given[-1], len(given) % 2)]))
+    assert bool(np.mean(given[20:]) > 2) is apart
 
 
 def test_without_a_price_or_with_a_fixed_number_it_is_asked() -> None:
@@ -250,10 +319,10 @@ def engine_of(**spec: Any) -> Any:
 def test_prices_are_learned_from_the_clock() -> None:
     engine = engine_of()
     asking = engine.loop.asking
-    assert engine.loop.scheduler.asks_first and asking.priced
+    assert engine.loop.scheduler.asks_first and asking.priced and engine.loop.scheduler.budgets.asked_apart
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7)
     tiny.run(engine, [tiny.request(i, params) for i in range(2)])
-    assert asking._round > 0 and asking._spent > 0 and asking.price(asking._round) > 0
+    assert asking._round > 0 and asking._spent > 0 and asking.price(asking._round, 1) > 0
     assert not engine_of(adaptive=False).loop.asking.priced
 
 
@@ -301,6 +370,7 @@ def test_what_asking_costs_is_learned_from_steps_of_both_kinds() -> None:
     for turn in range(600):
         accepted, source = windows[turn // 2 % 2]
         steps.step(accepted, source, newcomers=tuple(steps.sequences) if turn % 8 == 0 else ())
+    assert steps.step((1, 1), source=0, newcomers=tuple(steps.sequences))
     assert all(steps.step((1, 1), source=0) for _ in range(5))
 
 

@@ -119,6 +119,32 @@ def test_a_match_goes_on_from_the_drafts_of_another():
     assert draft.count.tolist() == [3]
 
 
+@pytest.mark.parametrize("short", ["never", "limit", "price", "chains", "another"])
+def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
+    """A second search is a launch for nothing, unless the model may have made fewer drafts than it may."""
+    calls = []
+
+    class Model(proposers.DevicePerfect):
+        ends_chains = short == "chains"
+
+        def draft(self, batch):
+            return Draft(torch.tensor([[11, 12, 13, 14]]), batch.budget.clone())
+
+    def extend(whole):
+        return lambda self, batch, begun: calls.append(begun is None) or whole(self, batch, begun)
+
+    monkeypatch.setattr(SuffixProposer, "extend", extend(SuffixProposer.extend))
+    limit = {"num_speculative_tokens": 2} if short == "limit" else {}
+    members = [{**PERFECT, **limit}, SUFFIX, *([NGRAM] if short == "another" else [])]
+    proposer = make(HybridProposer, proposers=members, k=4)
+    proposer.members[0], proposer.weighed = Model(proposer.env, {}), 0
+    columns = lines(proposer.env.ops, 4, [[*range(20, 40)], [7]])
+    batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]), price=0.4 * (short == "price"))
+    drafts = proposer.draft(batch)
+    assert calls == [True] + [False] * (short != "never")
+    assert drafts.count.item() == {"limit": 2, "price": 2}.get(short, 4)
+
+
 def test_the_second_time_the_pool_knows():
     """The head is random: what stands is what was said before, and is named so."""
     members = [{"method": "mtp", **heads.options("mtp", "llama", "float32")}, SUFFIX]

@@ -6,7 +6,10 @@ behind every step and round by round, against the drafts that its searches have 
 takes is clocked, since a busy machine makes what was timed at start worth little. Where steps are queued
 ahead it is decided here, before the step, from what became of the last windows: while a search fills them and
 its drafts stand to the last, nobody else is needed; and of the model it is remembered for each request what
-it has brought. What it costs was timed at start; steps with its drafts and without say it better (`costs`).
+it has brought. A newcomer is thought to be as those before it; whoever seems not to be worth the price is
+hoped to be after a while. That hope is told in prices, not in tokens: where tokens come quickly the price is
+high, and a hope below it would never be tested. What it costs was timed at start; steps with its drafts and
+without say it better (`costs`). The budgets leave that price to this: a search's drafts do not cost it.
 
 A model without others that ends its chains itself (`Proposer.ends_chains`) is told the same prices; whether
 it is asked at all is left to the budgets.
@@ -29,10 +32,11 @@ from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT
 FOLLOW = 1 / 32  # of a step in what steps bring and take
 SLOW = 3.0  # times what was usual: by how much more does not matter
 KEEPS_UP = 1 / 8  # of what drafts take with a model, that they take without: while that is not known
-HOPE = 1.0  # drafts of the model that stand in a window of a request of which nothing is known
-HEARD = 1 / 16  # of a window in that
-FORGETS = 1 / 64  # of it, at a window that the model was not asked for
-ALONE = 0.65  # of what it brings nobody else would have brought
+ALONE = 0.85  # of what the model brings nobody else would have brought
+HEARD = 1 / 16  # of a window in what it brings a request
+USUAL = 1 / 32  # of a step's windows in what it brings anybody
+HOPE = 1.2  # times its price, that it may bring a request of which nothing is known
+FORGETS = 1 / 128  # of what is known, at a window that it was not asked for
 
 
 class Asking:
@@ -52,32 +56,38 @@ class Asking:
         self.scheduler, self.drafting = scheduler, drafting
         self._ahead = drafting.slots.ops.asynchronous
         self._model = model
-        self._brings = np.full(num_slots, HOPE)
+        self._brings = np.ones(num_slots)  # tokens a window that nobody else would have brought
+        self._usual = 1.0  # the same of anybody lately
+        self._price = 0.0  # of the last step that was weighed, for each of its requests
         self._copies = np.zeros(num_slots, np.bool_)  # a search's last window was full and stood to the last
-        self._tokens = self._spent = 0.0  # of a step, lately: seconds by the clock, or by the prices
+        # of a step, lately: tokens of each request, of which there may be fewer now; seconds, by the clock or
+        # by the prices
+        self._tokens = self._spent = 0.0
         self._without = self._round = 0.0  # seconds for drafts without the model, and more for a round of it
         self._was_asked = False  # for the drafts of the next step that is heard of
         self._mark = 0.0  # when the last step was heard of
 
-    def price(self, seconds: float) -> float:
-        """What so much time is worth, in tokens."""
-        return seconds * self._tokens / self._spent if self.priced and self._spent else 0.0
+    def price(self, seconds: float, requests: int) -> float:
+        """What so much time is worth to so many, in tokens."""
+        return seconds * requests * self._tokens / self._spent if self.priced and self._spent else 0.0
 
     def weigh(self, planned: Planned, budget: Ints) -> None:
         """Before a step: shall the model be asked behind it? If that is seen there: at what price?"""
         for sequence in planned.newcomers:
-            self._brings[sequence.slot], self._copies[sequence.slot] = HOPE, False
-        drafting, costs = self.drafting, self.scheduler.budgets.costs
+            self._brings[sequence.slot] = max(self._usual, HOPE * self._price)
+            self._copies[sequence.slot] = False
+        drafting, costs, count = self.drafting, self.scheduler.budgets.costs, len(planned.slots)
         drafting.asks, drafting.price, drafting.verify = True, 0.0, 0.0
         if not self.priced or not all(sequence.adaptive for sequence in planned.sequences):
             return  # somebody is to have all the drafts there can be
         if not self._ahead:
-            row = costs.another(planned.num_rows)
-            drafting.price, drafting.verify = self.price(self._round), self.price(row)
+            seconds = self._round, costs.another(planned.num_rows)
+            drafting.price, drafting.verify = (self.price(each, count) for each in seconds)
             return
-        price = self.price(costs.asks(len(planned.slots)))  # a captured step knows of none
+        price = self.price(costs.asks(count), count)  # a captured step knows of none
         wanted = (budget > 0) & ~self._copies[planned.slots]
-        drafting.asks = not price or ALONE * float(self._brings[planned.slots[wanted]].sum()) > price
+        self._price = price / count
+        drafting.asks = not price or float(self._brings[planned.slots[wanted]].sum()) > price
 
     def hear(self, planned: Planned, table: Ints, sources: NDArray[np.int8], here: Bools, asked: int) -> None:
         """What a step did, behind which the model was `asked` for so many.
@@ -101,16 +111,19 @@ class Asking:
             else:
                 self._without = _followed(self._without, drafting.took)
             self._spent = _followed(self._spent, spent)
-            self._tokens = _followed(self._tokens, float(table[:, NUM_OUT].sum()))
+            self._tokens = _followed(self._tokens, float(table[:, NUM_OUT].mean()))
         told = here & (table[:, NUM_DRAFT] > 0)
         slots, accepted, drafts = planned.slots[told], table[told, NUM_ACCEPTED], table[told, NUM_DRAFT]
         its = sources[told, 0] == self._model
         self._copies[planned.slots[here]] = False
         self._copies[slots] = ~its & (accepted == drafts) & (drafts >= self.scheduler.budgets.limit[slots])
-        if was_asked:
-            self._brings[slots] += HEARD * (np.where(its, accepted, 0) - self._brings[slots])
-        else:
-            self._brings[slots] += FORGETS * (HOPE - self._brings[slots])
+        if not was_asked:
+            known, hope = self._brings[planned.slots[here]], HOPE * self._price
+            self._brings[planned.slots[here]] = known + FORGETS * np.maximum(hope - known, 0.0)
+        elif len(slots):
+            brought = ALONE * np.where(its, accepted, 0)
+            self._brings[slots] += HEARD * (brought - self._brings[slots])
+            self._usual += USUAL * (float(brought.mean()) - self._usual)
 
 
 def _followed(usual: float, now: float) -> float:

@@ -49,6 +49,7 @@ class DraftBudgets:
 
     def __init__(self, num_slots: int, costs: RowCosts) -> None:
         self.costs = costs
+        self.asked_apart = False  # is what drafts cost before they are verified weighed elsewhere (`Asking`)?
         self.limit, self._windows, self._turn, self._reach = np.zeros((4, num_slots), np.int64)
         self._fixed, self._probed = np.zeros((2, num_slots), np.bool_)
         self._probing = False  # is anybody probed?
@@ -99,7 +100,7 @@ class DraftBudgets:
         self._still = self.costs.still(keys)
         self._least = self.costs.least(self._still)
         self._probed[slots], self._probing = False, False
-        asking = 0.0 if num_fixed else self.costs.asking(len(slots))
+        asking = 0.0 if num_fixed else self._asking(len(slots))
         if not asking and self._free(len(slots) + int(most.sum())):  # all that there may be
             self._first, self._likely = MAX_SPECULATIVE_TOKENS, 0.0
             return self._hold(slots, most.copy())
@@ -195,7 +196,10 @@ class DraftBudgets:
         """Rows that a step has for probes beside the drafts that are given, and what they cost."""
         room = self.costs.beyond(requests + given)
         price = self._price(requests + given + room) - self._price(requests + given)
-        return room, price if given else price + self.costs.asking(requests)
+        return room, price if given else price + self._asking(requests)
+
+    def _asking(self, requests: int) -> float:
+        return 0.0 if self.asked_apart else self.costs.asking(requests)
 
     def _price(self, rows: int) -> float:
         return max(self.costs.of(rows), self._least)
@@ -218,7 +222,7 @@ class DraftBudgets:
         probes = int(drafts[self._probed[slots]].sum())
         without = self._price(rows - probes)
         if probes == rows - len(slots):  # they alone were asked for
-            seconds += self.costs.asking(len(slots))
+            seconds += self._asking(len(slots))
         self._purse += SHARE * (without + self._still) - (seconds - without)
 
     def record(self, slots: Ints, granted: Ints, accepted: Ints) -> None:

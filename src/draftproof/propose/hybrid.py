@@ -107,7 +107,7 @@ class HybridProposer(DeviceProposer):
         offers = [Offer(draft.tokens, draft.count, found[i][1]) for i, draft in enumerate(drafts)]
         given = batch.columns, batch.slots, batch.budget, self.record, offers
         tokens, made, whose, room = self.env.ops.arbitrate(*given, self.search)
-        count, alone = made, others == [self.search] and not self._asks(batch)
+        count, alone = made, others == [self.search] and not self._falls_short(batch)
         if self.search >= 0 and not alone:  # behind its own drafts it has no others
             further = replace(batch, budget=room)
             tokens, count, _ = self.members[self.search].extend(further, (tokens, made))
@@ -115,9 +115,13 @@ class HybridProposer(DeviceProposer):
             drafts = [replace(draft, logprobs=None) for draft in drafts]
         return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
 
-    def _asks(self, batch: DeviceBatch) -> bool:
-        """May the model have drafts?"""
-        return self.weighed >= 0 and (batch.traits is None or batch.traits.rounds > 0)
+    def _falls_short(self, batch: DeviceBatch) -> bool:
+        """May the model have drafts, but fewer than the budget? Without a price it is asked for as many as
+        anybody may have, or for none, and a search behind them would have no room."""
+        if self.weighed < 0 or (batch.traits is not None and batch.traits.rounds == 0):
+            return False
+        few = self.limits[self.weighed] < self.env.k
+        return few or batch.price > 0 or self.members[self.weighed].ends_chains
 
     def _ask_model(self, batch: DeviceBatch, found: Found) -> Said:
         """Its drafts, for whom they will be taken. Where the device is waited for, and nobody is to have any,
