@@ -289,16 +289,6 @@ class Ledger:
             pick: Any = slice(int(rows[0]), int(rows[-1]) + 1) if in_a_row else rows
             page = self._logprobs
             page.rows[at] = rows_of(self._tokens[at], values[pick], ids[pick], ranks[pick], page.top)
-            self._add_up(lines, whose, which, values[pick, 0])
-
-    def _add_up(self, lines: Ints, whose: Ints, place: Ints, own: NDArray[np.float32]) -> None:
-        """Each line's logprobs to its total, one after the other, as if token by token."""
-        wide = int(place.max()) + 1
-        steps = int(whose[-1]) // len(lines) + 1
-        terms = np.zeros((1 + steps * wide, len(lines)))  # zeros between them change no bit
-        terms[0] = self._totals[lines]
-        terms[1 + whose // len(lines) * wide + place, whose % len(lines)] = own
-        self._totals[lines] = np.add.accumulate(terms)[-1]
 
     def _tidy(self) -> None:
         """Empty the lines that are nearly full. All that is in them was told: nothing is unseen."""
@@ -332,7 +322,18 @@ class Ledger:
                 answer.parts.append(self._logprobs.take(first, first + end - begin, answer.top))
             begin = end
         self._fill[lines] = 0
+        if (self._wants[lines] != Wants.NONE).any():
+            self._add_up(lines, sizes, at - np.repeat(lines * self._width, sizes), at)
         push_all(texts, tokens, ends, unseen)
+
+    def _add_up(self, lines: Ints, sizes: Ints, place: Ints, at: Ints) -> None:
+        """Each line's logprobs to its total, one after the other, as if token by token."""
+        terms = np.zeros((1 + int(sizes.max()), len(lines)))  # zeros behind them change no bit
+        terms[0] = self._totals[lines]
+        own = self._logprobs.own[at]
+        own[np.repeat(self._wants[lines] == Wants.NONE, sizes)] = 0.0  # of lines that others had
+        terms[1 + place, np.repeat(np.arange(len(lines)), sizes)] = own
+        self._totals[lines] = np.add.accumulate(terms)[-1]
 
 
 def _stats(counts: list[int], stood: list[int], emitted: int) -> SpecStats:

@@ -48,6 +48,11 @@ class LogprobPage:
     def widen(self, top: int) -> None:
         self.rows, self.top = rows_of(*columns_of(self.rows), top), top
 
+    @property
+    def own(self) -> Column:
+        """The tokens' own logprobs."""
+        return self.rows.view(np.float32)[:, FIRST]
+
     def take(self, first: int, end: int, top: int) -> Rows:
         """A copy of these rows, with `top` of the best."""
         rows = self.rows[first:end]

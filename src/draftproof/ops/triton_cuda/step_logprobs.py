@@ -19,7 +19,7 @@ from draftproof.ops.triton_cuda.select import GROUP, MOST, QUICK, best_of_groups
 # Of the pass; far more than the chip holds at once would queue up only to find padding. A row each up to 350
 # rows: one that does two waits for the first before it asks for the second.
 PROGRAMS = 4224
-WARPS = 4  # of the program that finishes a row
+WARPS = 16  # of the program that finishes a row
 SORTED = 0  # lists up to this long are sorted from all members of their groups
 
 
