@@ -53,7 +53,6 @@ def main(seeds: int, only: list[str]) -> None:
             continue
         begun, results[name] = time.perf_counter(), ""
         for seed in range(min(seeds, SLOW.get(name, seeds))):
-            step_logprobs.SORTED = 8 * (seed % 2)  # both forms
             try:
                 function(triton_checks.ops, seed, Size())
             except Exception:

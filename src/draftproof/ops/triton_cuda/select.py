@@ -39,19 +39,16 @@ def keys_of(keys, groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_of(line, keys, held, V, groups, K: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr = False):
+def first_of(line, keys, held, V, groups, K: tl.constexpr, GROUP: tl.constexpr):
     """Ids [K] of the first K of a row, from the keys [groups] of its groups, `held` and then overwritten.
 
     Each of the K groups has a member no worse than the worst of their best, and as a rule few have two: those
-    are gathered in the place of the keys, because to sort all members takes several times as long. ALL: they
-    are all sorted, for small K, where a way through memory takes longer than that.
+    are gathered in the place of the keys, because to sort all members takes several times as long.
     """
     best = tl.topk(held, K)
     members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
     x = tl.load(line + members, mask=members < V, other=float("-inf"))
     key = tl.reshape(tl.where(members < V, key_of(x, members), LOWEST), (K * GROUP,))
-    if ALL:
-        return id_of(tl.topk(key, K))
     good = (key >> 32) >= (tl.min(best, axis=0) >> 32)  # by value alone: a group's key has its first id
     place = tl.cumsum(good.to(tl.int32), axis=0)
     count = tl.max(place, axis=0)
