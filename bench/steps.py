@@ -1,0 +1,133 @@
+"""Where a step's time goes while proposers draft, round by round; the last line of stdout is JSON.
+
+    python bench/steps.py --prompts spec_bench.jsonl [--device cuda] [--methods eagle3,hybrid] [--batches 1,8]
+                          [--rounds 6] [--count 4] [--task chat]
+
+The same prompts in every round, as `head.py` asks them. Of each round: microseconds of a step, tokens that
+it commits, for which share of the steps a model was asked and for how many rounds, steps that were captured
+meanwhile, and the longest ones. On a GPU the first and the last round are run once more under a profiler:
+microseconds of each kernel a step, how often it runs, and how long the device was busy. What grows from the
+first to the last is what slows an engine down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import head
+import numpy as np
+import torch
+from measure import finish
+
+from draftproof import LLM
+
+KERNELS = 14  # that are named
+
+
+class Watch:
+    """Steps of an engine as they are queued, and how long each call of `step` takes."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.engine, self.loop = llm.engine, llm.engine.loop
+        self._step, self._run = llm.engine.step, self.loop.device.run
+        self.calls: list[float] = []
+        self.rounds: list[int] = []
+
+    def __enter__(self) -> Watch:
+        self.captured = len(self.loop.device._graphs)
+        self.engine.step, self.loop.device.run = self.step, self.run  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.step, self.loop.device.run = self._step, self._run  # type: ignore[method-assign]
+
+    def step(self) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self._step()
+        finally:
+            self.calls.append(time.perf_counter() - begin)
+
+    def run(self, planned: Any, budget: Any, *more: Any) -> Any:
+        ran, drafting = self._run(planned, budget, *more), self.loop.device.drafting
+        asked = drafting.follows_rows and drafting.asked
+        self.rounds.append(int(budget.max(initial=0)) if asked else 0)
+        return ran
+
+    def told(self, seconds: float, tokens: int, steps: int) -> dict[str, Any]:
+        longest = np.sort(self.calls)[::-1][:4]
+        asked = [rounds for rounds in self.rounds if rounds]
+        return {
+            "us a step": round(1e6 * seconds / len(self.calls), 1),
+            "tokens a request and step": round(tokens / max(1, steps), 2),
+            "asked": round(len(asked) / max(1, len(self.rounds)), 3),
+            "rounds when asked": round(float(np.mean(asked)), 2) if asked else 0,
+            "captured": len(self.loop.device._graphs) - self.captured,
+            "longest, ms": [round(1e3 * one, 2) for one in longest.tolist()],
+        }
+
+
+def one_round(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, salt: str) -> dict[str, Any]:
+    head.run(llm, asked, batch, 1, salt)  # into the prefix cache
+    with Watch(llm) as watch:
+        spent, answers, (steps, *_) = head.run(llm, asked, batch, tokens, salt)
+    return watch.told(spent, sum(map(len, answers.values())), steps)
+
+
+def profiled(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, salt: str) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile
+
+    head.run(llm, asked, batch, 1, salt)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen, Watch(llm) as watch:
+        spent, *_ = head.run(llm, asked, batch, tokens, salt)
+        torch.cuda.synchronize()
+    steps = len(watch.calls)
+    events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in events)
+    return {
+        "device us a step": round(busy / steps, 1),
+        "busy": round(busy / 1e6 / spent, 3),
+        "kernels": {
+            event.key[:50]: [round(event.self_device_time_total / steps, 1), round(event.count / steps, 2)]
+            for event in events[:KERNELS]
+        },
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    engines = head.Engines(options, head.read(options.prompts, options.each))
+    prompts = engines.prompts[options.task][: options.count]
+    found: dict[str, Any] = {}
+    for name in options.methods:
+        llm = engines[name]
+        for batch in options.batches:
+            given = llm, [(ids, 0) for ids in prompts], batch, options.tokens
+            here = found[f"{name}, batch {batch}"] = {"rounds": []}
+            for number in range(options.rounds):
+                here["rounds"].append(one_round(*given, f"{batch} {number}"))
+                print(f"{name}, batch {batch}, round {number}: {json.dumps(here['rounds'][-1])}", flush=True)
+                if options.device == "cuda" and number in (0, options.rounds - 1):
+                    when = "after the first round" if number == 0 else "at the end"
+                    here[when] = profiled(*given, f"{batch} {number} again")
+                    print(f"{name}, batch {batch}, {when}: {json.dumps(here[when])}", flush=True)
+    return found
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", default="chat")
+    mine, rest = parser.parse_known_args(arguments)
+    usual = ["--parts", "speed", "--methods", "eagle3,hybrid", "--batches", "1,8", "--rounds", "6"]
+    options = head.parsed([*usual, "--count", "8", *rest])
+    options.task = mine.task
+    return options
+
+
+if __name__ == "__main__":
+    finish("steps", measure(parsed()))
