@@ -271,6 +271,11 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
         assert not ledger.num_open
 
 
+def room(ledger: Ledger) -> int:
+    columns = [*vars(ledger).values(), ledger._logprobs.rows]
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
 def test_nothing_is_kept_of_answers_that_ended() -> None:
     """Thousands of requests, a few at a time: as many lines as run at once, and no answer stays."""
     ledger = Ledger(VOCAB, K, SOURCES)
@@ -287,9 +292,9 @@ def test_nothing_is_kept_of_answers_that_ended() -> None:
     gc.collect()
     assert len(kept) > 500 and not [ref for ref in kept if ref() is not None]
     assert len(ledger._answers) == 8
-    size = sum(column.nbytes for column in vars(ledger).values() if isinstance(column, np.ndarray))
+    size = room(ledger)
     in_bulk(script(2, steps=900, at_once=6, ends=0.2), ODD, ledger)
-    assert size == sum(column.nbytes for column in vars(ledger).values() if isinstance(column, np.ndarray))
+    assert size == room(ledger)
 
 
 def test_a_window_longer_than_a_page() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -11,6 +14,7 @@ import tokenizers
 import trained
 from draftproof.cli import main
 from draftproof.errors import ConfigError, LoadError
+from draftproof.train import run
 from draftproof.train.command import CUT
 from draftproof.train.generate import read_prompts
 from draftproof.train.loop import Trainer
@@ -178,6 +182,37 @@ def test_a_head_is_there_before_it_is_sharpened(
         for name in plain
         if name.endswith("model.safetensors") and "train" not in name
     )
+
+
+def test_one_trainer_at_a_time(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the target says of all the text may fill a device: it is gone when the next one comes, and before
+    the engine does, whether or not the collector happens to come by."""
+    made: list[weakref.ref[Trainer]] = []
+    whole, engine, alive = Trainer.__init__, run.LLM, []
+
+    def told(what: str) -> None:
+        alive.append((what, sum(one() is not None for one in made)))
+
+    def init(self: Trainer, *given: Any) -> None:
+        told("trainer")
+        made.append(weakref.ref(self))
+        whole(self, *given)
+
+    def begun(*given: Any, **options: Any) -> Any:
+        told("engine")
+        return engine(*given, **options)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    assert train(model, prompts, tmp_path, "--phase", "generate") == 0
+    monkeypatch.setattr(run, "LLM", begun)
+    gc.disable()
+    try:
+        assert all(train(model, prompts, tmp_path, "--phase", name) == 0 for name in ("train", "eval"))
+    finally:
+        gc.enable()
+    assert alive == [("trainer", 0), ("trainer", 0), ("engine", 0)]
 
 
 def test_what_is_no_prompt_is_named(tmp_path: Path) -> None:

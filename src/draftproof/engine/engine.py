@@ -84,7 +84,7 @@ class Engine:
             ),
         )
         proposer = self._speculation(config.speculative, env)
-        budgets.asked_apart = proposer is not None and proposer.weighed >= 0
+        budgets.asked_apart = proposer is not None and proposer.weighed >= 0 and self._adaptive
         heads.clear()  # its packed form is enough from now on
         self.runner = Runner(
             model,

@@ -106,7 +106,6 @@ class Run:
         tokens = sum(shard_tokens(self.work / "text"))
         with repeatable():
             pace = measured(self._trainer(plan, PACED * plan.batch_tokens), began, tokens)
-        gc.collect()  # that trainer, and the memory of what it captured: the next one needs the room
         steps = pace.steps(seconds, plan.eval_every)
         beside = pace.beside(steps, seconds, plan.eval_every)
         self.telling.say(
@@ -149,7 +148,8 @@ class Run:
             rates = " ".join(f"{rate:.3f}" for rate in value.rates)
             self.telling.say(f"eval: {name}: acceptance length {value.length:.3f}, drafts stood: {rates}")
         held, kind = trainer.held, trainer.config.kind
-        del trainer  # its memory: the engine comes next
+        del trainer
+        gc.collect()  # its memory: the engine comes next
         if held:
             found["engine"] = self._in_engine(plan, kind, held)
         write_json(self.work / "eval.json", found)
@@ -225,6 +225,7 @@ class Run:
 
     def _trainer(self, plan: TrainPlan, enough: int | None = None) -> Trainer:
         """On all of the text, or on about `enough` tokens from all over it."""
+        gc.collect()  # the one before, what it kept and captured: this one needs the room
         folder = self.work / "text"
         texts = read_texts(folder)
         if enough is not None:
