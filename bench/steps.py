@@ -1,7 +1,7 @@
 """Where a step's time goes while proposers draft, round by round; the last line of stdout is JSON.
 
     python bench/steps.py --prompts spec_bench.jsonl [--device cuda] [--methods eagle3,hybrid] [--batches 1,8]
-                          [--rounds 6] [--count 4] [--task chat]
+                          [--rounds 6] [--count 8] [--task chat]
 
 The same prompts in every round, as `head.py` asks them. Of each round: microseconds of a step, tokens that
 it commits, for which share of the steps a model was asked and for how many rounds, steps that were captured
@@ -100,6 +100,8 @@ def profiled(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, sal
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     engines = head.Engines(options, head.read(options.prompts, options.each))
+    if options.task not in engines.prompts:
+        raise SystemExit(f"--task {options.task}: the prompts have {', '.join(engines.prompts)}")
     prompts = engines.prompts[options.task][: options.count]
     found: dict[str, Any] = {}
     for name in options.methods:

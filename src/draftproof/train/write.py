@@ -25,9 +25,9 @@ def write_head(
     folder: Path, config: HeadConfig, weights: Mapping[str, Tensor], d2t: Tensor, bits: int = 16
 ) -> None:
     """Ours: the target's embedding and LM head left out. The same weights give the same bytes."""
-    tensors = {name: weight.contiguous().cpu() for name, weight in stored(weights, bits).items()}
+    tensors = stored(weights, bits)
     if config.reduced:
-        tensors["d2t"] = d2t.detach().cpu().to(torch.int64).contiguous()
+        tensors["d2t"] = d2t.to(torch.int64)
     _save(folder, tensors)
     write_json(folder / CONFIG, config.to_json())
 
@@ -45,8 +45,8 @@ def write_speculators(
 ) -> None:
     """Theirs has its own LM head, offsets in d2t, the mask t2d, and takes the verifier's embedding."""
     ids = d2t.detach().cpu().to(torch.int64)
-    tensors = {name.replace("feature_norm.", "fc_norm."): _stored(weight) for name, weight in weights.items()}
-    tensors["lm_head.weight"] = _stored(lm_head)
+    tensors = stored({**weights, "lm_head.weight": lm_head}, bits=16)
+    tensors = {name.replace("feature_norm.", "fc_norm."): tensor for name, tensor in tensors.items()}
     if config.reduced:
         used = torch.zeros(target.vocab_size, dtype=torch.bool)
         used[ids] = True
@@ -129,13 +129,10 @@ def stored(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     }
 
 
-def _stored(weight: Tensor) -> Tensor:
-    return weight.detach().to("cpu", torch.bfloat16).contiguous()
-
-
 def _save(folder: Path, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     half = folder / (WEIGHTS + ".part")
-    save_file(dict(sorted(tensors.items())), half, metadata={"format": "pt"})
+    on_host = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    save_file(on_host, half, metadata={"format": "pt"})
     half.chmod(0o644)  # the library writes for the owner alone
     os.replace(half, folder / WEIGHTS)
