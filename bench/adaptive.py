@@ -36,6 +36,7 @@ from draftproof.engine.budget import DraftBudgets
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Planned
 from draftproof.engine.settle import StepResults
+from draftproof.ops import Fetched
 from draftproof.types import NUM_DRAFT, NUM_OUT, Request
 
 K = 8
@@ -158,7 +159,7 @@ class Bench:
         ids, params = prompts[at], self._params(side, tokens)
         return Request(id=f"{name} {at} {side} {i}", prompt_token_ids=ids, params=params, seed=at)
 
-    def _timed(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _timed(self, tensor: torch.Tensor) -> Fetched:
         read = self._fetch(tensor)
 
         def timed() -> torch.Tensor:
@@ -167,7 +168,7 @@ class Bench:
             self.waited += self.clock() - begin
             return found
 
-        return timed
+        return Fetched(timed, read.here)
 
     @cache  # noqa: B019  # one bench lives as long as the program
     def _params(self, side: str, tokens: int) -> SamplingParams:

@@ -17,7 +17,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +30,9 @@ from measure import finish
 from pretend import Pretence
 
 from draftproof import LLM
-from draftproof.engine import loop
+from draftproof.engine import loop, pacing
 from draftproof.engine.costs import RowCosts
+from draftproof.ops import Fetched
 
 KEY = MACHINES["h200"][1]  # milliseconds
 APART = 0.05  # milliseconds that a step with prompts takes longer: it is not one graph
@@ -52,14 +52,14 @@ class Timed(Pretence):
     def clock(self) -> float:
         return self.slower * (time.thread_time() - self.spent) + self.waited
 
-    def _fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _fetch(self, tensor: torch.Tensor) -> Fetched:
         read, ready = self._fetched(tensor), self.free
 
         def wait() -> torch.Tensor:
             self.waited += max(0.0, ready - self.clock())
             return read()
 
-        return wait
+        return Fetched(wait, lambda: ready <= self.clock())
 
     def _remember(self, planned: Any, *rest: Any) -> Any:
         begin, rows = self.clock(), self.ops.bucket(planned.num_rows)
@@ -95,7 +95,7 @@ def built(recorded: list[Any], tokens: int, most: int, slower: float) -> tuple[B
             speculative_config={"method": "ngram", "num_speculative_tokens": K},
         )
     device = Timed(llm.engine, Said(recorded, tokens + 8), slower)
-    loop.time = SimpleNamespace(perf_counter=device.clock)  # type: ignore[assignment]
+    loop.time = pacing.time = SimpleNamespace(perf_counter=device.clock)  # type: ignore[assignment]
     prompts = {task: [ids for ids, _ in recorded[i :: len(TASKS)]] for i, task in enumerate(TASKS)}
     return Bench(llm, prompts, tokens, device.clock), device
 

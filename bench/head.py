@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import finish, others_seconds
+from measure import finish, others_seconds, python_us
 
 from draftproof import LLM, SamplingParams
 from draftproof.errors import DraftproofError
@@ -291,6 +291,7 @@ def cell(
 ) -> Any:
     """Rounds until `share`, one at least; what is not complete at `until` does not count."""
     names, rounds, longest, differ = list(sides), [], 0.0, 0
+    speeds: list[float] = []
     for number in range(-1, options.rounds):  # the first is not counted: prices are learned, graphs captured
         begin = time.monotonic()
         if begin > until or (rounds and begin + longest > share):
@@ -307,12 +308,14 @@ def cell(
         if number >= 0 and len(one) == len(tasks):
             rounds.append(one)
         said = {task: {n: round(s, 2) for n, s in turn.seconds.items()} for task, turn in one.items()}
-        print(f"batch {batch}, round {number + 1}: {json.dumps(said)}", flush=True)
+        speeds.append(python_us())
+        print(f"batch {batch}, round {number + 1}, {speeds[-1]}: {json.dumps(said)}", flush=True)
     if not rounds:
         return {"differing answers": differ, "rounds": "no time left"}
     shares = [share for one in rounds for turn in one.values() for share in turn.others.values()]
     found = {"differing answers": differ, "rounds": len(rounds)}
     found["others had"] = round(statistics.fmean(shares), 3)
+    found["us of a piece of Python"] = speeds
     return judged(found, rounds, list(sides), batch, options)
 
 

@@ -65,7 +65,7 @@ class Meter:
         self._took: dict[int, float] = {}  # by what ran, until it is read
         if machine.ahead:
             each = {requests: CHEAP * drafts for requests, drafts in each.items()}
-            loop._clock = self.tell
+            loop.pacing.read = self.tell
         dear = RowCosts(machine.steps, between=not machine.ahead, learns=machine.ahead, asking=each)
         sunk = loop.scheduler.asks_first
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
@@ -105,7 +105,7 @@ class Meter:
             self._took[id(ran)] = took
         return ran
 
-    def tell(self, flight: Any, _: float) -> None:
+    def tell(self, flight: Any, *_: float) -> None:
         """As the loop does, by the table instead of the clock: a step is read when its drafts are made."""
         took = self._took.pop(id(flight.ran), None)
         if took is not None:

@@ -1,13 +1,13 @@
 """Where a step's time goes while proposers draft, round by round; the last line of stdout is JSON.
 
     python bench/steps.py --prompts spec_bench.jsonl [--device cuda] [--methods eagle3,hybrid] [--batches 1,8]
-                          [--rounds 6] [--count 8] [--task chat]
+                          [--rounds 6] [--count 8] [--tasks chat,qa]
 
-The same prompts in every round, as `head.py` asks them. Of each round: microseconds of a step, tokens that
-it commits, for which share of the steps a model was asked and for how many rounds, steps that were captured
-meanwhile, and the longest ones. On a GPU the first and the last round are run once more under a profiler:
-microseconds of each kernel a step, how often it runs, and how long the device was busy. What grows from the
-first to the last is what slows an engine down.
+The same prompts in every round, task by task, as `head.py` asks them. Of each round: microseconds of a step,
+tokens that it commits, for which share of the steps a model was asked and for how many rounds, steps that
+were captured meanwhile, and the longest ones. On a GPU the first and the last round are run once more under a
+profiler: microseconds of each kernel a step, how often it runs, and how long the device was busy. What grows
+from the first to the last is what slows an engine down.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import head
@@ -100,20 +101,21 @@ def profiled(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, sal
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     engines = head.Engines(options, head.read(options.prompts, options.each))
-    if options.task not in engines.prompts:
-        raise SystemExit(f"--task {options.task}: the prompts have {', '.join(engines.prompts)}")
-    prompts = engines.prompts[options.task][: options.count]
+    if unknown := sorted(set(options.tasks) - set(engines.prompts)):
+        raise SystemExit(f"--tasks: of {', '.join(engines.prompts)}, not {', '.join(unknown)}")
+    prompts = {task: [(ids, 0) for ids in engines.prompts[task][: options.count]] for task in options.tasks}
     found: dict[str, Any] = {}
     for name in options.methods:
         llm = engines[name]
         for batch in options.batches:
-            given = llm, [(ids, 0) for ids in prompts], batch, options.tokens
-            here = found[f"{name}, batch {batch}"] = {"rounds": []}
-            for number in range(options.rounds):
-                here["rounds"].append(one_round(*given, f"{batch} {number}"))
-                print(f"{name}, batch {batch}, round {number}: {json.dumps(here['rounds'][-1])}", flush=True)
+            here: dict[str, Any] = found.setdefault(f"{name}, batch {batch}", {})
+            for number, (task, asked) in product(range(options.rounds), prompts.items()):
+                given = llm, asked, batch, options.tokens
+                here.setdefault(task, []).append(one_round(*given, f"{batch} {number}"))
+                said = f"{name}, batch {batch}, {task}"
+                print(f"{said}, round {number}: {json.dumps(here[task][-1])}", flush=True)
                 if options.device == "cuda" and number in (0, options.rounds - 1):
-                    when = "after the first round" if number == 0 else "at the end"
+                    when = f"{task}, after the first round" if number == 0 else f"{task}, at the end"
                     here[when] = profiled(*given, f"{batch} {number} again")
                     print(f"{name}, batch {batch}, {when}: {json.dumps(here[when])}", flush=True)
     return found
@@ -123,11 +125,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", default="chat")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=["chat"])
     mine, rest = parser.parse_known_args(arguments)
     usual = ["--parts", "speed", "--methods", "eagle3,hybrid", "--batches", "1,8", "--rounds", "6"]
     options = head.parsed([*usual, "--count", "8", *rest])
-    options.task = mine.task
+    options.tasks = mine.tasks
     return options
 
 

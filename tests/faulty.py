@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from draftproof.ops import Fetched
 from draftproof.ops.cpu import CpuOps
 
 STEP_OPS = ("layout", "choose", "commit", "logprobs", "ngram", "put_draft", "fetch")
@@ -57,7 +58,7 @@ for _name in STEP_OPS:
     setattr(FaultyOps, _name, _guarded(_name))
 
 
-def _fetch(self: FaultyOps, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _fetch(self: FaultyOps, tensor: torch.Tensor) -> Fetched:
     trial = tensor.numel() == 1 and not self.gone  # somebody asks whether anything works at all
     read = CpuOps.fetch(self, tensor)
     if trial:
@@ -68,7 +69,7 @@ def _fetch(self: FaultyOps, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.meet("read")
         return read()
 
-    return later
+    return Fetched(later, read.here)
 
 
 FaultyOps.fetch = _fetch  # type: ignore[method-assign]

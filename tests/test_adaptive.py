@@ -114,8 +114,8 @@ def rate(policy, name, batch, task, longest=256, seed=0, host=0.0):
         took = max(costs.of(rows + prompts) + EACH[name] * keys, host)
         learning.hosted(host)
         seconds += took
-        if not prompts:
-            learning.observe(rows, keys, took * (1 + draw.random() / 10 * (took > host)), 0, host)
+        if not prompts and took > host:
+            learning.observe(rows, keys, took * (1 + draw.random() / 10))
         prompts = 0
         tokens += int(stood.sum()) + batch
         place += stood + 1

@@ -221,18 +221,6 @@ def test_rows_cost_nothing_until_the_host_is_done():
     assert costs.least(0.0) < 3.0 and costs.least(5.0) == 0.0
 
 
-def test_a_step_in_which_the_device_waited_says_nothing_of_rows():
-    costs, fooled = (RowCosts({8: 1.0, 16: 2.0, 32: 2.2}) for _ in range(2))
-    for made in (costs, fooled):
-        made.observe(8, 100, 1.0)
-    before = [costs.of(rows) for rows in (8, 16, 32)] + [costs.still(100)]
-    for step in range(100):
-        costs.observe((8, 16, 32)[step % 3], 100 + step, 3.0, host=2.95)
-        fooled.observe((8, 16, 32)[step % 3], 100 + step, 3.0)
-    assert [costs.of(rows) for rows in (8, 16, 32)] + [costs.still(100)] == before
-    assert fooled.of(8) != before[0]
-
-
 def test_drafts_that_cost_more_than_they_bring_are_not_asked_for():
     """A model's drafts for 8 requests take as long as half a step: rows for them are nearly free."""
     table, gains = {8: 1.0, 16: 1.05, 64: 1.1}, np.full(8, 0.4)

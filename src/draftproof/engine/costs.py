@@ -8,7 +8,7 @@ behind a step for the next drafts. Prices are in the time of empty steps: how qu
 moment cancels out of every choice.
 
 Where steps are queued ahead the host works beside the device, and a step is never done sooner than the host:
-up to that time rows cost nothing, and steps in which the device waited say nothing of rows or keys.
+up to that time rows cost nothing. Steps in which the device waited are not told here (`pacing`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from draftproof.engine.clocked import LEAST_KEYS, Clocked, Reals
 NOTHING: Mapping[int, float] = {}
 
 FIRST, EVERY = 3, 4  # steps of one size: these, then every so many are looked at: all they tell is the speed
-BUSY = 0.97  # of a step in which the host was busy: the device had nothing to do for some of it
 HOSTED = 1 / 16  # of a step in what the host takes
 BURST = 2.0  # times what it usually takes: by how much more does not matter
 SURELY = 0.85  # of what it usually takes: often it takes less, and then rows are waited for
@@ -75,11 +74,10 @@ class RowCosts:
         """What rows cost at least, in a step that costs `still` beside them: the host takes as long."""
         return max(0.0, SURELY * self._host / (self._speed or 1.0) - still)
 
-    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0, host: float = 0.0) -> None:
-        """A real step took so long; `asked`: requests that drafts were made for behind it. `host`: seconds of
-        it in which the host was busy beside the device."""
+    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0) -> None:
+        """A real step took so long; `asked`: requests that drafts were made for behind it."""
         at = bisect_left(self._rows, rows)
-        if not self.learns or at == len(self._rows) or keys <= 0 or host > BUSY * seconds:
+        if not self.learns or at == len(self._rows) or keys <= 0:
             return
         self._alike = self._alike + 1 if (at, asked) == self._last else 0
         self._last = at, asked

@@ -30,7 +30,7 @@ T = TypeVar("T")
 FEW = 8  # entries up to which drafts are captured for several numbers of rounds
 LATER = DraftTraits(0, later=True)
 COLD = 128 << 20  # bytes, more than a cache of any chip has
-PROMPTS = 256  # rows of prompts beside the full windows of more entries, up to which they are captured
+PROMPTS = 64, 256  # rows of prompts beside full windows, up to which drafts are captured: of few, of many
 
 
 class Drafting:
@@ -109,7 +109,7 @@ class Drafting:
     def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
         rounds = int(budget.max(initial=0)) if self.asks else 0
         if ops.asynchronous:
-            rounds = self._rounds(len(planned.slots), rounds)
+            rounds = self._rounds(len(planned.slots), rounds, planned.has_prompts)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
         few = len(planned.slots) <= FEW and ops.bucket(planned.num_rows) <= self.proposer.puts_off
@@ -141,10 +141,10 @@ class Drafting:
             return count
         return min(1 << (count - 1).bit_length(), len(self.slots.requests), rows)
 
-    def _rounds(self, count: int, wanted: int) -> int:
-        """Where there are many entries somebody is likely to want all."""
+    def _rounds(self, count: int, wanted: int, prompts: bool = False) -> int:
+        """Where there are many entries somebody is likely to want all; beside prompts it matters little."""
         k: int = self.slots.columns.draft.shape[1]
-        return min(k, 1 << (wanted - 1).bit_length() if count <= FEW else k) if wanted else 0
+        return min(k, 1 << (wanted - 1).bit_length() if count <= FEW and not prompts else k) if wanted else 0
 
     def usual(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
         """Rows, entries and traits to capture at start, of steps of these sizes: one that is met later makes
@@ -152,11 +152,11 @@ class Drafting:
         num_slots, k = self.slots.columns.draft.shape
         found: dict[tuple[int, int, DraftTraits], int] = {}
         for count in range(1, num_slots + 1) if self.follows_rows else ():
-            beside = PROMPTS if count > FEW else 0  # where there are few, newcomers are seldom
-            least, most = ops.bucket(count), ops.bucket(count * (1 + k) + beside)
+            full = ops.bucket(count * (1 + k))
+            least, most = ops.bucket(count), ops.bucket(count * (1 + k) + PROMPTS[count > FEW])
             for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
                 entries = self.entries(ops, count, rows)
-                found[rows, entries, DraftTraits(self._rounds(count, wanted))] = 0
+                found[rows, entries, DraftTraits(self._rounds(count, wanted, rows > full))] = 0
                 if self.waits and count <= FEW and self.proposer and rows <= self.proposer.puts_off:
                     found[rows, entries, LATER] = 0
         return list(found)

@@ -19,22 +19,29 @@ class Lessons:
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
-        self._heard: deque[tuple[Request, Callable[[], Tensor]]] = deque()
+        self._heard: deque[tuple[Request, Callable[[], Tensor], int]] = deque()
 
     def hear(
-        self, proposer: Proposer | None, slot: int, length: int, read: Callable[[], Tensor] | None = None
+        self,
+        proposer: Proposer | None,
+        slot: int,
+        length: int,
+        behind: int,
+        read: Callable[[], Tensor] | None = None,
     ) -> None:
-        """The one in `slot` leaves, with so many tokens; `read`: a copy of them that is under way."""
+        """The one in `slot` leaves, with so many tokens, which come behind the step of this number; `read`: a
+        copy of them that is under way."""
         request = self.slots.requests[slot]
         if proposer is None or not proposer.learns or request is None:
             return
         with suppress(*FAULTS):  # a device that is gone shows in the next step
             tokens = self.slots.columns.tokens[slot, :length]
-            self._heard.append((request, read or self.slots.ops.fetch(tokens)))
+            self._heard.append((request, read or self.slots.ops.fetch(tokens), behind))
 
-    def teach(self, proposer: Proposer) -> None:
-        while self._heard:
-            request, read = self._heard.popleft()
+    def teach(self, proposer: Proposer, number: float) -> None:
+        """What has come behind steps up to this number."""
+        while self._heard and self._heard[0][2] <= number:
+            request, read, _ = self._heard.popleft()
             ids = None
             with suppress(*FAULTS):
                 ids = read().numpy()

@@ -3,13 +3,14 @@
     plan, [ layout, forward, sample, judge, commit, logprobs, propose ], settle
 
 Plain decoding is a window without drafts. What is in brackets is the device's part, `DeviceStep`. With
-overlap the next step is planned and queued before the last one is read, so the device never waits for the
-host; a step that needs the host in it is waited for. docs/design.md tells the step as a story.
+overlap the next steps are planned and queued before the last one is read (`pacing`), so the device never
+waits for the host; a step that needs the host in it is waited for. docs/design.md tells the step as a story.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from draftproof.engine.faults import FAULTS, HOPELESS, TRIES, StepFault, answers
 from draftproof.engine.host_drafts import batch_of
 from draftproof.engine.invariants import check_step
 from draftproof.engine.lessons import Lessons
+from draftproof.engine.pacing import Pacing
 from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.settle import Ending, StepResults, columns_of, ending_of
@@ -35,10 +37,10 @@ from draftproof.engine.slots import Slots
 from draftproof.engine.step import DeviceStep, Ran
 from draftproof.engine.traits import traits_of
 from draftproof.errors import EngineDeadError
+from draftproof.ops import Fetched
 from draftproof.propose import Proposer
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_OUT, End, Traits
 
-SPARE = 0.75  # of a step: a host that took no longer for its own part has time for other things
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
 
@@ -46,10 +48,11 @@ NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 class Flight:
     """A step that was queued and not read yet; it carries who took part in it."""
 
+    number: int
     planned: Planned
     computed: Ints | None  # [B] tokens with KV before it, as far as the host knew; None: all decode
     ran: Ran
-    read: Callable[[], Tensor]
+    read: Fetched
     waits: bool  # the host is needed before anything else is planned
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float  # by the clock
@@ -75,11 +78,12 @@ class Loop:
         self.sources = proposer.sources if proposer else ()
         self.overlap = overlap
         self.debug = debug
-        self.meanwhile: Callable[[], object] = lambda: None  # while two steps are under way, if there is time
+        self.meanwhile: Callable[[], object] = lambda: None  # while steps are under way, if there is time
         self._flights: deque[Flight] = deque()
-        self._retiring: deque[tuple[Sequence, Callable[[], Tensor]]] = deque()
-        self._last_read = 0.0  # by the clock
-        self._took = 0.0  # seconds of the step that was read then
+        self._number = 0  # of the last step that was queued
+        # whose tokens are still to be read, and the step behind which they come
+        self._retiring: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
+        self.pacing = Pacing(scheduler, device.ops.asynchronous)
         self._traits: tuple[int, Traits] | None = None
         self._faults = 0  # steps that failed running
         self.asking = Asking.of(proposer, scheduler, device.drafting)
@@ -97,7 +101,7 @@ class Loop:
         return results
 
     def _step(self) -> StepResults:
-        if self._flights and self._host_is_needed():
+        if self._flights and (self._host_is_needed() or len(self._flights) >= self.pacing.depth):
             return self._settle(self._flights.popleft())
         try:
             flight = self._launch()
@@ -105,9 +109,9 @@ class Loop:
             return self._settle(self._flights.popleft())
         if flight is not None:
             self._flights.append(flight)
-            if self.overlap and not flight.waits and len(self._flights) == 1:
+            if self.overlap and not flight.waits and len(self._flights) < self.pacing.depth:
                 return NOTHING
-        if len(self._flights) > 1 and time.perf_counter() - self._last_read < SPARE * self._took:
+        if len(self._flights) > 1 and self.pacing.has_time:
             self.meanwhile()
         return self._settle(self._flights.popleft()) if self._flights else NOTHING
 
@@ -115,7 +119,7 @@ class Loop:
         """Remove a request, finished or not; what is still under way of it is nobody's."""
         if sequence.slot >= 0:
             length = int(self.scheduler.host.length[sequence.slot])
-            self._lessons.hear(self.proposer, sequence.slot, length)
+            self._lessons.hear(self.proposer, sequence.slot, length, self._behind)
             self._stop(sequence.slot)
         self.scheduler.remove(sequence)
         self._rest()
@@ -157,7 +161,7 @@ class Loop:
                 results = self._settle(self._flights.popleft())
         except StepFault as earlier:
             lost = earlier.lost + lost
-        for sequence, _ in self._retiring:  # its last step may be among those that are lost
+        for sequence, *_ in self._retiring:  # its last step may be among those that are lost
             self.scheduler.bury(sequence, None)
         self._retiring.clear()
         self._lessons.forget()
@@ -226,7 +230,9 @@ class Loop:
         read = self.device.ops.fetch(ran.decided.packed.data)
         host.num_draft[planned.slots] = budget
         asked = len(planned.slots) if self.device.drafting.asked and np.count_nonzero(budget) else 0
-        return Flight(planned, computed, ran, read, waits, bool(self._flights), started, complaints, asked)
+        self._number += 1
+        told = planned, computed, ran, read, waits, bool(self._flights), started, complaints, asked
+        return Flight(self._number, *told)
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
@@ -248,7 +254,8 @@ class Loop:
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
         try:
-            asked, found = time.perf_counter(), flight.ran.decided.packed.open(flight.read())
+            asked, late = time.perf_counter(), flight.read.here()
+            found = flight.ran.decided.packed.open(flight.read())
             table, columns = found["table"][: len(planned.slots)], columns_of(found)
             own, source = (
                 found[name][planned.slots] if name in found else None
@@ -263,8 +270,9 @@ class Loop:
             self._flights.clear()
             raise StepFault([(f.planned, f.computed) for f in lost]) from error
         self._faults = 0
-        self._clock(flight, asked)
-        self._reap()
+        drafting = self.device.drafting.took if self.asking is not None else 0.0
+        self.pacing.read(flight, asked, late, drafting)
+        self._reap(flight.number)
         for b, extra in extras_of.items():
             planned.sequences[b].prompt_scored += len(extra.prompt_logprobs or ())
         same = planned.version == self.scheduler.version  # nobody came or went since it was planned
@@ -290,23 +298,6 @@ class Loop:
             self._propose(flight)
         self._rest()
         return results
-
-    def _clock(self, flight: Flight, asked: float) -> None:
-        """What a step costs: from the last one that was read, if it was queued by then. Until `asked`, when
-        the host was ready to read it, both worked."""
-        now, timings, planned = time.perf_counter(), self.scheduler.timings, flight.planned
-        since, self._last_read = self._last_read if flight.follows else flight.started, now
-        self._took = now - since
-        (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(now - since)
-        costs = self.scheduler.budgets.costs
-        beside = asked - since if flight.follows and self.device.ops.asynchronous else 0.0
-        if costs.learns and beside:
-            costs.hosted(beside)
-        if costs.learns and not planned.has_prompts:
-            keys = int(self.scheduler.host.length[planned.slots].sum())
-            weighed = self.device.drafting.took if self.asking is not None else 0.0  # on its own
-            drafted = 0 if weighed else flight.asked
-            costs.observe(planned.num_rows, keys, now - since - weighed, drafted, beside)
 
     def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
         """Let the ended requests go."""
@@ -339,8 +330,8 @@ class Loop:
         except FAULTS:
             self.end(sequence)
             return
-        self._retiring.append((sequence, read))
-        self._lessons.hear(self.proposer, sequence.slot, length, read)
+        self._retiring.append((sequence, read, self._behind))
+        self._lessons.hear(self.proposer, sequence.slot, length, self._behind, read)
         self._stop(sequence.slot)
         scheduler.retire(sequence)
 
@@ -349,16 +340,21 @@ class Loop:
         if not self._flights or not (self.scheduler.running or self.scheduler.waiting):
             self._reap()
 
-    def _reap(self) -> None:
-        """Those whose tokens have come."""
-        while self._retiring:
-            sequence, read = self._retiring.popleft()
+    @property
+    def _behind(self) -> int:
+        """The last of the steps that are under way: what is read from the device now comes behind it."""
+        return self._flights[-1].number if self._flights else 0
+
+    def _reap(self, number: float = math.inf) -> None:
+        """Those whose tokens have come by now: the step of this number was read, or nothing is under way."""
+        while self._retiring and self._retiring[0][2] <= number:
+            sequence, read, _ = self._retiring.popleft()
             ids: list[int] | None = None
             with suppress(*FAULTS):  # then nobody can find it; a device that is gone shows in the next step
                 ids = read().tolist()
             self.scheduler.bury(sequence, ids)
         if self.proposer is not None:
-            self._tell(self._lessons.teach, self.proposer)
+            self._tell(self._lessons.teach, self.proposer, number)
 
     # --- the proposer -------------------------------------------------------------------------------
 

@@ -178,8 +178,9 @@ class DeviceStep:
         return lambda: (first(), draft())
 
     def _draft(self, rows: int, entries: int, wanted: DraftTraits) -> tuple[Hashable, Callable[[], None]]:
-        draft = partial(self.drafting.draft, self.plan, self._layout(rows, 0).rows, entries, wanted)
-        return ("draft", rows, entries, wanted), draft
+        return ("draft", rows, entries, wanted), lambda: self.drafting.draft(
+            self.plan, self._layout(rows, 0).rows, entries, wanted
+        )
 
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.drafting import DraftSearch
 from draftproof.ops.following import Following
+from draftproof.ops.parts import Fetched as Fetched
 from draftproof.ops.parts import Heads as Heads
 from draftproof.ops.parts import Layer as Layer
 from draftproof.ops.parts import Layout as Layout
@@ -225,10 +226,10 @@ class Ops(DraftSearch, Following):
         """A tensor of the host's on the device, in `target` if given, without waiting for the queue."""
         return source.to(self.device) if target is None else target.copy_(source)
 
-    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A copy on the host of what it holds at this point of the queue; the call waits for it."""
+    def fetch(self, tensor: Tensor) -> Fetched:
+        """A copy on the host of what it holds at this point of the queue."""
         copy = tensor.to("cpu", copy=True)
-        return lambda: copy
+        return Fetched(lambda: copy)
 
     def seconds(self, function: Callable[[], object], times: int = 5) -> float:
         """How long the device takes for it, as the quickest of a few goes."""

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from draftproof.types import Rows, Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A copy on its way to the host; a call waits for it."""
+
+    read: Callable[[], Tensor]
+    here: Callable[[], bool] = lambda: True  # has it come?
+
+    def __call__(self) -> Tensor:
+        return self.read()
 
 
 @dataclass(frozen=True, slots=True)

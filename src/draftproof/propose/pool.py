@@ -31,6 +31,7 @@ AFTER = 16  # tokens behind the last that is found, to follow
 BODY = WIDE - DEPTH - AFTER  # tokens of a response that are found in a line of it
 NOBODY = -1  # owner of a line
 FREE = -2  # owner of a slot: never that of a line
+COMES = 2  # calls of `send` after which what was asked for has surely come: one less than steps are queued
 LAYERS = ("filled", "owner", "weight", "used")
 
 
@@ -87,6 +88,7 @@ class Pool:
         self._seats_changed = False
         self._told: list[tuple[int, Ints]] = []
         self._when_used: Callable[[], Tensor] | None = None
+        self._since = 0  # calls of `send` since that was asked for
 
     @staticmethod
     def size(num_tokens: int) -> int:
@@ -115,15 +117,18 @@ class Pool:
     # --- what is sent -------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Bring the device up to date: seats, what has expired, what was told before the last call."""
+        """Bring the device up to date: seats, what has expired, what was told before the last calls."""
         if self._seats_changed:
             self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
             self._seats_changed = False
         if self._dies <= self.now():
             self._expire()
         if self._told and self._when_used is None:
-            self._when_used = self.ops.fetch(self.device.used)  # it will be there before the next step
+            self._when_used, self._since = self.ops.fetch(self.device.used), 0
         elif self._told and self._when_used is not None:
+            self._since += 1
+            if self._since < COMES and self.ops.asynchronous:
+                return
             told, self._told = self._told, []
             self._take_in(told, self._when_used().numpy())
             self._when_used = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.parts import Fetched
 
 T = TypeVar("T")
 STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -116,7 +117,7 @@ class Queued(Bookkeeping):
         self._stages.put(stage)
         return out
 
-    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def fetch(self, tensor: Tensor) -> Fetched:
         if not self.cuda:
             return super().fetch(tensor)
         stage = self._stages.take(tensor)
@@ -132,7 +133,7 @@ class Queued(Bookkeeping):
                 self._stages.put(stage)
             return copies[0]
 
-        return read
+        return Fetched(read, stage.passed.query)
 
 
 class Stage:
