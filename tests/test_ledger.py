@@ -162,9 +162,11 @@ def singly(steps: list[StepResults], tokenizer: Any) -> dict[str, CompletionOutp
 
 
 def in_bulk(
-    steps: list[StepResults], tokenizer: Any, ledger: Ledger | None = None
+    steps: list[StepResults], tokenizer: Any, ledger: Ledger | None = None, soon: bool = False
 ) -> dict[str, CompletionOutput]:
+    """`soon`: answers that ended are closed when something is written down."""
     ledger, answers, done = ledger or Ledger(VOCAB, K, SOURCES), {}, {}
+    close = ledger.close_soon if soon else ledger.close_all
     lines = np.zeros(0, np.int64)
     for everybody in steps:
         results = alive(everybody, done)
@@ -179,8 +181,9 @@ def in_bulk(
         matched = ledger.add(lines, results.table, results.source, columns, ends)
         ended = {i: results.endings.get(i, Ending("stop")) for i in {*results.endings, *matched}}
         over = {results.requests[i].id: ending for i, ending in ended.items()}
-        ledger.close_all([(answers[name], e.reason, e.stop, e.error) for name, e in over.items()])
+        close([(answers[name], e.reason, e.stop, e.error) for name, e in over.items()])
         done.update({name: answers.pop(name).output for name in over})
+    ledger.write()
     assert not answers and not ledger.num_open
     return done
 
@@ -201,10 +204,12 @@ def compare(seeds: range, tokenizer: Any = ODD) -> set[str]:
     found: set[str] = set()
     for seed in seeds:
         steps = script(seed)
-        want, got = singly(steps, tokenizer), in_bulk(steps, tokenizer)
-        assert want.keys() == got.keys() and len(want) > 5
-        for name in want:
-            found.update(differences(want[name], got[name]))
+        want = singly(steps, tokenizer)
+        for soon in (False, True):
+            got = in_bulk(steps, tokenizer, soon=soon)
+            assert want.keys() == got.keys() and len(want) > 5
+            for name in want:
+                found.update(differences(want[name], got[name]))
     return found
 
 
@@ -360,7 +365,7 @@ def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.Monk
 
     def early(self: Ledger, *args: Any) -> Any:
         matched = add(self, *args)
-        self._write()
+        self.write()
         self._tidy()
         return matched
 
@@ -368,11 +373,32 @@ def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.Monk
     assert "text" in compare(range(10))
 
 
+def test_control_an_answer_closed_after_the_next_ones_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended must be closed before its line is looked at again: its last token may be one to hide."""
+    write = Ledger.write
+
+    def late(self: Ledger) -> None:
+        ended, self._ended = self._ended, []
+        write(self)
+        self._ended = ended
+
+    def at_last(self: Ledger, ended: Any) -> None:
+        self._ended += ended
+        late(self)
+        self._tidy()
+        self._close()
+
+    monkeypatch.setattr(Ledger, "write", late)
+    monkeypatch.setattr(Ledger, "close_soon", at_last)
+    monkeypatch.setattr(Ledger, "close_all", at_last)
+    assert "text" in compare(range(10))
+
+
 def test_control_logprobs_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Ledger._add_logprobs
 
-    def shifted(self: Ledger, lines: Any, owner: Any, where: Any, place: Any, *rest: Any) -> None:
-        add(self, lines, owner, where, np.maximum(place - 1, 0), *rest)
+    def shifted(self: Ledger, lines: Any, step: Any, owner: Any, where: Any, place: Any, *rest: Any) -> None:
+        add(self, lines, step, owner, where, np.maximum(place - 1, 0), *rest)
 
     monkeypatch.setattr(Ledger, "_add_logprobs", shifted)
     assert {"logprobs", "cumulative_logprob"} <= compare(range(3))
@@ -381,9 +407,8 @@ def test_control_logprobs_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> N
 def test_control_steps_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     write = Ledger._write
 
-    def backwards(self: Ledger) -> None:
-        self._steps.reverse()
-        write(self)
+    def backwards(self: Ledger, steps: list[Any]) -> None:
+        write(self, steps[::-1])
 
     monkeypatch.setattr(ledger_module, "PAGE", 128)
     monkeypatch.setattr(Ledger, "_write", backwards)

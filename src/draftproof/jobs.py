@@ -105,6 +105,8 @@ class Jobs:
         self.driver: str | None = None  # who alone may run the engine, if somebody claims that
         limits = engine.limits
         self.ledger = Ledger(limits.vocab_size, limits.speculative_tokens, engine.sources)
+        self.patient = False  # nobody waits for an answer before all are there: then they are closed together
+        self._ending: list[tuple[Job, int]] = []  # answers that ended and may not be closed yet
         self._company = NOBODY
         engine.meanwhile(self.ledger.catch_up)
 
@@ -134,6 +136,8 @@ class Jobs:
 
     def drop(self, job: Job, reason: FinishReason = "abort", error: str | None = None) -> None:
         """Let it go, wherever it is; answers that have not ended end by this."""
+        if any(one is job for one, _ in self._ending):
+            self.ledger.write()  # it has ended by itself
         try:
             for request in job.requests:
                 if self.owners.get(request.id, (None,))[0] is job:
@@ -186,7 +190,7 @@ class Jobs:
         results, company = self.engine.step(), self._company
         completed = [self._refuse(*refusal) for refusal in results.refused.items()]
         if not len(results):
-            return completed
+            return completed + self._closed()
         if results.requests != company.requests:
             company = self._company = self._meet(results.requests)
         matched = self._write_down(results, company) if len(company.lines) else []
@@ -206,24 +210,33 @@ class Jobs:
                 self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
                 completed += self._ended(job, index)
         if results.endings or matched:
-            completed += self._close(results, dict.fromkeys([*results.endings, *matched]))
-        return completed
+            self._close(results, dict.fromkeys([*results.endings, *matched]))
+        return completed + self._closed()
 
-    def _close(self, results: StepResults, ended: Iterable[int]) -> list[Job]:
-        """The answers built in bulk that ended with a step; the jobs of which they were the last."""
+    def _close(self, results: StepResults, ended: Iterable[int]) -> None:
+        """The answers built in bulk that ended with a step."""
         owners = {i: self.owners[results.requests[i].id] for i in ended}
         closing: dict[int, Ended] = {}
         for i, (job, index) in owners.items():
             answer, how = job.answers[index], results.endings.get(i, BY_STOP_STRING)
             if isinstance(answer, Answer):
                 closing[i] = answer, how.reason, how.stop, how.error
-        self.ledger.close_all(list(closing.values()))
-        completed = []
+                self._ending.append((job, index))
+        (self.ledger.close_soon if self.patient else self.ledger.close_all)(list(closing.values()))
         for i in closing:
             if i not in results.endings:
                 self.engine.abort(results.requests[i].id)
-            completed += self._ended(*owners[i])
-        return completed
+
+    def _closed(self) -> list[Job]:
+        """The jobs of which the last answer is closed by now. When there is nothing else to do, all are."""
+        if not self._ending:
+            return []
+        if not self.engine.has_work:
+            self.ledger.write()
+        over = [job.answers[index].output.finished() for job, index in self._ending]
+        closed = [one for one, is_over in zip(self._ending, over, strict=True) if is_over]
+        self._ending = [one for one, is_over in zip(self._ending, over, strict=True) if not is_over]
+        return [job for one in closed for job in self._ended(*one)]
 
     def _refuse(self, request_id: str, error: RequestError | EngineClosedError) -> Job:
         """All of the job: none of its requests was let in."""

@@ -133,6 +133,7 @@ class LLM(Front):
         queue: deque[Job] = deque()
         loop, num_ended = self.engine.loop, 0
         full = loop.scheduler.max_rows if loop.overlap else inf
+        self.jobs.patient = True
         try:
             with progress_bar() if progress else nullcontext() as show:
                 while num_ended < count:
@@ -150,6 +151,7 @@ class LLM(Front):
                     if ended and show is not None:
                         show("generating", num_ended, count)
         finally:
+            self.jobs.patient = False
             for job in here.values():
                 self.jobs.drop(job)
         return [result for result in results.values() if result is not None]

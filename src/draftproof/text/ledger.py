@@ -1,10 +1,10 @@
 """Answers that nobody looks at before they are complete, taken down step by step as columns.
 
-Steps of the same answers are kept as they came and written down together, because a few array operations
-cost as much for one step as for many; a large batch fills that measure with a step or two. Each answer has a
-line of a page; when its line is nearly full, or it ends, the line is made into lists, so memory holds what
-belongs to answers that are still under way and nothing else. Lines are emptied at different times on
-purpose: then no step has to do it for all.
+Steps are kept as they came and written down together, because a few array operations cost as much for one
+step as for many; a large batch fills that measure with a step or two. Each answer has a line of a page; when
+its line is nearly full, or it ends, the line is made into lists, so memory holds what belongs to answers that
+are still under way and nothing else. Lines are emptied at different times on purpose: then no step has to do
+it for all. An answer that ended may wait until steps are written down anyway (`close_soon`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Ints = NDArray[np.int64]
 # values [N, 1 + top], ids [N, top], ranks [N] of the picked tokens of a step
 Found = tuple[NDArray[np.float32], Ints, Ints]
 Ended = tuple[Answer, FinishReason, int | str | None, str | None]  # why, by which stop, with which error
-# lines of the table, who proposed what, logprobs
-Step = tuple[Ints, NDArray[np.int8] | None, Mapping[Wants, Found]]
+# whose lines, their lines of the table, who proposed what, logprobs
+Step = tuple[Ints, Ints, NDArray[np.int8] | None, Mapping[Wants, Found]]
 
 PAGE = 256  # tokens of a line, at least
 AT_ONCE = 32  # steps that are written down together at most
 MANY = 16384  # numbers, likewise: no step shall wait for many
 EACH = 8  # numbers that a token is worth beside its logprobs
+SOON = 16  # answers that wait to be closed, at most
 LAST, SPREAD = 16, 64  # tokens before an expected end: lines are emptied some time before LAST, spread out
-NO_LINES = np.zeros(0, np.int64)
 PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # where a token came from; from ACCEPTED on: by its source
 STEPS, DRAFTS, DRAFTED, STOOD, WIDEST = range(5)  # columns of the counts
 
@@ -64,9 +64,9 @@ class Ledger:
         self._answers: list[Answer | None] = []
         self._free: list[int] = []
         self._num_watched = 0  # answers with stop strings
-        self._lines = NO_LINES  # whose steps are not written down yet
-        self._steps: list[Step] = []
+        self._steps: list[Step] = []  # that are not written down yet
         self._kind: Any = None  # what they have in common
+        self._ended: list[Ended] = []  # with one of these steps, and are not closed yet
         self._due = 0  # numbers in them
         self._fill = np.zeros(0, np.int64)
         self._full = np.zeros(0, np.int64)  # tokens at which a line is emptied
@@ -112,9 +112,19 @@ class Ledger:
 
     def close_all(self, ended: Sequence[Ended]) -> None:
         """`close` for some: many that end with one step cost little more than one."""
-        if not ended:  # nobody has to know by now what has come
-            return
-        self._write()
+        if ended:  # else nobody has to know by now what has come
+            self._ended += ended
+            self.write()
+
+    def close_soon(self, ended: Sequence[Ended]) -> None:
+        """`close_all`, when the steps up to now are written down."""
+        self._ended += ended
+        if len(self._ended) >= SOON or not self._steps:  # their last step is written down by now
+            self.write()
+
+    def _close(self) -> None:
+        """Those that ended. All that they said is written down, and not yet tidied away."""
+        ended, self._ended = self._ended, []
         open_ones = [(answer, reason) for answer, reason, *_ in ended if answer.line >= 0]
         if open_ones:
             lines = np.array([answer.line for answer, _ in open_ones], np.int64)
@@ -131,7 +141,7 @@ class Ledger:
             answer.finish(reason, stop, error)
 
     def num_tokens(self, answer: Answer) -> int:
-        self._write()
+        self.write()
         line = answer.line
         return len(answer.output.token_ids) + (int(self._fill[line]) if line >= 0 else 0)
 
@@ -181,50 +191,62 @@ class Ledger:
             return matched
         if self._num_watched:
             table, matched = self._look(lines, table, ends)
-        kind = table.shape, source is None, [(name, found[1].shape[1]) for name, found in columns.items()]
-        if lines is not self._lines or kind != self._kind:
-            self._write()
-            self._lines, self._kind = lines, kind
-        self._steps.append((table, source, columns))
+        kind = table.shape[1], source is None, [(name, found[1].shape[1]) for name, found in columns.items()]
+        if kind != self._kind:
+            self.write()
+            self._kind = kind
+        self._steps.append((lines, table, source, columns))
         self._due += int(table[:, NUM_OUT].sum()) * (EACH + sum(top for _, top in kind[2]))
         # a step by itself can wait for the next one: `catch_up` may come before it
         if len(self._steps) == self._at_once or (self._due >= MANY and len(self._steps) > 1):
-            self._write()
+            self.write()
         return matched
 
     def catch_up(self) -> None:
         """There is time: write down what would soon be due."""
-        if 2 * len(self._steps) >= self._at_once or 2 * self._due >= MANY:
-            self._write()
+        if 2 * len(self._steps) >= self._at_once or 2 * self._due >= MANY or 4 * len(self._ended) >= SOON:
+            self.write()
 
-    def _write(self) -> None:
-        """Write down the steps that have come, S of them with n lines each."""
-        if not self._steps:
-            return
-        self._tidy()
-        lines, steps, self._lines, self._steps, self._due = self._lines, self._steps, NO_LINES, [], 0
-        table = _joined([table for table, *_ in steps])  # [S * n, …]
+    def write(self) -> None:
+        """Write down the steps that have come, and close the answers that ended with them."""
+        if self._steps:
+            self._tidy()
+            steps, self._steps, self._due = self._steps, [], 0
+            self._write(steps)
+        if self._ended:
+            self._close()
+
+    def _write(self, steps: list[Step]) -> None:
+        """S steps, of n lines in all; a line is in each of them once at most."""
+        lines = _joined([lines for lines, *_ in steps])  # [n]
+        table = _joined([table for _, table, *_ in steps])  # [n, …]
+        step = np.repeat(np.arange(len(steps)), [len(lines) for lines, *_ in steps])  # [n] which it is of
         out = table[:, NUM_OUT]
-        by_step = out.reshape(len(steps), -1)
+        by_step = self._by_step(step, lines, out)
         before = by_step.cumsum(0)
-        total = before[-1]
-        fill = self._fill[lines]
-        begin = (lines * self._width + fill + before - by_step).reshape(-1)
+        begin = lines * self._width + self._fill[lines] + before[step, lines] - out
         # one entry a token: whose it is and which of its step's
         owner = np.repeat(np.arange(len(out)), out)
         place = np.arange(len(owner)) - np.repeat(out.cumsum() - out, out)
         where = begin[owner] + place
         self._tokens[where] = table[owner, TOKENS + place]
-        self._fill[lines] = fill + total
-        self._counts[lines, STEPS] += (by_step > 0).sum(0)
+        self._fill += before[-1]
+        self._counts[:, STEPS] += (by_step > 0).sum(0)
         if table[:, NUM_DRAFT].any():
-            source = None if steps[0][1] is None else _joined([s for _, s, _ in steps if s is not None])
+            source = None if steps[0][2] is None else _joined([s for *_, s, _ in steps if s is not None])
             self._origins[where] = _origins(owner, place, table, source)
-            self._count_drafts(lines, table, by_step > 0)
+            told = table[out > 0]  # a step that committed nothing is no step
+            self._count_drafts(step[out > 0], lines[out > 0], told[:, NUM_DRAFT], told[:, NUM_ACCEPTED])
         else:
             self._origins[where] = PLAIN
-        if steps[0][2]:
-            self._add_logprobs(lines, owner, where, place, table, [columns for *_, columns in steps])
+        if steps[0][3]:
+            self._add_logprobs(lines, step, owner, where, place, table, [columns for *_, columns in steps])
+
+    def _by_step(self, step: Ints, lines: Ints, column: Ints) -> Ints:
+        """A column [n] as [S, lines of the page]; 0 where there is nothing."""
+        found = np.zeros((int(step[-1]) + 1 if len(step) else 1, len(self._fill)), np.int64)
+        found[step, lines] = column
+        return found
 
     def _look(self, lines: Ints, table: Ints, ends: Mapping[int, FinishReason]) -> tuple[Ints, list[int]]:
         """The table without what was committed behind a stop string, and who has met one."""
@@ -243,35 +265,34 @@ class Ledger:
                 matched.append(i)
         return table, matched
 
-    def _count_drafts(self, lines: Ints, table: Ints, told: NDArray[np.bool_]) -> None:
-        """`told` [S, n]: a step that committed nothing is no step."""
-        drafted, accepted = (
-            np.where(told, table[:, name].reshape(told.shape), 0) for name in (NUM_DRAFT, NUM_ACCEPTED)
-        )
+    def _count_drafts(self, step: Ints, lines: Ints, num_draft: Ints, num_accepted: Ints) -> None:
+        drafted, accepted = (self._by_step(step, lines, column) for column in (num_draft, num_accepted))
         counts = self._counts
-        counts[lines, DRAFTS] += (drafted > 0).sum(0)
-        counts[lines, DRAFTED] += drafted.sum(0)
-        counts[lines, STOOD] += accepted.sum(0)
-        counts[lines, WIDEST] = np.maximum(counts[lines, WIDEST], drafted.max(0))
-        self._stood[lines] += (accepted[..., None] > np.arange(self._stood.shape[1])).sum(0)
+        counts[:, DRAFTS] += (drafted > 0).sum(0)
+        counts[:, DRAFTED] += drafted.sum(0)
+        counts[:, STOOD] += accepted.sum(0)
+        np.maximum(counts[:, WIDEST], drafted.max(0), out=counts[:, WIDEST])
+        self._stood += (accepted[..., None] > np.arange(self._stood.shape[1])).sum(0)
 
     def _add_logprobs(
         self,
         lines: Ints,
+        step: Ints,
         owner: Ints,
         where: Ints,
         place: Ints,
         table: Ints,
         steps: Sequence[Mapping[Wants, Found]],
     ) -> None:
-        wants, num_lines = self._wants[lines], len(lines)
-        ends = (table[:, PICK] + table[:, NUM_OUT]).reshape(len(steps), -1).max(1).tolist()
+        wants = self._wants[lines]
+        begins = step.searchsorted(np.arange(len(steps)))
+        ends = np.maximum.reduceat(table[:, PICK] + table[:, NUM_OUT], begins).tolist()
         for kind in steps[0]:
             mine = wants == kind
             if not mine.any():
                 continue
             found = [columns[kind] for columns in steps]
-            used = [min(end, len(ranks)) for end, (_, _, ranks) in zip(ends, found, strict=True)]
+            used = [max(0, min(end, len(ranks))) for end, (_, _, ranks) in zip(ends, found, strict=True)]
             first = np.cumsum([0, *used[:-1]])  # of each step, among all that are used
             values, ids, ranks = (
                 _joined([column[:end] for column, end in zip(columns, used, strict=True)])
@@ -279,11 +300,11 @@ class Ledger:
             )
             at, whose, which = where, owner, place
             if not mine.all():
-                of_kind = mine[owner % num_lines]
+                of_kind = mine[owner]
                 at, whose, which = where[of_kind], owner[of_kind], place[of_kind]
             if not len(at):
                 continue
-            rows = which + table[whose, PICK] + first[whose // num_lines]
+            rows = which + table[whose, PICK] + first[step[whose]]
             # mostly they lie one behind the other: then nothing is gathered
             in_a_row = (rows[1:] - rows[:-1] == 1).all()
             pick: Any = slice(int(rows[0]), int(rows[-1]) + 1) if in_a_row else rows
