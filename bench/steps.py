@@ -4,10 +4,11 @@
                           [--rounds 6] [--count 8] [--tasks chat,qa]
 
 The same prompts in every round, task by task, as `head.py` asks them. Of each round: microseconds of a step,
-tokens that it commits, for which share of the steps a model was asked and for how many rounds, steps that
-were captured meanwhile, and the longest ones. On a GPU the first and the last round are run once more under a
-profiler: microseconds of each kernel a step, how often it runs, and how long the device was busy. What grows
-from the first to the last is what slows an engine down.
+tokens that it commits, what the host takes of it (median, 90 %) and how often the device was done before it,
+for which share of the steps a model was asked and for how many rounds, steps that were captured meanwhile,
+and the longest ones. On a GPU the first and the last round are run once more under a profiler: microseconds
+of each kernel a step, how often it runs, and how long the device was busy. What grows from the first to the
+last is what slows an engine down.
 """
 
 from __future__ import annotations
@@ -35,16 +36,25 @@ class Watch:
     def __init__(self, llm: LLM) -> None:
         self.engine, self.loop = llm.engine, llm.engine.loop
         self._step, self._run = llm.engine.step, self.loop.device.run
+        self.pacing = self.loop.pacing
         self.calls: list[float] = []
         self.rounds: list[int] = []
+        self.host: list[tuple[float, bool]] = []  # seconds, and whether the device was the first
 
     def __enter__(self) -> Watch:
         self.captured = len(self.loop.device._graphs)
         self.engine.step, self.loop.device.run = self.step, self.run  # type: ignore[method-assign]
+        self._read, self.pacing.read = self.pacing.read, self.read  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.step, self.loop.device.run = self._step, self._run  # type: ignore[method-assign]
+        del self.pacing.read
+
+    def read(self, step: Any, asked: float, late: bool, weighed: float) -> None:
+        since = self.pacing._last_read if step.follows else step.started
+        self.host.append((asked - since, late))
+        self._read(step, asked, late, weighed)
 
     def step(self) -> Any:
         begin = time.perf_counter()
@@ -65,6 +75,8 @@ class Watch:
         return {
             "us a step": round(1e6 * seconds / len(self.calls), 1),
             "tokens a request and step": round(tokens / max(1, steps), 2),
+            "host us": [round(1e6 * one) for one in np.quantile([s for s, _ in self.host], [0.5, 0.9])],
+            "late": round(float(np.mean([late for _, late in self.host])), 3),
             "asked": round(len(asked) / max(1, len(self.rounds)), 3),
             "rounds when asked": round(float(np.mean(asked)), 2) if asked else 0,
             "captured": len(self.loop.device._graphs) - self.captured,

@@ -13,7 +13,8 @@ import torch
 
 import heads
 import tiny
-from draftproof.engine.asking import FORGETS, HOPE, Asking
+from draftproof.engine.asking import HOPE, Asking
+from draftproof.engine.brings import FORGETS
 from draftproof.engine.budget import DraftBudgets
 from draftproof.engine.costs import RowCosts
 from draftproof.ops.drafting import UNIT

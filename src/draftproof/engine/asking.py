@@ -22,21 +22,18 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.engine.brings import heard, hoped
 from draftproof.engine.budget import Bools, Ints
 from draftproof.engine.drafting import Drafting
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Planned
 from draftproof.propose import Proposer
-from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT
 
 FOLLOW = 1 / 32  # of a step in what steps bring and take
 SLOW = 3.0  # times what was usual: by how much more does not matter
 KEEPS_UP = 1 / 8  # of what drafts take with a model, that they take without: while that is not known
-ALONE = 0.85  # of what the model brings nobody else would have brought
-HEARD = 1 / 16  # of a window in what it brings a request
 USUAL = 1 / 32  # of a step's windows in what it brings anybody
 HOPE = 1.2  # times its price, that it may bring a request of which nothing is known
-FORGETS = 1 / 128  # of what is known, at a window that it was not asked for
 
 
 class Asking:
@@ -66,6 +63,12 @@ class Asking:
         self._without = self._round = 0.0  # seconds for drafts without the model, and more for a round of it
         self._was_asked = False  # for the drafts of the next step that is heard of
         self._mark = 0.0  # when the last step was heard of
+        none = np.zeros(0, np.int64)  # so that loops are compiled now, and nobody waits for them later
+        hoped(none, none, self._copies, self._brings)
+        heard(
+            *(none.reshape(0, 1), np.zeros((0, 1), np.int8), none, none > 0, none, model),
+            *(True, 0.0, self._brings, self._copies),
+        )
 
     def price(self, seconds: float, requests: int) -> float:
         """What so much time is worth to so many, in tokens."""
@@ -85,9 +88,8 @@ class Asking:
             drafting.price, drafting.verify = (self.price(each, count) for each in seconds)
             return
         price = self.price(costs.asks(count), count)  # a captured step knows of none
-        wanted = (budget > 0) & ~self._copies[planned.slots]
         self._price = price / count
-        drafting.asks = not price or float(self._brings[planned.slots[wanted]].sum()) > price
+        drafting.asks = not price or hoped(planned.slots, budget, self._copies, self._brings) > price
 
     def hear(self, planned: Planned, table: Ints, sources: NDArray[np.int8], here: Bools, asked: int) -> None:
         """What a step did, behind which the model was `asked` for so many.
@@ -99,6 +101,12 @@ class Asking:
         now, mark = time.perf_counter(), self._mark
         self._mark = now
         was_asked, self._was_asked = self._was_asked, asked > 0
+        tokens, windows, brought = heard(
+            *(table, sources, planned.slots, here, self.scheduler.budgets.limit, self._model),
+            *(was_asked, HOPE * self._price, self._brings, self._copies),
+        )
+        if windows:
+            self._usual += USUAL * (brought / windows - self._usual)
         if not planned.has_prompts:
             spent, scheduler, drafting = now - mark, self.scheduler, self.drafting
             if self._ahead:
@@ -111,19 +119,7 @@ class Asking:
             else:
                 self._without = _followed(self._without, drafting.took)
             self._spent = _followed(self._spent, spent)
-            self._tokens = _followed(self._tokens, float(table[:, NUM_OUT].mean()))
-        told = here & (table[:, NUM_DRAFT] > 0)
-        slots, accepted, drafts = planned.slots[told], table[told, NUM_ACCEPTED], table[told, NUM_DRAFT]
-        its = sources[told, 0] == self._model
-        self._copies[planned.slots[here]] = False
-        self._copies[slots] = ~its & (accepted == drafts) & (drafts >= self.scheduler.budgets.limit[slots])
-        if not was_asked:
-            known, hope = self._brings[planned.slots[here]], HOPE * self._price
-            self._brings[planned.slots[here]] = known + FORGETS * np.maximum(hope - known, 0.0)
-        elif len(slots):
-            brought = ALONE * np.where(its, accepted, 0)
-            self._brings[slots] += HEARD * (brought - self._brings[slots])
-            self._usual += USUAL * (float(brought.mean()) - self._usual)
+            self._tokens = _followed(self._tokens, tokens / len(table))
 
 
 def _followed(usual: float, now: float) -> float:
