@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.engine.kalman import correct, drift
+
 Reals = NDArray[np.float64]
 
 SLOW = 5.0  # times what was expected: a pause of whoever calls, not a step's time any more
@@ -52,6 +54,7 @@ class Clocked:
         self._prior[1:, 1:] = BENT**2 * np.exp(-np.abs(octaves[:, None] - octaves) / ALIKE)
         self._state = np.zeros(SIZES + len(sizes))
         self._doubt = np.zeros((len(self._state),) * 2)
+        self._wander = np.zeros(len(self._state))  # of each part by itself, from one step to the next
         self._usual = 0.0  # what steps take, beside empty ones
         self._steps = 0
         self._asks = False  # has anybody been asked?
@@ -96,7 +99,7 @@ class Clocked:
         off = min(off, DISTURBED * expected)
         self._usual += USUAL * ((expected + off) / empty - self._usual)
         self._drift(expected, keys)
-        self._correct(off, says, (NOISE * self._usual * empty) ** 2)
+        correct(self._state, self._doubt, says, off, (NOISE * self._usual * empty) ** 2)
         self._keep_within(keys)
 
     def _begin(self, empty: float, keys: int, seconds: float) -> None:
@@ -113,15 +116,9 @@ class Clocked:
         self._usual = seconds / empty
 
     def _drift(self, expected: float, keys: int) -> None:
-        state, doubt = self._state, self._doubt
-        doubt += DRIFT**2 * (state[:, None] * state)
-        doubt[KEYS, KEYS] += (WANDER * expected / keys) ** 2
-        doubt[ASKED, ASKED] += (WAVERS * state[SPEED] * self.knots[0]) ** 2
-        most = MOST_DOUBT * expected / keys
-        if doubt[KEYS, KEYS] > most**2:
-            less = most / float(np.sqrt(doubt[KEYS, KEYS]))
-            doubt[KEYS] *= less
-            doubt[:, KEYS] *= less
+        self._wander[KEYS] = WANDER * expected / keys
+        self._wander[ASKED] = WAVERS * self._state[SPEED] * self.knots[0]
+        drift(self._state, self._doubt, DRIFT, self._wander, KEYS, MOST_DOUBT * expected / keys)
         self._steps += 1
         if self._steps % AT_TIMES == 0:
             self._fade(slice(ASKED, None), AT_TIMES * FORGETS)
@@ -133,13 +130,6 @@ class Clocked:
         self._doubt[which] *= stays
         self._doubt[:, which] *= stays
         self._doubt[which, which] += (1 - stays**2) * self._state[SPEED] ** 2 * self._prior[prior, prior]
-
-    def _correct(self, off: float, says: Reals, noise: float) -> None:
-        """A step was off by so many seconds, and so much of each part is in it."""
-        known = self._doubt @ says  # covariance of each with what was expected
-        gain = known / (noise + float(says @ known))
-        self._doubt -= gain[:, None] * known
-        self._state += off * gain
 
     def _keep_within(self, keys: int) -> None:
         state = self._state

@@ -178,9 +178,8 @@ class DeviceStep:
         return lambda: (first(), draft())
 
     def _draft(self, rows: int, entries: int, wanted: DraftTraits) -> tuple[Hashable, Callable[[], None]]:
-        return ("draft", rows, entries, wanted), lambda: self.drafting.draft(
-            self.plan, self._layout(rows, 0).rows, entries, wanted
-        )
+        given, draft = (entries, wanted), self.drafting.draft
+        return ("draft", rows, *given), lambda: draft(self.plan, self._layout(rows, 0).rows, *given)
 
     def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
