@@ -151,7 +151,7 @@ class DeviceStep:
         elif not hosted:
             judge = self._graph(("judge", logits, traits), judge)
         self._load(planned, budget)
-        written = self._layout(rows, ends or logits)
+        written = self._layout(rows, ends) if ends else layout
         self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, written)
         hidden = forward()
         if ends:

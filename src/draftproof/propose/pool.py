@@ -121,6 +121,8 @@ class Pool:
         if self._seats_changed:
             self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
             self._seats_changed = False
+            if self.ops.asynchronous:
+                return  # somebody comes, which is work enough for a step
         if self._dies <= self.now():
             self._expire()
         if self._told and self._when_used is None:
