@@ -161,6 +161,15 @@ class Drafting:
                     found[rows, entries, LATER] = 0
         return list(found)
 
+    def rare(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
+        """Drafts beside longer prompts, some of each kind. They are not captured: it is for their kernels."""
+        num_slots, k = self.slots.columns.draft.shape
+        rows = {n for n in sizes if n in (128, 256, 512, max(sizes))} if self.follows_rows else ()
+        return [
+            (size, self.entries(ops, count, size), DraftTraits(rounds))
+            for size, count, rounds in product(sorted(rows), dict.fromkeys((1, num_slots)), (0, k))
+        ]
+
     def asking(
         self, ops: Ops, sizes: Iterable[int], seconds: Callable[[int, int, DraftTraits], float]
     ) -> dict[int, float]:

@@ -223,7 +223,7 @@ class DeviceStep:
             tail = partial(self._tail, self._picked[:size], windows, trait, NO_ONE)
             work.append((("decode", size, trait), partial(self._whole, size, trait), False))
             work.append((("judge", size, trait), tail, False))
-        self.ready(work, tick)
+        self.ready(work, tick, *(self._draft(*one)[1] for one in self.drafting.rare(self.ops, sizes)))
         return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
 
     def ready(self, work: Work, tick: Progress, *more: Callable[[], object]) -> None:

@@ -38,7 +38,7 @@ def _extent(slots, chunk, drafts, ended, length, computed, num_draft, entry, the
     return slot, total, done, fresh, guesses, reaches
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "L"])  # any of them may come beside any other, op by op
 def layout_kernel(
     slots, chunk, drafts,  # [B] the plan
     ended, length, computed, num_draft, prompt_len, tokens, draft, page_table,  # [S] and [S, ...]
