@@ -237,7 +237,8 @@ class Soak:
                 name = self.chance.choice(here) if here else ""
                 if name and self.target.abort(name):
                     gone.add(name)
-        self.target.step()  # what was under way when the last one ended
+        while self.target.loop._flights:  # what was under way when the last one ended
+            self.target.step()
         self.check_empty()
         for name, request in requests.items():
             self.compare(request, told[name], name in gone)

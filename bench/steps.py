@@ -5,10 +5,10 @@
 
 The same prompts in every round, task by task, as `head.py` asks them. Of each round: microseconds of a step,
 tokens that it commits, what the host takes of it (median, 90 %) and how often the device was done before it,
-for which share of the steps a model was asked and for how many rounds, steps that were captured meanwhile,
-and the longest ones. On a GPU the first and the last round are run once more under a profiler: microseconds
-of each kernel a step, how often it runs, and how long the device was busy. What grows from the first to the
-last is what slows an engine down.
+for which share of the steps a model was asked and for how many rounds, steps that were captured and kernels
+that were compiled meanwhile, and the longest ones. On a GPU the first and the last round are run once more
+under a profiler: microseconds of each kernel a step, how often it runs, and how long the device was busy.
+What grows from the first to the last is what slows an engine down.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ from measure import finish
 from draftproof import LLM
 
 KERNELS = 14  # that are named
+compiled: list[str] = []  # kernels, since the program began: after an engine's start it should be none
+
+
+def watch_compiling() -> None:
+    """From now on `compiled` tells which kernels are compiled."""
+    from triton import knobs
+
+    knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["fn"].name)
 
 
 class Watch:
@@ -42,7 +50,7 @@ class Watch:
         self.host: list[tuple[float, bool]] = []  # seconds, and whether the device was the first
 
     def __enter__(self) -> Watch:
-        self.captured = len(self.loop.device._graphs)
+        self.captured, self.compiled = len(self.loop.device._graphs), len(compiled)
         self.engine.step, self.loop.device.run = self.step, self.run  # type: ignore[method-assign]
         self._read, self.pacing.read = self.pacing.read, self.read  # type: ignore[method-assign]
         return self
@@ -80,6 +88,7 @@ class Watch:
             "asked": round(len(asked) / max(1, len(self.rounds)), 3),
             "rounds when asked": round(float(np.mean(asked)), 2) if asked else 0,
             "captured": len(self.loop.device._graphs) - self.captured,
+            "compiled": compiled[self.compiled :],
             "longest, ms": [round(1e3 * one, 2) for one in longest.tolist()],
         }
 
@@ -117,6 +126,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"--tasks: of {', '.join(engines.prompts)}, not {', '.join(unknown)}")
     prompts = {task: [(ids, 0) for ids in engines.prompts[task][: options.count]] for task in options.tasks}
     found: dict[str, Any] = {}
+    if options.device == "cuda":
+        watch_compiling()
     for name in options.methods:
         llm = engines[name]
         for batch in options.batches:

@@ -1,8 +1,8 @@
-"""Random lives of many requests in a scheduler, with a device that is one step behind in telling.
+"""Random lives of many requests in a scheduler, with a device that is a step or two behind in telling.
 
 No model: the device here knows true lengths, drafts and ends, takes whatever acceptance chance says, and
 remembers what lies on every page, so that a row which reads what nobody stored is seen. Every plan is made
-while the step before it is still unread, and must be right whatever that step did. Pages are so few that
+while the steps before it are still unread, and must be right whatever they did. Pages are so few that
 requests are put aside again and again; prefixes are shared, under two salts.
 """
 
@@ -52,9 +52,10 @@ class Truth:
 class Life:
     """A scheduler, a device that never tells at once, and requests that come and go."""
 
-    def __init__(self, chance: Chance, overlap: bool = True) -> None:
+    def __init__(self, chance: Chance, overlap: bool = True, depth: int = 2) -> None:
+        """`depth`: steps that are under way at most."""
         self.chance = chance
-        self.overlap = overlap
+        self.overlap, self.depth = overlap, depth
         self.max_rows = self.chance.choice([SEATS, 8, 16, 40])
         slots = Slots(SEATS, 64, K, 8, 16, OPS)
         budgets = DraftBudgets(SEATS, RowCosts.guess(self.max_rows))
@@ -279,7 +280,7 @@ class Life:
             scheduler.host.num_draft[planned.slots] = budget
             self.flights.append((planned, table))
             self.check_bounds()
-            if self.overlap and len(self.flights) == 1:
+            if self.overlap and len(self.flights) < self.depth:
                 return
         if self.flights:
             self.settle()
@@ -299,9 +300,9 @@ class Life:
 class Served(RuleBasedStateMachine):
     """The same, with hypothesis in the place of chance for all that comes from outside."""
 
-    @initialize(seed=st.integers(0, 999), overlap=st.booleans())
-    def build(self, seed: int, overlap: bool) -> None:
-        self.life = Life(random.Random(seed), overlap)
+    @initialize(seed=st.integers(0, 999), overlap=st.booleans(), depth=st.integers(2, 3))
+    def build(self, seed: int, overlap: bool, depth: int) -> None:
+        self.life = Life(random.Random(seed), overlap, depth)
         self.life.todo.clear()
         self.count = 0
 

@@ -12,6 +12,7 @@ import torch
 import tiny
 from draftproof import AsyncLLM
 from draftproof.engine import faults
+from draftproof.engine.loop import Loop
 from draftproof.engine.pages import Pages
 from draftproof.engine.scheduler import Scheduler
 from draftproof.errors import EngineDeadError
@@ -36,9 +37,15 @@ def asks(count=5, tokens=14):
     ]
 
 
-def build(backend="faulty:FaultyOps", **options):
+def build(backend="faulty:FaultyOps", steps=0, **options):
+    """`steps`: so many are under way at most; 1: each is read before the next is planned."""
+    options |= {"overlap": steps > 1} if steps else {}
     target = tiny.engine(backend=backend, **{"speculative": SPEC, "page_size": 8, **options})
+    target.loop.pacing.shallow = max(2, steps)
     return target, target.ops
+
+
+steps = pytest.mark.parametrize("steps", [1, 2, 3])
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +62,12 @@ def served(target, requests, **options):
     return {name: record.same() for name, record in records.items()}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@steps
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["layout", "choose", "commit", "logprobs", "put_draft", "fetch", "read"])
-def test_steps_that_fail_change_nothing(name, late, overlap, alone):
+def test_steps_that_fail_change_nothing(name, late, steps, alone):
     """At the first call, in the middle and twice running; before an op and after it."""
-    target, ops = build(overlap=overlap, debug=name != "put_draft")
+    target, ops = build(steps=steps, debug=name != "put_draft")
     counts = (1, 8, 15, 21) if name in ("fetch", "read") else (1, 8, 9, 19)  # or nothing can be taken back
     ops.late, ops.when = late, lambda _, op, count: op == name and count in counts
     assert served(target, asks(), arrivals=[0, 0, 2, 2, 5]) == alone
@@ -69,9 +76,10 @@ def test_steps_that_fail_change_nothing(name, late, overlap, alone):
     assert proposer_failed == (name == "put_draft")  # its own business: it is switched off
 
 
-def test_many_faults_with_preemption_and_shared_prefixes(alone):
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_many_faults_with_preemption_and_shared_prefixes(steps, alone):
     """Few pages, everything is put aside now and then, and steps fail all the while."""
-    target, ops = build(overlap=True, kv_cache_tokens=72, max_num_seqs=4)
+    target, ops = build(steps=steps, kv_cache_tokens=72, max_num_seqs=4)
     again = [replace(r, id=turn + r.id) for turn in "abc" for r in asks(2)]
     ops.when = lambda _, op, count: op == "choose" and count % 23 == 5
     got = served(target, again, arrivals=[0, 0, 1, 3, 9, 30])
@@ -80,10 +88,10 @@ def test_many_faults_with_preemption_and_shared_prefixes(alone):
     assert ops.raised > 1 and stats.num_preemptions and stats.num_cached_tokens
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_never_works_fails_with_its_reason_and_nobody_else_does(overlap, alone):
+@steps
+def test_what_never_works_fails_with_its_reason_and_nobody_else_does(steps, alone):
     """One of two that run cannot be served; those who wait never notice."""
-    target, ops = build(overlap=overlap, max_num_seqs=2)
+    target, ops = build(steps=steps, max_num_seqs=2)
     columns = target.loop.slots.columns
 
     def when(_, op, count):
@@ -100,6 +108,29 @@ def test_what_never_works_fails_with_its_reason_and_nobody_else_does(overlap, al
     assert {name: got[name] for name in "234"} == {name: alone[name] for name in "234"}
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("name", "lost"), [("choose", {1}), ("read", {2, 3})])
+def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
+    """One that cannot be queued while two are under way; one that cannot be read, with two behind it."""
+    target, ops = build(steps=3, max_num_batched_tokens=16)
+    seen, whole = set(), Loop._recover
+
+    def recover(self, fault):
+        seen.add((len(fault.lost), len(self._flights)))
+        return whole(self, fault)
+
+    monkeypatch.setattr(Loop, "_recover", recover)
+    requests = [r for r in asks() if r.id in "014"]  # nobody keeps the host in the loop
+    for nth in range(2, 14):
+        ops.late, ops._counts[name] = late, 0
+        ops.when = lambda _, op, count, nth=nth: op == name and count == nth
+        assert served(target, requests) == {r.id: alone[r.id] for r in requests}
+        ops.when = None
+        while target.loop._flights:
+            target.step()
+    assert {many for many, _ in seen} == lost and (2 if name == "choose" else 0) in {n for _, n in seen}
+
+
 # --- the prefix cache -----------------------------------------------------------------------------------
 
 
@@ -111,18 +142,18 @@ def first_prefill_fails(**options):
     return served(target, [request], stats=stats)["4"], stats["4"]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_pages_of_a_step_that_never_ran_are_not_found(overlap, alone):
-    same, stats = first_prefill_fails(overlap=overlap)
+@steps
+def test_pages_of_a_step_that_never_ran_are_not_found(steps, alone):
+    same, stats = first_prefill_fails(steps=steps)
     assert same == alone["4"]
     assert stats.num_cached_tokens == 0 and stats.num_preemptions == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@steps
 @pytest.mark.parametrize("when", ["queued", "aborted"])
-def test_nor_are_those_of_whoever_left_meanwhile(when, overlap, alone):
+def test_nor_are_those_of_whoever_left_meanwhile(when, steps, alone):
     """Its prompt is under way, or was to be; it is aborted; then that step turns out to be lost."""
-    target, ops = build(overlap=overlap)
+    target, ops = build(steps=steps)
     request = asks()[4]
     target.add(replace(request, id="first", params=replace(request.params, max_tokens=40)))
     target.step()
@@ -182,9 +213,9 @@ def test_an_engine_in_which_nothing_works_gives_up(name):
 # --- a device that is gone ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_engine_whose_device_is_gone_says_so_and_stops(overlap):
-    target, ops = build(overlap=overlap)
+@steps
+def test_an_engine_whose_device_is_gone_says_so_and_stops(steps):
+    target, ops = build(steps=steps)
     told = []
     for request in asks():
         target.add(request)

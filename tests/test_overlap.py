@@ -54,7 +54,7 @@ class Watch:
             slot = sequence.slot
             host = scheduler.host
             assert int(columns.num_draft[slot]) <= host.num_draft[slot] <= sequence.draft_limit
-            assert 0 <= host.under_way[slot] <= 2
+            assert 0 <= host.under_way[slot] <= self.loop.pacing.depth
             if not int(columns.ended[slot]):
                 assert host.length[slot] + host.under_way[slot] <= int(columns.length[slot])
             assert int(columns.length[slot]) <= sequence.max_length

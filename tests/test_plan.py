@@ -9,12 +9,12 @@ import pytest
 from lives import Life, machine
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_random_lives(overlap):
+@pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2), (True, 3)])
+def test_random_lives(overlap, depth):
     ends = set()
     aside = cached = 0
     for seed in range(60):
-        life = Life(random.Random(seed), overlap)
+        life = Life(random.Random(seed), overlap, depth)
         life.live()
         ends |= set(life.done.values())
         aside, cached = aside + life.num_aside, cached + life.scheduler.num_cached

@@ -232,6 +232,28 @@ def test_ten_thousand_requests_take_no_more_room_than_hundred():
     assert held(pool) == before and grown < 100_000, grown
 
 
+def crowd(monkeypatch):
+    """Lines that wait to be taken in and the oldest line's age, while somebody comes in every step."""
+    monkeypatch.setattr(OPS, "asynchronous", True)
+    clock, waiting, ages = Clock(), [], []
+    pool = Pool(OPS, 2, 64 * WIDE, 50.0, clock)
+    for i in range(300):
+        clock.time += 1
+        pool.seat(i % 2, f"tenant {i}")
+        pool.tell("somebody", np.arange(i, i + 40) % 500, 20)
+        pool.send()
+        waiting.append(len(pool._told))
+        ages.append(clock.time - pool._born[pool.owner >= 0].min(initial=clock.time))
+    return max(waiting), max(ages)
+
+
+def test_what_was_told_is_taken_in_though_somebody_comes_in_every_step(monkeypatch):
+    waiting, age = crowd(monkeypatch)
+    assert 3 <= waiting <= 10 and 40 < age <= 50
+    monkeypatch.setattr("draftproof.propose.pool.PATIENCE", 1000)  # control
+    assert crowd(monkeypatch)[0] == 300
+
+
 def test_control_a_pool_that_forgets_to_forget(monkeypatch):
     pool = Pool(OPS, 2, 64 * WIDE, 3600.0)
     monkeypatch.setattr(pool, "_make_room", lambda n: np.argsort(pool._used, kind="stable")[:n])

@@ -145,7 +145,7 @@ class Loop:
         return self.device.drafting.proposer is not None
 
     def _recover(self, fault: StepFault) -> StepResults:
-        """Go on without the steps that are lost; what was queued before them is read. See `faults`."""
+        """Go on without the steps that are lost; the first of those queued before is read. See `faults`."""
         error, lost, results = fault.__cause__, fault.lost, NOTHING
         reason = f"{type(error).__name__} in a step: {error}"
         self._faults += 1

@@ -50,9 +50,13 @@ class Pacing:
         """A step was read just now. Until `asked`, when the host was ready for it, both worked; `late`: it
         had come by then. For `weighed` seconds of it drafts were made that have prices of their own.
 
-        A step costs what passes from one read to the next, unless the host came too late for either.
+        A step costs what passes from one read to the next, unless the host came too late for either. One of
+        which nobody is left says nothing: it had no rows, and may have lain here since the last request.
         """
         now, timings, planned = time.perf_counter(), self.scheduler.timings, step.planned
+        if planned.version != self.scheduler.version and not self._is_anybodys(planned):
+            self._last_read, self._took, self._late = now, 0.0, True
+            return
         since, self._last_read = self._last_read if step.follows else step.started, now
         self._took = took = now - since
         (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(took)
@@ -66,3 +70,6 @@ class Pacing:
         if costs.learns and not planned.has_prompts and not was_late and not self._late:
             keys = int(self.scheduler.host.length[planned.slots].sum())
             costs.observe(planned.num_rows, keys, took - weighed, 0 if weighed else step.asked)
+
+    def _is_anybodys(self, planned: Planned) -> bool:
+        return bool((self.scheduler.host.tenant[planned.slots] == planned.tenants).any())

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.ops import Ops
+from draftproof.ops import Fetched, Ops
 from draftproof.ops.drafting import DEPTH, SIZES, WAYS, SuffixPool
 from draftproof.propose.pool_index import index
 
@@ -31,7 +31,7 @@ AFTER = 16  # tokens behind the last that is found, to follow
 BODY = WIDE - DEPTH - AFTER  # tokens of a response that are found in a line of it
 NOBODY = -1  # owner of a line
 FREE = -2  # owner of a slot: never that of a line
-COMES = 2  # calls of `send` after which what was asked for has surely come: one less than steps are queued
+PATIENCE = 4  # steps running in which somebody comes, after which what was told is taken in all the same
 LAYERS = ("filled", "owner", "weight", "used")
 
 
@@ -87,8 +87,8 @@ class Pool:
         self._slots = np.full(num_slots, FREE, np.int64)
         self._seats_changed = False
         self._told: list[tuple[int, Ints]] = []
-        self._when_used: Callable[[], Tensor] | None = None
-        self._since = 0  # calls of `send` since that was asked for
+        self._when_used: Fetched | None = None
+        self._put_off = 0  # calls of `send` running in which somebody had come
 
     @staticmethod
     def size(num_tokens: int) -> int:
@@ -118,19 +118,20 @@ class Pool:
 
     def send(self) -> None:
         """Bring the device up to date: seats, what has expired, what was told before the last calls."""
+        if self._dies <= self.now():
+            self._expire()
         if self._seats_changed:
             self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
             self._seats_changed = False
-            if self.ops.asynchronous:
+            self._put_off += 1
+            if self.ops.asynchronous and self._put_off < PATIENCE:
                 return  # somebody comes, which is work enough for a step
-        if self._dies <= self.now():
-            self._expire()
-        if self._told and self._when_used is None:
-            self._when_used, self._since = self.ops.fetch(self.device.used), 0
-        elif self._told and self._when_used is not None:
-            self._since += 1
-            if self._since < COMES and self.ops.asynchronous:
-                return
+        self._put_off = 0
+        if not self._told:
+            return
+        if self._when_used is None:
+            self._when_used = self.ops.fetch(self.device.used)
+        elif self._when_used.here():  # it lies behind the steps that are under way
             told, self._told = self._told, []
             self._take_in(told, self._when_used().numpy())
             self._when_used = None

@@ -1,0 +1,212 @@
+"""More steps under way than a CPU would ever have: the promise is kept, and nobody waits for the queue.
+
+Faults with a full queue are in test_faults.py, plans in test_plan.py, the clock in test_pacing.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from async_serving import ASKS, check_left, facts
+from covering import pairwise
+from draftproof.engine.lessons import Lessons
+from draftproof.engine.loop import Loop
+from draftproof.engine.pacing import Pacing
+from draftproof.ops import Fetched
+from draftproof.ops.cpu import CpuOps
+from draftproof.propose.pool import Pool
+from draftproof.sampling_params import SamplingParams
+from exact import NEIGHBOURS, Ask, Company, Where, check_empty
+from test_exact import TRAFFIC, named
+
+
+@pytest.fixture(params=[3, 4])
+def depth(request, monkeypatch):
+    """All engines that are built meanwhile have so many under way."""
+    whole = Pacing.__init__
+
+    def deep(self: Pacing, *arguments: Any) -> None:
+        whole(self, *arguments)
+        self.shallow = self.deep = request.param
+
+    monkeypatch.setattr(Pacing, "__init__", deep)
+    return request.param
+
+
+@pytest.fixture
+def most(monkeypatch):
+    """How many were under way at once, by how often."""
+    seen: list[int] = []
+    whole = Loop._settle
+
+    def settle(self: Loop, flight: Any) -> Any:
+        seen.append(1 + len(self._flights))
+        return whole(self, flight)
+
+    monkeypatch.setattr(Loop, "_settle", settle)
+    return seen
+
+
+# seven asks, three seats; nobody keeps the host in the loop
+CASES = pairwise(
+    {
+        "method": ["ngram", "suffix", "eagle3", "hybrid", "proposers:DeviceFlaky", None],
+        "option": ["none", "frequency", "eos", "stop_ids", "processed", "max_tokens"],
+        "temperature": [0.0, 1.0],
+        "prefix": ["miss", "hit", "off"],
+        "pages": ["many", "few", "shaken"],
+        "traffic": list(TRAFFIC),
+        "adaptive": [True, False],
+        "chunk": [16, 64],
+    }
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_the_promise(case, depth, most):
+    asks = [Ask(0, case["option"], case["temperature"], length=40), *NEIGHBOURS]
+    free = {"prompt": False, "grammar": "none"}
+    asks = [replace(a, option="eos" if a.option == "mix" else a.option, **free) for a in asks]
+    if case["method"] is None:
+        asks = [replace(a, enabled=True, k=None) for a in asks]
+    sizes = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off", "max_num_seqs": 3}
+    if case["pages"] != "many":
+        sizes["kv_cache_tokens"] = 128  # the longest just fits
+    spec = {"method": case["method"], "num_speculative_tokens": 4, "adaptive": case["adaptive"]}
+    company = Company(
+        *(asks, Where(), spec if case["method"] else None),
+        chunk=case["chunk"],
+        overlap=True,
+        sizes=sizes,
+        warm=case["prefix"] == "hit",
+        shaken=case["pages"] == "shaken",
+        **TRAFFIC[case["traffic"]],
+    )
+    assert company.differences() == []
+    assert max(most) == depth and most.count(depth) > 5
+    if case["pages"] == "shaken":
+        assert company.engine.stats().num_preemptions
+    while company.engine.loop._flights:
+        assert not company.engine.step()
+    assert not company.engine.loop._retiring and not company.engine.loop._lessons._heard
+    check_empty(company.engine)
+
+
+@pytest.mark.parametrize("spec", ["ngram", "flaky"])
+def test_stop_strings_prompt_logprobs_and_processors(spec, make, alone, depth, most):
+    """Whoever needs the host finds nothing under way, whoever comes later has the queue again."""
+    llm = make(spec, max_num_seqs=3)
+    prompts, params = zip(*ASKS, strict=True)
+    for _ in range(2):
+        assert [facts(one) for one in llm.generate(prompts, params)] == [facts(one) for one in alone]
+    free = [i for i, wish in enumerate(params) if not needs_host(wish)]
+    most.clear()
+    answers = llm.generate([prompts[i] for i in free], [params[i] for i in free])
+    assert [facts(one) for one in answers] == [facts(alone[i]) for i in free]
+    assert max(most) == depth and any(isinstance(o.outputs[0].stop_reason, str) for o in answers)
+    check_left(llm)
+
+
+def needs_host(wish: SamplingParams) -> bool:
+    hosted = wish.logits_processors or wish.logprob_token_ids or wish.include_draft_logprobs
+    return bool(hosted) or wish.prompt_logprobs is not None
+
+
+# --- copies come in their turn ---------------------------------------------------------------------------
+
+
+class InTurn(CpuOps):
+    """A CPU that has a queue, as a GPU has: a copy is there once all steps before it are."""
+
+    asynchronous = True
+
+    def graph(self, function: Any, apart: bool = False) -> Any:
+        function()  # as a capture does, on an empty plan
+        return function
+
+
+class Turns:
+    """Steps of an engine that were queued and read. Whoever wants a copy behind others is told off."""
+
+    def __init__(self, engine: Any) -> None:
+        self.loop, self.fetch = engine.loop, engine.ops.fetch
+        self.queued = self.read = self.early = self.kept = 0
+        run = engine.loop.device.run
+
+        def counted(*arguments: Any) -> Any:
+            ran = run(*arguments)
+            self.queued += 1
+            return ran
+
+        engine.loop.device.run, engine.ops.fetch = counted, self.fetched
+
+    def fetched(self, tensor: Any) -> Fetched:
+        whole, behind = self.fetch(tensor), self.queued
+        results = tensor.data_ptr() == self.loop.device._results.data_ptr()
+
+        def read() -> Any:
+            if results:
+                assert behind == self.read + 1, "steps are read in turn"
+                self.read = behind
+            elif behind > self.read:  # it is waited for, and all steps before it
+                self.early += 1
+                scheduler = self.loop.scheduler
+                assert not (scheduler.running or scheduler.waiting), "a copy behind others was waited for"
+            elif self.loop._flights:
+                self.kept += 1
+            return whole()
+
+        return Fetched(read, lambda: behind <= self.read)
+
+
+def taught(depth: int) -> Turns:
+    """Many short answers through few seats, all of them learned from and kept for the cache."""
+    spec = {"method": "suffix", "num_speculative_tokens": 4}
+    engine = Where(backend="test_deep_queue:InTurn").engine(
+        spec, overlap=True, max_num_seqs=2, page_size=8, max_num_batched_tokens=64
+    )
+    engine.loop.pacing.shallow = depth
+    turns = Turns(engine)
+    options = ["ignore_eos", "stop_ids", "eos", "max_tokens"]
+    asks = [Ask(i, options[i % 4], (0.0, 1.0)[i % 2], length=6 + i, prompt=False) for i in range(10)]
+    company = Company(asks, Where(), spec, engine=engine, arrivals=[0, 0, 0, 2, 9, 9, 11], aborts={4: 12})
+    assert company.differences() == []
+    assert engine.loop.proposer.pool._lines and engine.loop.scheduler.pages.num_idle
+    return turns
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_nobody_waits_for_what_lies_behind_steps(steps, most):
+    turns = taught(steps)
+    assert turns.kept > 10 and max(most) == steps and most.count(steps) > 20
+    assert turns.early <= 2  # when the last one had gone
+
+
+@pytest.mark.parametrize("planted", ["buried", "taught", "sent"])
+def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
+    reap, teach = Loop._reap, Lessons.teach
+    if planted == "buried":
+        monkeypatch.setattr(Loop, "_reap", lambda self, number=0: reap(self))
+    elif planted == "taught":
+        monkeypatch.setattr(Lessons, "teach", lambda self, proposer, number: teach(self, proposer, 1e9))
+    else:
+        send = Pool.send
+
+        def at_once(self):
+            self._when_used = self._when_used and Fetched(self._when_used.read)  # as if it had come
+            send(self)
+
+        monkeypatch.setattr(Pool, "send", at_once)
+    with pytest.raises(AssertionError, match="a copy behind others was waited for"):
+        taught(3)
+
+
+def test_an_engine_that_is_late_queues_three_by_itself(most):
+    """Copies of a CPU have always come: the host is late for every one."""
+    engine = Where(backend="test_deep_queue:InTurn").engine({"method": "ngram"}, overlap=True)
+    asks = [Ask(i, "ignore_eos", 1.0, length=9 + i, prompt=False) for i in range(3)]
+    assert Company(asks, Where(), {"method": "ngram"}, engine=engine).differences() == []
+    assert engine.loop.pacing.depth == 3 == max(most) and 2 in most
