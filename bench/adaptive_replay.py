@@ -104,7 +104,7 @@ def rate(policy: Any, machine: str, batch: int, turns: int, said: Said, seed: in
         else:
             drafts = np.zeros_like(place)
             drafts[decodes] = policy.take(slots[decodes], have[decodes], keys)
-        policy.pay(slots[decodes], drafts[decodes])
+        policy.pay(slots[decodes], drafts[decodes], int(drafts.sum()))
         accepted = np.minimum(stands, drafts)
         num_rows = int(decodes.sum() + drafts.sum()) + prompts
         took = true.of(num_rows) + each * keys

@@ -108,7 +108,7 @@ def rate(policy, name, batch, task, longest=256, seed=0, host=0.0):
         keys = batch * CONTEXT + int(place.sum())
         if prompts and overlap:
             drafts = policy.fit(slots, drafts, batch + prompts)
-        policy.pay(slots, drafts)
+        policy.pay(slots, drafts, int(drafts.sum()))
         stood = np.minimum(np.cumprod(stands[who[:, None], place[:, None] + ahead], 1).sum(1), drafts)
         rows = batch + int(drafts.sum())
         took = max(costs.of(rows + prompts) + EACH[name] * keys, host)
@@ -165,7 +165,7 @@ def test_a_budget_that_hopes_and_probes_together_is_too_slow(monkeypatch):
     start, take = DraftBudgets.start, DraftBudgets.take
 
     def hopeful(self, slot, limit, adaptive):
-        self._newcomer = np.full_like(self._newcomer, 1 / len(self._newcomer))
+        self._newcomer[:] = 1 / len(self._newcomer)
         start(self, slot, limit, adaptive)
 
     def together(self, slots, most, keys):

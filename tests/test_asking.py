@@ -295,7 +295,7 @@ def test_drafts_of_a_search_do_not_cost_what_asking_costs(apart: bool) -> None:
     slots, given = np.arange(1), []
     for _ in range(60):
         given.append(int(made.take(slots, np.array([4]), keys=0)[0]))
-        made.pay(slots, np.array(given[-1:]))
+        made.pay(slots, np.array(given[-1:]), given[-1])
         made.record(slots, np.array(given[-1:]), np.array([min(given[-1], len(given) % 2)]))
     assert bool(np.mean(given[20:]) > 2) is apart
 

@@ -9,7 +9,9 @@ import pytest
 
 import proposers
 import tiny
-from draftproof.engine.budget import RATES, REST, SHARE, WORTH, DraftBudgets
+from draftproof.engine import afford
+from draftproof.engine.afford import RATES, WORTH
+from draftproof.engine.budget import REST, SHARE, DraftBudgets
 from draftproof.engine.costs import RowCosts
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
@@ -36,7 +38,7 @@ def run(made, accepts, steps):
     slots, given = np.arange(len(made.limit)), []
     for step in range(steps):
         granted = ask(made)
-        made.pay(slots, granted)
+        made.pay(slots, granted, int(granted.sum()))
         made.record(slots, granted, np.minimum(accepts(step, granted), granted))
         given.append(granted)
     return np.array(given)
@@ -44,7 +46,8 @@ def run(made, accepts, steps):
 
 def learn(made):
     """What was recorded, as `take` does."""
-    made._belief = made._learn(np.arange(len(made.limit)), made._belief)
+    made._listen()
+    afford.believe(made._columns, made._minds, np.arange(len(made.limit)), made.limit, 0.0)
 
 
 def nothing(_, granted):
@@ -297,7 +300,7 @@ def test_probes_that_find_no_drafts_cost_nothing():
     slots, asked = np.arange(16), 0
     for _ in range(300):
         asked += int(ask(made).sum() > 0)
-        made.pay(slots, np.zeros(16, np.int64))
+        made.pay(slots, np.zeros(16, np.int64), 0)
     assert asked > 200
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from draftproof.engine import afford
 from draftproof.engine.clocked import ASKED, DEAR, Clocked
 from draftproof.engine.costs import RowCosts
 
@@ -183,9 +184,13 @@ def test_larger_steps_are_never_quicker():
     assert costs.of(16) == costs.of(8) == 1.2
 
 
+def best(costs, rows, still, tokens, gains, asking=0.0, least=0.0):
+    return afford.best(costs.table, np.sort(gains), rows, tokens, still, least, asking)[0]
+
+
 def test_the_more_a_step_costs_without_drafts_the_more_drafts_pay():
     costs, gains = RowCosts(TABLE), np.linspace(0.9, 0.1, 64)
-    counts = [costs.best(32, still, 32.0, gains) for still in (-8.0, 0.0, 20.0, 80.0)]
+    counts = [best(costs, 32, still, 32.0, gains) for still in (-8.0, 0.0, 20.0, 80.0)]
     assert counts == sorted(counts) and counts[0] < counts[1] < counts[-1]
 
 
@@ -205,7 +210,7 @@ def test_where_nothing_was_measured_the_clock_is_not_asked():
 def test_room_beside_the_rows_of_a_step():
     costs = RowCosts({4: 1.0, 8: 1.5, 16: 2.0})
     beyond = {3: 1, 4: 4, 5: 3, 8: 8, 16: 0, 20: 0}
-    assert {rows: costs.beyond(rows) for rows in beyond} == beyond
+    assert {rows: afford.beyond(costs.table, rows) for rows in beyond} == beyond
     assert [costs.size(rows) for rows in (1, 4, 5, 16, 17)] == [4, 4, 8, 16, 0]
 
 
@@ -213,10 +218,10 @@ def test_rows_cost_nothing_until_the_host_is_done():
     """It takes as long as 16 rows: whatever they bring, drafts up to that size are right."""
     table, gains = {8: 1.0, 16: 2.0, 32: 2.2, 64: 4.0}, np.full(56, 0.05)
     costs = RowCosts(table)
-    assert costs.best(8, 0.0, 8.0, gains, least=costs.least(0.0)) == 0
+    assert best(costs, 8, 0.0, 8.0, gains, least=costs.least(0.0)) == 0
     for _ in range(300):
         costs.hosted(2.7)
-    assert costs.best(8, 0.0, 8.0, gains, least=costs.least(0.0)) == 24
+    assert best(costs, 8, 0.0, 8.0, gains, least=costs.least(0.0)) == 24
     costs.hosted(1e9)  # a pause of whoever calls
     assert costs.least(0.0) < 3.0 and costs.least(5.0) == 0.0
 
@@ -224,11 +229,11 @@ def test_rows_cost_nothing_until_the_host_is_done():
 def test_drafts_that_cost_more_than_they_bring_are_not_asked_for():
     """A model's drafts for 8 requests take as long as half a step: rows for them are nearly free."""
     table, gains = {8: 1.0, 16: 1.05, 64: 1.1}, np.full(8, 0.4)
-    assert RowCosts(table).best(8, 0.0, 8.0, gains) == 8
+    assert best(RowCosts(table), 8, 0.0, 8.0, gains) == 8
     costs = RowCosts(table, asking={1: 0.1, 8: 0.5, 16: 0.9})
     assert [costs.asking(n) for n in (0, 1, 2, 8, 9, 99)] == [0, 0.1, 0.5, 0.5, 0.9, 0.9]
-    assert costs.best(8, 0.0, 8.0, gains, costs.asking(8)) == 0
-    assert costs.best(8, 0.0, 8.0, np.full(8, 0.6), costs.asking(8)) == 8
+    assert best(costs, 8, 0.0, 8.0, gains, costs.asking(8)) == 0
+    assert best(costs, 8, 0.0, 8.0, np.full(8, 0.6), costs.asking(8)) == 8
 
 
 def test_time_for_asking_is_not_mistaken_for_rows_or_keys():

@@ -65,7 +65,7 @@ class Calm:
             host.most[lines] += drafts
             host.num_draft[lines] = 0
         if self._widest:
-            self.budgets.pay(lines, planned.drafts)
+            self.budgets.pay(lines, planned.drafts, count)
         return planned
 
     def _among_themselves(self, running: list[Sequence], lines: Ints, version: int) -> Planned | None:
@@ -88,7 +88,7 @@ class Calm:
             return None
         host.most[lines], host.num_draft[lines] = most + 1, 0
         host.under_way[lines] += 1
-        self.budgets.pay(lines, drafts)
+        self.budgets.pay(lines, drafts, count)
         nothing, requests = np.zeros_like(lines), [s.request for s in sequences]
         samples, tenants = np.ones(len(lines), np.bool_), host.tenant[lines]
         planned = Planned(

@@ -13,12 +13,12 @@ up to that time rows cost nothing. Steps in which the device waited are not told
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping
 
 import numpy as np
 
-from draftproof.engine.clocked import LEAST_KEYS, Clocked, Reals
+from draftproof.engine.clocked import LEAST_KEYS, Clocked
 
 NOTHING: Mapping[int, float] = {}
 
@@ -49,13 +49,13 @@ class RowCosts:
         self._knots = np.maximum.accumulate([seconds[size] for size in self._timed])  # else it is noise
         self._between = between
         self._rows = list(range(1, self._timed[-1] + 1)) if between else self._timed
-        self._grid = np.array(self._rows)
+        self.table = np.array([self._rows, self._rows], np.float64)  # rows, and what they cost
         self.learns = learns
         self._clock = Clocked(self._timed, self._knots)
         self._host = 0.0  # seconds of the host's part of a step, where it runs beside the device
         self._speed = self._each = self._dear = 0.0  # as `clocked` has them; no speed: not known yet
         self._last, self._alike = (0, 0), 0  # size and requests asked for of the last step; how many like it
-        self._empty: list[float] = []  # by `_rows`
+        self._empty: list[float] = []  # the same, to look up one of them
         self._fill()
 
     @classmethod
@@ -100,7 +100,8 @@ class RowCosts:
     def _fill(self) -> None:
         """Prices by rows. A larger step is never quicker."""
         made = np.maximum.accumulate(self._knots * (1 + self._clock.bent))
-        self._empty = (np.interp(self._grid, self._timed, made) if self._between else made).tolist()
+        self.table[1] = np.interp(self.table[0], self._timed, made) if self._between else made
+        self._empty = self.table[1].tolist()
 
     def still(self, keys: float) -> float:
         """What a step with these keys costs beside its rows."""
@@ -140,34 +141,3 @@ class RowCosts:
 
     def knows(self, rows: int) -> bool:
         return rows <= self._rows[-1]
-
-    def best(
-        self,
-        rows: int,
-        still: float,
-        tokens: float,
-        gains: Reals,
-        asking: float = 0.0,
-        least: float = 0.0,
-    ) -> int:
-        """How many drafts to add to `rows` rows that commit `tokens`, if the n-th adds gains[n - 1].
-
-        `asking`: what it costs to have any; `least`: what rows cost at least.
-        """
-        total: list[float] = gains.cumsum().tolist()
-        most, best, best_rate = len(total), 0, 0.0
-        for at in range(bisect_left(self._rows, rows), len(self._rows)):
-            count = min(self._rows[at] - rows, most)
-            more = total[count - 1] if count else 0.0
-            rate = (tokens + more) / (max(self._empty[at] + (asking if count else 0.0), least) + still)
-            if rate > best_rate:
-                best, best_rate = count, rate
-            if count == most:  # a larger step would bring no more
-                break
-        return best
-
-    def beyond(self, rows: int) -> int:
-        """Rows that a step has room for beside these: at no cost, unless it is of one of the sizes exactly;
-        then the next size has."""
-        at = bisect_right(self._rows, rows)
-        return self._rows[at] - rows if at < len(self._rows) else 0

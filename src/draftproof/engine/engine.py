@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.engine import afford
 from draftproof.engine.admission import Limits, check_request
 from draftproof.engine.asked import needs_settling, wants_of
 from draftproof.engine.budget import DraftBudgets
@@ -85,6 +86,8 @@ class Engine:
         )
         proposer = self._speculation(config.speculative, env)
         budgets.asked_apart = proposer is not None and proposer.weighed >= 0 and self._adaptive
+        if proposer is not None:
+            afford.ready()
         heads.clear()  # its packed form is enough from now on
         self.runner = Runner(
             model,

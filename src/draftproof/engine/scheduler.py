@@ -213,12 +213,12 @@ class Scheduler:
         host.under_way[lines] += samples
         host.most[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
-        self.budgets.pay(lines[chunk == 0], drafts[chunk == 0])
+        num_drafts = int(drafts.sum())
+        self.budgets.pay(lines[chunk == 0], drafts[chunk == 0], num_drafts)  # which no prompt has
         known: list[int] = []
         for i in chunk.nonzero()[0].tolist():
             computed = len(sequences[i].ids) - int(host.prompt_left[lines[i]])
             known += self.prefixes.make_known(sequences[i], computed)
-        num_drafts = int(drafts.sum())
         return Planned(
             sequences,
             [s.request for s in sequences],
