@@ -63,12 +63,6 @@ class Asking:
         self._without = self._round = 0.0  # seconds for drafts without the model, and more for a round of it
         self._was_asked = False  # for the drafts of the next step that is heard of
         self._mark = 0.0  # when the last step was heard of
-        none = np.zeros(0, np.int64)  # so that loops are compiled now, and nobody waits for them later
-        hoped(none, none, self._copies, self._brings)
-        heard(
-            *(none.reshape(0, 1), np.zeros((0, 1), np.int8), none, none > 0, none, model),
-            *(True, 0.0, self._brings, self._copies),
-        )
 
     def price(self, seconds: float, requests: int) -> float:
         """What so much time is worth to so many, in tokens."""

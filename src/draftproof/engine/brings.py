@@ -1,6 +1,7 @@
 """What a model has brought each request, and whether asking it again is worth its price: native loops.
 
-A step of a small model takes half a millisecond, and the host does this beside every one of them.
+A step of a small model takes half a millisecond, and the host does this beside every one of them. Signatures
+are given so that they are compiled, or read from the disk, before the first step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ HEARD = 1 / 16  # of a window in what it brings a request
 FORGETS = 1 / 128  # of what is known, at a window that it was not asked for
 
 
-@njit(cache=True, nogil=True)
+@njit("f8(i8[:],i8[:],b1[::1],f8[::1])", cache=True, nogil=True)
 def hoped(slots, budget, copies, brings) -> Any:  # type: ignore[no-untyped-def]
     """Tokens that the model is thought to bring those who may have drafts and do not copy."""
     total = 0.0
@@ -29,7 +30,7 @@ def hoped(slots, budget, copies, brings) -> Any:  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit("UniTuple(f8,3)(i8[:,:],i1[:,:],i8[:],b1[:],i8[:],i8,b1,f8,f8[::1],b1[::1])", cache=True, nogil=True)
 def heard(table, sources, slots, here, limit, model, was_asked, hope, brings, copies) -> Any:  # type: ignore[no-untyped-def]
     """A step's windows into `brings` and `copies`, by slot; tokens of all, windows with drafts, and what the
     model brought them. `here` [B]: entries that are still those that were planned."""
@@ -48,4 +49,4 @@ def heard(table, sources, slots, here, limit, model, was_asked, hope, brings, co
             brings[slot] += HEARD * (brought - brings[slot])
             windows += 1
             total += brought
-    return tokens, windows, total
+    return float(tokens), float(windows), total

@@ -1,4 +1,7 @@
-"""One measurement of a Kalman filter, as a native loop: it is beside every step of a small model."""
+"""One measurement of a Kalman filter, as a native loop: it is beside every step of a small model.
+
+Signatures are given so that it is compiled, or read from the disk, before the first step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import numpy as np
 from numba import njit
 
 
-@njit(cache=True, nogil=True)
+@njit("void(f8[::1],f8[:,::1],f8,f8[::1],i8,f8)", cache=True, nogil=True)
 def drift(state, doubt, share, wander, at, most) -> None:  # type: ignore[no-untyped-def]
     """All of the state [n] may have changed by this `share`, which is common to all of it, and some parts by
     `wander` [n] of their own. What is known of the part `at` is never less than `most` says."""
@@ -22,7 +25,7 @@ def drift(state, doubt, share, wander, at, most) -> None:  # type: ignore[no-unt
             doubt[i, at] *= less
 
 
-@njit(cache=True, nogil=True)
+@njit("void(f8[::1],f8[:,::1],f8[::1],f8,f8)", cache=True, nogil=True)
 def correct(state, doubt, says, off, noise) -> None:  # type: ignore[no-untyped-def]
     """What was measured was `off` by so much, with this variance; `says` [n]: how much of each part is in
     it."""

@@ -89,6 +89,7 @@ class Pool:
         self._told: list[tuple[int, Ints]] = []
         self._when_used: Fetched | None = None
         self._put_off = 0  # calls of `send` running in which somebody had come
+        self._index(np.zeros(0, np.int64), np.zeros((0, WIDE + 2), np.int64))  # compiled now, not in a step
 
     @staticmethod
     def size(num_tokens: int) -> int:
@@ -185,12 +186,16 @@ class Pool:
         sent = self.ops.send(torch.from_numpy(np.stack([lines, *columns])))
         self._facts[:, sent[0]] = sent[1:]
 
-    def _send_lines(self, places: Ints, lines: Ints) -> None:
-        """lines [n, WIDE + 2] as `tell` makes them."""
+    def _index(self, places: Ints, lines: Ints) -> Ints:
+        """Where in the table something was written."""
         tokens, filled, begin = lines[:, :WIDE], lines[:, WIDE], lines[:, WIDE + 1]
         at = np.empty(len(SIZES) * lines.size, np.int64)
         end = np.minimum(filled, begin + BODY)
-        at = at[: index(tokens, begin, end, self.owner[places], places, self._table, self._heads, at)]
+        return at[: index(tokens, begin, end, self.owner[places], places, self._table, self._heads, at)]
+
+    def _send_lines(self, places: Ints, lines: Ints) -> None:
+        """lines [n, WIDE + 2] as `tell` makes them."""
+        tokens, at = lines[:, :WIDE], self._index(places, lines)
         # a place that was written twice comes twice, with what it holds now
         flat = np.concatenate([places, tokens.ravel(), at, self._table.reshape(-1)[at]])
         sent = self.ops.send(torch.from_numpy(flat))
