@@ -236,7 +236,7 @@ def speed(options: argparse.Namespace, engines: Engines, until: float) -> dict[s
 def chosen(prompts: Prompts, batch: int, options: argparse.Namespace) -> dict[str, list[Asked]]:
     """What a batch is measured on: task by task as long as a task fills it for a while."""
     if batch <= 8:
-        count = options.count or (4 if batch == 1 else 16)
+        count = options.count or (12 if batch == 1 else 16)
         return {task: [(ids, 0) for ids in some[:count]] for task, some in prompts.items()}
     every = [ids for row in zip_longest(*prompts.values()) for ids in row if ids]  # tasks in turn
     return {"all": [(every[i % len(every)], i // len(every)) for i in range(2 * batch)]}
@@ -369,7 +369,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-k", type=int, default=4, help="drafts")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
     parser.add_argument("--each", type=int, help="prompts of a task, at most; default: all")
-    parser.add_argument("--count", type=int, help="prompts of a task for batches up to 8; default: 4 and 16")
+    parser.add_argument("--count", type=int, help="prompts of a task for batches up to 8; default: 12 and 16")
     parser.add_argument("--seqs", type=int, help="answers at a time while acceptance is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tries", type=int, default=1, help="of a turn, while other processes are at work")
