@@ -231,8 +231,10 @@ class Life:
         """The bounds of the scheduler's docstring, in plans."""
         scheduler = self.scheduler
         first = min(scheduler.running, key=lambda s: s.rank, default=None)
+        for behind in scheduler.waiting[1:]:  # it was the first, and better ranks have come since
+            self.patience.pop(f"{behind.request.id} waits", None)
         for who, limit in (
-            (first, first.max_length + 1 if first else 0),
+            (first, self.plans_of(first) if first else 0),
             (scheduler.waiting[0] if scheduler.waiting else None, self.bound()),
         ):
             if who is None:
@@ -243,7 +245,10 @@ class Life:
             assert left > 0, f"{key} for too long"
 
     def bound(self) -> int:
-        return sum(s.max_length + 1 for s in self.scheduler.running) + 1
+        return sum(map(self.plans_of, self.scheduler.running)) + 1
+
+    def plans_of(self, sequence: Sequence) -> int:
+        return sequence.max_length + self.depth - 1
 
     def step(self) -> None:
         scheduler = self.scheduler

@@ -7,10 +7,10 @@ go first; then the running request of the worst rank is put aside: it gives its 
 place, and goes on from its committed tokens, with the same bits.
 
 So nobody starves. Of those that run, the one of the best rank is never put aside and has a row in every
-plan: it is through after as many plans as it may have tokens (`max_length`), and one more, while its end is
-under way. Those that run cannot become more while the first in the queue waits. So the first in the queue
-is seated after at most the sum of (`max_length` + 1) over those that run. A worse rank waits for better
-ones, within a priority for earlier ones alone.
+plan: it is through after as many plans as it may have tokens (`max_length`), and one more for each step that
+is queued behind its last (`pacing`). Those that run cannot become more while the first in the queue waits. So
+the first in the queue is seated after at most the sum of these over those that run. A worse rank waits for
+better ones, within a priority for earlier ones alone.
 
 A step may be planned while earlier ones are still under way. Of a request that decodes nothing need be
 known for that but bounds: each step adds one token at least, and one more for every draft at most. Only to
