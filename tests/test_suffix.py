@@ -232,7 +232,7 @@ def test_ten_thousand_requests_take_no_more_room_than_hundred():
     assert held(pool) == before and grown < 100_000, grown
 
 
-def crowd(monkeypatch):
+def crowd(monkeypatch, has_time=lambda i: False):
     """Lines that wait to be taken in and the oldest line's age, while somebody comes in every step."""
     monkeypatch.setattr(OPS, "asynchronous", True)
     clock, waiting, ages = Clock(), [], []
@@ -242,14 +242,17 @@ def crowd(monkeypatch):
         pool.seat(i % 2, f"tenant {i}")
         pool.tell("somebody", np.arange(i, i + 40) % 500, 20)
         pool.send()
+        if has_time(i):
+            pool.learn()
         waiting.append(len(pool._told))
         ages.append(clock.time - pool._born[pool.owner >= 0].min(initial=clock.time))
     return max(waiting), max(ages)
 
 
-def test_what_was_told_is_taken_in_though_somebody_comes_in_every_step(monkeypatch):
+def test_what_was_told_is_taken_in_though_there_is_never_time(monkeypatch):
     waiting, age = crowd(monkeypatch)
-    assert 3 <= waiting <= 10 and 40 < age <= 50
+    assert 30 <= waiting <= 40 and 40 < age <= 50
+    assert crowd(monkeypatch, lambda i: i % 3 == 0)[0] <= 6  # there is
     monkeypatch.setattr("draftproof.propose.pool.PATIENCE", 1000)  # control
     assert crowd(monkeypatch)[0] == 300
 

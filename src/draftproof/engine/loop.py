@@ -113,6 +113,8 @@ class Loop:
                 return NOTHING
         if len(self._flights) > 1 and self.pacing.has_time:
             self.meanwhile()
+            if self.proposer is not None:
+                self._tell(self.proposer.meanwhile)
         return self._settle(self._flights.popleft()) if self._flights else NOTHING
 
     def end(self, sequence: Sequence) -> None:

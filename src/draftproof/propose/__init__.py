@@ -97,6 +97,11 @@ class Proposer(ABC):
         """A step is about to be queued: what the host has for the device must go now, without waiting."""
         return None
 
+    def meanwhile(self) -> None:
+        """Steps are under way and there is time: what can wait, but not for ever, is best done now. It is not
+        called in every step, nor where the device is waited for."""
+        return None
+
 
 class DeviceProposer(Proposer):
     """A proposer whose code is tensor code that waits for no device: it runs inside a captured step."""

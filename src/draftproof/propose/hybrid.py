@@ -88,6 +88,10 @@ class HybridProposer(DeviceProposer):
         for member in self.members:
             member.prepare()
 
+    def meanwhile(self) -> None:
+        for member in self.members:
+            member.meanwhile()
+
     # --- the device's -------------------------------------------------------------------------------
 
     def catch_up(self, columns: SlotColumns) -> None:

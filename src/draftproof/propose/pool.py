@@ -31,7 +31,7 @@ AFTER = 16  # tokens behind the last that is found, to follow
 BODY = WIDE - DEPTH - AFTER  # tokens of a response that are found in a line of it
 NOBODY = -1  # owner of a line
 FREE = -2  # owner of a slot: never that of a line
-PATIENCE = 4  # steps running in which somebody comes, after which what was told is taken in all the same
+PATIENCE = 32  # steps in which there is no time, after which what was told is taken in all the same
 LAYERS = ("filled", "owner", "weight", "used")
 
 
@@ -88,7 +88,7 @@ class Pool:
         self._seats_changed = False
         self._told: list[tuple[int, Ints]] = []
         self._when_used: Fetched | None = None
-        self._put_off = 0  # calls of `send` running in which somebody had come
+        self._put_off = 0  # calls of `send` for which something has waited
         self._index(np.zeros(0, np.int64), np.zeros((0, WIDE + 2), np.int64))  # compiled now, not in a step
 
     @staticmethod
@@ -118,24 +118,27 @@ class Pool:
     # --- what is sent -------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Bring the device up to date: seats, what has expired, what was told before the last calls."""
+        """Bring the device up to date: seats, what has expired; what was told, if there was never time."""
         if self._dies <= self.now():
             self._expire()
         if self._seats_changed:
             self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
             self._seats_changed = False
-            self._put_off += 1
-            if self.ops.asynchronous and self._put_off < PATIENCE:
-                return  # somebody comes, which is work enough for a step
-        self._put_off = 0
-        if not self._told:
-            return
-        if self._when_used is None:
+        self._put_off += bool(self._told)
+        if not self.ops.asynchronous or self._put_off >= PATIENCE:
+            self.learn()
+
+    def learn(self) -> None:
+        """Take in what was told, once it is known which lines were used. Best done while a device works."""
+        if self._told and self._when_used is None:
             self._when_used = self.ops.fetch(self.device.used)
-        elif self._when_used.here():  # it lies behind the steps that are under way
+        elif self._told and self._when_used is not None and self._when_used.here():
+            # it lay behind the steps that were under way
             told, self._told = self._told, []
             self._take_in(told, self._when_used().numpy())
             self._when_used = None
+        if not self._told:
+            self._put_off = 0
 
     def _expire(self) -> None:
         old = np.flatnonzero((self.owner != NOBODY) & (self._born + self.ttl <= self.now()))

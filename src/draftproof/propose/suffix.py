@@ -57,6 +57,9 @@ class SuffixProposer(DeviceProposer):
     def prepare(self) -> None:
         self.pool.send()
 
+    def meanwhile(self) -> None:
+        self.pool.learn()
+
     def draft(self, batch: DeviceBatch) -> Draft:
         tokens, count, _ = self.extend(batch, None)
         return Draft(tokens, count)
