@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.budget import Ints
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
 from draftproof.sampling_params import top_of
 from draftproof.types import (
@@ -33,6 +32,8 @@ from draftproof.types import (
     StepOutput,
     Wants,
 )
+
+Ints = NDArray[np.int64]
 
 REASONS = {
     End.FORBIDDEN: NO_TOKEN_LEFT,
