@@ -78,6 +78,14 @@ def test_the_same_as_whole_columns(seed):
     assert (budget == held).all() and not probing  # there is no money for it
 
 
+def test_of_ties_in_one_line_as_many_go_as_there_is_no_room_for():
+    """A probe's drafts are all thought to be as likely."""
+    afford.ready()
+    costs, survival = RowCosts({4: 1.0, 16: 9.0}), np.full((2, 3), 0.02)
+    given = costs.table, survival.ravel(), 2, 2.0, 0.0, 0.0, 0.0
+    assert afford.choose(survival, *given)[0].tolist() == [2, 0]
+
+
 def test_nothing_is_compiled_in_a_step():
     """Whatever the layout of what is handed over: a column of a table, or a line of its own."""
     afford.ready()

@@ -169,6 +169,30 @@ def test_shutdown_ends_open_requests_and_twice_is_once(make: Any, alone: Any) ->
         assert facts(llm.generate(*ask)[0]) == facts(want)
 
 
+def test_an_llm_that_was_interrupted_can_be_served(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that had ended by then and were not closed are nobody's."""
+    llm = make("plain")
+    want, add, calls = llm.generate(*ASKS[0])[0], Ledger.add, []
+
+    def interrupted(self: Ledger, *step: Any) -> list[int]:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return add(self, *step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Ledger, "add", interrupted)
+        llm.generate(["ab", "ba"], [params(max_tokens=n, ignore_eos=True) for n in (2, 9)], use_tqdm=False)
+
+    async def main() -> None:
+        async with AsyncLLM.from_llm(llm) as engine:
+            assert facts(await engine.generate(*ASKS[0])) == facts(want)
+            assert not engine.dead
+
+    asyncio.run(main())
+    check_left(llm)
+
+
 def test_a_loop_that_is_closed_with_a_stream_open(make: Any, alone: Any) -> None:
     """Its request is let go; others are served; shutting down works from another loop."""
     llm = make("ngram")

@@ -42,6 +42,16 @@ def test_real_steps_tell_what_keys_cost(each, speed):
     assert thought == pytest.approx(truth, rel=0.05)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_steps_that_took_no_time_say_nothing(seconds):
+    """Drafts have prices of their own, and what they took may be another step's."""
+    costs = RowCosts(TABLE)
+    for _ in range(3):
+        costs.observe(32, 8000, seconds)
+    feed(costs, lambda rows, _: TABLE[rows])
+    assert shape(costs, lambda rows, _: TABLE[rows])[0] == pytest.approx(TABLE[72] / TABLE[32], rel=0.05)
+
+
 def test_rows_that_are_dearer_than_empty_ones_are_found_out():
     costs = RowCosts(TABLE)
 

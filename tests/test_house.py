@@ -39,7 +39,7 @@ LAYERS = [
     {"config", "types"},
     {"metrics", "sampling_params"},
     {"structured_outputs"},
-    {"errors"},
+    {"errors", "native"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -226,6 +226,17 @@ def test_the_tokenizer_may_be_named_like_a_model(smollm2_path: object, tmp_path:
         LLM(str(tmp_path), load_format="dummy", tokenizer="smollm2")
 
 
+def test_an_answer_does_not_wait_for_a_stream_beside_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream("Once upon a time", greedy(max_tokens=60, ignore_eos=True, speculative=False))
+    next(stream)
+    step, calls = llm.jobs.step, []
+    monkeypatch.setattr(llm.jobs, "step", lambda: calls.append(1) or step())
+    each = [greedy(max_tokens=n, ignore_eos=True, speculative=False) for n in (2, 4)]
+    assert len(llm.generate(["a", "b"], each, use_tqdm=False)) == 2
+    assert len(calls) < 8
+    assert sum(event.token_id is not None for event in stream) == 59
+
+
 def test_one_bad_request_loses_nothing(llm: LLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         llm.generate(["fine", {"prompt_token_ids": []}], greedy())
@@ -256,6 +267,7 @@ def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pyt
                 each = [greedy(max_tokens=n) for n in (2, 3, 4, 5)]  # no two of them end together
                 llm.generate(["a", "b", "c", "d"], each, use_tqdm=False)
         assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
+        assert not llm.jobs._ending  # or whoever runs the engine next would hear of it
     assert llm.generate("fine", greedy())[0].finished
 
 

@@ -15,6 +15,7 @@ from draftproof.ops import resolve
 from draftproof.ops.drafting import DEPTH, SIZES, SuffixRule
 from draftproof.propose import pool as pools
 from draftproof.propose.pool import BODY, NOBODY, WIDE, Pool, owner_of
+from draftproof.propose.pool_index import index
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch
@@ -263,6 +264,16 @@ def test_control_a_pool_that_forgets_to_forget(monkeypatch):
     with contextlib.suppress(KeyError):
         flood(pool, 300)
     assert held(pool)[1] > 64
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_nothing_is_compiled_when_lines_are_taken_in(count):
+    """One line lies in memory as a part of one array, several do not."""
+    told = Told(num_lines=8)
+    for i in range(count):
+        told.pool.tell(None, np.arange(50 * i, 50 * i + 30), 2)
+    told.pool.send(), told.pool.send()
+    assert len(told.pool._lines) == count and len(index.signatures) == 1
 
 
 def unused_goes(told):

@@ -137,7 +137,7 @@ class Jobs:
     def drop(self, job: Job, reason: FinishReason = "abort", error: str | None = None) -> None:
         """Let it go, wherever it is; answers that have not ended end by this."""
         if any(one is job for one, _ in self._ending):
-            self.ledger.write()  # it has ended by itself
+            self._forget_ending(job)
         try:
             for request in job.requests:
                 if self.owners.get(request.id, (None,))[0] is job:
@@ -147,6 +147,15 @@ class Jobs:
             for answer in job.answers:
                 if not answer.output.finished():
                     self._cut_off(job, answer, reason, error)
+
+    def _forget_ending(self, job: Job) -> None:
+        """Answers of it have ended by themselves; `step` names it no more, since it is nobody's."""
+        self.ledger.write()
+        mine = [index for one, index in self._ending if one is job]
+        self._ending = [one for one in self._ending if one[0] is not job]
+        for index in mine:
+            if job.answers[index].output.finished():
+                self._ended(job, index)
 
     def _cut_off(
         self, job: Job, answer: Answer | OutputBuilder, reason: FinishReason, error: str | None

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from draftproof.config import MAX_SPECULATIVE_TOKENS
+from draftproof.native import native
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
 MAX_DRAFTS = 64
@@ -39,7 +39,7 @@ SHARE = 0.01  # of the time, for probes
 SAVED = 64  # steps for which the purse may fill up
 REST = 8  # steps in which nothing is decided anew, at most
 
-compiled = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
+compiled = native(boundscheck=False, error_model="numpy")
 
 
 @compiled
@@ -158,7 +158,7 @@ def choose(survival, table, gains, rows, tokens, still, least, asking):  # type:
             budget[b] += 1
         over += budget[b]
     for b in range(len(survival) - 1, -1, -1):
-        if over and budget[b] and survival[b, budget[b] - 1] == bar:  # ties: the last of them go without
+        while over and budget[b] and survival[b, budget[b] - 1] == bar:  # ties: the last of them go without
             budget[b] -= 1
             over -= 1
     return budget, gained, bar

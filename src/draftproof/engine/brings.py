@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from draftproof import types
+from draftproof.native import native
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
 OUT, DRAFTED, ACCEPTED = 0, 1, 2
@@ -20,7 +19,7 @@ HEARD = 1 / 16  # of a window in what it brings a request
 FORGETS = 1 / 128  # of what is known, at a window that it was not asked for
 
 
-@njit("f8(i8[:],i8[:],b1[::1],f8[::1])", cache=True, nogil=True)
+@native("f8(i8[:],i8[:],b1[::1],f8[::1])")
 def hoped(slots, budget, copies, brings) -> Any:  # type: ignore[no-untyped-def]
     """Tokens that the model is thought to bring those who may have drafts and do not copy."""
     total = 0.0
@@ -30,7 +29,7 @@ def hoped(slots, budget, copies, brings) -> Any:  # type: ignore[no-untyped-def]
     return total
 
 
-@njit("UniTuple(f8,3)(i8[:,:],i1[:,:],i8[:],b1[:],i8[:],i8,b1,f8,f8[::1],b1[::1])", cache=True, nogil=True)
+@native("UniTuple(f8,3)(i8[:,:],i1[:,:],i8[:],b1[:],i8[:],i8,b1,f8,f8[::1],b1[::1])")
 def heard(table, sources, slots, here, limit, model, was_asked, hope, brings, copies) -> Any:  # type: ignore[no-untyped-def]
     """A step's windows into `brings` and `copies`, by slot; tokens of all, windows with drafts, and what the
     model brought them. `here` [B]: entries that are still those that were planned."""

@@ -77,7 +77,7 @@ class RowCosts:
     def observe(self, rows: int, keys: int, seconds: float, asked: int = 0) -> None:
         """A real step took so long; `asked`: requests that drafts were made for behind it."""
         at = bisect_left(self._rows, rows)
-        if not self.learns or at == len(self._rows) or keys <= 0:
+        if not self.learns or at == len(self._rows) or keys <= 0 or seconds <= 0:  # by a clock that was ahead
             return
         self._alike = self._alike + 1 if (at, asked) == self._last else 0
         self._last = at, asked

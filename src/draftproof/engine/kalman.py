@@ -6,10 +6,11 @@ Signatures are given so that it is compiled, or read from the disk, before the f
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from draftproof.native import native
 
 
-@njit("void(f8[::1],f8[:,::1],f8,f8[::1],i8,f8)", cache=True, nogil=True)
+@native("void(f8[::1],f8[:,::1],f8,f8[::1],i8,f8)")
 def drift(state, doubt, share, wander, at, most) -> None:  # type: ignore[no-untyped-def]
     """All of the state [n] may have changed by this `share`, which is common to all of it, and some parts by
     `wander` [n] of their own. What is known of the part `at` is never less than `most` says."""
@@ -25,7 +26,7 @@ def drift(state, doubt, share, wander, at, most) -> None:  # type: ignore[no-unt
             doubt[i, at] *= less
 
 
-@njit("void(f8[::1],f8[:,::1],f8[::1],f8,f8)", cache=True, nogil=True)
+@native("void(f8[::1],f8[:,::1],f8[::1],f8,f8)")
 def correct(state, doubt, says, off, noise) -> None:  # type: ignore[no-untyped-def]
     """What was measured was `off` by so much, with this variance; `says` [n]: how much of each part is in
     it."""

@@ -89,7 +89,6 @@ class Pool:
         self._told: list[tuple[int, Ints]] = []
         self._when_used: Fetched | None = None
         self._put_off = 0  # calls of `send` for which something has waited
-        self._index(np.zeros(0, np.int64), np.zeros((0, WIDE + 2), np.int64))  # compiled now, not in a step
 
     @staticmethod
     def size(num_tokens: int) -> int:

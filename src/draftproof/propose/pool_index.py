@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from draftproof.native import native
 from draftproof.ops import drafting
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
@@ -16,7 +16,11 @@ assert drafting.SIZES == (SMALL, MIDDLE, LARGE) and drafting.WAYS == WAYS
 assert drafting.MULTIPLIER == MULTIPLIER
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
+# given, so that it is compiled here: a step has no time for it, whatever the layout of what it is handed
+SIGNATURE = "i8(i8[:,:],i8[:],i8[:],i8[:],i8[:],i4[:,:,::1],u1[:,::1],i8[::1])"
+
+
+@native(SIGNATURE, boundscheck=False)
 def index(tokens, begin, end, owners, places, table, heads, at) -> Any:  # type: ignore[no-untyped-def]
     """n lines: tokens [n, wide]; what follows places begin..end of them is to be found.
 

@@ -117,9 +117,10 @@ class Ledger:
             self.write()
 
     def close_soon(self, ended: Sequence[Ended]) -> None:
-        """`close_all`, when the steps up to now are written down."""
+        """`close_all`, when the steps up to now are written down; that is now if nobody has more to say."""
         self._ended += ended
-        if len(self._ended) >= SOON or not self._steps:  # their last step is written down by now
+        most = min(SOON, self.num_open)
+        if len(self._ended) >= most or not self._steps:  # their last step is written down by now
             self.write()
 
     def _close(self) -> None:

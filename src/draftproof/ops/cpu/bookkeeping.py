@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from draftproof import types
+from draftproof.native import native
 from draftproof.ops import STREAM_SAMPLE, Layout
 from draftproof.ops.bookkeeping import Bookkeeping
 from draftproof.ops.cpu.following import CpuFollowing
@@ -23,7 +23,7 @@ MASK = 16
 assert int(Adjust.MASK) == MASK
 assert (NOT_YET, STOP, LENGTH) == (End.NOT_YET, End.STOP, End.LENGTH)
 assert (NUM_OUT, PICK, TOKENS) == (types.NUM_OUT, types.PICK, types.TOKENS)
-compiled = njit(cache=True, nogil=True, boundscheck=False)
+compiled = native(boundscheck=False)
 
 
 class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):

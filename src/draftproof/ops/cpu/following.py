@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from draftproof.native import native
 from draftproof.ops.following import Ahead
 from draftproof.ops.following_torch import TorchFollowing
 from draftproof.types import End, Rows, SlotColumns, Windows
@@ -19,7 +19,7 @@ from draftproof.types import End, Rows, SlotColumns, Windows
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
 NOT_YET = 0
 assert End.NOT_YET == NOT_YET
-compiled = njit(cache=True, nogil=True, boundscheck=False)
+compiled = native(boundscheck=False)
 
 
 class CpuFollowing(TorchFollowing):

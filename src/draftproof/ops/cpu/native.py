@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ class Kernel:
             if self._compiled is None:
                 args, result = self.signature.args, self.signature.return_type
                 compiled = CFunc(self.fn, (args, result), locals={}, options=dict(OPTIONS))
-                compiled._cache = SourceCache(self.fn)
+                with suppress(RuntimeError):  # no folder may be written to: compiled at every start
+                    compiled._cache = SourceCache(self.fn)
                 compiled.compile()
                 self._compiled = compiled
             return int(self._compiled.address)

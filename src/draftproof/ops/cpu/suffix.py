@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from draftproof.native import native
 from draftproof.ops import drafting
 from draftproof.ops.drafting import DraftSearch, Offer, Record, SuffixPool, SuffixRule, stacked
 from draftproof.types import End, SlotColumns
@@ -24,7 +24,7 @@ assert (drafting.WAYS, drafting.OWN, drafting.NEAR) == (WAYS, OWN, NEAR)
 assert (drafting.DEPTH, drafting.HEAVY, drafting.UNIT) == (DEPTH, HEAVY, UNIT)
 assert (drafting.HOPED, drafting.FEARED, drafting.FADES, drafting.REACH) == (HOPED, FEARED, FADES, REACH)
 assert End.NOT_YET == NOT_YET
-compiled = njit(cache=True, nogil=True, boundscheck=False)
+compiled = native(boundscheck=False)
 
 
 class CpuSuffix(DraftSearch):
