@@ -159,12 +159,16 @@ def test_a_head_has_its_own_number_of_drafts():
     assert {step.num_draft for step in steps} <= {0, 1, 2}
 
 
-def drafts_made(*order):
-    """Drafts of each step, token and source, of two requests with a head and a search."""
+def drafts_made(*order, count=2, chains=True):
+    """Drafts of each step, token and source, of some requests with a head and a search. Without `chains` the
+    head does not end them by itself, as on a GPU."""
     members = {"head": {"method": "mtp", **heads.options("mtp", "llama", "float32")}, "suffix": SUFFIX}
     spec = hybrid(*(members[name] for name in order), num_speculative_tokens=4)
     params = SamplingParams(max_tokens=50, ignore_eos=True, include_draft_logprobs=True, temperature=0.3)
-    records = tiny.run(tiny.engine(speculative=spec), [tiny.request(i, params) for i in range(2)])
+    engine = tiny.engine(speculative=spec)
+    for member in engine.loop.proposer.members:
+        member.ends_chains &= chains
+    records = tiny.run(engine, [tiny.request(i, params) for i in range(count)])
     steps = [step for record in records.values() for step in record.steps]
     return [[(draft.token_id, draft.source) for draft in step.drafts or []] for step in steps]
 
@@ -184,6 +188,20 @@ def test_drafts_of_a_model_that_would_lose_are_not_made(order, monkeypatch):
     assert {source for step in made for _, source in step} == {"mtp", "suffix"}
     plant(monkeypatch, "unbeaten", lambda whole, ops, columns, slots, budget, *given: 0 * budget)
     assert drafts_made(*order) != made  # negative control: the winner is spared
+
+
+def test_among_some_nobody_asks_who_would_lose(monkeypatch):
+    asked = []
+
+    def counted(whole, ops, columns, slots, *given):
+        asked.append(len(slots))
+        return whole(ops, columns, slots, *given)
+
+    plant(monkeypatch, "unbeaten", counted)
+    made = drafts_made("head", "suffix", count=4, chains=False)
+    assert not {3, 4} & set(asked) and {source for step in made for _, source in step} == {"mtp", "suffix"}
+    monkeypatch.setattr("draftproof.propose.hybrid.SOME", 0)
+    assert drafts_made("head", "suffix", count=4, chains=False) == made and 4 in asked
 
 
 def test_draft_records_name_everybody():

@@ -29,6 +29,7 @@ from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
+FEW, SOME = 2, 8  # entries
 
 
 class HybridProposer(DeviceProposer):
@@ -137,7 +138,8 @@ class HybridProposer(DeviceProposer):
             rounds = most  # it looks at them one by one
         if rounds:
             less = _at_most(batch, rounds)
-            less = replace(less, budget=self._unbeaten(less, found))
+            if model.ends_chains or batch.price or not FEW < len(batch.slots) <= SOME:
+                less = replace(less, budget=self._unbeaten(less, found))
             rounds = 0 if batch.price and not less.budget.any() else rounds
         if not rounds:
             traits = batch.traits and replace(batch.traits, rounds=0)
@@ -164,7 +166,8 @@ class HybridProposer(DeviceProposer):
 
     def _unbeaten(self, batch: DeviceBatch, found: Found) -> Tensor:
         """The budget of the model's drafts where they will be taken before others': whose, does not depend on
-        what they are. It costs next to nothing to make none, where nobody is to have any."""
+        what they are. It costs next to nothing to make none, where nobody is to have any; among FEW to SOME
+        that is seldom so, and a round takes as long for all of them: there it is not asked."""
         offers = {i: Offer(draft.tokens, draft.count, worth) for i, (draft, worth) in found.items()}
         offers[self.weighed] = Offer(batch.columns.draft[: len(batch.slots)], batch.budget, None)
         given = batch.columns, batch.slots, batch.budget, self.record, [offers[i] for i in sorted(offers)]
