@@ -29,7 +29,7 @@ from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
-FEW, SOME = 2, 8  # entries
+FEW, SOME = 2, 8  # entries: of more than a few and up to some it is not asked who would lose (`_unbeaten`)
 
 
 class HybridProposer(DeviceProposer):

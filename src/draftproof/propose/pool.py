@@ -188,16 +188,12 @@ class Pool:
         sent = self.ops.send(torch.from_numpy(np.stack([lines, *columns])))
         self._facts[:, sent[0]] = sent[1:]
 
-    def _index(self, places: Ints, lines: Ints) -> Ints:
-        """Where in the table something was written."""
+    def _send_lines(self, places: Ints, lines: Ints) -> None:
+        """lines [n, WIDE + 2] as `tell` makes them."""
         tokens, filled, begin = lines[:, :WIDE], lines[:, WIDE], lines[:, WIDE + 1]
         at = np.empty(len(SIZES) * lines.size, np.int64)
         end = np.minimum(filled, begin + BODY)
-        return at[: index(tokens, begin, end, self.owner[places], places, self._table, self._heads, at)]
-
-    def _send_lines(self, places: Ints, lines: Ints) -> None:
-        """lines [n, WIDE + 2] as `tell` makes them."""
-        tokens, at = lines[:, :WIDE], self._index(places, lines)
+        at = at[: index(tokens, begin, end, self.owner[places], places, self._table, self._heads, at)]
         # a place that was written twice comes twice, with what it holds now
         flat = np.concatenate([places, tokens.ravel(), at, self._table.reshape(-1)[at]])
         sent = self.ops.send(torch.from_numpy(flat))

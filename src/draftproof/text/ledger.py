@@ -236,8 +236,8 @@ class Ledger:
         if table[:, NUM_DRAFT].any():
             source = None if steps[0][2] is None else _joined([s for *_, s, _ in steps if s is not None])
             self._origins[where] = _origins(owner, place, table, source)
-            told = table[out > 0]  # a step that committed nothing is no step
-            self._count_drafts(step[out > 0], lines[out > 0], told[:, NUM_DRAFT], told[:, NUM_ACCEPTED])
+            told = out > 0  # a step that committed nothing is no step
+            self._count_drafts(step[told], lines[told], table[told, NUM_DRAFT], table[told, NUM_ACCEPTED])
         else:
             self._origins[where] = PLAIN
         if steps[0][3]:

@@ -133,7 +133,7 @@ class Queued(Bookkeeping):
                 self._stages.put(stage)
             return copies[0]
 
-        return Fetched(read, stage.passed.query)
+        return Fetched(read, lambda: bool(copies) or stage.passed.query())  # a stage is used again once read
 
 
 class Stage:
