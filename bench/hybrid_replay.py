@@ -1,12 +1,14 @@
 """A hybrid beside its members without a clock: the engine's own choices, its time by a table of prices.
 
-    python bench/hybrid_replay.py --prompts spec_bench.jsonl [--machine cpu,h200] [--count 4] [--tokens 96]
+    python bench/hybrid_replay.py --prompts spec_bench.jsonl [--machine cpu,h200,eight] [--count 4]
+                                  [--tokens 96]
 
-The model runs, on the CPU, one request at a time, and what it says decides what stands; but what the engine
-believes that steps and drafts take, and what is added up, are milliseconds of this table, roughly as they
-were measured. So it says what the policy is worth where a clock would say what else the machine did. For a
-GPU steps overlap and the model is asked or not before a step, as there, and what that costs is learned from
-the steps, which are seen with noise: at start it was timed too cheap. For a CPU it is asked behind the step.
+The model runs, on the CPU, one request at a time (`eight`: as many), and what it says decides what stands;
+but what the engine believes that steps and drafts take, and what is added up, are milliseconds of this table,
+roughly as they were measured. So it says what the policy is worth where a clock would say what else the
+machine did. For a GPU steps overlap and the model is asked or not before a step, as there, and what that
+costs is learned from the steps, which are seen with noise: at start it was timed too cheap. For a CPU it is
+asked behind the step. Every task was asked before, with half as many tokens, which is not counted.
 Ratios are to the best other side of each task. The last line of stdout is JSON.
 """
 
@@ -41,6 +43,7 @@ class Machine:
     keeps: float  # of a head that is not asked
     idle: float  # of all rounds of a head if they are for nobody
     ahead: bool  # steps are queued ahead, and padded
+    batch: int = 1
 
     @property
     def costs(self) -> RowCosts:
@@ -50,6 +53,12 @@ class Machine:
 MACHINES = {
     "cpu": Machine({1: 13.2, 5: 14.0, 16: 16.2}, 4.8, 0.45, 4.8, ahead=False),
     "h200": Machine({1: 0.463, 8: 0.524, 16: 0.56}, 0.165, 0.006, 0.056, ahead=True),
+    "eight": Machine(
+        {1: 0.463, 2: 0.472, 4: 0.487, 8: 0.524, 16: 0.56, 24: 0.578, 32: 0.597, 48: 0.634},
+        *(0.242, 0.018, 0.09),
+        ahead=True,
+        batch=8,
+    ),
 }
 
 
@@ -60,7 +69,7 @@ class Meter:
         self.machine, self.k, loop = machine, k, llm.engine.loop
         self.drafting, self.scheduler = loop.device.drafting, loop.scheduler
         self.clock = self.spent = self.steps = self.rounds = 0.0
-        each = {1: machine.drafts} if self.drafting.follows_rows else {}
+        each = {machine.batch: machine.drafts} if self.drafting.follows_rows else {}
         self._draw = np.random.default_rng(5)
         self._took: dict[int, float] = {}  # by what ran, until it is read
         if machine.ahead:
@@ -120,7 +129,8 @@ class Meter:
 
 def replay(name: str, options: argparse.Namespace) -> dict[str, Any]:
     machine = MACHINES[name]
-    options.seqs, options.batches = 1, [1]
+    options.seqs = batch = machine.batch
+    options.batches = [batch]
     head.LLM = partial(LLM, overlap=machine.ahead)
     engines = head.Engines(options, head.read(options.prompts, options.count))
     sides = engines.some_of(options.methods, float("inf"))
@@ -128,16 +138,19 @@ def replay(name: str, options: argparse.Namespace) -> dict[str, Any]:
     now = {"side": ""}
     asking.time = SimpleNamespace(perf_counter=lambda: meters[now["side"]].clock)  # type: ignore[assignment]
     found: dict[str, Any] = {}
-    for task, asked in head.chosen(engines.prompts, 1, options).items():
+    for task, asked in head.chosen(engines.prompts, batch, options).items():
         rates, said = {}, {}
         for side, llm in sides.items():
             now["side"] = side
-            head.run(llm, asked, 1, 1, "")  # into the prefix cache
+            head.run(
+                llm, asked, batch, options.tokens // 2, "before"
+            )  # prices are learned, and what is usual
+            head.run(llm, asked, batch, 1, "")  # into the prefix cache
             meters[side].read()
-            _, answers, _ = head.run(llm, asked, 1, options.tokens, "")
+            _, answers, _ = head.run(llm, asked, batch, options.tokens, "")
             tokens, (spent, steps, rounds) = sum(map(len, answers.values())), meters[side].read()
             rates[side] = tokens / spent
-            said[side] = {"over plain": round(tokens / spent * machine.costs.of(1), 3)}
+            said[side] = {"over plain": round(tokens / spent / batch * machine.costs.of(batch), 3)}
             said[side] |= {"tokens a step": round(tokens / steps, 2), "rounds": round(rounds / steps, 2)}
         best = max(rate for side, rate in rates.items() if side != "hybrid")
         found[task] = {"hybrid over the best other": round(rates["hybrid"] / best, 3), **said}

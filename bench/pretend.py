@@ -51,7 +51,7 @@ class Pretence:
         ops = self.ops
         queue.Stage.__init__ = _stage  # type: ignore[assignment,method-assign]
         ops.cuda = ops.asynchronous = True
-        ops._stages = queue.Stages()
+        ops._stages, ops._stream = queue.Stages(), None
         ops.bucket = queue.bucket_of
         for name in ("send", "fetch"):
             setattr(ops, name, MethodType(getattr(queue.Queued, name), ops))

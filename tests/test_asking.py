@@ -36,7 +36,7 @@ def now_and_then(how: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> se
     """Serve with an audited head beside a search. The rounds that it was asked for."""
     turns, rounds = cycle([0.0, 0.2, 1e9, 1e-9]), set()
 
-    def weigh(self: Asking, planned: Any, budget: Any) -> None:
+    def weigh(self: Asking, planned: Any, budget: Any, late: float) -> None:
         turn = next(turns)
         rounds.add(self.drafting.rounds)
         self.drafting.asks, self.drafting.price = (turn < 1, 0.0) if how == "asks" else (True, turn)
@@ -189,7 +189,14 @@ class Steps:
         self.sequences = [SimpleNamespace(slot=i, adaptive=True) for i in range(2)]
         self.asked, self.takes = 0, asking
 
-    def step(self, accepted: tuple[int, int], source: int, drafts: int = 4, newcomers: tuple = ()) -> bool:
+    def step(
+        self,
+        accepted: tuple[int, int],
+        source: int,
+        drafts: int = 4,
+        newcomers: tuple = (),
+        late: float = 0.0,
+    ) -> bool:
         """What is decided after windows of these."""
         planned: Any = SimpleNamespace(
             slots=np.arange(2), newcomers=newcomers, sequences=self.sequences, num_rows=10, has_prompts=False
@@ -200,7 +207,7 @@ class Steps:
         # a step is read when the drafts behind it are made
         self.costs.observe(10, 100, 1.0 + self.takes * (self.asked > 0), self.asked)
         self.asking.hear(planned, table, sources, np.ones(2, np.bool_), self.asked)
-        self.asking.weigh(planned, np.full(2, 4))
+        self.asking.weigh(planned, np.full(2, 4), late)
         self.asked = 2 if self.drafting.asks else 0
         assert self.drafting.price == 0.0  # a captured step knows of none
         return bool(self.drafting.asks)
@@ -223,6 +230,18 @@ def test_a_model_that_brings_nothing_is_asked_again_later() -> None:
     assert not told
     waited = next(i for i in range(400) if steps.step((0, 0), source=1))
     assert waited < HOPE / (HOPE - 1) / FORGETS
+
+
+@pytest.mark.parametrize("late", [0.0, 0.4, 1.0])
+def test_it_costs_less_where_the_host_is_late(late: float) -> None:
+    """Windows that are not worth the price are worth six tenths of it; what costs nothing is always asked
+    for."""
+    steps = Steps(asking=1.2)
+    for _ in range(200):
+        its = bool(steps.drafting.asks)
+        steps.step((1, 1) if its else (0, 0), 0 if its else 1, late=late)
+    asks = sum(steps.step((1, 1), 0, late=late) for _ in range(8))
+    assert asks == (8 if late else 0)
 
 
 def test_newcomers_are_hoped_for() -> None:

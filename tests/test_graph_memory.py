@@ -70,5 +70,10 @@ def test_nothing_is_read_from_a_graph_after_the_next(method: str) -> None:
 
 def test_hidden_rows_in_the_pool_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the judging graph runs before prompt logprobs read the rows."""
-    monkeypatch.setattr(DeviceStep, "_alone", DeviceStep._forward)
+
+    def in_the_pool(self: DeviceStep, size: int, ends: int) -> Tensor:
+        self._lay_out(size, self.max_logits)
+        return self._forward(size, ends)
+
+    monkeypatch.setattr(DeviceStep, "_alone", in_the_pool)
     assert any("prompt logprobs" in found for found in company("ngram").differences())

@@ -70,13 +70,13 @@ class Queue:
         self.pacing.read(step, asked, step.ready <= asked, weighed)
         return bool(step.ready <= asked)
 
-    def go(self, *host: float, depth: int = 2) -> list[bool]:
+    def go(self, *host: float, depth: int = 2, takes: float = STEP, asked: int = 0) -> list[bool]:
         """As the loop does it, with a host that takes so long before it queues a step; which were late."""
         late = []
         for seconds in host:
             self.now += seconds
             while len(self.under_way) < depth:
-                self.queue()
+                self.queue(takes, asked=asked)
             late.append(self.read())
         return late
 
@@ -92,6 +92,20 @@ def test_a_host_that_is_often_late_has_one_more_queued(monkeypatch):
         queue.go(HOST, depth=3)
         steps += 1
     assert 5 < steps < 64  # soon, and not at once
+
+
+def test_how_often_the_host_would_be_late_without_drafts(monkeypatch):
+    """Steps of one that nobody was asked behind, of three that somebody was, and a host that takes two: it is
+    late for none of the latter, and that does not say that it would not be for the former."""
+    queue = Queue(monkeypatch)
+    for _ in range(60):
+        queue.go(*[2 * STEP] * 2)
+        queue.go(*[2 * STEP] * 6, takes=3 * STEP, asked=2)
+    assert queue.pacing.lateness < 0.4 and queue.pacing.spare > 0.6
+    queue.go(*[2 * STEP] * 2000, takes=3 * STEP, asked=2)
+    assert queue.pacing.lateness < 0.01 and queue.pacing.spare < 0.05  # it may have changed since
+    queue.go(*[2 * STEP] * 200)
+    assert queue.pacing.lateness > 0.9 and queue.pacing.spare > 0.9
 
 
 def test_a_host_that_is_late_in_one_of_many_has_not(monkeypatch):

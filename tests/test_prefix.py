@@ -151,12 +151,47 @@ def test_control_a_page_that_is_known_too_early(monkeypatch):
 def plain_digests(salted=True, chained=True):
     from draftproof.engine.pages import digests
 
-    def broken(tokens, size, salt=""):
-        for at, digest in enumerate(digests(tokens, size, salt if salted else "")):
+    def broken(tokens, size, salt="", known=()):
+        found = digests(tokens, size, salt if salted else "", known)
+        for at, digest in enumerate(found, len(known)):
             page = tokens[at * size : (at + 1) * size]
             yield digest if chained else repr((salt, list(page))).encode()
 
     return broken
+
+
+def test_digests_go_on_where_they_ended():
+    from draftproof.engine.pages import digests
+
+    ids = tiny.prompt(0, 50)
+    whole = list(digests(ids, PAGE, "a"))
+    for known in range(len(whole) + 1):
+        assert list(digests(ids, PAGE, "a", whole[:known])) == whole[known:]
+    assert list(digests(ids, PAGE, "b", whole[:2])) == whole[2:]  # whose it is, is in what is known
+    assert list(digests(ids, PAGE, "a", whole[1:2])) != whole[1:]
+
+
+def test_who_comes_next_is_read_while_there_is_time(monkeypatch):
+    """And is not read again when seated; what it has said later is read from there on."""
+    from draftproof.engine import prefixes
+
+    engine, asked, whole = tiny.engine(page_size=PAGE, max_num_seqs=1), [], prefixes.digests
+    monkeypatch.setattr(
+        prefixes, "digests", lambda ids, *more: asked.append(len(more[2])) or whole(ids, *more)
+    )
+    scheduler = engine.loop.scheduler
+    for i in range(2):
+        engine.add(tiny.request(i, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), 40))
+    for _ in range(3):
+        scheduler.meanwhile()
+    first, second = scheduler.waiting
+    assert len(first.digests) == 40 // PAGE and not second.digests and asked == [0]
+    while engine.has_work:
+        engine.step()
+        scheduler.meanwhile()
+    pages = 40 // PAGE
+    assert sorted(asked) == [0, 0, pages, pages]
+    assert first.digests == list(whole(first.ids, PAGE)) and len(first.digests) > pages
 
 
 @pytest.mark.parametrize("what", ["salted", "chained"])

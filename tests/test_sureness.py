@@ -171,7 +171,7 @@ def served(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch)
     """With prices that come and go: the promise holds. The rounds that there were."""
     turns, rounds = cycle([(0.0, 0.0), (0.3, 0.0), (1e9, 0.0), (1e-9, 0.3), (1e-9, 1e9)]), set()
 
-    def weigh(self: Asking, planned: Any, budget: Any) -> None:
+    def weigh(self: Asking, planned: Any, budget: Any, late: float) -> None:
         rounds.add(self.drafting.rounds)
         self.drafting.price, self.drafting.verify = next(turns)
 

@@ -142,8 +142,7 @@ class Rows:
     page_table: Tensor  # [slots, max_pages] int32
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(NamedTuple):  # made and hashed in every step, which a dataclass takes ten times as long for
     """What the requests of a step use between them: what the step has to compute, and nothing more.
 
     Captured steps are kept by it. A request's bits do not depend on what its neighbours make necessary.
@@ -158,8 +157,7 @@ class Traits:
     drafts: bool = False  # some want to know what their drafters thought
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTraits:
+class DraftTraits(NamedTuple):
     """What is wanted of a proposer that follows the rows; captured drafts are kept by it."""
 
     rounds: int  # drafts of whoever may have most of them, or a few more; 0: keep up, draft nothing

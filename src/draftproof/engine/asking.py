@@ -9,7 +9,9 @@ its drafts stand to the last, nobody else is needed; and of the model it is reme
 it has brought. A newcomer is thought to be as those before it; whoever seems not to be worth the price is
 hoped to be after a while. That hope is told in prices, not in tokens: where tokens come quickly the price is
 high, and a hope below it would never be tested. What it costs was timed at start; steps with its drafts and
-without say it better (`costs`). The budgets leave that price to this: a search's drafts do not cost it.
+without say it better (`costs`). As often as the host would be late without them its rounds cost nothing: a
+device that is done sooner has nothing to do. The budgets leave that price to this: a search's drafts do not
+cost it.
 
 A model without others that ends its chains itself (`Proposer.ends_chains`) is told the same prices; whether
 it is asked at all is left to the budgets.
@@ -68,8 +70,9 @@ class Asking:
         """What so much time is worth to so many, in tokens."""
         return seconds * requests * self._tokens / self._spent if self.priced and self._spent else 0.0
 
-    def weigh(self, planned: Planned, budget: Ints) -> None:
-        """Before a step: shall the model be asked behind it? If that is seen there: at what price?"""
+    def weigh(self, planned: Planned, budget: Ints, late: float = 0.0) -> None:
+        """Before a step: shall the model be asked behind it? If that is seen there: at what price? `late`: of
+        the steps without it, for how many the device is done before the host."""
         for sequence in planned.newcomers:
             self._brings[sequence.slot] = max(self._usual, HOPE * self._price)
             self._copies[sequence.slot] = False
@@ -81,7 +84,7 @@ class Asking:
             seconds = self._round, costs.another(planned.num_rows)
             drafting.price, drafting.verify = (self.price(each, count) for each in seconds)
             return
-        price = self.price(costs.asks(count), count)  # a captured step knows of none
+        price = self.price((1 - late) * costs.asks(count), count)  # a captured step knows of none
         self._price = price / count
         drafting.asks = not price or hoped(planned.slots, budget, self._copies, self._brings) > price
 

@@ -113,6 +113,7 @@ class Loop:
                 return NOTHING
         if len(self._flights) > 1 and self.pacing.has_time:
             self.meanwhile()
+            self.scheduler.meanwhile()
             if self.proposer is not None:
                 self._tell(self.proposer.meanwhile)
         return self._settle(self._flights.popleft()) if self._flights else NOTHING
@@ -227,7 +228,7 @@ class Loop:
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
         keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
         if self.asking is not None:
-            self.asking.weigh(planned, budget)
+            self.asking.weigh(planned, budget, self.pacing.spare)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
         host.num_draft[planned.slots] = budget
@@ -246,9 +247,8 @@ class Loop:
         """Of all that run: they change seldom."""
         version = self.scheduler.version
         if self._traits is None or self._traits[0] != version:
-            strategies = self.device.sampler.strategies
-            vocab = self.slots.vocab
-            self._traits = version, traits_of(self.scheduler.running, strategies, vocab)
+            given = self.scheduler.running, self.device.sampler.strategies, self.slots.vocab
+            self._traits = version, traits_of(*given)
         return self._traits[1]
 
     # --- settling -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from draftproof.engine.sequence import Planned
 SPARE = 0.75  # of a step: a host that took no longer for its own part has time for other things
 OFTEN = 0.04  # of the steps: when so many wait for the host, one more is queued
 FOLLOW = 1 / 64  # of a step in how often that is
+FADES = 1 / 512  # of what is known of it, with a step that says nothing of it
 
 
 class Queued(Protocol):
@@ -35,11 +36,12 @@ class Pacing:
         self._last_read = 0.0
         self._took = 0.0  # seconds of the step that was read then
         self._late = False  # had it come before the host was ready for it?
-        self._often = 0.0  # of the steps lately
+        self.lateness = 0.0  # of the steps, how many had lately
+        self.spare = 0.0  # the same of steps behind which no model drafts: they are shorter
 
     @property
     def depth(self) -> int:
-        return self.deep if self._often > OFTEN else self.shallow
+        return self.deep if self.lateness > OFTEN else self.shallow
 
     @property
     def has_time(self) -> bool:
@@ -64,7 +66,11 @@ class Pacing:
         self._late = False
         if step.follows and self.asynchronous:
             self._late = late
-            self._often += FOLLOW * (late - self._often)
+            self.lateness += FOLLOW * (late - self.lateness)
+            if step.asked:  # that says nothing of it; after a while it is thought to be as for all
+                self.spare += FADES * (self.lateness - self.spare)
+            else:
+                self.spare += FOLLOW * (late - self.spare)
             if costs.learns:
                 costs.hosted(asked - since)
         if costs.learns and not planned.has_prompts and not was_late and not self._late:

@@ -15,14 +15,20 @@ from hashlib import blake2b
 import numpy as np
 
 
-def digests(tokens: Sequence[int], page_size: int, salt: str = "") -> Iterator[bytes]:
-    """One for each full page of `tokens`, every one from the one before it."""
-    last = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
-    array = np.asarray(tokens, np.int64)
+def digests(
+    tokens: Sequence[int], page_size: int, salt: str = "", known: Sequence[bytes] = ()
+) -> Iterator[bytes]:
+    """One for each full page of `tokens` behind those that are `known`, every one from the one before it."""
+    last = known[-1] if known else _first(salt)
+    array = np.asarray(tokens[len(known) * page_size :], np.int64)
     for start in range(0, len(array) - page_size + 1, page_size):
         page = array[start : start + page_size].tobytes()
         last = blake2b(last + page, digest_size=16).digest()
         yield last
+
+
+def _first(salt: str) -> bytes:
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
 
 
 class Pages:

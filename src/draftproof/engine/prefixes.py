@@ -20,8 +20,7 @@ class Prefixes:
         """Pages of its tokens that are there already."""
         if not self.enabled:
             return []
-        if not sequence.digests:
-            self._read(sequence)
+        self.read(sequence)
         return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
 
     def make_known(self, sequence: Sequence, computed: int) -> list[int]:
@@ -39,9 +38,12 @@ class Prefixes:
         """What it has said so far; its pages can be found by whoever says the same."""
         sequence.ids = ids
         if self.enabled:
-            self._read(sequence)
+            self.read(sequence)
             self.make_known(sequence, computed)
 
-    def _read(self, sequence: Sequence) -> None:
-        salt = sequence.request.params.cache_salt or ""
-        sequence.digests = list(digests(sequence.ids, self.page_size, salt))
+    def read(self, sequence: Sequence) -> None:
+        """What its full pages hold, of which it may have been read what came first: that stays as it is."""
+        if self.enabled and len(sequence.digests) < len(sequence.ids) // self.page_size:
+            salt = sequence.request.params.cache_salt or ""
+            known = sequence.digests
+            sequence.digests = [*known, *digests(sequence.ids, self.page_size, salt, known)]

@@ -87,6 +87,11 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.rank)
         self.num_hosted += sequence.waited_for
 
+    def meanwhile(self) -> None:
+        """While there is time: read the one that comes next, who will then be seated sooner."""
+        if self.waiting:
+            self.prefixes.read(self.waiting[0])
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

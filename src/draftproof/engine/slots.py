@@ -138,7 +138,7 @@ class Slots:
         """More pages: (slot, place in its table, page)."""
         if pages:
             lines, places, ids = self.ops.send(torch.tensor(pages)).unbind(1)
-            self.columns.page_table[lines, places] = ids.to(torch.int32)
+            self.columns.page_table.index_put_((lines, places), ids.to(torch.int32))
 
     def read(self, slot: int, length: int) -> list[int]:
         """Its first tokens. Waits for the device."""

@@ -3,8 +3,8 @@
     layout, forward, sample, judge, commit, logprobs, propose
 
 Nothing here waits for the device unless a request's options need the host in the middle. A step of
-decoding requests is one graph, by its rows and its traits; a step with prompts in it is laid out, run
-through the forward graph of its rows, and judged by the graph of its logits rows.
+decoding requests is one graph, by its rows and its traits; a step with prompts in it is laid out and run
+through the model by the graph of its rows, and judged by the graph of its logits rows.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class DeviceStep:
 
         def lines(number: int, size: int) -> Tensor:
             """[number, size] int64; each begins at an address that any kernel likes."""
-            padded = -(-size // ALIGN) * ALIGN
-            return torch.zeros((number, padded), dtype=torch.int64, device=device)[:, :size]
+            return torch.zeros((number, -(-size // ALIGN) * ALIGN), dtype=torch.int64, device=device)[
+                :, :size
+            ]
 
         self._plan = torch.zeros((4, -(-num_slots // ALIGN) * ALIGN), dtype=torch.int64, device=device)
         self._plan[0] = -1
@@ -105,10 +106,8 @@ class DeviceStep:
         self._telling = torch.from_numpy(self._told)
         self._sent: bytes | None = None  # as the device has it
         self._from: tuple[Ints, ...] = ()  # what that was made of
-        self._rows = lines(4, self.max_rows)
-        self._entries = lines(3, num_slots)
-        self._logits = lines(5, self.max_logits)
-        self._picks = lines(2, self.max_logits)
+        self._rows, self._entries = lines(4, self.max_rows), lines(3, num_slots)
+        self._logits, self._picks = lines(5, self.max_logits), lines(2, self.max_logits)
         self.width = TOKENS + k + 1
         room = room_for(num_slots, self.width, k, self.max_logits, TOPS[-1])
         self._results = torch.zeros(room, dtype=torch.uint8, device=device)
@@ -116,9 +115,8 @@ class DeviceStep:
             (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
         )
         self.drafting = Drafting(proposer, slots, self.max_rows, self._picked)
-        self._hidden: Tensor | None = None  # [max_rows, hidden] outside the graphs' memory
-        if self.ops.asynchronous:
-            self._hidden = self._picked.new_zeros((self.max_rows, self._picked.shape[1]))
+        outside = self.max_rows, self._picked.shape[1]  # of the graphs' memory
+        self._hidden = self._picked.new_zeros(outside) if self.ops.asynchronous else None
         self._allowed: Tensor | None = None  # masks by slot and depth; made when a grammar first comes
         self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
@@ -138,26 +136,22 @@ class DeviceStep:
             ran = Ran(step(), None)
             follow()
             return ran
-        logits = self.ops.bucket(max(1, planned.num_logits))
-        layout, picked = self._layout(rows, logits), self._picked[:logits]
-        usual = self._ends(rows)
+        logits, usual = self.ops.bucket(max(1, planned.num_logits)), self._ends(rows)
         ends = 0 if keep or planned.scores_prompts else usual
         forward: Callable[[], Tensor] = partial(self._alone, rows, ends)
         if ends == usual:  # others are too seldom and too large to be captured while everybody waits
             forward = self._graph(("forward", rows, ends), forward)
-        judge: Callable[[], Decided] = partial(self._tail, picked, layout.windows, traits, hosted)
+        judge: Callable[[], Decided] = partial(self._judge, logits, traits, hosted)
         if not planned.num_logits:
-            judge = partial(self._advance, layout.windows, traits)
+            judge = partial(self._advance, traits)
         elif not hosted:
             judge = self._graph(("judge", logits, traits), judge)
         self._load(planned, budget)
-        written = self._layout(rows, ends) if ends else layout
-        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, written)
-        hidden = forward()
+        hidden, picked = forward(), self._picked[:logits]
         if ends:
             picked.copy_(hidden[:logits])
         else:
-            torch.index_select(hidden, 0, layout.at, out=picked)
+            torch.index_select(hidden, 0, self._logits[-1, :logits], out=picked)
         ran = Ran(judge(), None if ends else hidden)
         follow()
         return ran
@@ -219,10 +213,8 @@ class DeviceStep:
         for size, ends in ((n, self._ends(n)) for n in sizes):
             work.append((("forward", size, ends), partial(self._alone, size, ends), False))
         for trait, size in product(traits, decoding):
-            windows = self._layout(size, min(size, self.max_logits)).windows
-            tail = partial(self._tail, self._picked[:size], windows, trait, NO_ONE)
             work.append((("decode", size, trait), partial(self._whole, size, trait), False))
-            work.append((("judge", size, trait), tail, False))
+            work.append((("judge", size, trait), partial(self._judge, size, trait, NO_ONE), False))
         self.ready(work, tick, *(self._draft(*one)[1] for one in self.drafting.rare(self.ops, sizes)))
         return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
 
@@ -298,8 +290,12 @@ class DeviceStep:
     def _idle(self) -> None:
         """An empty plan, laid out: a step that is run now does nothing."""
         self._load(None)
-        layout = self._layout(self.max_rows, self.max_logits)
+        self._lay_out(self.max_rows, self.max_logits)
+
+    def _lay_out(self, rows: int, logits: int) -> Layout:
+        layout = self._layout(rows, logits)
         self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
+        return layout
 
     def _layout(self, rows: int, logits: int) -> Layout:
         """The buffers of a step of this size."""
@@ -318,10 +314,8 @@ class DeviceStep:
         )
 
     def _whole(self, size: int, traits: Traits) -> Decided:
-        layout = self._layout(size, size)
-        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
-        hidden = self._forward(size)  # of entries that decode every row has logits
-        return self._tail(hidden, layout.windows, traits, NO_ONE)
+        windows = self._lay_out(size, size).windows  # of entries that decode every row has logits
+        return self._tail(self._forward(size), windows, traits, NO_ONE)
 
     def _ends(self, size: int) -> int:
         """How many rows the last layer of a pass with prompts ends with; 0: all.
@@ -343,11 +337,17 @@ class DeviceStep:
 
     def _alone(self, size: int, ends: int) -> Tensor:
         """The forward pass as a graph of its own: its rows are read after the next of the pool has run."""
+        self._lay_out(size, self.max_logits)
         hidden = self._forward(size, ends)
         return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)
 
-    def _advance(self, windows: Windows, traits: Traits) -> Decided:
+    def _judge(self, size: int, traits: Traits, hosted: Mapping[int, Request]) -> Decided:
+        """Of the rows that were picked."""
+        return self._tail(self._picked[:size], self._layout(0, size).windows, traits, hosted)
+
+    def _advance(self, traits: Traits) -> Decided:
         """No entry has reached the end of its prompt."""
+        windows = self._layout(0, 1).windows
         none = torch.zeros_like(windows.slot)
         outcome, parts = self._outcome(len(none))
         self.ops.commit(self.plan, windows, Choice(none), none, outcome)

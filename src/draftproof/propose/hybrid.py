@@ -142,7 +142,7 @@ class HybridProposer(DeviceProposer):
                 less = replace(less, budget=self._unbeaten(less, found))
             rounds = 0 if batch.price and not less.budget.any() else rounds
         if not rounds:
-            traits = batch.traits and replace(batch.traits, rounds=0)
+            traits = batch.traits and batch.traits._replace(rounds=0)
             less = replace(batch, budget=self._none[: len(batch.slots)], traits=traits)
         draft, worth = self._ask(self.weighed, less)
         self.asked_rounds = model.asked_rounds if model.ends_chains else rounds
@@ -237,7 +237,7 @@ def _at_most(batch: DeviceBatch, count: int) -> DeviceBatch:
     """The same for somebody who may make so many drafts."""
     if count >= batch.columns.draft.shape[1]:
         return batch
-    traits = batch.traits and replace(batch.traits, rounds=min(batch.traits.rounds, count))
+    traits = batch.traits and batch.traits._replace(rounds=min(batch.traits.rounds, count))
     return replace(batch, budget=batch.budget.clamp(max=count), traits=traits)
 
 

@@ -32,6 +32,7 @@ BODY = WIDE - DEPTH - AFTER  # tokens of a response that are found in a line of 
 NOBODY = -1  # owner of a line
 FREE = -2  # owner of a slot: never that of a line
 PATIENCE = 32  # steps in which there is no time, after which what was told is taken in all the same
+FEW = 3  # seats that are quicker written one by one than sent
 LAYERS = ("filled", "owner", "weight", "used")
 
 
@@ -85,7 +86,7 @@ class Pool:
         self._table = np.full((len(SIZES), buckets, WAYS), -1, np.int32)  # as it is on the device
         self._heads = np.zeros((len(SIZES), buckets), np.uint8)  # of each bucket, the next to be overwritten
         self._slots = np.full(num_slots, FREE, np.int64)
-        self._seats_changed = False
+        self._seats: list[int] = []  # that have changed
         self._told: list[tuple[int, Ints]] = []
         self._when_used: Fetched | None = None
         self._put_off = 0  # calls of `send` for which something has waited
@@ -100,7 +101,7 @@ class Pool:
 
     def seat(self, slot: int, salt: str | None) -> None:
         self._slots[slot] = owner_of(salt)
-        self._seats_changed = True
+        self._seats.append(slot)
 
     def tell(self, salt: str | None, ids: Ints, begin: int) -> None:
         """A response is ids[begin:]."""
@@ -120,9 +121,8 @@ class Pool:
         """Bring the device up to date: seats, what has expired; what was told, if there was never time."""
         if self._dies <= self.now():
             self._expire()
-        if self._seats_changed:
-            self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
-            self._seats_changed = False
+        if self._seats:
+            self._send_seats()
         self._put_off += bool(self._told)
         if not self.ops.asynchronous or self._put_off >= PATIENCE:
             self.learn()
@@ -138,6 +138,14 @@ class Pool:
             self._when_used = None
         if not self._told:
             self._put_off = 0
+
+    def _send_seats(self) -> None:
+        if len(self._seats) > FEW:
+            self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
+        else:
+            for slot in self._seats:
+                self.device.slot_owner[slot : slot + 1].fill_(int(self._slots[slot]))
+        self._seats.clear()
 
     def _expire(self) -> None:
         old = np.flatnonzero((self.owner != NOBODY) & (self._born + self.ttl <= self.now()))
@@ -177,7 +185,7 @@ class Pool:
     def _make_room(self, count: int) -> Ints:
         """The lines that were not used for longest; nobody's have never been."""
         when = np.where(self.owner == NOBODY, -1, self._used)
-        places = np.argsort(when, kind="stable")[:count]
+        places = np.argsort(when, kind="stable")[:count] if count > 1 else np.array([when.argmin()])[:count]
         for place in places.tolist():
             if self.owner[place] != NOBODY:
                 del self._lines[self._digests[place]]
@@ -186,7 +194,7 @@ class Pool:
     def _send_facts(self, lines: Ints) -> None:
         columns = self._filled[lines], self.owner[lines], self.weight[lines], self._used[lines]
         sent = self.ops.send(torch.from_numpy(np.stack([lines, *columns])))
-        self._facts[:, sent[0]] = sent[1:]
+        self._facts.index_copy_(1, sent[0], sent[1:])
 
     def _send_lines(self, places: Ints, lines: Ints) -> None:
         """lines [n, WIDE + 2] as `tell` makes them."""
@@ -198,5 +206,5 @@ class Pool:
         flat = np.concatenate([places, tokens.ravel(), at, self._table.reshape(-1)[at]])
         sent = self.ops.send(torch.from_numpy(flat))
         where, said, where_to, entries = sent.split([len(places), tokens.size, len(at), len(at)])
-        self.device.tokens[where] = said.view(-1, WIDE).to(torch.int32)
-        self.device.table.view(-1)[where_to] = entries.to(torch.int32)
+        self.device.tokens.index_copy_(0, where, said.view(-1, WIDE).to(torch.int32))
+        self.device.table.view(-1).index_copy_(0, where_to, entries.to(torch.int32))

@@ -47,7 +47,7 @@ class Queued(Bookkeeping):
         if self.cuda:
             self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
             self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-            self._stages = Stages()
+            self._stages, self._here = Stages(), torch.cuda.current_stream(self.device)
 
     def bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.cuda else rows
@@ -105,6 +105,13 @@ class Queued(Bookkeeping):
         marks[-1].synchronize()
         return min(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1000
 
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        """The current one. Torch makes an object of it each time, and it is nearly always the same."""
+        if torch._C._cuda_getCurrentRawStream(self._here.device_index) != self._here.cuda_stream:
+            self._here = torch.cuda.current_stream(self.device)
+        return self._here
+
     def send(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         if not self.cuda:
             return super().send(source, target)
@@ -113,7 +120,7 @@ class Queued(Bookkeeping):
         pinned.copy_(source)
         out = torch.empty_like(source, device=self.device) if target is None else target
         out.copy_(pinned, non_blocking=True)
-        stage.passed.record()
+        stage.passed.record(self._stream)
         self._stages.put(stage)
         return out
 
@@ -123,7 +130,7 @@ class Queued(Bookkeeping):
         stage = self._stages.take(tensor)
         pinned = stage.like(tensor)
         pinned.copy_(tensor, non_blocking=True)
-        stage.passed.record()
+        stage.passed.record(self._stream)
         copies: list[Tensor] = []
 
         def read() -> Tensor:
