@@ -463,7 +463,7 @@ def offered(device: torch.device, tokens: Tensor, count: Tensor, worth: Tensor) 
     for m, (mine, number, says) in enumerate(zip(tokens, count, worth, strict=True)):
         mine = mine.t().contiguous().to(device).t() if m == 1 else mine.clone().to(device)
         told = None if bool((says < 0).all()) else says.clone().to(device)
-        found.append(Offer(mine, number.clone().to(device), told))
+        found.append(Offer(mine, number.clone().to(device), told, (0, 5, UNIT // 2)[m % 3]))
     return found
 
 

@@ -11,7 +11,7 @@ import heads
 import proposers
 import tiny
 from draftproof.errors import ConfigError
-from draftproof.ops.drafting import UNIT
+from draftproof.ops.drafting import UNIT, Record
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
@@ -77,6 +77,30 @@ def test_a_search_says_itself_what_it_is_worth():
     draft = proposer.draft(DeviceBatch(columns, torch.tensor([0, 1]), torch.tensor([6, 6])))
     assert draft.count.tolist() == [6, 0] and draft.tokens[0].tolist() == [50, 20, 21, 22, 23, 24]
     assert draft.sources.dtype == torch.int8
+
+
+@pytest.mark.parametrize(
+    ("entries", "price", "weighed", "wins"), [(3, 0.0, 0, 0), (2, 0.0, 0, 1), (3, 0.5, 0, 1), (3, 0.0, -1, 1)]
+)
+def test_a_search_must_be_better_where_a_model_drafts_for_all_of_many(entries, price, weighed, wins):
+    """It says that it is worth half a token more than is reckoned of the first."""
+    proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=4)
+    columns = lines(proposer.env.ops, 4, [[5, 6, 7]] * entries)
+    slots, full = torch.arange(entries), torch.full((entries,), 4)
+    batch = DeviceBatch(columns, slots, full, price=price)
+    reckoned, said = sum((2 / 3) ** n for n in range(1, 5)), Draft(columns.draft, full)
+    proposer.weighed = weighed
+    nothing = torch.zeros((2, entries, 2), dtype=torch.int64)
+    record = Record(torch.full((4, entries), -1), *nothing)
+    offers = [
+        proposer._offer(batch, (said, full * 0 + worth)) for worth in (-1, int((reckoned + 0.5) * UNIT))
+    ]
+    whose = proposer.env.ops.arbitrate(columns, slots, full, record, offers, 1)[2]
+    assert whose.tolist() == [[wins] * 4] * entries
+    offers[1] = proposer._offer(batch, (said, full * 0 + UNIT // 4))  # better than none
+    offers[0] = replace(offers[0], count=full * 0)
+    number, whose = proposer.env.ops.arbitrate(columns, slots, full, record, offers, 1)[1:3]
+    assert whose.tolist() == [[1] * 4] * entries and number.tolist() == [4] * entries
 
 
 @pytest.mark.parametrize("seed", [1, 2])

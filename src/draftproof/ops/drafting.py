@@ -70,6 +70,7 @@ class Offer:
     tokens: Tensor  # [B, K] int64
     count: Tensor  # [B] int64
     worth: Tensor | None  # [B] int64, in UNIT; below 0, or None for all: to be reckoned from the record
+    lead: int = 0  # in UNIT: others have so much of a start before what it says itself
 
 
 class DraftSearch(ABC):
@@ -130,7 +131,8 @@ class DraftSearch(ABC):
         with zeros): of the drafts that were given last, as many stood as the request has grown beyond one
         token; all shrinks by 1 / 2^FADES, then UNIT is added to the giver's `stood` for each that stood and
         to its `fell` if one fell. A draft of m stands with rate (stood + HOPED) / (stood + fell + HOPED +
-        FEARED), in UNIT, rounded down. Drafts are worth rate + rate² + …, each product rounded down. The
+        FEARED), in UNIT, rounded down. Drafts are worth rate + rate² + …, each product rounded down, or what
+        is said of them, less the `lead` that others have, but not less than 1 if it was as much. The
         greatest worth wins, the first of equals; its drafts are cut to the budget and put on record. Drafts
         behind them will be those of `search`, whose budget is the whole one if the winner is another with
         at least one draft, all of whose drafts stand with REACH, else 0. Entries without a slot: no drafts.
@@ -159,4 +161,10 @@ def stacked(offers: Sequence[Offer]) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [M, B, K], counts and worths [M, B]."""
     none = torch.full_like(offers[0].count, -1)
     tokens, counts = torch.stack([one.tokens for one in offers]), torch.stack([one.count for one in offers])
-    return tokens, counts, torch.stack([none if one.worth is None else one.worth for one in offers])
+    return tokens, counts, torch.stack([none if one.worth is None else _told(one) for one in offers])
+
+
+def _told(offer: Offer) -> Tensor:
+    """[B] what it says, behind the others' start."""
+    assert offer.worth is not None
+    return torch.where(offer.worth > 0, (offer.worth - offer.lead).clamp(min=1), offer.worth)

@@ -30,6 +30,9 @@ from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
 FEW, SOME = 2, 8  # entries: of more than a few and up to some it is not asked who would lose (`_unbeaten`)
+# of a token, that a search must be better by where a model's drafts are made for all of many entries in any
+# case: it is at times too sure of itself. Among few, rounds that nobody wins are saved.
+LEAD = 5 * UNIT // 8
 
 
 class HybridProposer(DeviceProposer):
@@ -109,7 +112,7 @@ class HybridProposer(DeviceProposer):
         if self.weighed >= 0:
             found[self.weighed] = self._ask_model(replace(batch, begun=begun), found)
         drafts = [found[i][0] for i in range(len(found))]
-        offers = [Offer(draft.tokens, draft.count, found[i][1]) for i, draft in enumerate(drafts)]
+        offers = [self._offer(batch, found[i]) for i in range(len(found))]
         given = batch.columns, batch.slots, batch.budget, self.record, offers
         tokens, made, whose, room = self.env.ops.arbitrate(*given, self.search)
         count, alone = made, others == [self.search] and not self._falls_short(batch)
@@ -152,6 +155,11 @@ class HybridProposer(DeviceProposer):
             worth = torch.where(draft.count > 0, UNIT * (self.env.k + 1), -1)
         return draft, worth
 
+    def _offer(self, batch: DeviceBatch, said: Said) -> Offer:
+        draft, worth = said
+        many = self.weighed >= 0 and len(batch.slots) > FEW and not batch.price
+        return Offer(draft.tokens, draft.count, worth, LEAD if many else 0)
+
     def _ask(self, index: int, batch: DeviceBatch) -> Said:
         """Its drafts, and what they are worth, if it says so."""
         member, limit = self.members[index], self.limits[index]
@@ -168,7 +176,7 @@ class HybridProposer(DeviceProposer):
         """The budget of the model's drafts where they will be taken before others': whose, does not depend on
         what they are. It costs next to nothing to make none, where nobody is to have any; among FEW to SOME
         that is seldom so, and a round takes as long for all of them: there it is not asked."""
-        offers = {i: Offer(draft.tokens, draft.count, worth) for i, (draft, worth) in found.items()}
+        offers = {i: self._offer(batch, said) for i, said in found.items()}
         offers[self.weighed] = Offer(batch.columns.draft[: len(batch.slots)], batch.budget, None)
         given = batch.columns, batch.slots, batch.budget, self.record, [offers[i] for i in sorted(offers)]
         return self.env.ops.unbeaten(*given, self.weighed)

@@ -254,18 +254,20 @@ def reckoned(count, rate):
 def arbitrate_kernel(
     slots, budgets, seeds, length, last, stood, fell, tokens_0, tokens_1, tokens_2, tokens_3,
     count_0, count_1, count_2, count_3, worth_0, worth_1, worth_2, worth_3, out, number, whose, room, S, K,
+    lead_0, lead_1, lead_2, lead_3,
     down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
     SEARCH: tl.constexpr, MEMBER: tl.constexpr, M: tl.constexpr, TOLD: tl.constexpr, DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Of M offers tokens, which lie `down` from entry to entry and `across` from draft to draft, count [B]
-    and worth [B], if its bit of TOLD is set; last [4, S], stood and fell [S, M].
+    and worth [B], if its bit of TOLD is set, and the others' lead; last [4, S], stood and fell [S, M].
 
     MEMBER: -1, or whose budget `unbeaten` wants: `room` becomes that, and nothing else is written.
     """
     begin(PDL)
     tokens, count = (tokens_0, tokens_1, tokens_2, tokens_3), (count_0, count_1, count_2, count_3)
     worth = (worth_0, worth_1, worth_2, worth_3)
+    lead = (lead_0, lead_1, lead_2, lead_3)
     down, across = (down_0, down_1, down_2, down_3), (across_0, across_1, across_2, across_3)
     me = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, DRAFTS).to(tl.int64)
@@ -297,6 +299,7 @@ def arbitrate_kernel(
         value, chance = reckoned(here, rate)
         if (TOLD >> m) % 2:
             said = tl.load(worth[m] + me)
+            said = tl.where(said > 0, tl.maximum(said - lead[m], 1), said)
             value = tl.where(said >= 0, said, value)
         better = value > best
         best = tl.where(better, value, best)
@@ -343,7 +346,7 @@ def arbitrate(
         slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
         *(offer.tokens for offer in four), *(offer.count for offer in four),
         *(offer.count if offer.worth is None else offer.worth for offer in four),
-        out, number, whose, room, record.last.shape[1], k,
+        out, number, whose, room, record.last.shape[1], k, *(offer.lead for offer in four),
         *(down for down, _ in strides), *(across for _, across in strides),
         SEARCH=search, MEMBER=member, M=len(offers),
         TOLD=sum((offer.worth is not None) << m for m, offer in enumerate(offers)),
