@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -72,6 +75,35 @@ def test_kernels_are_compiled_and_not_run(norms: Any) -> None:
     assert all(not out.any() for out in found)  # indices made of it exist
     assert ticks[-1] == (2, 2)
     assert JITFunction.run is launch and not is_compiling()
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_kernels_are_parsed_one_at_a_time(norms: Any, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: not in turn."""
+    from triton.runtime.jit import JITCallable
+
+    from draftproof.ops.triton_cuda import compiling
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    if not in_turn:
+        monkeypatch.setattr(compiling, "_parsing_in_turn", nullcontext)
+    guard, inside, most, whole = threading.Lock(), [], [], JITCallable.parse
+
+    def slow(self: Any) -> Any:
+        with guard:
+            inside.append(self)
+            most.append(len(inside))
+        time.sleep(0.1)
+        try:
+            return whole(self)
+        finally:
+            inside.remove(self)
+
+    monkeypatch.setattr(JITCallable, "parse", slow)
+    elementwise, known = norms
+    compiling.compile_ahead([lambda: [norm(elementwise, 32 << i) for i in range(4)]], lambda *of: None)
+    assert len(known()) == 4 and (max(most) == 1) is in_turn
+    assert JITCallable.parse is slow
 
 
 def test_other_threads_launch_as_ever(norms: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 MAX_THREADS = 32
 MOMENT = 0.5  # seconds between two looks at how far it is
@@ -31,7 +31,7 @@ UNWRITTEN = {
     _aten.new_empty,
     _aten.new_empty_strided,
 }
-_one_at_a_time = threading.Lock()
+_one_at_a_time, _one_parses = threading.Lock(), threading.Lock()
 _here = threading.local()
 
 
@@ -46,7 +46,7 @@ def compile_ahead(functions: Sequence[Callable[[], object]], tick: Callable[[int
     One that cannot be compiled, or was not foreseen, is met again when it is launched.
     """
     threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with _one_at_a_time, ThreadPoolExecutor(threads, "draftproof-compile") as pool:
+    with _one_at_a_time, _parsing_in_turn(), ThreadPoolExecutor(threads, "draftproof-compile") as pool:
         mode = triton.AsyncCompileMode(pool, ignore_errors=True)
         with mode:
             with _launching_nothing(), _Zeros():
@@ -57,6 +57,23 @@ def compile_ahead(functions: Sequence[Callable[[], object]], tick: Callable[[int
                 tick(len(mode.raw_futures) - len(waiting), len(mode.raw_futures))
                 waiting = wait(waiting, MOMENT).not_done
         tick(len(mode.raw_futures), len(mode.raw_futures))
+
+
+@contextmanager
+def _parsing_in_turn() -> Iterator[None]:
+    """Up to 3.12 Python counts for all threads together how deep it is in a tree, and now and then refuses
+    what two of them parse at once ("recursion depth mismatch")."""
+    parse = JITCallable.parse
+
+    def in_turn(self: Any) -> Any:
+        with _one_parses:
+            return parse(self)
+
+    JITCallable.parse = in_turn
+    try:
+        yield
+    finally:
+        JITCallable.parse = parse
 
 
 class _Zeros(TorchDispatchMode):
