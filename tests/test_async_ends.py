@@ -93,6 +93,23 @@ def test_a_full_engine_refuses_in_the_middle_of_n(
 # --- draining and shutting down ---------------------------------------------------------------------------
 
 
+def test_more_answers_than_there_will_ever_be_room_for(make: Any) -> None:
+    """It is not told to try later. The offline entry seats them as others leave."""
+    llm = make("plain", max_num_seqs=2, max_num_waiting=1)
+    assert len(llm.generate("ab", params(n=5), use_tqdm=False)[0].outputs) == 5
+
+    async def main(engine: AsyncLLM) -> None:
+        with pytest.raises(
+            RequestError, match="n=4 is more than this engine takes at once, which is 3"
+        ) as no:
+            await engine.generate("ab", params(n=4))
+        assert no.value.param == "n" and not isinstance(no.value, QueueFullError)
+        check_empty(llm.engine)
+        assert len((await engine.generate("ab", params(n=3))).outputs) == 3
+
+    run(llm, main)
+
+
 def test_drain_finishes_what_is_here_and_takes_nothing_in(make: Any, alone: Any) -> None:
     async def main(engine: AsyncLLM) -> None:
         streams = [asyncio.create_task(collect(engine.stream(*ask))) for ask in ASKS]

@@ -211,6 +211,12 @@ def test_a_full_queue_refuses_a_job_as_a_whole(make: Any, tmp_path: Path) -> Non
         await first.aclose()
         assert (await waits).finished
         assert len((await far.generate("b", params(n=2))).outputs) == 2
+        with pytest.raises(
+            RequestError, match="n=5 is more than this engine takes at once, which is 4"
+        ) as no:
+            await far.generate("b", params(n=5))
+        assert no.value.param == "n" and not isinstance(no.value, QueueFullError)
+        assert len((await far.generate("b", params(n=4))).outputs) == 4
 
     serve(llm, tmp_path, main)
 

@@ -263,6 +263,7 @@ class Driver:
         if error is None:
             try:
                 self._jobs.open(job)
+                self._check_number(job)
                 self._jobs.add(job)
             except Exception as caught:  # its own business; a RequestError if all is well
                 error, job.tell = caught, None
@@ -271,6 +272,16 @@ class Driver:
             self._open[job.name] = job, box
         else:
             self._tell_end(box, None, error)
+
+    def _check_number(self, job: Job) -> None:
+        """Later there would not be more room for it either."""
+        most, number = self._jobs.engine.limits.at_once, len(job.requests)
+        if most is not None and number > most:
+            raise RequestError(
+                f"n={number} is more than this engine takes at once, which is {most} (max_num_seqs and "
+                "max_num_waiting): ask for fewer, several times, or start it with more",
+                "n",
+            )
 
     def _on_leave(self, name: str, box: Box) -> None:
         job, its = self._open.get(name, (None, None))

@@ -21,6 +21,7 @@ class Limits:
     kv_tokens: int  # that the page pool can hold
     speculative_tokens: int  # 0: speculation is off
     takes_prediction: bool
+    at_once: int | None = None  # requests that may be here, those that wait included; None: any number
 
 
 def check_request(request: Request, limits: Limits) -> int:

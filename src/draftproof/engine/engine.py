@@ -120,6 +120,7 @@ class Engine:
             kv_tokens=sizes.kv_tokens,
             speculative_tokens=sizes.k if proposer else 0,
             takes_prediction=bool(proposer and proposer.takes_prediction),
+            at_once=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
         )
         self._sequences: dict[str, Sequence] = {}
         self._broken: Exception | None = None
