@@ -254,8 +254,7 @@ def reckoned(count, rate):
 def arbitrate_kernel(
     slots, budgets, seeds, length, last, stood, fell, tokens_0, tokens_1, tokens_2, tokens_3,
     count_0, count_1, count_2, count_3, worth_0, worth_1, worth_2, worth_3, out, number, whose, room, S, K,
-    lead_0, lead_1, lead_2, lead_3,
-    down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
+    lead_0, lead_1, lead_2, lead_3, down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
     SEARCH: tl.constexpr, MEMBER: tl.constexpr, M: tl.constexpr, TOLD: tl.constexpr, DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -266,8 +265,7 @@ def arbitrate_kernel(
     """
     begin(PDL)
     tokens, count = (tokens_0, tokens_1, tokens_2, tokens_3), (count_0, count_1, count_2, count_3)
-    worth = (worth_0, worth_1, worth_2, worth_3)
-    lead = (lead_0, lead_1, lead_2, lead_3)
+    worth, lead = (worth_0, worth_1, worth_2, worth_3), (lead_0, lead_1, lead_2, lead_3)
     down, across = (down_0, down_1, down_2, down_3), (across_0, across_1, across_2, across_3)
     me = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, DRAFTS).to(tl.int64)
