@@ -30,7 +30,7 @@ from draftproof.ops.triton_cuda import graph
 
 WAITS = "wait"
 NAMED = 24  # pieces
-EVENTS = {"seat": "somebody came", "endings": "somebody ended", "pool takes in": "a pool took in"}
+EVENTS = {"admit": "somebody came", "endings": "somebody ended", "pool takes in": "a pool took in"}
 
 
 class Clocks:
@@ -117,7 +117,7 @@ def watched(llm: LLM) -> Clocks:
         *(("pool takes in", pool, "_take_in"), ("pool told", pool, "tell"), ("pool sends", pool, "send")),
         *(("weigh", loop.asking, "weigh"), ("hear", loop.asking, "hear"), ("meanwhile", loop, "meanwhile")),
         *(("proposer start", proposer, "start"), ("proposer meanwhile", proposer, "meanwhile")),
-        *(("page learn", loop.scheduler.pages, "learn"), ("budgets take", loop.scheduler.budgets, "take")),
+        *(("admit", loop.scheduler, "_admit"), ("budgets take", loop.scheduler.budgets, "take")),
     ]
     for name, owner, attribute in pieces:
         if owner is not None and hasattr(owner, attribute):

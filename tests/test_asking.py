@@ -234,14 +234,13 @@ def test_a_model_that_brings_nothing_is_asked_again_later() -> None:
 
 @pytest.mark.parametrize("late", [0.0, 0.4, 1.0])
 def test_it_costs_less_where_the_host_is_late(late: float) -> None:
-    """Windows that are not worth the price are worth six tenths of it; what costs nothing is always asked
-    for."""
-    steps = Steps(asking=1.2)
-    for _ in range(200):
-        its = bool(steps.drafting.asks)
-        steps.step((1, 1) if its else (0, 0), 0 if its else 1, late=late)
-    asks = sum(steps.step((1, 1), 0, late=late) for _ in range(8))
-    assert asks == (8 if late else 0)
+    """Windows that are not worth the price are worth six tenths of it. Half of it is always asked."""
+    for asking, worth in ((1.2, late > 0), (12.0, False)):
+        steps = Steps(asking=asking)
+        for _ in range(200):
+            its = bool(steps.drafting.asks)
+            steps.step((1, 1) if its else (0, 0), 0 if its else 1, late=late)
+        assert sum(steps.step((1, 1), 0, late=late) for _ in range(8)) == (8 if worth else 0)
 
 
 def test_newcomers_are_hoped_for() -> None:

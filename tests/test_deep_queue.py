@@ -12,9 +12,11 @@ import pytest
 
 from async_serving import ASKS, check_left, facts
 from covering import pairwise
+from draftproof.engine.asking import Asking
 from draftproof.engine.lessons import Lessons
 from draftproof.engine.loop import Loop
 from draftproof.engine.pacing import Pacing
+from draftproof.engine.scheduler import Scheduler
 from draftproof.ops import Fetched
 from draftproof.ops.cpu import CpuOps
 from draftproof.propose.pool import Pool
@@ -217,3 +219,26 @@ def test_an_engine_that_is_late_queues_three_by_itself(most):
     asks = [Ask(i, "ignore_eos", 1.0, length=9 + i, prompt=False) for i in range(3)]
     assert Company(asks, Where(), {"method": "ngram"}, engine=engine).differences() == []
     assert engine.loop.pacing.depth == 3 == max(most) and 2 in most
+
+
+def test_what_the_loop_tells_and_when(depth, monkeypatch):
+    """A hybrid is told how often the host would be late, and whoever comes next is read meanwhile."""
+    told, read, weigh, meanwhile = [], [], Asking.weigh, Scheduler.meanwhile
+
+    def weighed(self: Asking, planned: Any, budget: Any, late: float) -> None:
+        told.append(late)
+        weigh(self, planned, budget, late)
+
+    monkeypatch.setattr(Asking, "weigh", weighed)
+    monkeypatch.setattr(Scheduler, "meanwhile", lambda self: read.append(1) or meanwhile(self))
+    paced = Pacing.__init__
+
+    def late(self: Pacing, *arguments: Any) -> None:
+        paced(self, *arguments)
+        self.spare = 0.25
+
+    monkeypatch.setattr(Pacing, "__init__", late)
+    asks = [Ask(i, "none", 0.0, length=20 + i, prompt=False) for i in range(6)]
+    spec = {"method": "hybrid", "num_speculative_tokens": 3}
+    assert Company(asks, Where(), spec, overlap=True).differences() == []
+    assert read and set(told) == {0.25}

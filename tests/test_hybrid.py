@@ -80,27 +80,32 @@ def test_a_search_says_itself_what_it_is_worth():
 
 
 @pytest.mark.parametrize(
-    ("entries", "price", "weighed", "wins"), [(3, 0.0, 0, 0), (2, 0.0, 0, 1), (3, 0.5, 0, 1), (3, 0.0, -1, 1)]
+    ("entries", "price", "weighed", "wins"), [(3, 0.0, 0, 0), (2, 0.0, 0, 2), (3, 0.5, 0, 2), (3, 0.0, -1, 2)]
 )
-def test_a_search_must_be_better_where_a_model_drafts_for_all_of_many(entries, price, weighed, wins):
-    """It says that it is worth half a token more than is reckoned of the first."""
+def test_a_search_must_be_better_than_a_model_that_drafts_for_many(entries, price, weighed, wins):
+    """The last says that it is worth half a token more than is reckoned of the first. Where that has no
+    drafts, the better one of the others is heard, however little it says."""
     proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=4)
     columns = lines(proposer.env.ops, 4, [[5, 6, 7]] * entries)
     slots, full = torch.arange(entries), torch.full((entries,), 4)
     batch = DeviceBatch(columns, slots, full, price=price)
-    reckoned, said = sum((2 / 3) ** n for n in range(1, 5)), Draft(columns.draft, full)
     proposer.weighed = weighed
-    nothing = torch.zeros((2, entries, 2), dtype=torch.int64)
-    record = Record(torch.full((4, entries), -1), *nothing)
-    offers = [
-        proposer._offer(batch, (said, full * 0 + worth)) for worth in (-1, int((reckoned + 0.5) * UNIT))
-    ]
-    whose = proposer.env.ops.arbitrate(columns, slots, full, record, offers, 1)[2]
-    assert whose.tolist() == [[wins] * 4] * entries
-    offers[1] = proposer._offer(batch, (said, full * 0 + UNIT // 4))  # better than none
-    offers[0] = replace(offers[0], count=full * 0)
-    number, whose = proposer.env.ops.arbitrate(columns, slots, full, record, offers, 1)[1:3]
-    assert whose.tolist() == [[1] * 4] * entries and number.tolist() == [4] * entries
+
+    def taken(*said):
+        nothing = torch.zeros((2, entries, 3), dtype=torch.int64)
+        record = Record(torch.full((4, entries), -1), *nothing)
+        drafts = [Draft(columns.draft, torch.full((entries,), count)) for count, _ in said]
+        worths = [None if worth is None else full * 0 + int(worth * UNIT) for _, worth in said]
+        offers = [proposer._offer(i, batch, pair) for i, pair in enumerate(zip(drafts, worths, strict=True))]
+        _, number, whose, _ = proposer.env.ops.arbitrate(columns, slots, full, record, offers, 1)
+        assert number.tolist() == [4] * entries
+        assert (whose == whose[0, 0]).all()
+        return int(whose[0, 0])
+
+    reckoned = sum((2 / 3) ** n for n in range(1, 5))
+    assert taken((4, None), (4, reckoned + 0.4), (4, reckoned + 0.5)) == wins
+    assert taken((4, None), (4, 0.1), (4, reckoned + 0.7)) == 2
+    assert taken((0, None), (4, 0.1), (4, 0.6)) == 2
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -142,7 +142,7 @@ class Rows:
     page_table: Tensor  # [slots, max_pages] int32
 
 
-class Traits(NamedTuple):  # made and hashed in every step, which a dataclass takes ten times as long for
+class Traits(NamedTuple):  # hashed in every step, for which a dataclass takes ten times as long
     """What the requests of a step use between them: what the step has to compute, and nothing more.
 
     Captured steps are kept by it. A request's bits do not depend on what its neighbours make necessary.

@@ -9,9 +9,9 @@ its drafts stand to the last, nobody else is needed; and of the model it is reme
 it has brought. A newcomer is thought to be as those before it; whoever seems not to be worth the price is
 hoped to be after a while. That hope is told in prices, not in tokens: where tokens come quickly the price is
 high, and a hope below it would never be tested. What it costs was timed at start; steps with its drafts and
-without say it better (`costs`). As often as the host would be late without them its rounds cost nothing: a
-device that is done sooner has nothing to do. The budgets leave that price to this: a search's drafts do not
-cost it.
+without say it better (`costs`). Where the host would often be late without them its rounds cost less, since a
+device that is done sooner soon has nothing to do; by how much it is late is not known, so half of the price
+is always asked. The budgets leave it to this: a search's drafts do not cost it.
 
 A model without others that ends its chains itself (`Proposer.ends_chains`) is told the same prices; whether
 it is asked at all is left to the budgets.
@@ -35,6 +35,7 @@ FOLLOW = 1 / 32  # of a step in what steps bring and take
 SLOW = 3.0  # times what was usual: by how much more does not matter
 KEEPS_UP = 1 / 8  # of what drafts take with a model, that they take without: while that is not known
 USUAL = 1 / 32  # of a step's windows in what it brings anybody
+LEAST = 0.5  # of its price, where the host is always late
 HOPE = 1.2  # times its price, that it may bring a request of which nothing is known
 
 
@@ -84,7 +85,7 @@ class Asking:
             seconds = self._round, costs.another(planned.num_rows)
             drafting.price, drafting.verify = (self.price(each, count) for each in seconds)
             return
-        price = self.price((1 - late) * costs.asks(count), count)  # a captured step knows of none
+        price = self.price(max(LEAST, 1 - late) * costs.asks(count), count)  # a captured step knows of none
         self._price = price / count
         drafting.asks = not price or hoped(planned.slots, budget, self._copies, self._brings) > price
 

@@ -70,7 +70,7 @@ class Offer:
     tokens: Tensor  # [B, K] int64
     count: Tensor  # [B] int64
     worth: Tensor | None  # [B] int64, in UNIT; below 0, or None for all: to be reckoned from the record
-    lead: int = 0  # in UNIT: others have so much of a start before what it says itself
+    lead: int = 0  # in UNIT: how much more its drafts count for, if there are any
 
 
 class DraftSearch(ABC):
@@ -132,10 +132,10 @@ class DraftSearch(ABC):
         token; all shrinks by 1 / 2^FADES, then UNIT is added to the giver's `stood` for each that stood and
         to its `fell` if one fell. A draft of m stands with rate (stood + HOPED) / (stood + fell + HOPED +
         FEARED), in UNIT, rounded down. Drafts are worth rate + rate² + …, each product rounded down, or what
-        is said of them, less the `lead` that others have, but not less than 1 if it was as much. The
-        greatest worth wins, the first of equals; its drafts are cut to the budget and put on record. Drafts
-        behind them will be those of `search`, whose budget is the whole one if the winner is another with
-        at least one draft, all of whose drafts stand with REACH, else 0. Entries without a slot: no drafts.
+        is said of them; if there are any within the budget, the offer's `lead` is added. The greatest wins,
+        the first of equals; its drafts are cut to the budget and put on record. Drafts behind them will be
+        those of `search`, whose budget is the whole one if the winner is another with at least one draft, all
+        of whose drafts stand with REACH, else 0. Entries without a slot: no drafts.
         """
 
     def unbeaten(
@@ -157,14 +157,9 @@ class DraftSearch(ABC):
         return budget * ((number > 0) & (whose[:, 0] == member))
 
 
-def stacked(offers: Sequence[Offer]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [M, B, K], counts and worths [M, B]."""
+def stacked(offers: Sequence[Offer]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens [M, B, K], counts and worths [M, B], leads [M]."""
     none = torch.full_like(offers[0].count, -1)
     tokens, counts = torch.stack([one.tokens for one in offers]), torch.stack([one.count for one in offers])
-    return tokens, counts, torch.stack([none if one.worth is None else _told(one) for one in offers])
-
-
-def _told(offer: Offer) -> Tensor:
-    """[B] what it says, behind the others' start."""
-    assert offer.worth is not None
-    return torch.where(offer.worth > 0, (offer.worth - offer.lead).clamp(min=1), offer.worth)
+    worths = torch.stack([none if one.worth is None else one.worth for one in offers])
+    return tokens, counts, worths, torch.tensor([one.lead for one in offers], device=counts.device)

@@ -30,8 +30,8 @@ from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
 FEW, SOME = 2, 8  # entries: of more than a few and up to some it is not asked who would lose (`_unbeaten`)
-# of a token, that a search must be better by where a model's drafts are made for all of many entries in any
-# case: it is at times too sure of itself. Among few, rounds that nobody wins are saved.
+# of a token, that others must be better by than a model whose drafts were made for many entries: a search is
+# at times too sure of itself. Among few, rounds that nobody wins are saved, and it need not be.
 LEAD = 5 * UNIT // 8
 
 
@@ -112,7 +112,7 @@ class HybridProposer(DeviceProposer):
         if self.weighed >= 0:
             found[self.weighed] = self._ask_model(replace(batch, begun=begun), found)
         drafts = [found[i][0] for i in range(len(found))]
-        offers = [self._offer(batch, found[i]) for i in range(len(found))]
+        offers = [self._offer(i, batch, found[i]) for i in range(len(found))]
         given = batch.columns, batch.slots, batch.budget, self.record, offers
         tokens, made, whose, room = self.env.ops.arbitrate(*given, self.search)
         count, alone = made, others == [self.search] and not self._falls_short(batch)
@@ -155,10 +155,10 @@ class HybridProposer(DeviceProposer):
             worth = torch.where(draft.count > 0, UNIT * (self.env.k + 1), -1)
         return draft, worth
 
-    def _offer(self, batch: DeviceBatch, said: Said) -> Offer:
+    def _offer(self, index: int, batch: DeviceBatch, said: Said) -> Offer:
         draft, worth = said
-        many = self.weighed >= 0 and len(batch.slots) > FEW and not batch.price
-        return Offer(draft.tokens, draft.count, worth, LEAD if many else 0)
+        leads = index == self.weighed and len(batch.slots) > FEW and not batch.price
+        return Offer(draft.tokens, draft.count, worth, LEAD if leads else 0)
 
     def _ask(self, index: int, batch: DeviceBatch) -> Said:
         """Its drafts, and what they are worth, if it says so."""
@@ -176,8 +176,9 @@ class HybridProposer(DeviceProposer):
         """The budget of the model's drafts where they will be taken before others': whose, does not depend on
         what they are. It costs next to nothing to make none, where nobody is to have any; among FEW to SOME
         that is seldom so, and a round takes as long for all of them: there it is not asked."""
-        offers = {i: self._offer(batch, said) for i, said in found.items()}
-        offers[self.weighed] = Offer(batch.columns.draft[: len(batch.slots)], batch.budget, None)
+        offers = {i: self._offer(i, batch, said) for i, said in found.items()}
+        mine = Draft(batch.columns.draft[: len(batch.slots)], batch.budget)
+        offers[self.weighed] = self._offer(self.weighed, batch, (mine, None))
         given = batch.columns, batch.slots, batch.budget, self.record, [offers[i] for i in sorted(offers)]
         return self.env.ops.unbeaten(*given, self.weighed)
 

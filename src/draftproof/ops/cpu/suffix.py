@@ -61,7 +61,7 @@ class CpuSuffix(DraftSearch):
         offers: Sequence[Offer],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, worth = stacked(offers)
+        tokens, count, worth, lead = stacked(offers)
         _, entries, k = tokens.shape
         out = np.zeros((entries, k), np.int64)
         number, room = np.zeros((2, entries), np.int64)
@@ -69,14 +69,29 @@ class CpuSuffix(DraftSearch):
         _arbitrate(
             columns.seed.numpy(), columns.length.numpy(), slots.numpy(), budget.numpy(),
             record.last.numpy(), record.stood.numpy(), record.fell.numpy(),
-            tokens.numpy(), count.numpy(), worth.numpy(), search, out, number, whose, room,
+            tokens.numpy(), count.numpy(), worth.numpy(), lead.numpy(), search, out, number, whose, room,
         )  # fmt: skip
         return tuple(torch.from_numpy(x) for x in (out, number, whose, room))
 
 
 @compiled
 def _arbitrate(  # type: ignore[no-untyped-def]
-    seeds, lengths, slots, budget, last, stood, fell, tokens, count, worth, search, out, number, whose, room
+    seeds,
+    lengths,
+    slots,
+    budget,
+    last,
+    stood,
+    fell,
+    tokens,
+    count,
+    worth,
+    lead,
+    search,
+    out,
+    number,
+    whose,
+    room,
 ):
     members, _, k = tokens.shape
     for b in range(len(slots)):
@@ -95,12 +110,14 @@ def _arbitrate(  # type: ignore[no-untyped-def]
                 stood[s, m] += well * UNIT
                 fell[s, m] += UNIT if well < given else 0
             rate = (stood[s, m] + HOPED * UNIT) * UNIT // (stood[s, m] + fell[s, m] + (HOPED + FEARED) * UNIT)
-            chance, value = UNIT, 0
-            for _ in range(min(min(count[m, b], budget[b]), k)):
+            chance, value, n = UNIT, 0, min(min(count[m, b], budget[b]), k)
+            for _ in range(n):
                 chance = chance * rate // UNIT
                 value += chance
             if worth[m, b] >= 0:
                 value = worth[m, b]
+            if n > 0:
+                value += lead[m]
             if value > best:
                 best, who, likely = value, m, chance
         n = min(min(count[who, b], budget[b]), k)

@@ -259,7 +259,7 @@ def arbitrate_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Of M offers tokens, which lie `down` from entry to entry and `across` from draft to draft, count [B]
-    and worth [B], if its bit of TOLD is set, and the others' lead; last [4, S], stood and fell [S, M].
+    and worth [B], if its bit of TOLD is set, and its lead; last [4, S], stood and fell [S, M].
 
     MEMBER: -1, or whose budget `unbeaten` wants: `room` becomes that, and nothing else is written.
     """
@@ -297,8 +297,8 @@ def arbitrate_kernel(
         value, chance = reckoned(here, rate)
         if (TOLD >> m) % 2:
             said = tl.load(worth[m] + me)
-            said = tl.where(said > 0, tl.maximum(said - lead[m], 1), said)
             value = tl.where(said >= 0, said, value)
+        value += tl.where(here > 0, lead[m], 0)
         better = value > best
         best = tl.where(better, value, best)
         who = tl.where(better, m, who)
