@@ -16,12 +16,13 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import head
 import numpy as np
+import steps
 from measure import finish, python_us
 
 from draftproof import LLM
@@ -30,6 +31,7 @@ from draftproof.ops.triton_cuda import graph
 
 WAITS = "wait"
 NAMED = 24  # pieces
+USUAL = {"methods": "eagle3,suffix,hybrid", "batches": "8", "rounds": "4", "count": "16"}
 EVENTS = {"admit": "somebody came", "endings": "somebody ended", "pool takes in": "a pool took in"}
 
 
@@ -149,8 +151,7 @@ def _kind(key: Any) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    engines = head.Engines(options, head.read(options.prompts, options.each))
-    tasks = {task: [(ids, 0) for ids in engines.prompts[task][: options.count]] for task in options.tasks}
+    engines, tasks = steps.some_of(options)
     found: dict[str, Any] = {}
     for name in options.methods:
         llm = engines[name]
@@ -173,17 +174,5 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tasks", type=lambda text: text.split(","), default=["chat"])
-    mine, rest = parser.parse_known_args(arguments)
-    usual = ["--parts", "speed", "--methods", "eagle3,suffix,hybrid", "--batches", "8", "--rounds", "4"]
-    options = head.parsed([*usual, "--count", "16", *rest])
-    options.tasks = mine.tasks
-    return options
-
-
 if __name__ == "__main__":
-    finish("pieces", measure(parsed()))
+    finish("pieces", measure(steps.parsed(what=__doc__, usual=USUAL)))

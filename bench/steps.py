@@ -120,11 +120,16 @@ def profiled(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, sal
     }
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def some_of(options: argparse.Namespace) -> tuple[head.Engines, dict[str, list[head.Asked]]]:
+    """Engines, and what they are asked, task by task."""
     engines = head.Engines(options, head.read(options.prompts, options.each))
     if unknown := sorted(set(options.tasks) - set(engines.prompts)):
         raise SystemExit(f"--tasks: of {', '.join(engines.prompts)}, not {', '.join(unknown)}")
-    prompts = {task: [(ids, 0) for ids in engines.prompts[task][: options.count]] for task in options.tasks}
+    return engines, {t: [(ids, 0) for ids in engines.prompts[t][: options.count]] for t in options.tasks}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    engines, prompts = some_of(options)
     found: dict[str, Any] = {}
     if options.device == "cuda":
         watch_compiling()
@@ -144,14 +149,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+USUAL = {"methods": "eagle3,hybrid", "batches": "1,8", "rounds": "6", "count": "8"}
+
+
+def parsed(
+    arguments: Sequence[str] | None = None, what: str | None = __doc__, usual: dict[str, str] = USUAL
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=["chat"])
     mine, rest = parser.parse_known_args(arguments)
-    usual = ["--parts", "speed", "--methods", "eagle3,hybrid", "--batches", "1,8", "--rounds", "6"]
-    options = head.parsed([*usual, "--count", "8", *rest])
+    given = [text for name, value in usual.items() for text in (f"--{name}", value)]
+    options = head.parsed(["--parts", "speed", *given, *rest])
     options.tasks = mine.tasks
     return options
 

@@ -95,9 +95,8 @@ class DeviceStep:
 
         def lines(number: int, size: int) -> Tensor:
             """[number, size] int64; each begins at an address that any kernel likes."""
-            return torch.zeros((number, -(-size // ALIGN) * ALIGN), dtype=torch.int64, device=device)[
-                :, :size
-            ]
+            padded = -(-size // ALIGN) * ALIGN
+            return torch.zeros((number, padded), dtype=torch.int64, device=device)[:, :size]
 
         self._plan = torch.zeros((4, -(-num_slots // ALIGN) * ALIGN), dtype=torch.int64, device=device)
         self._plan[0] = -1

@@ -76,23 +76,9 @@ class CpuSuffix(DraftSearch):
 
 @compiled
 def _arbitrate(  # type: ignore[no-untyped-def]
-    seeds,
-    lengths,
-    slots,
-    budget,
-    last,
-    stood,
-    fell,
-    tokens,
-    count,
-    worth,
-    lead,
-    search,
-    out,
-    number,
-    whose,
+    seeds, lengths, slots, budget, last, stood, fell, tokens, count, worth, lead, search, out, number, whose,
     room,
-):
+):  # fmt: skip
     members, _, k = tokens.shape
     for b in range(len(slots)):
         s = slots[b]
