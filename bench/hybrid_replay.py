@@ -142,9 +142,7 @@ def replay(name: str, options: argparse.Namespace) -> dict[str, Any]:
         rates, said = {}, {}
         for side, llm in sides.items():
             now["side"] = side
-            head.run(
-                llm, asked, batch, options.tokens // 2, "before"
-            )  # prices are learned, and what is usual
+            head.run(llm, asked, batch, options.tokens // 2, "before")  # learns prices, and what is usual
             head.run(llm, asked, batch, 1, "")  # into the prefix cache
             meters[side].read()
             _, answers, _ = head.run(llm, asked, batch, options.tokens, "")

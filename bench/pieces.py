@@ -1,7 +1,7 @@
 """What the host does beside a step, piece by piece; the last line of stdout is JSON.
 
     python bench/pieces.py --prompts spec_bench.jsonl [--device cuda] [--methods eagle3,suffix,hybrid]
-                         [--batches 8] [--rounds 4] [--count 16] [--tasks chat,qa]
+                           [--batches 8] [--rounds 4] [--count 16] [--tasks chat,qa]
 
 The same prompts in every round, task by task, as `head.py` asks them, once more before that is clocked:
 microseconds a step of each piece without those that it calls, waiting for the device apart; what a step

@@ -90,9 +90,6 @@ def test_a_full_engine_refuses_in_the_middle_of_n(
     run(llm, main)
 
 
-# --- draining and shutting down ---------------------------------------------------------------------------
-
-
 def test_more_answers_than_there_will_ever_be_room_for(make: Any) -> None:
     """It is not told to try later. The offline entry seats them as others leave."""
     llm = make("plain", max_num_seqs=2, max_num_waiting=1)
@@ -108,6 +105,9 @@ def test_more_answers_than_there_will_ever_be_room_for(make: Any) -> None:
         assert len((await engine.generate("ab", params(n=3))).outputs) == 3
 
     run(llm, main)
+
+
+# --- draining and shutting down ---------------------------------------------------------------------------
 
 
 def test_drain_finishes_what_is_here_and_takes_nothing_in(make: Any, alone: Any) -> None:
