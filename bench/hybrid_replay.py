@@ -74,8 +74,9 @@ class Meter:
         self._took: dict[int, float] = {}  # by what ran, until it is read
         if machine.ahead:
             each = {requests: CHEAP * drafts for requests, drafts in each.items()}
-            loop.pacing.read = self.tell
-        dear = RowCosts(machine.steps, between=not machine.ahead, learns=machine.ahead, asking=each)
+            loop.pacing.read, self.drafting.asked_for = self.tell, self.asked_for
+        rounds = {requests: drafts / k for requests, drafts in each.items()}
+        dear = RowCosts(machine.steps, not machine.ahead, learns=machine.ahead, asking=each, rounds=rounds)
         sunk = loop.scheduler.asks_first
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
         self.weighs = llm.engine.loop.proposer is not None and llm.engine.loop.proposer.weighed >= 0
@@ -94,16 +95,23 @@ class Meter:
         self.idle = not bool(budget.any())
         return budget
 
+    def asked_for(self, planned: Any, budget: Any) -> tuple[int, int]:
+        rounds = self._asked(planned, budget)
+        return (len(planned.slots), self.k - rounds) if rounds else (0, 0)
+
+    def _asked(self, planned: Any, budget: Any) -> int:
+        drafting = self.drafting
+        if not self.machine.ahead:
+            return min(int(budget.max(initial=0)), drafting.rounds) if drafting.asks else 0
+        rounds = min(int(budget.max(initial=0)), drafting.most) if drafting.asks else 0
+        return int(drafting.captured(len(planned.slots), rounds, planned.has_prompts))
+
     def run(self, planned: Any, budget: Any, *more: Any) -> Any:
         self.idle = False
         ran = self._run(planned, budget, *more)
         drafts = 0.0
         if self.drafting.follows_rows:
-            asked = int(budget.max(initial=0)) if self.drafting.asked else 0
-            if not self.machine.ahead:
-                asked = min(asked, self.drafting.rounds)
-            elif self.machine.ahead and asked:
-                asked = min(self.k, 1 << (asked - 1).bit_length())  # few numbers are captured
+            asked = self._asked(planned, budget)
             each = self.machine.idle if self.idle else self.machine.drafts
             drafts = self.machine.keeps + each * asked / self.k
             self.rounds += asked
@@ -120,7 +128,8 @@ class Meter:
         if took is not None:
             keys = int(self.scheduler.host.length[flight.planned.slots].sum())
             seen = took * (1 + NOISE * abs(self._draw.normal()))
-            self.scheduler.budgets.costs.observe(flight.planned.num_rows, keys, seen, flight.asked)
+            costs = self.scheduler.budgets.costs
+            costs.observe(flight.planned.num_rows, keys, seen, flight.asked, flight.fewer)
 
     def read(self) -> tuple[float, float, float]:
         found, self.spent, self.steps, self.rounds = (self.spent, self.steps, self.rounds), 0.0, 0.0, 0.0

@@ -34,12 +34,13 @@ SUFFIX = {"method": "suffix", "pool_tokens": 0}
 
 def now_and_then(how: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Serve with an audited head beside a search. The rounds that it was asked for."""
-    turns, rounds = cycle([0.0, 0.2, 1e9, 1e-9]), set()
+    turns, rounds, most = cycle([0.0, 0.2, 1e9, 1e-9]), set(), cycle([4, 1, 3, 2, 2])
 
     def weigh(self: Asking, planned: Any, budget: Any, late: float) -> None:
         turn = next(turns)
         rounds.add(self.drafting.rounds)
-        self.drafting.asks, self.drafting.price = (turn < 1, 0.0) if how == "asks" else (True, turn)
+        self.drafting.asks, self.drafting.price = (True, turn) if how == "price" else (turn < 1, 0.0)
+        self.drafting.most = next(most) if how == "rounds" else 4
 
     monkeypatch.setattr(Asking, "weigh", weigh)
     head = {"method": "test_heads:AuditedEagle3", "model": heads.head("eagle3", "llama", "float32")}
@@ -53,13 +54,14 @@ def now_and_then(how: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> se
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("how", ["price", "asks"])
+@pytest.mark.parametrize("how", ["price", "asks", "rounds"])
 def test_a_model_that_is_asked_now_and_then_keeps_up(
     how: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By price, as where the device is waited for; or not at all, as where steps are queued ahead."""
+    """By price, as where the device is waited for; or not at all or for some rounds, as where steps are
+    queued ahead."""
     before = Audited.rows_checked
-    assert {0, 4} <= now_and_then(how, overlap, monkeypatch)
+    assert {0, 4, 1 if how == "rounds" else 0} <= now_and_then(how, overlap, monkeypatch)
     assert Audited.rows_checked > before + 100
 
 
@@ -177,8 +179,9 @@ class Steps:
     def __init__(self, asking: float = 0.2) -> None:
         ops = SimpleNamespace(asynchronous=True)
         self.drafting: Any = SimpleNamespace(
-            slots=SimpleNamespace(requests=[None] * 3, ops=ops), asks=True, price=0.0, rounds=4, took=0.0
-        )
+            slots=SimpleNamespace(requests=[None] * 3, ops=ops), asks=True, price=0.0, rounds=4, took=0.0,
+            k=4, most=4, fewer=lambda count, wanted, prompts: 4 - wanted,
+        )  # fmt: skip
         costs = RowCosts({1: 1.0, 16: 1.0}, asking={1: asking, 3: asking})
         scheduler: Any = SimpleNamespace(
             budgets=SimpleNamespace(costs=costs, limit=np.full(3, 4)),
@@ -199,8 +202,9 @@ class Steps:
     ) -> bool:
         """What is decided after windows of these."""
         planned: Any = SimpleNamespace(
-            slots=np.arange(2), newcomers=newcomers, sequences=self.sequences, num_rows=10, has_prompts=False
-        )
+            slots=np.arange(2), newcomers=newcomers, sequences=self.sequences, num_rows=10, has_prompts=False,
+            drafts=np.full(2, 4),
+        )  # fmt: skip
         table = np.zeros((2, 8), np.int64)
         table[:, 0], table[:, 1], table[:, 2] = 1 + np.array(accepted), drafts, accepted
         sources = np.full((2, 4), source, np.int8)
@@ -298,7 +302,9 @@ def test_one_that_is_left_does_not_pay_for_those_that_have_gone() -> None:
     steps = Steps(asking=0.4)
     for _ in range(80):
         assert steps.step((1, 1), source=0)
-    left: Any = SimpleNamespace(slots=np.arange(1), newcomers=(), sequences=steps.sequences[:1], num_rows=5)
+    left: Any = SimpleNamespace(
+        slots=np.arange(1), newcomers=(), sequences=steps.sequences[:1], num_rows=5, has_prompts=False
+    )
     steps.asking.weigh(left, np.full(1, 4))
     assert steps.drafting.asks and steps.asking.price(0.4, 2) > 1.0
 

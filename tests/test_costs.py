@@ -246,6 +246,24 @@ def test_drafts_that_cost_more_than_they_bring_are_not_asked_for():
     assert best(costs, 8, 0.0, 8.0, np.full(8, 0.6), costs.asking(8)) == 8
 
 
+def test_fewer_rounds_cost_less():
+    costs = RowCosts(TABLE, asking={1: 8.0, 8: 10.0}, rounds={8: 2.0})
+    assert [costs.asking(8, fewer) for fewer in range(4)] == [10, 8, 6, 4] and costs.asking(1, 2) == 8
+    assert (costs.round(5), costs.round(1), costs.asking(0, 2), RowCosts(TABLE).round(8)) == (2, 0, 0, 0)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_steps_with_fewer_rounds_say_what_all_of_them_cost(told):
+    """They cost what was timed. Control: nobody says that there were fewer, and all of them seem cheap."""
+    costs = RowCosts(TABLE, asking={32: 20.0}, rounds={32: 4.0})
+    for step in range(900):
+        asked, rows = 32 * (step % 3 > 0), (32, 72)[step % 2]
+        seconds = TABLE[rows] + 0.001 * (8000 + step) + (20.0 - 4.0 * 4 if asked else 0.0)
+        costs.observe(rows, 8000 + step, seconds, asked, 4 if told else 0)
+    assert (costs.asks(32) == pytest.approx(20.0, rel=0.1)) is told
+    assert (costs.asks(32, 4) == pytest.approx(4.0, rel=0.25)) is told
+
+
 def test_time_for_asking_is_not_mistaken_for_rows_or_keys():
     """Steps with drafts behind them are slower by what was timed, and by that alone."""
     costs, blind = RowCosts(TABLE, asking={32: 20.0}), RowCosts(TABLE)

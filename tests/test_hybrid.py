@@ -15,7 +15,7 @@ from draftproof.ops.drafting import UNIT, Record
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, Draft
+from draftproof.types import DeviceBatch, Draft, DraftTraits
 from exact import Ask, Company, Where, plant, solo
 from test_propose import lines, make
 
@@ -104,7 +104,7 @@ def test_a_search_must_be_better_than_a_model_that_drafts_for_many(entries, pric
 
     reckoned = sum((2 / 3) ** n for n in range(1, 5))
     assert taken((4, None), (4, reckoned + 0.4), (4, reckoned + 0.5)) == wins
-    assert taken((4, None), (4, 0.1), (4, reckoned + 0.7)) == 2
+    assert taken((4, None), (4, 0.1), (4, reckoned + 1.1)) == 2
     assert taken((0, None), (4, 0.1), (4, 0.6)) == 2
 
 
@@ -148,7 +148,7 @@ def test_a_match_goes_on_from_the_drafts_of_another():
     assert draft.count.tolist() == [3]
 
 
-@pytest.mark.parametrize("short", ["never", "limit", "price", "chains", "another"])
+@pytest.mark.parametrize("short", ["never", "limit", "rounds", "price", "chains", "another"])
 def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     """A second search is a launch for nothing, unless the model may have made fewer drafts than it may."""
     calls = []
@@ -169,9 +169,9 @@ def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     proposer.members[0], proposer.weighed = Model(proposer.env, {}), 0
     columns = lines(proposer.env.ops, 4, [[*range(20, 40)], [7]])
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]), price=0.4 * (short == "price"))
-    drafts = proposer.draft(batch)
+    drafts = proposer.draft(replace(batch, traits=DraftTraits(2 if short == "rounds" else 4)))
     assert calls == [True] + [False] * (short != "never")
-    assert drafts.count.item() == {"limit": 2, "price": 2}.get(short, 4)
+    assert drafts.count.item() == {"limit": 2, "price": 2, "rounds": 2}.get(short, 4)
 
 
 def test_the_second_time_the_pool_knows():

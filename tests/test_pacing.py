@@ -26,7 +26,7 @@ class Costs:
         self.told: list[tuple[int, int, float, int]] = []
         self.host: list[float] = []
 
-    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0) -> None:
+    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0, fewer: int = 0) -> None:
         self.told.append((rows, keys, round(seconds, 6), asked))
 
     def hosted(self, seconds: float) -> None:
@@ -59,7 +59,7 @@ class Queue:
         self.waited += max(0.0, self.now - self.free) * bool(self.under_way)
         self.free = max(self.free, self.now) + takes
         step = SimpleNamespace(
-            planned=planned, follows=follows, started=started, asked=asked, ready=self.free
+            planned=planned, follows=follows, started=started, asked=asked, fewer=0, ready=self.free
         )
         self.under_way.append(step)
 

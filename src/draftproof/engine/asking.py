@@ -13,6 +13,9 @@ without say it better (`costs`). Where the host would often be late without them
 device that is done sooner soon has nothing to do; by how much it is late is not known, so half of the price
 is always asked. The budgets leave it to this: a search's drafts do not cost it.
 
+How many rounds it is asked for is decided here too, where several numbers of them are captured: behind the
+model's last draft a search goes on, and what it finds there costs no round.
+
 A model without others that ends its chains itself (`Proposer.ends_chains`) is told the same prices; whether
 it is asked at all is left to the budgets.
 """
@@ -24,7 +27,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.brings import heard, hoped
+from draftproof.engine.brings import heard, hoped, worth_it
 from draftproof.engine.budget import Bools, Ints
 from draftproof.engine.drafting import Drafting
 from draftproof.engine.scheduler import Scheduler
@@ -37,6 +40,8 @@ KEEPS_UP = 1 / 8  # of what drafts take with a model, that they take without: wh
 USUAL = 1 / 32  # of a step's windows in what it brings anybody
 LEAST = 0.5  # of its price, where the host is always late
 HOPE = 1.2  # times its price, that it may bring a request of which nothing is known
+STANDS, GOES_ON = 2 / 3, 1 / 2  # of a model's drafts, and of those that a search has behind them: as is hoped
+HOPES = 1 / 512  # of that hope, with a step whose drafts were all the model's
 
 
 class Asking:
@@ -59,6 +64,8 @@ class Asking:
         self._brings = np.ones(num_slots)  # tokens a window that nobody else would have brought
         self._usual = 1.0  # the same of anybody lately
         self._price = 0.0  # of the last step that was weighed, for each of its requests
+        # of the model's drafts that are reached, how many stand, and of a search's behind them: of anybody
+        self._chain = np.array([STANDS, GOES_ON])
         self._copies = np.zeros(num_slots, np.bool_)  # a search's last window was full and stood to the last
         # of a step, lately: tokens of each request, of which there may be fewer now; seconds, by the clock or
         # by the prices
@@ -79,18 +86,31 @@ class Asking:
             self._copies[sequence.slot] = False
         drafting, costs, count = self.drafting, self.scheduler.budgets.costs, len(planned.slots)
         drafting.asks, drafting.price, drafting.verify = True, 0.0, 0.0
+        drafting.most = drafting.k
         if not self.priced or not all(sequence.adaptive for sequence in planned.sequences):
             return  # somebody is to have all the drafts there can be
         if not self._ahead:
             seconds = self._round, costs.another(planned.num_rows)
             drafting.price, drafting.verify = (self.price(each, count) for each in seconds)
             return
-        price = self.price(max(LEAST, 1 - late) * costs.asks(count), count)  # a captured step knows of none
+        share, most = max(LEAST, 1 - late), int(budget.max(initial=0))
+        if each := self.price(share * costs.round(count), count) / count:
+            drafting.most = worth_it(self._chain, most, each)
+        fewer = drafting.fewer(count, min(most, drafting.most), planned.has_prompts)
+        price = self.price(share * costs.asks(count, fewer), count)  # a captured step knows of none
         self._price = price / count
         drafting.asks = not price or hoped(planned.slots, budget, self._copies, self._brings) > price
 
-    def hear(self, planned: Planned, table: Ints, sources: NDArray[np.int8], here: Bools, asked: int) -> None:
-        """What a step did, behind which the model was `asked` for so many.
+    def hear(
+        self,
+        planned: Planned,
+        table: Ints,
+        sources: NDArray[np.int8],
+        here: Bools,
+        asked: int,
+        fewer: int = 0,
+    ) -> None:
+        """What a step did, behind which the model was `asked` for so many, in so many rounds `fewer`.
 
         `here`: entries that are still those that were planned.
         """
@@ -101,8 +121,10 @@ class Asking:
         was_asked, self._was_asked = self._was_asked, asked > 0
         tokens, windows, brought = heard(
             *(table, sources, planned.slots, here, self.scheduler.budgets.limit, self._model),
-            *(was_asked, HOPE * self._price, self._brings, self._copies),
+            *(was_asked, HOPE * self._price, self._brings, self._copies, planned.drafts, self._chain),
         )
+        if asked and not fewer:
+            self._chain[1] += HOPES * max(GOES_ON - self._chain[1], 0.0)
         if windows:
             self._usual += USUAL * (brought / windows - self._usual)
         if not planned.has_prompts:
@@ -110,7 +132,7 @@ class Asking:
             if self._ahead:
                 keys = int(scheduler.host.length[planned.slots].sum())
                 costs = scheduler.budgets.costs
-                spent = costs.takes(planned.num_rows, keys) + costs.asks(asked)
+                spent = costs.takes(planned.num_rows, keys) + costs.asks(asked, fewer)
             elif drafting.rounds:  # of the last drafts: where steps overlap, not those behind this one
                 each = drafting.took - (self._without or KEEPS_UP * drafting.took)
                 self._round = _followed(self._round, max(0.0, each) / drafting.rounds)

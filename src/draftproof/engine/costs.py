@@ -39,12 +39,15 @@ class RowCosts:
         between: bool = False,
         learns: bool = True,
         asking: Mapping[int, float] = NOTHING,
+        rounds: Mapping[int, float] = NOTHING,
     ) -> None:
         """`seconds` of empty steps by rows; a step of another number of rows is padded to the next of them.
-        `between`: it is not, and costs what lies between. `asking`: seconds for drafts, by requests.
+        `between`: it is not, and costs what lies between. `asking`: seconds for drafts, by requests;
+        `rounds`: what is saved with each round fewer.
         """
         self._askers = sorted(asking)
         self._asking = [asking[count] for count in self._askers]
+        self._rounds = [rounds.get(count, 0.0) for count in self._askers]
         self._timed = sorted(seconds)
         self._knots = np.maximum.accumulate([seconds[size] for size in self._timed])  # else it is noise
         self._between = between
@@ -54,7 +57,8 @@ class RowCosts:
         self._clock = Clocked(self._timed, self._knots)
         self._host = 0.0  # seconds of the host's part of a step, where it runs beside the device
         self._speed = self._each = self._dear = 0.0  # as `clocked` has them; no speed: not known yet
-        self._last, self._alike = (0, 0), 0  # size and requests asked for of the last step; how many like it
+        # size, requests asked for and rounds less of the last step; how many like it
+        self._last, self._alike = (0, 0, 0), 0
         self._empty: list[float] = []  # the same, to look up one of them
         self._fill()
 
@@ -74,17 +78,18 @@ class RowCosts:
         """What rows cost at least, in a step that costs `still` beside them: the host takes as long."""
         return max(0.0, SURELY * self._host / (self._speed or 1.0) - still)
 
-    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0) -> None:
-        """A real step took so long; `asked`: requests that drafts were made for behind it."""
+    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0, fewer: int = 0) -> None:
+        """A real step took so long; `asked`: requests that drafts were made for behind it, in so many rounds
+        `fewer` than there can be."""
         at = bisect_left(self._rows, rows)
         if not self.learns or at == len(self._rows) or keys <= 0 or seconds <= 0:  # by a clock that was ahead
             return
-        self._alike = self._alike + 1 if (at, asked) == self._last else 0
-        self._last = at, asked
+        self._alike = self._alike + 1 if (at, asked, fewer) == self._last else 0
+        self._last = at, asked, fewer
         if self._alike > FIRST and self._alike % EVERY:
             return
         clock = self._clock
-        clock.hear(self._parts(rows), keys, self._as_timed(asked), seconds)
+        clock.hear(self._parts(rows), keys, self._as_timed(asked, fewer), seconds)
         self._speed, self._each, self._dear = clock.speed, clock.each, clock.dear
         self._fill()
 
@@ -124,20 +129,28 @@ class RowCosts:
         at = bisect_left(self._rows, rows)
         return self._rows[at] if at < len(self._rows) else 0
 
-    def asks(self, requests: int) -> float:
+    def asks(self, requests: int, fewer: int = 0) -> float:
         """Seconds that drafts for so many take, as quick as the machine is at the moment."""
-        return self.asking(requests) * (self._speed or 1.0)
+        return self.asking(requests, fewer) * (self._speed or 1.0)
 
-    def asking(self, requests: int) -> float:
+    def asking(self, requests: int, fewer: int = 0) -> float:
         """What drafts for so many requests cost before any of them is verified."""
-        timed = self._as_timed(requests)
+        timed = self._as_timed(requests, fewer)
         return max(LEAST_DEAR * timed, timed + self._dear) if timed else 0.0
 
-    def _as_timed(self, requests: int) -> float:
+    def round(self, requests: int) -> float:
+        """Seconds that are saved with each round fewer of drafts for so many; 0: none, or it is not known."""
+        return self._rounds[self._asker(requests)] * (self._speed or 1.0) if self._askers else 0.0
+
+    def _as_timed(self, requests: int, fewer: int = 0) -> float:
         """What drafts for so many took at start."""
         if not self._askers or not requests:
             return 0.0
-        return self._asking[min(bisect_left(self._askers, requests), len(self._askers) - 1)]
+        at = self._asker(requests)
+        return self._asking[at] - fewer * self._rounds[at]
+
+    def _asker(self, requests: int) -> int:
+        return min(bisect_left(self._askers, requests), len(self._askers) - 1)
 
     def knows(self, rows: int) -> bool:
         return rows <= self._rows[-1]

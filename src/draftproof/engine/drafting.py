@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import product
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from draftproof.types import DeviceBatch, Draft, DraftTraits, End, Plan, Rows, T
 from draftproof.verify import Strategy
 
 T = TypeVar("T")
-FEW = 8  # entries up to which drafts are captured for several numbers of rounds
+FEW = 8  # entries up to which drafts are captured for any number of rounds, or nearly
 LATER = DraftTraits(0, later=True)
 COLD = 128 << 20  # bytes, more than a cache of any chip has
 PROMPTS = 64, 256  # rows of prompts beside full windows, up to which drafts are captured: of few, of many
@@ -42,8 +43,12 @@ class Drafting:
         if proposer is not None and proposer.graph_safe and self.proposer is None:
             raise ConfigError(f"{type(proposer).__name__} is graph_safe: it must be a DeviceProposer")
         self.failure: Exception | None = None  # the proposer's, which is then no longer asked
-        # is its model asked behind the next step, the price of a round and of a row: see `Asking`
+        # is its model asked behind the next step and for how many rounds at most, the price of a round and of
+        # a row: see `Asking`
         self.asks, self.price, self.verify = True, 0.0, 0.0
+        self.k: int = slots.columns.draft.shape[1]
+        self.most = self.k
+        self._queued = 0  # rounds behind the last step, where nobody waits for it
         self.took = 0.0  # seconds of the last drafts, where they are waited for
         # A model that is not asked need not keep up with every step: rows that wait, more while it is not
         # known how many do, and the scheduler's version then: pages of whoever has gone may be another's
@@ -74,12 +79,14 @@ class Drafting:
         ops, some = self.slots.ops, max(traits.raw_top, traits.processed_top) >= 0
         return ops.fork(function) if self.in_step and some else Ops.fork(ops, function)  # that waits for it
 
-    @property
-    def asked(self) -> bool:
-        """Did a model draft behind the last step, or will it, if somebody may have drafts?"""
-        if not self.follows_rows or not self.asks:
-            return False
-        return self.slots.ops.asynchronous or self.rounds > 0  # a captured step does not come by here
+    def asked_for(self, planned: Planned, budget: Ints) -> tuple[int, int]:
+        """For how many requests a model drafts behind the last step, in how many rounds fewer than there can
+        be."""
+        if not self.follows_rows or not self.asks or not np.count_nonzero(budget):
+            return 0, 0
+        if not self.slots.ops.asynchronous:
+            return len(planned.slots) * (self.rounds > 0), 0
+        return len(planned.slots), self.k - self._queued  # what is captured says nothing later
 
     @property
     def rounds(self) -> int:
@@ -107,9 +114,9 @@ class Drafting:
             torch.cat(wanted, 1, out=self._features[: len(hidden)])
 
     def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
-        rounds = int(budget.max(initial=0)) if self.asks else 0
+        rounds = min(int(budget.max(initial=0)), self.most) if self.asks else 0
         if ops.asynchronous:
-            rounds = self._rounds(len(planned.slots), rounds, planned.has_prompts)
+            self._queued = rounds = self.captured(len(planned.slots), rounds, planned.has_prompts)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
         few = len(planned.slots) <= FEW and ops.bucket(planned.num_rows) <= self.proposer.puts_off
@@ -141,10 +148,20 @@ class Drafting:
             return count
         return min(1 << (count - 1).bit_length(), len(self.slots.requests), rows)
 
-    def _rounds(self, count: int, wanted: int, prompts: bool = False) -> int:
-        """Where there are many entries somebody is likely to want all; beside prompts it matters little."""
-        k: int = self.slots.columns.draft.shape[1]
-        return min(k, 1 << (wanted - 1).bit_length() if count <= FEW and not prompts else k) if wanted else 0
+    def fewer(self, count: int, wanted: int, prompts: bool) -> int:
+        """Rounds than there can be."""
+        return self.k - self.captured(count, wanted, prompts) if wanted else 0
+
+    def captured(self, count: int, wanted: int, prompts: bool = False) -> int:
+        """Of the numbers of rounds that are captured the least that is enough: powers of two, and three
+        quarters of them. Of many entries somebody is likely to want all, and it is for a hybrid to say that
+        fewer will do (`Asking`), which is never less than half; beside prompts it matters little."""
+        many, weighed = count > FEW, self.proposer is not None and self.proposer.weighed >= 0
+        if not wanted or prompts or (many and not weighed):
+            return self.k if wanted else 0
+        wanted = max(wanted, (self.k + 1) // 2) if many else wanted
+        power = 1 << (wanted - 1).bit_length()
+        return min(self.k, power * 3 // 4 if wanted <= power * 3 // 4 else power)
 
     def usual(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
         """Rows, entries and traits to capture at start, of steps of these sizes: one that is met later makes
@@ -156,7 +173,7 @@ class Drafting:
             least, most = ops.bucket(count), ops.bucket(count * (1 + k) + PROMPTS[count > FEW])
             for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
                 entries = self.entries(ops, count, rows)
-                found[rows, entries, DraftTraits(self._rounds(count, wanted, rows > full))] = 0
+                found[rows, entries, DraftTraits(self.captured(count, wanted, rows > full))] = 0
                 if self.waits and count <= FEW and self.proposer and rows <= self.proposer.puts_off:
                     found[rows, entries, LATER] = 0
         return list(found)
@@ -172,20 +189,23 @@ class Drafting:
 
     def asking(
         self, ops: Ops, sizes: Iterable[int], seconds: Callable[[int, int, DraftTraits], float]
-    ) -> dict[int, float]:
-        """What drafts cost by the number of entries, if each verified some; `seconds` times a step's."""
-        if not self.follows_rows:
+    ) -> dict[int, tuple[float, float]]:
+        """What drafts cost by the number of entries, if each verified some, and what is saved with a round
+        of them (0: there are always as many); `seconds` times a step's."""
+        if not self.follows_rows or self.proposer is None:
             return {}
         num_slots, k = self.slots.columns.draft.shape
         found = {}
         for count in (n for n in sizes if n <= num_slots):
             rows = ops.bucket(count * (1 + k))
             entries = self.entries(ops, count, rows)
-            most = (
-                1 if self.proposer is not None and self.proposer.ends_chains else k
-            )  # others pay or are not
+            most = 1 if self.proposer.ends_chains else k  # others pay or are not
             some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (most, 0))
-            found[count] = max(0.0, some - none)
+            found[count] = max(0.0, some - none), 0.0
+            fewer = self.captured(count, (k + 1) // 2)
+            if ops.asynchronous and fewer < most:
+                saved = (some - seconds(rows, entries, DraftTraits(fewer))) / (most - fewer)
+                found[count] = found[count][0], min(max(0.0, saved), found[count][0] / k)
         return found
 
     @contextmanager

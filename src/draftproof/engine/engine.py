@@ -136,7 +136,10 @@ class Engine:
         asking = step.asking(seconds)
         sunk = self.loop.scheduler.asks_first  # what was asked for is there when drafts are chosen
         self.loop.scheduler.budgets.costs = RowCosts(
-            seconds, between=not padded, asking={} if sunk else asking
+            seconds,
+            between=not padded,
+            asking={} if sunk else {count: drafts for count, (drafts, _) in asking.items()},
+            rounds={} if sunk else {count: one for count, (_, one) in asking.items()},
         )
         if self.loop.asking is not None:
             self.loop.asking.priced = self._adaptive

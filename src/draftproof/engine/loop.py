@@ -58,6 +58,7 @@ class Flight:
     started: float  # by the clock
     complaints: guided.Complaints = field(default_factory=dict)
     asked: int = 0  # requests for which a model drafted behind it
+    fewer: int = 0  # rounds than there can be
 
 
 class Loop:
@@ -232,9 +233,9 @@ class Loop:
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
         read = self.device.ops.fetch(ran.decided.packed.data)
         host.num_draft[planned.slots] = budget
-        asked = len(planned.slots) if self.device.drafting.asked and np.count_nonzero(budget) else 0
+        asked = self.device.drafting.asked_for(planned, budget)
         self._number += 1
-        told = planned, computed, ran, read, waits, bool(self._flights), started, complaints, asked
+        told = planned, computed, ran, read, waits, bool(self._flights), started, complaints, *asked
         return Flight(self._number, *told)
 
     def _count_drafts(self) -> None:
@@ -281,7 +282,7 @@ class Loop:
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
         if self.asking is not None:
             whose = np.zeros((len(table), 1), np.int8) if source is None else source
-            self.asking.hear(planned, table, whose, here, flight.asked)
+            self.asking.hear(planned, table, whose, here, flight.asked, flight.fewer)
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}

@@ -27,6 +27,7 @@ class Queued(Protocol):
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float
     asked: int
+    fewer: int
 
 
 class Pacing:
@@ -75,7 +76,7 @@ class Pacing:
                 costs.hosted(asked - since)
         if costs.learns and not planned.has_prompts and not was_late and not self._late:
             keys = int(self.scheduler.host.length[planned.slots].sum())
-            costs.observe(planned.num_rows, keys, took - weighed, 0 if weighed else step.asked)
+            costs.observe(planned.num_rows, keys, took - weighed, 0 if weighed else step.asked, step.fewer)
 
     def _is_anybodys(self, planned: Planned) -> bool:
         return bool((self.scheduler.host.tenant[planned.slots] == planned.tenants).any())

@@ -227,8 +227,8 @@ class DeviceStep:
             self._graph(*one)
         tick("capturing", len(work), len(work))
 
-    def asking(self, sizes: Iterable[int]) -> dict[int, float]:
-        """Seconds that drafts take behind a step of so many entries, beside keeping up with it."""
+    def asking(self, sizes: Iterable[int]) -> dict[int, tuple[float, float]]:
+        """Seconds that drafts take behind a step of so many entries, beside keeping up with it; a round."""
         self._idle()
         return self.drafting.asking(self.ops, sizes, self._seconds)
 

@@ -30,9 +30,9 @@ from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
 FEW, SOME = 2, 8  # entries: of more than a few and up to some it is not asked who would lose (`_unbeaten`)
-# of a token, that others must be better by than a model whose drafts were made for many entries: a search is
-# at times too sure of itself. Among few, rounds that nobody wins are saved, and it need not be.
-LEAD = 5 * UNIT // 8
+# A token, that others must be better by than a model whose drafts were made for many entries: a search is at
+# times too sure of itself. Among few, rounds that nobody wins are saved, and it need not be.
+LEAD = UNIT
 
 
 class HybridProposer(DeviceProposer):
@@ -124,11 +124,12 @@ class HybridProposer(DeviceProposer):
         return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
 
     def _falls_short(self, batch: DeviceBatch) -> bool:
-        """May the model have drafts, but fewer than the budget? Without a price it is asked for as many as
-        anybody may have, or for none, and a search behind them would have no room."""
-        if self.weighed < 0 or (batch.traits is not None and batch.traits.rounds == 0):
+        """May the model have drafts, but fewer than the budget? With as many as there can be, or with none, a
+        search behind them would have no room."""
+        rounds = self.env.k if batch.traits is None else batch.traits.rounds
+        if self.weighed < 0 or not rounds:
             return False
-        few = self.limits[self.weighed] < self.env.k
+        few = min(rounds, self.limits[self.weighed]) < self.env.k
         return few or batch.price > 0 or self.members[self.weighed].ends_chains
 
     def _ask_model(self, batch: DeviceBatch, found: Found) -> Said:
