@@ -154,12 +154,14 @@ class Drafting:
 
     def captured(self, count: int, wanted: int, prompts: bool = False) -> int:
         """Of the numbers of rounds that are captured the least that is enough: powers of two, and three
-        quarters of them. Of many entries somebody is likely to want all, and it is for a hybrid to say that
-        fewer will do (`Asking`), which is never less than half; beside prompts it matters little."""
-        many, weighed = count > FEW, self.proposer is not None and self.proposer.weighed >= 0
-        if not wanted or prompts or (many and not weighed):
-            return self.k if wanted else 0
-        wanted = max(wanted, (self.k + 1) // 2) if many else wanted
+        quarters of them. Of many entries somebody is likely to want all, and beside prompts it matters
+        little; there it is for a hybrid to say that fewer will do (`Asking`), which is never less than half.
+        """
+        if wanted and (count > FEW or prompts):
+            weighed = self.proposer is not None and self.proposer.weighed >= 0
+            wanted = max(wanted, (self.k + 1) // 2) if weighed else self.k
+        if not wanted:
+            return 0
         power = 1 << (wanted - 1).bit_length()
         return min(self.k, power * 3 // 4 if wanted <= power * 3 // 4 else power)
 
@@ -182,9 +184,10 @@ class Drafting:
         """Drafts beside longer prompts, some of each kind. They are not captured: it is for their kernels."""
         num_slots, k = self.slots.columns.draft.shape
         rows = {n for n in sizes if n in (128, 256, 512, max(sizes))} if self.follows_rows else ()
+        rounds = dict.fromkeys((0, self.captured(1, (k + 1) // 2, True), k))
         return [
-            (size, self.entries(ops, count, size), DraftTraits(rounds))
-            for size, count, rounds in product(sorted(rows), dict.fromkeys((1, num_slots)), (0, k))
+            (size, self.entries(ops, count, size), DraftTraits(number))
+            for size, count, number in product(sorted(rows), dict.fromkeys((1, num_slots)), rounds)
         ]
 
     def asking(
