@@ -73,8 +73,9 @@ class Watch:
 
     def run(self, planned: Any, budget: Any, *more: Any) -> Any:
         ran, drafting = self._run(planned, budget, *more), self.loop.device.drafting
-        asked = drafting.follows_rows and drafting.asked
-        self.rounds.append(int(budget.max(initial=0)) if asked else 0)
+        asked, fewer = drafting.asked_for(planned, budget)
+        self.rounds.append(drafting.k - fewer if self.loop.device.ops.asynchronous else drafting.rounds)
+        self.rounds[-1] *= asked > 0
         return ran
 
     def told(self, seconds: float, tokens: int, steps: int) -> dict[str, Any]:

@@ -204,6 +204,7 @@ class Steps:
         planned: Any = SimpleNamespace(
             slots=np.arange(2), newcomers=newcomers, sequences=self.sequences, num_rows=10, has_prompts=False,
             drafts=np.full(2, 4),
+            nothing=np.zeros(2, np.int64),
         )  # fmt: skip
         table = np.zeros((2, 8), np.int64)
         table[:, 0], table[:, 1], table[:, 2] = 1 + np.array(accepted), drafts, accepted
@@ -380,6 +381,53 @@ def test_no_drawn_draft_is_left_out_under_rejection(strategy: str) -> None:
         assert min(verified) > 0
     else:
         assert verified.count(0) > len(verified) / 2
+
+
+def test_what_was_timed_of_a_round_and_what_a_step_had_of_them_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "draftproof.engine.step.DeviceStep.asking", lambda self, sizes: {1: (4.0, 0.5), 2: (5.0, 0.75)}
+    )
+    monkeypatch.setattr("draftproof.engine.engine.Engine._asks_for_all", lambda *_: False)
+    engine = engine_of()
+    costs, drafting = engine.loop.scheduler.budgets.costs, engine.loop.device.drafting
+    assert (costs.asking(2), costs.asking(2, 2), costs.round(1), costs.round(2)) == (5.0, 3.5, 0.5, 0.75)
+    monkeypatch.setattr(drafting, "asked_for", lambda planned, budget: (len(planned.slots), 2))
+    told, heard = [], []
+    monkeypatch.setattr(costs, "observe", lambda *given: told.append(given[3:]))
+    hear = engine.loop.asking.hear
+    monkeypatch.setattr(engine.loop.asking, "hear", lambda *given: heard.append(given[2:]) or hear(*given))
+    tiny.run(engine, [tiny.request(0, SamplingParams(max_tokens=12, ignore_eos=True))])
+    assert {fewer for _, fewer in told} == {2}
+    assert {given[2:] for given in heard} == {(1, 2, True)}
+
+
+@pytest.mark.parametrize(
+    "method", [HEAD, {"method": "hybrid", "proposers": [HEAD, SUFFIX]}], ids=["head", "both"]
+)
+def test_every_draft_has_a_source(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`heard` looks at all of them, and does not look whether they are there."""
+    engine = tiny.engine(speculative={**method, "num_speculative_tokens": 4}, max_num_seqs=2)
+    hear, shapes = engine.loop.asking.hear, set()
+    engine.loop.asking.hear = lambda *given: shapes.add(given[2].shape[1]) or hear(*given)
+    tiny.run(engine, [tiny.request(0, SamplingParams(max_tokens=12, ignore_eos=True))])
+    assert shapes == {4}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_draft_is_left_out_because_of_how_many_there_are(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are counted, their number may say what was drawn; beside a prompt all are verified. Where
+    steps are queued ahead only so many are known as there may be."""
+    speculative = {**HEAD, "num_speculative_tokens": 4, "verify_strategy": "rejection", "adaptive": False}
+    engine, cut = tiny.engine(speculative=speculative, max_num_seqs=3, overlap=overlap), []
+    fit = DraftBudgets.fit
+    monkeypatch.setattr(DraftBudgets, "fit", lambda *given: cut.append(given[2]) or fit(*given))
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9)
+    tiny.run(engine, [tiny.request(i, params) for i in range(5)], arrivals=[0, 2, 4, 6, 8])
+    assert bool(cut) is overlap
 
 
 def test_what_asking_costs_is_learned_from_steps_of_both_kinds() -> None:

@@ -38,6 +38,65 @@ def test_no_more_rounds_than_a_hybrid_wants(asynchronous: bool) -> None:
     assert drafting.asked_for(planned, 0 * budget) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("count", "prompts", "scales"), [(2, True, False), (9, False, False), (9, True, True)]
+)
+def test_kinds_of_drafts_that_are_captured_for_many_and_beside_prompts(
+    count: int, prompts: bool, scales: bool
+) -> None:
+    """Half of the rounds at least; of rare ones, which are captured as they come, all. A head alone: all."""
+    for weighed in (0, -1):
+        drafting = Drafting.__new__(Drafting)
+        drafting.proposer = SimpleNamespace(
+            follows_rows=True, puts_off=0, weighed=weighed, minds_prompts=False
+        )
+        drafting.waits, drafting.k, drafting.most, drafting.asks = False, 4, 1, True
+        drafting.slots = SimpleNamespace(ops=OPS)
+        chunk = np.full(count, int(prompts))
+        planned = SimpleNamespace(slots=np.arange(count), chunk=chunk, num_rows=9, has_prompts=prompts)
+        wanted = drafting.traits(OPS, planned, np.full(count, 4), Traits((0,), scales=scales), False)
+        rounds = 2 if weighed == 0 and not scales else 4
+        assert wanted == DraftTraits(rounds, scales=scales)
+        assert drafting.asked_for(planned, np.full(count, 4)) == (count, 4 - rounds)
+        assert drafting.fewer(count, 1, prompts) == 4 - rounds and drafting.fewer(count, 0, prompts) == 0
+
+
+@pytest.mark.parametrize(("weighed", "chains"), [(0, False), (-1, False), (0, True)])
+def test_a_round_is_timed_where_it_can_be_saved(weighed: int, chains: bool) -> None:
+    """Drafts take 30 and 5 a round, keeping up 2: a round fewer saves 5. It is never thought to save more
+    than its share of all, and of a model that ends its chains itself one round is timed."""
+    asked = []
+    for fixed, each, saved in ((30.0, 5.0, 5.0), (-30.0, 25.0, 17.0), (30.0, -5.0, 0.0)):
+        drafting = Drafting.__new__(Drafting)
+        drafting.proposer = SimpleNamespace(follows_rows=True, ends_chains=chains, weighed=weighed)
+        columns = SimpleNamespace(draft=torch.zeros((16, 4)))
+        drafting.slots, drafting.k = SimpleNamespace(requests=[None] * 16, columns=columns), 4
+
+        def seconds(
+            rows: int, entries: int, wanted: DraftTraits, fixed: float = fixed, each: float = each
+        ) -> float:
+            asked.append((rows, entries, wanted.rounds))
+            return fixed + each * wanted.rounds if wanted.rounds else 2.0
+
+        found = drafting.asking(OPS, [1, 8, 16, 64], seconds)
+        most = 1 if chains else 4
+        all_of_it = max(0.0, fixed + each * most - 2)
+        told = 0.0 if chains or weighed < 0 else min(saved, all_of_it / 4)
+        assert found == {count: (all_of_it, told) for count in (1, 8, 16)}
+    rounds = {0, 1} if chains else {0, 4} if weighed < 0 else {0, 2, 4}
+    assert set(asked) == {(bucket_of(5 * n), n, r) for n in (1, 8, 16) for r in rounds}
+
+
+def test_kernels_of_drafts_beside_long_prompts_are_compiled_at_start() -> None:
+    for weighed, rounds in ((0, {0, 2, 4}), (-1, {0, 4})):
+        drafting = Drafting.__new__(Drafting)
+        drafting.proposer = SimpleNamespace(follows_rows=True, weighed=weighed)
+        columns = SimpleNamespace(draft=torch.zeros((16, 4)))
+        drafting.slots, drafting.k = SimpleNamespace(requests=[None] * 16, columns=columns), 4
+        found = drafting.rare(OPS, [64, 256, 512, 1024])
+        assert {(rows, wanted.rounds) for rows, _, wanted in found} == set(product((256, 512, 1024), rounds))
+
+
 @pytest.mark.parametrize(("seats", "k"), [(1, 4), (7, 8), (64, 4), (256, 4)])
 @pytest.mark.parametrize("weighed", [-1, 0])
 def test_every_step_that_decodes_finds_its_drafts(seats: int, k: int, weighed: int) -> None:

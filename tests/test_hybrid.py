@@ -104,6 +104,7 @@ def test_a_search_must_be_better_than_a_model_that_drafts_for_many(entries, pric
 
     reckoned = sum((2 / 3) ** n for n in range(1, 5))
     assert taken((4, None), (4, reckoned + 0.4), (4, reckoned + 0.5)) == wins
+    assert taken((4, None), (4, 0.1), (4, reckoned + 0.9)) == wins
     assert taken((4, None), (4, 0.1), (4, reckoned + 1.1)) == 2
     assert taken((0, None), (4, 0.1), (4, 0.6)) == 2
 

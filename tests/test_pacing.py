@@ -23,11 +23,11 @@ class Costs:
 
     def __init__(self, learns: bool = True) -> None:
         self.learns = learns
-        self.told: list[tuple[int, int, float, int]] = []
+        self.told: list[tuple[int, int, float, int, int]] = []
         self.host: list[float] = []
 
     def observe(self, rows: int, keys: int, seconds: float, asked: int = 0, fewer: int = 0) -> None:
-        self.told.append((rows, keys, round(seconds, 6), asked))
+        self.told.append((rows, keys, round(seconds, 6), asked, fewer))
 
     def hosted(self, seconds: float) -> None:
         self.host.append(round(seconds, 6))
@@ -51,7 +51,7 @@ class Queue:
         self.pacing = Pacing(self.scheduler, asynchronous)  # type: ignore[arg-type]
         self.under_way: list[Any] = []
 
-    def queue(self, takes: float = STEP, prompts: bool = False, asked: int = 0) -> None:
+    def queue(self, takes: float = STEP, prompts: bool = False, asked: int = 0, fewer: int = 0) -> None:
         planned = SimpleNamespace(
             slots=np.array([0, 1]), tenants=np.array([1, 1]), version=1, has_prompts=prompts, num_rows=ROWS
         )
@@ -59,7 +59,7 @@ class Queue:
         self.waited += max(0.0, self.now - self.free) * bool(self.under_way)
         self.free = max(self.free, self.now) + takes
         step = SimpleNamespace(
-            planned=planned, follows=follows, started=started, asked=asked, fewer=0, ready=self.free
+            planned=planned, follows=follows, started=started, asked=asked, fewer=fewer, ready=self.free
         )
         self.under_way.append(step)
 
@@ -131,7 +131,7 @@ def test_prices_are_told_of_steps_that_the_host_was_in_time_for(depth, monkeypat
     queue = Queue(monkeypatch)
     late = queue.go(*([HOST] * 6 + [3.3] + [HOST] * 9) * 4, depth=depth)
     assert 4 <= sum(late) <= 12
-    assert {told for told in queue.costs.told} == {(ROWS, KEYS, STEP, 0)}
+    assert {told for told in queue.costs.told} == {(ROWS, KEYS, STEP, 0, 0)}
     untold = [was or before for before, was in zip([False, *late], late, strict=False)]
     assert len(queue.costs.told) == len(late) - sum(untold)
     total = queue.timings.decode_steps
@@ -168,11 +168,14 @@ def test_prompts_have_no_price_and_drafts_that_are_weighed_apart_neither(monkeyp
     queue.queue(asked=2)
     queue.read()
     assert queue.costs.told == [] and queue.timings.prompt_steps.total == 9.0
-    queue.queue(asked=2)
+    queue.queue(asked=2, fewer=1)
     queue.read()
-    assert queue.costs.told == [(ROWS, KEYS, STEP, 2)]
+    assert queue.costs.told == [(ROWS, KEYS, STEP, 2, 0)]
+    queue.read()
+    assert queue.costs.told[1:] == [(ROWS, KEYS, STEP, 2, 1)]
+    queue.queue(asked=2)
     queue.read(weighed=0.25)
-    assert queue.costs.told[1:] == [(ROWS, KEYS, STEP - 0.25, 0)]
+    assert [told[3] for told in queue.costs.told[2:]] == [0]
 
 
 def test_prices_that_do_not_learn_are_told_nothing(monkeypatch):

@@ -45,15 +45,16 @@ def test_of_equals_more_and_of_nothing_nothing() -> None:
 
 
 def windows(
-    chain: Any, made: int, stood: int, source: int = MODEL, here: bool = True, found: int = 4
+    chain: Any, made: int, stood: int, source: int = MODEL, here: bool = True, found: int = 4, count: int = 1
 ) -> None:
-    """One window of four rows, `found` of them with drafts: `made` by whoever began it, then the search's."""
-    table = np.array([[1 + stood, found, stood]])
-    sources = np.full((1, 4), SEARCH, np.int8)
-    sources[0, :made] = source
-    slots, brings, copies = np.zeros(1, np.int64), np.zeros(1), np.zeros(1, np.bool_)
-    limit, granted = np.full(1, 4), np.full(1, 4)
-    heard(table, sources, slots, np.array([here]), limit, MODEL, True, 0.0, brings, copies, granted, chain)
+    """Windows of four rows, `found` of them with drafts: `made` by whoever began it, then the search's."""
+    table = np.array([[1 + stood, found, stood]] * count)
+    sources = np.full((count, 4), SEARCH, np.int8)
+    sources[:, :made] = source
+    slots, brings, copies = np.arange(count), np.zeros(count), np.zeros(count, np.bool_)
+    limit, granted = np.full(count, 4), np.full(count, 4)
+    present = np.full(count, here)
+    heard(table, sources, slots, present, limit, MODEL, True, 0.0, brings, copies, granted, chain)
 
 
 def test_a_window_says_what_was_reached() -> None:
@@ -93,13 +94,21 @@ def test_rates_are_found() -> None:
     assert np.mean(means, axis=0).tolist() == pytest.approx([0.8, 0.3], abs=0.03)
 
 
+def test_of_many_windows_each_says_less() -> None:
+    """Else those at the end of a large batch would be all that is known."""
+    one, many = np.array([0.5, 0.5]), np.array([0.5, 0.5])
+    windows(one, 2, 4)
+    windows(many, 2, 4, count=256)
+    assert 0.5 < one[0] < 0.52 and 0.57 < many[0] < 0.65
+
+
 # --- and decided ---------------------------------------------------------------------------------------
 
 
 class Steps:
     """Eight requests whose steps are queued ahead, half of a step for four rounds of a model."""
 
-    def __init__(self, rounds: float = 0.11, asking: float = 0.5) -> None:
+    def __init__(self, rounds: float = 0.11, asking: float = 0.5, searches: bool = True) -> None:
         self.drafting: Any = SimpleNamespace(
             slots=SimpleNamespace(requests=[None] * 8, ops=SimpleNamespace(asynchronous=True)),
             asks=True, price=0.0, verify=0.0, rounds=0, took=0.0, k=4, most=4,
@@ -110,15 +119,17 @@ class Steps:
             budgets=SimpleNamespace(costs=costs, limit=np.full(8, 4)),
             host=SimpleNamespace(length=np.full(8, 100)),
         )
-        self.asking = Asking(scheduler, self.drafting, MODEL)
+        self.asking = Asking(scheduler, self.drafting, MODEL, searches)
         self.asking.priced = True
         self.planned: Any = SimpleNamespace(
             slots=np.arange(8), newcomers=(), sequences=[SimpleNamespace(adaptive=True)] * 8, num_rows=40,
-            has_prompts=False, drafts=np.full(8, 4),
+            has_prompts=False, drafts=np.full(8, 4), nothing=np.zeros(8, np.int64),
         )  # fmt: skip
         self.draw = np.random.default_rng(3)
 
-    def step(self, stands: float, goes_on: float, budget: int = 4) -> int:
+    def step(
+        self, stands: float, goes_on: float, budget: int = 4, late: float = 0.0, waited: bool = False
+    ) -> int:
         """How many rounds are wanted after windows in which so many stand."""
         rounds = self.drafting.most
         table, sources = np.zeros((8, 8), np.int64), np.full((8, 4), SEARCH, np.int8)
@@ -127,8 +138,8 @@ class Steps:
         for line in table:
             stood = [*(self.draw.random(5) < chances)].index(False)
             line[:3] = 1 + stood, 4, stood
-        self.asking.hear(self.planned, table, sources, np.ones(8, np.bool_), 8, 4 - rounds)
-        self.asking.weigh(self.planned, np.full(8, budget))
+        self.asking.hear(self.planned, table, sources, np.ones(8, np.bool_), 8, 4 - rounds, waited)
+        self.asking.weigh(self.planned, np.full(8, budget), late)
         return int(self.drafting.most)
 
     def usual(self, stands: float, goes_on: float, steps: int = 300) -> float:
@@ -159,6 +170,56 @@ def test_what_a_search_cannot_do_it_is_trusted_with_later(monkeypatch: pytest.Mo
         found = [steps.step(0.8, 0.8) for _ in range(1200)]
         assert found[0] == 4 and (min(found) == 2) is (hopes > 0)
         assert bool(steps.asking._chain[1] > GOES_ON / 2) is (hopes > 0)
+
+
+def test_hope_is_for_what_is_not_heard() -> None:
+    """Where fewer are wanted than anybody may have, and it is heard how the search goes on, it is believed;
+    whoever may have two has all with two."""
+    steps = Steps()
+    steps.asking._chain[:] = 0.3, 0.01
+    for _ in range(200):
+        assert steps.step(0.3, 0.0) == 2
+    assert steps.asking._chain[1] < 0.01
+    steps.planned.drafts, steps.asking._chain[0] = np.full(8, 2), 0.9
+    for _ in range(200):
+        assert steps.step(0.9, 0.0, budget=2) == 2
+    assert steps.asking._chain[1] > 0.1
+
+
+def test_without_a_search_nothing_goes_on() -> None:
+    steps = Steps(searches=False)
+    assert {steps.step(0.9, 0.0) for _ in range(300)} <= {3, 4} and steps.asking._chain[1] == 0
+
+
+def test_a_step_that_was_waited_for_does_not_say_how_often_a_search_finds_nothing() -> None:
+    """It was planned with the drafts that there were."""
+    for waited in (True, False):
+        steps = Steps()
+        steps.asking._chain[:] = 0.6, 0.5
+        for _ in range(100):
+            steps.step(0.6, 0.0, waited=waited)
+        stands, goes_on = steps.asking._chain
+        assert abs(stands - 0.6) < 0.15 and bool(goes_on == 0.5) is waited
+
+
+def test_rounds_cost_less_where_the_host_is_late() -> None:
+    wanted = {}
+    for late in (0.0, 1.0):
+        steps = Steps()
+        for _ in range(50):
+            steps.step(0.7, 0.3, late=late)
+        steps.asking._chain[:] = 0.7, 0.3
+        wanted[late] = steps.step(0.7, 0.3, late=late)
+    assert wanted[1.0] > wanted[0.0]
+
+
+def test_what_a_step_took_is_reckoned_with_its_rounds() -> None:
+    dear = [Steps(rounds, asking=2.0) for rounds in (0.45, 0.0)]
+    for steps in dear:
+        for _ in range(20):
+            steps.drafting.most = 2
+            steps.step(0.8, 0.8)
+    assert dear[0].asking._spent < dear[1].asking._spent - 0.5
 
 
 @pytest.mark.parametrize("rounds", [0.45, 0.0])

@@ -41,7 +41,7 @@ USUAL = 1 / 32  # of a step's windows in what it brings anybody
 LEAST = 0.5  # of its price, where the host is always late
 HOPE = 1.2  # times its price, that it may bring a request of which nothing is known
 STANDS, GOES_ON = 2 / 3, 1 / 2  # of a model's drafts, and of those that a search has behind them: as is hoped
-HOPES = 1 / 512  # of that hope, with a step whose drafts were all the model's
+HOPES = 1 / 512  # of that hope, with a step for which all rounds are wanted
 
 
 class Asking:
@@ -52,10 +52,10 @@ class Asking:
         """None: there is nothing to choose."""
         if proposer is None or proposer.weighed < 0 and not proposer.ends_chains:
             return None
-        return cls(scheduler, drafting, max(0, proposer.weighed))
+        return cls(scheduler, drafting, max(0, proposer.weighed), proposer.search >= 0)
 
-    def __init__(self, scheduler: Scheduler, drafting: Drafting, model: int) -> None:
-        """`model`: which of the sources it is."""
+    def __init__(self, scheduler: Scheduler, drafting: Drafting, model: int, searches: bool = True) -> None:
+        """`model`: which of the sources it is. `searches`: another goes on from its drafts."""
         num_slots = len(drafting.slots.requests)
         self.priced = False  # is it known what steps and asking cost?
         self.scheduler, self.drafting = scheduler, drafting
@@ -65,7 +65,8 @@ class Asking:
         self._usual = 1.0  # the same of anybody lately
         self._price = 0.0  # of the last step that was weighed, for each of its requests
         # of the model's drafts that are reached, how many stand, and of a search's behind them: of anybody
-        self._chain = np.array([STANDS, GOES_ON])
+        self._goes_on = GOES_ON * searches
+        self._chain = np.array([STANDS, self._goes_on])
         self._copies = np.zeros(num_slots, np.bool_)  # a search's last window was full and stood to the last
         # of a step, lately: tokens of each request, of which there may be fewer now; seconds, by the clock or
         # by the prices
@@ -96,6 +97,8 @@ class Asking:
         share, most = max(LEAST, 1 - late), int(budget.max(initial=0))
         if each := self.price(share * costs.round(count), count) / count:
             drafting.most = worth_it(self._chain, most, each)
+            if drafting.most >= most:  # and nothing will be heard of a search behind them
+                self._chain[1] += HOPES * max(self._goes_on - self._chain[1], 0.0)
         fewer = drafting.fewer(count, min(most, drafting.most), planned.has_prompts)
         price = self.price(share * costs.asks(count, fewer), count)  # a captured step knows of none
         self._price = price / count
@@ -109,10 +112,12 @@ class Asking:
         here: Bools,
         asked: int,
         fewer: int = 0,
+        waited: bool = False,
     ) -> None:
         """What a step did, behind which the model was `asked` for so many, in so many rounds `fewer`.
 
-        `here`: entries that are still those that were planned.
+        `here`: entries that are still those that were planned. `waited`: it was planned with the drafts that
+        there were, and says nothing of a search that had none.
         """
         if not self.priced:
             return
@@ -121,10 +126,9 @@ class Asking:
         was_asked, self._was_asked = self._was_asked, asked > 0
         tokens, windows, brought = heard(
             *(table, sources, planned.slots, here, self.scheduler.budgets.limit, self._model),
-            *(was_asked, HOPE * self._price, self._brings, self._copies, planned.drafts, self._chain),
+            *(was_asked, HOPE * self._price, self._brings, self._copies),
+            *(planned.nothing if waited else planned.drafts, self._chain),
         )
-        if asked and not fewer:
-            self._chain[1] += HOPES * max(GOES_ON - self._chain[1], 0.0)
         if windows:
             self._usual += USUAL * (brought / windows - self._usual)
         if not planned.has_prompts:

@@ -17,7 +17,7 @@ assert (OUT, DRAFTED, ACCEPTED) == (types.NUM_OUT, types.NUM_DRAFT, types.NUM_AC
 ALONE = 0.85  # of what the model brings nobody else would have brought
 HEARD = 1 / 16  # of a window in what it brings a request
 FORGETS = 1 / 128  # of what is known, at a window that it was not asked for
-CHAIN = 1 / 128  # of a draft in how many stand
+CHAIN, STEP = 1 / 128, 1 / 8  # of a draft in how many stand, and of all windows of a step at most
 
 
 @native("f8(i8[:],i8[:],b1[::1],f8[::1])")
@@ -53,7 +53,7 @@ def heard(  # type: ignore[no-untyped-def]
     """A step's windows into `brings` and `copies`, by slot, and `chain`, of the drafts in windows that the
     model began and of those behind; tokens of all, windows with drafts, and what the model brought them.
     `here` [B]: entries that are still those that were planned; `granted` [B]: rows for drafts."""
-    tokens, windows, total = 0, 0, 0.0
+    tokens, windows, total, share = 0, 0, 0.0, min(CHAIN, STEP / max(1, len(slots)))
     for b in range(len(slots)):
         tokens += table[b, OUT]
         if not here[b]:
@@ -73,8 +73,8 @@ def heard(  # type: ignore[no-untyped-def]
             while made < drafts and sources[b, made] == model:
                 made += 1
             stood, further = min(accepted, made), granted[b] - made
-            chain[0] += CHAIN * (stood - (stood + (accepted < made)) * chain[0])
+            chain[0] += share * (stood - (stood + (accepted < made)) * chain[0])
             if accepted >= made and further > 0:
                 stood = accepted - made
-                chain[1] += CHAIN * (stood - (stood + (stood < further)) * chain[1])
+                chain[1] += share * (stood - (stood + (stood < further)) * chain[1])
     return float(tokens), float(windows), total

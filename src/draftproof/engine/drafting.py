@@ -37,6 +37,8 @@ PROMPTS = 64, 256  # rows of prompts beside full windows, up to which drafts are
 class Drafting:
     """Owns the proposer of a step, the features of its rows, and the laws that drafts were drawn from."""
 
+    _rare = False  # are the drafts of the last step of a kind that was not captured at start?
+
     def __init__(self, proposer: Proposer | None, slots: Slots, max_rows: int, like: Tensor) -> None:
         """`like`: a hidden row."""
         self.proposer = proposer if isinstance(proposer, DeviceProposer) else None
@@ -115,6 +117,7 @@ class Drafting:
 
     def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
         rounds = min(int(budget.max(initial=0)), self.most) if self.asks else 0
+        self._rare = traits.scales or traits.drafts or probs
         if ops.asynchronous:
             self._queued = rounds = self.captured(len(planned.slots), rounds, planned.has_prompts)
         assert self.proposer is not None
@@ -156,9 +159,10 @@ class Drafting:
         """Of the numbers of rounds that are captured the least that is enough: powers of two, and three
         quarters of them. Of many entries somebody is likely to want all, and beside prompts it matters
         little; there it is for a hybrid to say that fewer will do (`Asking`), which is never less than half.
+        Rare drafts are captured as they come, and of them there are not to be more kinds than needed.
         """
         if wanted and (count > FEW or prompts):
-            weighed = self.proposer is not None and self.proposer.weighed >= 0
+            weighed = self.proposer is not None and self.proposer.weighed >= 0 and not self._rare
             wanted = max(wanted, (self.k + 1) // 2) if weighed else self.k
         if not wanted:
             return 0
@@ -206,7 +210,7 @@ class Drafting:
             some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (most, 0))
             found[count] = max(0.0, some - none), 0.0
             fewer = self.captured(count, (k + 1) // 2)
-            if ops.asynchronous and fewer < most:
+            if ops.asynchronous and self.proposer.weighed >= 0 and fewer < most:
                 saved = (some - seconds(rows, entries, DraftTraits(fewer))) / (most - fewer)
                 found[count] = found[count][0], min(max(0.0, saved), found[count][0] / k)
         return found

@@ -195,7 +195,7 @@ class Loop:
         try:
             if waits and self._device_drafts:
                 self._count_drafts()
-            planned = scheduler.plan(idle=not self._flights)
+            planned = scheduler.plan(idle=not self._flights, counted=waits and self._device_drafts)
         except FAULTS as error:  # of what was to be read for it; nobody has begun anything
             raise StepFault([]) from error
         for sequence in scheduler.put_aside:
@@ -281,8 +281,9 @@ class Loop:
         same = planned.version == self.scheduler.version  # nobody came or went since it was planned
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
         if self.asking is not None:
-            whose = np.zeros((len(table), 1), np.int8) if source is None else source
-            self.asking.hear(planned, table, whose, here, flight.asked, flight.fewer)
+            k = self.device.drafting.k
+            whose = np.zeros((len(table), k), np.int8) if source is None else source
+            self.asking.hear(planned, table, whose, here, flight.asked, flight.fewer, flight.waits)
         if flight.waits and self.scheduler.num_hosted:
             guided.take_in(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}

@@ -97,10 +97,11 @@ class Scheduler:
 
     # --- planning -----------------------------------------------------------------------------------
 
-    def plan(self, idle: bool = True) -> Planned | None:
+    def plan(self, idle: bool = True, counted: bool = False) -> Planned | None:
         """The next step; None if there is nothing to do that would not be in vain.
 
-        `idle`: nothing is under way. If it must be so and is not: Busy.
+        `idle`: nothing is under way. If it must be so and is not: Busy. `counted`: it is known how many
+        drafts there are, which may say what was drawn; then none is left out because of their number.
         """
         self.put_aside.clear()
         if not self.asks_first and not (self.waiting and self.slots.num_free):  # nobody comes
@@ -126,7 +127,7 @@ class Scheduler:
             none = np.zeros(len(newcomers), np.int64)
             decodes, drafts = np.append(decodes, none > 0), np.append(drafts, none)
         chunk = self._chunks(rows)
-        if drafts.any() and chunk.any() and not self.asks_first:  # prompts may make it too large for both
+        if drafts.any() and chunk.any() and not (self.asks_first or counted):  # it may be too large for both
             drafts = self.budgets.fit(self._lines, drafts, int(decodes.sum() + chunk.sum()))
         takes_part = decodes | (chunk > 0)
         if not takes_part.any():

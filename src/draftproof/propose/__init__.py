@@ -61,6 +61,7 @@ class Proposer(ABC):
     follows_rows: ClassVar[bool] = False  # on the device: is given every step's rows, prompts included
     cheap: ClassVar[bool] = False  # asking it costs next to nothing: only what is verified does
     weighed: int = -1  # of several sources the one that is a model's, asked where that is worth its price
+    search: int = -1  # the one that goes on from others' drafts
     ends_chains: bool = (
         False  # told what a round of its model costs, it makes no drafts that are not worth one
     )
