@@ -213,6 +213,18 @@ def test_rounds_cost_less_where_the_host_is_late() -> None:
     assert wanted[1.0] > wanted[0.0]
 
 
+def test_beside_prompts_there_may_be_more_rounds_than_wanted() -> None:
+    steps, prices = Steps(), []
+    steps.drafting.fewer = lambda count, wanted, prompts: 0 if prompts else 4 - wanted
+    for _ in range(20):
+        steps.step(0.5, 0.5)
+    for prompts in (False, True):
+        steps.planned.has_prompts = prompts
+        steps.asking.weigh(steps.planned, np.full(8, 4))
+        prices.append(steps.asking._price)
+    assert prices[1] > 1.5 * prices[0] > 0
+
+
 def test_what_a_step_took_is_reckoned_with_its_rounds() -> None:
     dear = [Steps(rounds, asking=2.0) for rounds in (0.45, 0.0)]
     for steps in dear:
