@@ -112,6 +112,26 @@ def test_pauses_that_are_believed_spoil_the_prices(monkeypatch):
         test_what_disturbs_all_steps_alike_is_not_taken_for_a_price(pauses)
 
 
+@pytest.mark.parametrize("begins_anew", [True, False])
+def test_a_first_step_that_was_far_too_quick_is_forgotten(begins_anew, monkeypatch):
+    """Else every step after it looks like a pause, and none of them is believed (the control)."""
+    if not begins_anew:
+        monkeypatch.setattr("draftproof.engine.clocked.PAUSES", 10**9)
+    costs = RowCosts(TABLE)
+    costs.observe(32, 8000, 0.001 * TABLE[32])
+
+    def true(rows, keys):
+        return TABLE[rows] + 0.002 * keys
+
+    feed(costs, true, 600, lambda step: 1.0)
+    thought, truth = shape(costs, true)
+    assert (thought == pytest.approx(truth, rel=0.05)) is begins_anew
+    known = costs._speed
+    for _ in range(5):  # some pauses change nothing
+        costs.observe(32, 8000, 900.0)
+    assert costs._speed == known
+
+
 def ratio(costs, keys=27000):
     """What 192 rows cost over what 64 do."""
     return (costs.of(192) + costs.still(keys)) / (costs.of(64) + costs.still(keys))

@@ -183,6 +183,17 @@ def test_chat_template_options_of_vllm_are_used(llm: LLM) -> None:
         llm.chat(talk, greedy(), chat_template="{% if")
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "add_generation_promt", "mark"])
+def test_an_option_that_chat_does_not_have_is_refused(llm: LLM, name: str) -> None:
+    with pytest.raises(
+        RequestError, match=f"no option '{name}'.*SamplingParams.*chat_template_kwargs"
+    ) as told:
+        llm.chat([{"role": "user", "content": "Hi"}], greedy(max_tokens=1), **{name: 5})
+    assert told.value.param == name
+    wanted = {"add_generation_prompt": False, "continue_final_message": True}
+    assert llm.chat_token_ids([{"role": "assistant", "content": "Hi"}], **wanted)
+
+
 @pytest.mark.parametrize("messages", ["hello", [], [["hello"]], [{"role": "user"}, "hello"]])
 def test_messages_that_are_none(llm: LLM, messages: object) -> None:
     with pytest.raises(RequestError, match="messages must be a list"):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftproof.config import EngineConfig
-from draftproof.errors import RequestError
+from draftproof.errors import RequestError, nearest
 from draftproof.jobs import EngineLike, Job, Jobs, Tell
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import MAX_SEED, SamplingParams
@@ -19,6 +19,8 @@ from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Grammar, Request
 
 Messages = Sequence[Mapping[str, Any]]
+# what a caller may say of how a conversation becomes a prompt, beside names for the template itself
+TEMPLATE = "add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents"
 
 
 class Front:
@@ -50,6 +52,13 @@ class Front:
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None, **template: Any
     ) -> list[int]:
         tokenizer = self._need_tokenizer("chat")
+        for name in template:
+            if name not in TEMPLATE:
+                raise RequestError(
+                    f"chat has no option {name!r}: {nearest(name, TEMPLATE)}; how to sample is said in "
+                    "SamplingParams, more names for the template in chat_template_kwargs",
+                    name,
+                )
         if isinstance(messages, str) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise RequestError("messages must be a list of {'role': …, 'content': …}", "messages")
         text = tokenizer.apply_chat_template(messages, **{**template, **(chat_template_kwargs or {})})

@@ -80,7 +80,7 @@ class LLM(Front):
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several. `template` goes to the chat template.
+        """Answers to one conversation or several. `template` goes to the chat template (`front.TEMPLATE`).
 
         `chat_template` in it is another template to use, `chat_template_kwargs` more names for it.
         """

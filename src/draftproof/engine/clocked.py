@@ -21,6 +21,7 @@ from draftproof.engine.kalman import correct, drift
 Reals = NDArray[np.float64]
 
 SLOW = 5.0  # times what was expected: a pause of whoever calls, not a step's time any more
+PAUSES = 16  # in a row, after which it is what was expected that was wrong
 DISTURBED = 0.5  # above what was expected: by how much does not matter
 NOISE = 0.15  # of a step's time, by which steps of one kind differ
 USUAL = 1 / 64  # of a step in what such steps usually take beside an empty one
@@ -56,7 +57,7 @@ class Clocked:
         self._doubt = np.zeros((len(self._state),) * 2)
         self._wander = np.zeros(len(self._state))  # of each part by itself, from one step to the next
         self._usual = 0.0  # what steps take, beside empty ones
-        self._steps = 0
+        self._steps = self._pauses = 0
         self._asks = False  # has anybody been asked?
 
     @property
@@ -95,7 +96,12 @@ class Clocked:
         expected = max(float(says @ self._state), 0.1 * empty * self.speed)
         off = seconds - expected
         if off > (SLOW - 1) * expected:
+            self._pauses += 1
+            if self._pauses == PAUSES:  # the first step was far too quick, say: the next one is the first
+                self._steps = self._pauses = 0
+                self._state[:], self._doubt[:] = 0.0, 0.0
             return
+        self._pauses = 0
         off = min(off, DISTURBED * expected)
         self._usual += USUAL * ((expected + off) / empty - self._usual)
         self._drift(expected, keys)
