@@ -143,10 +143,10 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
     scheduler, plans = target.loop.scheduler, 0
     plan, short_of, calm = scheduler.plan, scheduler._short_of, scheduler._calm.plan
 
-    def counted(idle: bool = True) -> Any:
+    def counts(*given: Any, **named: Any) -> Any:
         nonlocal plans
         plans += bool(scheduler.running)
-        return plan(idle)
+        return plan(*given, **named)
 
     def short(*arguments: Any) -> Any:
         nonlocal plans, every
@@ -160,7 +160,7 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
     def closer(*arguments: Any) -> Any:
         return None if plans > every else calm(*arguments)  # pages are not looked at in calm steps
 
-    scheduler.plan, scheduler._short_of = counted, short  # type: ignore[method-assign]
+    scheduler.plan, scheduler._short_of = counts, short  # type: ignore[method-assign]
     scheduler._calm.plan = closer  # type: ignore[method-assign]
 
 

@@ -22,8 +22,8 @@ def plans(engine, requests, arrivals=()):
     """Serve; per step, request id -> (rows, drafts, samples)."""
     seen, whole = [], engine.loop.scheduler.plan
 
-    def plan(idle=True):
-        planned = whole(idle)
+    def plan(*given, **named):
+        planned = whole(*given, **named)
         if planned is not None:
             names = [sequence.request.id for sequence in planned.sequences]
             rows = np.maximum(planned.chunk, 1) + planned.drafts
