@@ -1,6 +1,6 @@
 #!/bin/sh
 # A head for the default model, unattended, on one GPU: bench/train_head.sh WORK PROMPTS.jsonl…
-# Prompts: bench/head_prompts.py, GSM8K's training questions and the Vicuna questions (docs/log.md says what the
+# Prompts: bench/head_prompts.py, GSM8K's training questions and the Vicuna questions (docs/notebook/2026-11.md says what the
 # shipped head was made of). BEGIN=FOLDER goes on from a head, whose MLP may grow and whose ids are chosen anew.
 # With SECONDS_OF_TRAINING as many updates are made as fit; STEPS alone repeats a run. Run again after a cut: it
 # goes on. What the target says of 22 million tokens takes 101 GB of the GPU's memory: KEEP=0 computes it anew.

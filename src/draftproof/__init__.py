@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from draftproof.structured_outputs import StructuredOutputs
     from draftproof.types import CompletionOutput, Logprob, RequestOutput, TokenEvent
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AsyncLLM": "async_llm",
