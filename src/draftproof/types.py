@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """The only mutable state: one line a running request. S slots; see docs/design.md for invariants.
+    """The only mutable state: one line a running request. S slots; see docs/engine.md for invariants.
 
     The tensors never move: captured graphs hold their addresses.
     """

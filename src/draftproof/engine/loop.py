@@ -4,7 +4,7 @@
 
 Plain decoding is a window without drafts. What is in brackets is the device's part, `DeviceStep`. With
 overlap the next steps are planned and queued before the last one is read (`pacing`), so the device never
-waits for the host; a step that needs the host in it is waited for. docs/design.md tells the step as a story.
+waits for the host; a step that needs the host in it is waited for. docs/architecture.md describes a step.
 """
 
 from __future__ import annotations
