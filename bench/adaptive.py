@@ -32,10 +32,10 @@ from measure import finish
 from prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.budget import DraftBudgets
+from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Planned
-from draftproof.engine.settle import StepResults
+from draftproof.engine.step.step_results import StepResults
 from draftproof.ops import Fetched
 from draftproof.types import NUM_DRAFT, NUM_OUT, Request
 

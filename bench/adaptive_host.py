@@ -30,8 +30,9 @@ from measure import finish
 from pretend import Pretence
 
 from draftproof import LLM
-from draftproof.engine import loop, pacing
-from draftproof.engine.costs import RowCosts
+from draftproof.engine import loop
+from draftproof.engine.drafting import run_ahead
+from draftproof.engine.drafting.step_cost import RowCosts
 from draftproof.ops import Fetched
 
 KEY = MACHINES["h200"][1]  # milliseconds
@@ -95,7 +96,7 @@ def built(recorded: list[Any], tokens: int, most: int, slower: float) -> tuple[B
             speculative_config={"method": "ngram", "num_speculative_tokens": K},
         )
     device = Timed(llm.engine, Said(recorded, tokens + 8), slower)
-    loop.time = pacing.time = SimpleNamespace(perf_counter=device.clock)  # type: ignore[assignment]
+    loop.time = run_ahead.time = SimpleNamespace(perf_counter=device.clock)  # type: ignore[assignment]
     prompts = {task: [ids for ids, _ in recorded[i :: len(TASKS)]] for i, task in enumerate(TASKS)}
     return Bench(llm, prompts, tokens, device.clock), device
 

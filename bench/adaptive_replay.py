@@ -21,8 +21,8 @@ from adaptive import FIXED, TASKS, K
 from measure import finish
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.budget import DraftBudgets
-from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting.budget import DraftBudgets
+from draftproof.engine.drafting.step_cost import RowCosts
 
 CPU = {1: 12.5, 8: 13.8, 16: 15.5, 24: 21, 32: 24, 48: 33, 64: 42, 96: 62, 288: 170, 512: 300}
 # as bench/rounds.py found it at 1, 8, 48, 64, 320 and 1536 rows; between them by hand

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_ops_checks import GPU, LARGE_HEADS, SMALL_HEADS, Paged, randn, rope
 
 from draftproof.ops import Heads, Layer, Ops, Rows
-from draftproof.ops.triton_cuda import TritonOps, blocks
+from draftproof.ops.triton.backend import TritonOps
+from draftproof.ops.triton.fused import layers as fused_layers
 
 BF16 = torch.bfloat16
 STEPS = ((1, 1, 100), (1, 1, 500), (1, 1, 2000), (1, 6, 500), (8, 1, 400), (8, 1, 500), (8, 1, 700))
@@ -165,7 +166,7 @@ def main(only: list[str]) -> None:
     if not only or "times" in only:
         report["µs"] = block_times(ops, STEPS)
     for fold in (0, 2) if "pieces" in only else ():
-        blocks.FOLD = fold
+        fused_layers.FOLD = fold
         report[f"µs, FOLD {fold}"] = block_times(ops, UNEVEN)
     if "pieces" in only:
         all_layers_at_once(ops)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from measure import finish
 
-from draftproof.ops.triton_cuda import TritonOps, step_logprobs
+from draftproof.ops.triton.backend import TritonOps
+from draftproof.ops.triton.step import logprobs
 
 REPEATS = 20
-USUAL = {name: getattr(step_logprobs, name) for name in ("WARPS", "GROUP", "PROGRAMS")}
+USUAL = {name: getattr(logprobs, name) for name in ("WARPS", "GROUP", "PROGRAMS")}
 CHANGES: list[dict[str, int]] = [
     {},
     {"WARPS": 2},
@@ -59,7 +60,7 @@ def main() -> None:
         live = int(picked * rows)
         for change in CHANGES:
             for name, value in {**USUAL, **change}.items():
-                setattr(step_logprobs, name, value)
+                setattr(logprobs, name, value)
             got = ops.logprobs(*given, top)
             parts = [part[:live].clone() for part in (got.values, got.ids, got.ranks)]
             want = want or parts

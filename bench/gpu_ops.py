@@ -32,10 +32,10 @@ from gpu_step import STEP_CHECKS, step_times
 from measure import commit
 
 from draftproof.models.config import ModelConfig
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.models.load import load_checkpoint
 from draftproof.models.runner import Runner
-from draftproof.ops.triton_cuda import TritonOps
+from draftproof.ops.triton.backend import TritonOps
 
 BEGUN = time.perf_counter()
 BF16 = torch.bfloat16

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Heads, Rows
-from draftproof.ops.reference import ReferenceOps
-from draftproof.ops.torch_any import TorchOps
-from draftproof.ops.triton_cuda import TritonOps, tiles
+from draftproof.ops.reference.forward import ReferenceOps
+from draftproof.ops.torch.forward import TorchOps
+from draftproof.ops.triton.backend import TritonOps
+from draftproof.ops.triton.gemm import tiles
 
 GPU = torch.device("cuda")
 CPU = torch.device("cpu")

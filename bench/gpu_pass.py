@@ -28,9 +28,9 @@ from gpu_ops import CONFIG as SMALL
 from measure import commit
 
 from draftproof.models.config import ModelConfig
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.ops import Rows
-from draftproof.ops.triton_cuda import TritonOps
+from draftproof.ops.triton.backend import TritonOps
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.ops.triton_cuda import TritonOps
+from draftproof.ops.torch.step import Bookkeeping
+from draftproof.ops.triton.backend import TritonOps
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
 from step_cases import CHECKS, Guarded, Size, Step, copied
 

@@ -18,9 +18,9 @@ import torch
 from gpu_ops import BF16, micros, weights
 from gpu_ops_checks import GPU, LARGE, SMALL, randn
 
-from draftproof.ops.triton_cuda import TritonOps
-from draftproof.ops.triton_cuda.gemm import PackedLinear
-from draftproof.ops.triton_cuda.tiles import Tile, bucket, tile_for
+from draftproof.ops.triton.backend import TritonOps
+from draftproof.ops.triton.gemm.dense import PackedLinear
+from draftproof.ops.triton.gemm.tiles import Tile, bucket, tile_for
 
 ROOM = 200 << 10  # bytes of shared memory for the stages
 

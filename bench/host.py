@@ -32,9 +32,9 @@ from measure import finish
 from pretend import Pretence
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.packing import Parts
-from draftproof.engine.settle import Ending, LogprobColumns, StepResults
-from draftproof.engine.step import Decided, Ran
+from draftproof.engine.step.device_step import Decided, Ran
+from draftproof.engine.step.result_buffer import Parts
+from draftproof.engine.step.step_results import Ending, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
 from draftproof.types import (
     ENDED,

@@ -27,8 +27,8 @@ import numpy as np
 from measure import finish
 
 from draftproof import LLM
-from draftproof.engine import asking
-from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting import draft_gate
+from draftproof.engine.drafting.step_cost import RowCosts
 
 CHEAP = 0.5  # of what drafts take, as it was timed at start on a GPU
 NOISE = 0.05
@@ -145,7 +145,7 @@ def replay(name: str, options: argparse.Namespace) -> dict[str, Any]:
     sides = engines.some_of(options.methods, float("inf"))
     meters = {side: Meter(llm, machine, options.k) for side, llm in sides.items()}
     now = {"side": ""}
-    asking.time = SimpleNamespace(perf_counter=lambda: meters[now["side"]].clock)  # type: ignore[assignment]
+    draft_gate.time = SimpleNamespace(perf_counter=lambda: meters[now["side"]].clock)  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for task, asked in head.chosen(engines.prompts, batch, options).items():
         rates, said = {}, {}

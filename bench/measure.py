@@ -34,8 +34,8 @@ def read_bandwidth(size: int, repeat: int = 8) -> float:
 
     The data lie in large pages, as packed weights do: with small ones the floor would be too easy.
     """
-    from draftproof.ops.cpu import CpuOps
-    from draftproof.ops.cpu.memory import WeightMemory
+    from draftproof.ops.cpu.backend import CpuOps
+    from draftproof.ops.cpu.jit.huge_pages import WeightMemory
 
     data = WeightMemory().hold(torch.ones(size // 4096 // 4, 4096))
     ops = CpuOps(torch.device("cpu"))

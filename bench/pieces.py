@@ -26,8 +26,7 @@ import steps
 from measure import finish, python_us
 
 from draftproof import LLM
-from draftproof.ops.parts import Fetched
-from draftproof.ops.triton_cuda import graph
+from draftproof.ops.contract.types import Fetched
 
 WAITS = "wait"
 NAMED = 24  # pieces
@@ -142,7 +141,7 @@ def watched(llm: LLM) -> Clocks:
     loop.device.run = ran
     graphs = loop.device._graphs
     graphs.update({key: clocks.timed(_kind(key), replay) for key, replay in graphs.items()})
-    graph.Stage.__init__ = clocks.timed("new stage", graph.Stage.__init__)  # type: ignore[method-assign]
+    graphs.Stage.__init__ = clocks.timed("new stage", graphs.Stage.__init__)  # type: ignore[method-assign]
     return clocks
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftproof.engine.costs import RowCosts
-from draftproof.engine.packing import Packed, Parts
-from draftproof.engine.step import Decided
-from draftproof.ops.triton_cuda import graph as queue
+from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.step.device_step import Decided
+from draftproof.engine.step.result_buffer import Packed, Parts
+from draftproof.ops.triton import graphs as queue
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, End, Outcome, Traits
 
 # microseconds of a step by rows, as an H200 takes them for a model of 135M parameters

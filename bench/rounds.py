@@ -40,12 +40,12 @@ from torch import Tensor
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.slots import Seat
-from draftproof.engine.step import Work
+from draftproof.engine.step.device_step import Work
 from draftproof.models.config import ModelConfig
-from draftproof.models.head import HeadConfig, Target
+from draftproof.models.draft_head.config import HeadConfig, Target
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.ops import Ops
-from draftproof.ops.bookkeeping import Bookkeeping
+from draftproof.ops.torch.step import Bookkeeping
 from draftproof.propose.head import HeadProposer
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.engine.admission import Limits, check_request
-from draftproof.engine.settle import Ending, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import Ending, LogprobColumns, StepResults
+from draftproof.engine.validation import Limits, check_request
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.serve.status import WorkerStatus, address_of, write_status
+from draftproof.serve.ipc.status import WorkerStatus, address_of, write_status
 from draftproof.types import NUM_OUT, PICK, TOKENS, Request, Wants
 
 TOP = 20
@@ -95,7 +95,7 @@ class MadeUp:
 
 
 def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) -> None:
-    from draftproof.serve.worker import Worker
+    from draftproof.serve.ipc.worker import Worker
     from draftproof.text.tokenizer import load_tokenizer
 
     vocab = load_tokenizer(tokenizer).vocab_size
@@ -114,7 +114,7 @@ def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) ->
 
 
 def server(folder: Path, descriptor: int, profile: str | None) -> None:
-    from draftproof.serve.processes import serve_address
+    from draftproof.serve.http_processes import serve_address
     from draftproof.serve.settings import Settings
 
     listener = socket.socket(fileno=descriptor)

@@ -93,11 +93,11 @@ class Program:
         return found
 
     def worker(self) -> int | None:
-        return next(iter(self._running("draftproof.serve.worker_main")), None)
+        return next(iter(self._running("draftproof.serve.ipc.worker_main")), None)
 
     def servers(self) -> list[int]:
         """Those that speak HTTP."""
-        return self._running("draftproof.serve.processes") or [self.pid]
+        return self._running("draftproof.serve.http_processes") or [self.pid]
 
     def rss(self) -> dict[str, float]:
         worker = self.worker()

@@ -24,8 +24,8 @@ from measure import finish
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
 from draftproof.ops import Ops, resolve
-from draftproof.ops.drafting import SuffixRule
-from draftproof.propose.pool import Pool
+from draftproof.ops.contract.draft_search import SuffixRule
+from draftproof.propose.suffix_pool import Pool
 from draftproof.types import Request
 
 BATCHES = (1, 8, 64, 256)

@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.train.config import TrainPlan
-from draftproof.train.loop import Trainer
-from draftproof.train.pace import seconds_an_update
-from draftproof.train.run import repeatable
-from draftproof.train.telling import Telling
-from draftproof.train.texts import Text
+from draftproof.train.data.dataset import Text
+from draftproof.train.pipeline import repeatable
+from draftproof.train.progress import Telling
+from draftproof.train.time_budget import seconds_an_update
+from draftproof.train.trainer import Trainer
 
 
 def texts(count: int, longest: int, vocab: int) -> list[Text]:

@@ -19,12 +19,12 @@ import numpy as np
 import zmq
 from measure import finish
 
-from draftproof.engine.settle import LogprobColumns, StepResults
+from draftproof.engine.step.step_results import LogprobColumns, StepResults
 from draftproof.metrics import EngineStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.reading import Guests, read, results_of
-from draftproof.serve.telling import Party, Standing, frame_of
-from draftproof.serve.wire import Bounds
+from draftproof.serve.ipc.decode import Guests, read, results_of
+from draftproof.serve.ipc.encode import Party, Standing, frame_of
+from draftproof.serve.ipc.frame import Bounds
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, Request, Wants
 
 VOCAB = 49152

@@ -13,11 +13,11 @@ from typing import Any
 import zmq
 
 from draftproof import LLM
-from draftproof.serve.far_engine import RemoteEngine
-from draftproof.serve.messages import TIMINGS, WELCOME, Abort, Add, Hello, body_of, encode
-from draftproof.serve.remote import RemoteLLM, connect
-from draftproof.serve.status import WorkerStatus, address_of, write_status
-from draftproof.serve.worker import Worker
+from draftproof.serve.ipc.messages import TIMINGS, WELCOME, Abort, Add, Hello, body_of, encode
+from draftproof.serve.ipc.remote_engine import RemoteEngine
+from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
+from draftproof.serve.ipc.status import WorkerStatus, address_of, write_status
+from draftproof.serve.ipc.worker import Worker
 from draftproof.types import Request
 from exact import check_empty
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from draftproof.ops import Fetched
-from draftproof.ops.cpu import CpuOps
+from draftproof.ops.cpu.backend import CpuOps
 
 STEP_OPS = ("layout", "choose", "commit", "logprobs", "ngram", "put_draft", "fetch")
 When = Callable[["FaultyOps", str, int], bool]

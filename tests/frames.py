@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.engine.asked import wants_of
-from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults
+from draftproof.engine.step.logprob_routing import wants_of
+from draftproof.engine.step.step_results import Ending, Extra, LogprobColumns, StepResults
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.sampling_params import SamplingParams, top_of
-from draftproof.serve.telling import Party, Standing, frame_of
-from draftproof.serve.wire import CHECKED, COLUMNS, HEAD, Bounds
+from draftproof.serve.ipc.encode import Party, Standing, frame_of
+from draftproof.serve.ipc.frame import CHECKED, COLUMNS, HEAD, Bounds
 from draftproof.types import (
     NUM_ACCEPTED,
     NUM_DRAFT,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from draftproof.serve.reading import Guests, read, results_of
-from draftproof.serve.wire import FrameError
+from draftproof.serve.ipc.decode import Guests, read, results_of
+from draftproof.serve.ipc.frame import FrameError
 from frames import damaged, random_step, sealed
 
 STEPS = 200  # different steps that frames are made of

@@ -12,7 +12,7 @@ from draftproof.types import Grammar
 from words import Words
 
 if TYPE_CHECKING:
-    from draftproof.text.grammar import Grammars
+    from draftproof.text.grammar.compiler import Grammars
 
 EOS = 2
 _SPECIAL = 3
@@ -69,7 +69,9 @@ BIAS: dict[str, dict[int, float]] = {
 
 @cache
 def grammars(vocab_size: int = tiny.VOCAB) -> Grammars:
-    from draftproof.text.grammar import Grammars  # it wants tokenizers, which a GPU machine may not have
+    from draftproof.text.grammar.compiler import (
+        Grammars,  # it wants tokenizers, which a GPU machine may not have
+    )
 
     return Grammars(TINY, vocab_size, [EOS])
 

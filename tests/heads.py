@@ -15,8 +15,8 @@ from torch import Tensor
 
 import tiny
 from draftproof.models.config import ModelConfig
-from draftproof.models.head import HeadConfig, Target
-from draftproof.models.tensors import dummy_tensors
+from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.weights import dummy_tensors
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 )
 
 import tiny
-from draftproof.engine.budget import DraftBudgets
-from draftproof.engine.costs import RowCosts
-from draftproof.engine.pages import Pages
+from draftproof.engine.drafting.budget import DraftBudgets
+from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.page_pool import Pages
 from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.slots import Slots

@@ -16,14 +16,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
     """
     from triton.runtime.jit import JITFunction
 
-    from draftproof.ops.triton_cuda import TritonOps, compiling, graph, runtime
+    from draftproof.ops.triton import compile_ahead, graphs, runtime
+    from draftproof.ops.triton.backend import TritonOps
     from test_launches import Chip
 
     kernels: list[str] = []
     gone_through: list[Callable[[], object]] = []
 
     def compile_without_a_pool(self: Any, functions: Any, tick: Any) -> None:
-        with compiling._launching_nothing(), compiling._Zeros():
+        with compile_ahead._launching_nothing(), compile_ahead._Zeros():
             for function in functions:
                 function()
                 gone_through.append(function)
@@ -39,10 +40,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "get_device_properties", lambda device: Chip),
-        (graph.Queued, "open_queue", lambda self: setattr(self, "asynchronous", True)),
-        (graph.Queued, "graph", lambda self, function, apart=False: function),
-        (graph.Queued, "seconds", lambda self, function, times=5: 1.0),
-        (graph.Queued, "send", send),
+        (graphs.Queued, "open_queue", lambda self: setattr(self, "asynchronous", True)),
+        (graphs.Queued, "graph", lambda self, function, apart=False: function),
+        (graphs.Queued, "seconds", lambda self, function, times=5: 1.0),
+        (graphs.Queued, "send", send),
         (TritonOps, "compile", compile_without_a_pool),
         (TritonOps, "free_memory", lambda self: 1 << 30),
     ):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 import tiny
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.models.runner import Runner
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import DeviceProposer, Proposer, ProposerEnv

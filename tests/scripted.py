@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.config import SpeculativeConfig
 from draftproof.engine.sequence import Sequence as Running
 from draftproof.engine.slots import Seat, Slots
-from draftproof.engine.traits import traits_of
+from draftproof.engine.step.step_features import traits_of
 from draftproof.ops import Layout, Ops, Rows, resolve
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams

@@ -18,8 +18,8 @@ import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from draftproof import LLM, AsyncLLM
-from draftproof.serve.app import create_app
-from draftproof.serve.protocol import Protocol
+from draftproof.serve.http.app import create_app
+from draftproof.serve.http.uvicorn_protocol import Protocol
 from draftproof.serve.settings import Settings
 
 CORPUS = [

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Layout, Ops, Rows
-from draftproof.ops.bookkeeping import Bookkeeping
-from draftproof.ops.drafting import SIZES, UNIT, WAYS, Offer, Record, SuffixPool, SuffixRule
-from draftproof.ops.following import Late
-from draftproof.ops.reference import ReferenceOps, gumbel
-from draftproof.ops.reference_suffix import bucket_of
+from draftproof.ops.contract.draft_rounds import Late
+from draftproof.ops.contract.draft_search import SIZES, UNIT, WAYS, Offer, Record, SuffixPool, SuffixRule
+from draftproof.ops.reference.draft_search import bucket_of
+from draftproof.ops.reference.forward import ReferenceOps, gumbel
+from draftproof.ops.torch.step import Bookkeeping
 from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
 POISON = -(2**40)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftproof.engine.budget import DraftBudgets
-from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting.budget import DraftBudgets
+from draftproof.engine.drafting.step_cost import RowCosts
 
 K = 8
 FIXED = (0, 1, 3, 5, 8)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftproof.engine import admission
+from draftproof.engine import validation
 from draftproof.errors import RequestError
 
 VOCAB = 50
@@ -45,12 +45,12 @@ lists = st.lists(st.integers(0, VOCAB - 1) | odd, max_size=12)
 
 @given(lists | lists.map(tuple))
 def test_the_same_is_refused_for_the_same_reason(ids: Any) -> None:
-    assert said(admission._check_ids, ids) == said(one_by_one, ids)
+    assert said(validation._check_ids, ids) == said(one_by_one, ids)
 
 
 @pytest.mark.parametrize("ids", [[], [0], [VOCAB - 1], (3, 4), [Three.THREE, 4], {5: 1.0}])
 def test_right_ones_pass(ids: Any) -> None:
-    assert said(admission._check_ids, ids) is None
+    assert said(validation._check_ids, ids) is None
 
 
 def test_control_a_check_by_value_alone_would_take_truth_for_a_number() -> None:
@@ -58,4 +58,4 @@ def test_control_a_check_by_value_alone_would_take_truth_for_a_number() -> None:
         if min(ids) < 0 or max(ids) >= vocab_size:
             one_by_one(name, ids, vocab_size)
 
-    assert said(by_value, [3, True]) is None and "integers" in (said(admission._check_ids, [3, True]) or "")
+    assert said(by_value, [3, True]) is None and "integers" in (said(validation._check_ids, [3, True]) or "")

@@ -13,11 +13,11 @@ import torch
 
 import heads
 import tiny
-from draftproof.engine.asking import HOPE, Asking
-from draftproof.engine.brings import FORGETS
-from draftproof.engine.budget import DraftBudgets
-from draftproof.engine.costs import RowCosts
-from draftproof.ops.drafting import UNIT
+from draftproof.engine.drafting.budget import DraftBudgets
+from draftproof.engine.drafting.draft_gate import HOPE, Asking
+from draftproof.engine.drafting.draft_gate_kernels import FORGETS
+from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.ops.contract.draft_search import UNIT
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft
@@ -270,7 +270,7 @@ def test_a_hope_is_told_in_prices(dear: float, monkeypatch: pytest.MonkeyPatch) 
     """Asking takes as long as several steps, in which more tokens are made than were ever hoped for in
     tokens: a newcomer is asked for all the same. Control: nothing is hoped for."""
     for hope, some in ((HOPE, True), (0.0, False)):
-        monkeypatch.setattr("draftproof.engine.asking.HOPE", hope)
+        monkeypatch.setattr("draftproof.engine.drafting.draft_gate.HOPE", hope)
         steps = Steps(asking=dear)
         windows_asked(steps, (0, 0), 60)
         assert not steps.drafting.asks
@@ -286,7 +286,7 @@ def test_a_newcomer_is_thought_to_be_as_those_before(learns: bool, monkeypatch: 
     """Where the model has brought everybody much, windows in which it does not are borne for a while; where
     it has brought nobody anything, few are enough. Control: nothing is learned of others."""
     if not learns:
-        monkeypatch.setattr("draftproof.engine.asking.USUAL", 0.0)
+        monkeypatch.setattr("draftproof.engine.drafting.draft_gate.USUAL", 0.0)
     found = []
     for usual in ((4, 4), (0, 0)):
         steps = Steps(asking=0.5)
@@ -387,7 +387,8 @@ def test_what_was_timed_of_a_round_and_what_a_step_had_of_them_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "draftproof.engine.step.DeviceStep.asking", lambda self, sizes: {1: (4.0, 0.5), 2: (5.0, 0.75)}
+        "draftproof.engine.step.device_step.DeviceStep.asking",
+        lambda self, sizes: {1: (4.0, 0.5), 2: (5.0, 0.75)},
     )
     monkeypatch.setattr("draftproof.engine.engine.Engine._asks_for_all", lambda *_: False)
     engine = engine_of()

@@ -27,8 +27,8 @@ from async_serving import (
     serve_all,
 )
 from draftproof import AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, QueueFullError, RequestError
-from draftproof.driver import Driver
-from draftproof.text.ledger import Ledger
+from draftproof.frontend.engine_thread import Driver
+from draftproof.text.bulk.output_table import Ledger
 from exact import check_empty
 
 # --- requests that are refused ----------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from async_serving import (
     serve_all,
 )
 from draftproof import AsyncLLM, EngineClosedError
-from draftproof.boxes import Bell, Box
-from draftproof.driver import Driver
-from draftproof.jobs import Jobs
+from draftproof.frontend.engine_thread import Driver
+from draftproof.frontend.request_tracker import Jobs
+from draftproof.frontend.stream_queue import Bell, Box
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty
 from test_endings_text import CONFIG, Pieces
@@ -251,7 +251,7 @@ def slow_reader(
     llm, made = make("ngram", max_num_seqs=1), []
     want = llm.generate("ab", params(**LONG, n=2))[0]
     monkeypatch.setattr(
-        "draftproof.text.output.TokenEvent", lambda *a, **k: made.append(1) or TokenEvent(*a, **k)
+        "draftproof.text.streaming_output.TokenEvent", lambda *a, **k: made.append(1) or TokenEvent(*a, **k)
     )
 
     async def main(engine: AsyncLLM) -> None:

@@ -39,7 +39,7 @@ def bits(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """On a GPU that is not there: kernels and cuBLAS are asked, and nobody computes anything."""
-    from draftproof.ops.triton_cuda.cublas import Cublas
+    from draftproof.ops.triton.gemm.cublas import Cublas
     from no_gpu import pretend
 
     pretend(monkeypatch)

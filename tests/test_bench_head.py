@@ -54,7 +54,7 @@ def test_all_sides_are_measured(bench: Any) -> None:
 
 
 def test_control_answers_that_differ_are_found(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftproof.ops.cpu import CpuOps
+    from draftproof.ops.cpu.backend import CpuOps
 
     choose = CpuOps.choose
 

@@ -11,7 +11,7 @@ import pytest
 import draftproof
 import heads
 import tiny
-from draftproof.engine import asking
+from draftproof.engine.drafting import draft_gate
 
 BENCH = Path(draftproof.__file__).parents[2] / "bench"
 
@@ -29,7 +29,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(head, "LLM", small)
     monkeypatch.setattr(head, "encoded", lambda options, asked: {"a": [tiny.prompt(1), tiny.prompt(2)]})
     monkeypatch.setattr(head, "read", lambda path, each: {})
-    monkeypatch.setattr(asking, "time", asking.time)  # put back afterwards
+    monkeypatch.setattr(draft_gate, "time", draft_gate.time)  # put back afterwards
     return hybrid_replay
 
 

@@ -35,7 +35,7 @@ def test_rounds_are_timed_and_checked(rounds: Any, capsys: pytest.CaptureFixture
 
 
 def test_control_a_slip_in_an_op_is_found(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftproof.ops.cpu import CpuOps
+    from draftproof.ops.cpu.backend import CpuOps
 
     ahead = CpuOps.ahead
 

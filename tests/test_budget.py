@@ -9,10 +9,10 @@ import pytest
 
 import proposers
 import tiny
-from draftproof.engine import afford
-from draftproof.engine.afford import RATES, WORTH
-from draftproof.engine.budget import REST, SHARE, DraftBudgets
-from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting import budget_kernels
+from draftproof.engine.drafting.budget import REST, SHARE, DraftBudgets
+from draftproof.engine.drafting.budget_kernels import RATES, WORTH
+from draftproof.engine.drafting.step_cost import RowCosts
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 
@@ -47,7 +47,7 @@ def run(made, accepts, steps):
 def learn(made):
     """What was recorded, as `take` does."""
     made._listen()
-    afford.believe(made._columns, made._minds, np.arange(len(made.limit)), made.limit, 0.0)
+    budget_kernels.believe(made._columns, made._minds, np.arange(len(made.limit)), made.limit, 0.0)
 
 
 def nothing(_, granted):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftproof import LLM, TokenEvent, __version__
-from draftproof.cli import main
+from draftproof.cli.main import main
 from draftproof.text.tokenizer import Tokenizer
 
 COPY = "one two three four five six seven one two three four five six seven one two"

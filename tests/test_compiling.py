@@ -38,7 +38,7 @@ def norms(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernels that an RMS norm has, by width; and a disk without any."""
     from triton.runtime import driver
 
-    from draftproof.ops.triton_cuda import elementwise
+    from draftproof.ops.triton import elementwise
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = elementwise.rms_norm_kernel
@@ -61,7 +61,7 @@ def norm(elementwise: Any, width: int) -> torch.Tensor:
 def test_kernels_are_compiled_and_not_run(norms: Any) -> None:
     from triton.runtime.jit import JITFunction
 
-    from draftproof.ops.triton_cuda.compiling import compile_ahead, is_compiling
+    from draftproof.ops.triton.compile_ahead import compile_ahead, is_compiling
 
     elementwise, known = norms
     launch, ticks, found = JITFunction.run, [], []
@@ -82,11 +82,11 @@ def test_kernels_are_parsed_one_at_a_time(norms: Any, in_turn: bool, monkeypatch
     """Control: not in turn."""
     from triton.runtime.jit import JITCallable
 
-    from draftproof.ops.triton_cuda import compiling
+    from draftproof.ops.triton import compile_ahead
 
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     if not in_turn:
-        monkeypatch.setattr(compiling, "_parsing_in_turn", nullcontext)
+        monkeypatch.setattr(compile_ahead, "_parsing_in_turn", nullcontext)
     guard, inside, most, whole = threading.Lock(), [], [], JITCallable.parse
 
     def slow(self: Any) -> Any:
@@ -101,7 +101,7 @@ def test_kernels_are_parsed_one_at_a_time(norms: Any, in_turn: bool, monkeypatch
 
     monkeypatch.setattr(JITCallable, "parse", slow)
     elementwise, known = norms
-    compiling.compile_ahead([lambda: [norm(elementwise, 32 << i) for i in range(4)]], lambda *of: None)
+    compile_ahead.compile_ahead([lambda: [norm(elementwise, 32 << i) for i in range(4)]], lambda *of: None)
     assert len(known()) == 4 and (max(most) == 1) is in_turn
     assert JITCallable.parse is slow
 
@@ -110,7 +110,7 @@ def test_other_threads_launch_as_ever(norms: Any, monkeypatch: pytest.MonkeyPatc
     """Somebody may be served by another engine of this process."""
     from triton.runtime.jit import JITFunction
 
-    from draftproof.ops.triton_cuda.compiling import compile_ahead
+    from draftproof.ops.triton.compile_ahead import compile_ahead
 
     elementwise, _ = norms
     launched: list[bool] = []
@@ -134,7 +134,7 @@ def test_other_threads_launch_as_ever(norms: Any, monkeypatch: pytest.MonkeyPatc
 def test_what_raises_leaves_everything_as_it_was(norms: Any) -> None:
     from triton.runtime.jit import JITFunction
 
-    from draftproof.ops.triton_cuda.compiling import compile_ahead, is_compiling
+    from draftproof.ops.triton.compile_ahead import compile_ahead, is_compiling
 
     launch = JITFunction.run
     with pytest.raises(ZeroDivisionError):
@@ -145,18 +145,18 @@ def test_what_raises_leaves_everything_as_it_was(norms: Any) -> None:
 
 def test_nothing_is_concluded_from_kernels_that_did_not_run() -> None:
     """cuBLAS is neither proven nor refuted by them."""
-    from draftproof.ops.triton_cuda import compiling
-    from draftproof.ops.triton_cuda.cublas import Cublas
-    from draftproof.ops.triton_cuda.gemm import PackedLinear
+    from draftproof.ops.triton import compile_ahead
+    from draftproof.ops.triton.gemm.cublas import Cublas
+    from draftproof.ops.triton.gemm.dense import PackedLinear
 
     cublas = Cublas(lambda *_: None)  # type: ignore[arg-type]
     packed = PackedLinear(torch.zeros((64, 64), dtype=torch.bfloat16), None, 1)
-    compiling._here.compiling = True
+    compile_ahead._here.compiling = True
     try:
         assert cublas.way(packed, 512, torch.bfloat16) == ""
         assert not cublas.second_is_quicker("x", lambda: None, lambda: None, False)
     finally:
-        compiling._here.compiling = False
+        compile_ahead._here.compiling = False
     assert not cublas.proven and not cublas.quicker
 
 

@@ -83,7 +83,7 @@ def test_read_as_transformers_does(tmp_path: Path, kind: str, changes: dict[str,
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     if theirs.tie_word_embeddings:
         del shapes["lm_head.weight"]
-    from draftproof.models.tensors import expected_tensors
+    from draftproof.models.weights import expected_tensors
 
     assert expected_tensors(ours) == shapes
     windows = [getattr(layer.self_attn, "sliding_window", None) or 0 for layer in model.model.layers]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftproof.engine import afford
-from draftproof.engine.clocked import ASKED, DEAR, Clocked
-from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting import budget_kernels
+from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.drafting.step_cost_filter import ASKED, DEAR, Clocked
 
 TABLE = {n: 10 + n / 2 for n in range(1, 129)}  # an empty step
 
@@ -107,7 +107,7 @@ def test_what_disturbs_all_steps_alike_is_not_taken_for_a_price(noise):
 def test_pauses_that_are_believed_spoil_the_prices(monkeypatch):
     """Control: the test above sees it."""
     for name in ("SLOW", "DISTURBED"):
-        monkeypatch.setattr(f"draftproof.engine.clocked.{name}", 1e9)
+        monkeypatch.setattr(f"draftproof.engine.drafting.step_cost_filter.{name}", 1e9)
     with pytest.raises(AssertionError):
         test_what_disturbs_all_steps_alike_is_not_taken_for_a_price(pauses)
 
@@ -116,7 +116,7 @@ def test_pauses_that_are_believed_spoil_the_prices(monkeypatch):
 def test_a_first_step_that_was_far_too_quick_is_forgotten(begins_anew, monkeypatch):
     """Else every step after it looks like a pause, and none of them is believed (the control)."""
     if not begins_anew:
-        monkeypatch.setattr("draftproof.engine.clocked.PAUSES", 10**9)
+        monkeypatch.setattr("draftproof.engine.drafting.step_cost_filter.PAUSES", 10**9)
     costs = RowCosts(TABLE)
     costs.observe(32, 8000, 0.001 * TABLE[32])
 
@@ -165,7 +165,7 @@ def test_a_size_that_is_dearer_than_it_was_empty_is_known_after_a_visit():
 
 
 def test_control_sizes_that_are_not_bent(monkeypatch):
-    monkeypatch.setattr("draftproof.engine.clocked.BENT", 1e-6)
+    monkeypatch.setattr("draftproof.engine.drafting.step_cost_filter.BENT", 1e-6)
     with pytest.raises(AssertionError):
         test_a_size_that_is_dearer_than_it_was_empty_is_known_after_a_visit()
 
@@ -215,7 +215,7 @@ def test_larger_steps_are_never_quicker():
 
 
 def best(costs, rows, still, tokens, gains, asking=0.0, least=0.0):
-    return afford.best(costs.table, np.sort(gains), rows, tokens, still, least, asking)[0]
+    return budget_kernels.best(costs.table, np.sort(gains), rows, tokens, still, least, asking)[0]
 
 
 def test_the_more_a_step_costs_without_drafts_the_more_drafts_pay():
@@ -240,7 +240,7 @@ def test_where_nothing_was_measured_the_clock_is_not_asked():
 def test_room_beside_the_rows_of_a_step():
     costs = RowCosts({4: 1.0, 8: 1.5, 16: 2.0})
     beyond = {3: 1, 4: 4, 5: 3, 8: 8, 16: 0, 20: 0}
-    assert {rows: afford.beyond(costs.table, rows) for rows in beyond} == beyond
+    assert {rows: budget_kernels.beyond(costs.table, rows) for rows in beyond} == beyond
     assert [costs.size(rows) for rows in (1, 4, 5, 16, 17)] == [4, 4, 8, 16, 0]
 
 

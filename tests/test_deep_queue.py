@@ -12,14 +12,14 @@ import pytest
 
 from async_serving import ASKS, check_left, facts
 from covering import pairwise
-from draftproof.engine.asking import Asking
-from draftproof.engine.lessons import Lessons
+from draftproof.engine.drafting.draft_gate import Asking
+from draftproof.engine.drafting.run_ahead import Pacing
+from draftproof.engine.drafting.token_feedback import Lessons
 from draftproof.engine.loop import Loop
-from draftproof.engine.pacing import Pacing
 from draftproof.engine.scheduler import Scheduler
 from draftproof.ops import Fetched
-from draftproof.ops.cpu import CpuOps
-from draftproof.propose.pool import Pool
+from draftproof.ops.cpu.backend import CpuOps
+from draftproof.propose.suffix_pool import Pool
 from draftproof.sampling_params import SamplingParams
 from exact import NEIGHBOURS, Ask, Company, Where, check_empty
 from test_exact import TRAFFIC, named

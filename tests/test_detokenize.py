@@ -10,9 +10,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.decoding import byte_level_alphabet
-from draftproof.text.detokenize import Detokenizer
-from draftproof.text.output import OutputBuilder
+from draftproof.text.detokenizer import Detokenizer
+from draftproof.text.streaming_output import OutputBuilder
+from draftproof.text.token_bytes import byte_level_alphabet
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Request, StepOutput
 

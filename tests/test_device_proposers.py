@@ -12,8 +12,8 @@ import torch
 import heads
 import proposers
 from draftproof.propose.draft_model import DraftModelProposer
+from draftproof.propose.draft_rounds import Rounds
 from draftproof.propose.head import MtpProposer
-from draftproof.propose.rounds import Rounds
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
 from exact import OPTIONS, Ask, Company, Where, solo

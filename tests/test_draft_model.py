@@ -15,10 +15,10 @@ import torch
 import heads
 from covering import pairwise
 from draftproof.errors import ConfigError
-from draftproof.ops.cpu import CpuOps
-from draftproof.ops.triton_cuda.graph import bucket_of
+from draftproof.ops.cpu.backend import CpuOps
+from draftproof.ops.triton.graphs import bucket_of
 from draftproof.propose.draft_model import DraftModelProposer
-from draftproof.propose.rounds import Rounds
+from draftproof.propose.draft_rounds import Rounds
 from exact import OPTIONS, Ask, Company, Where
 
 FACTORS = {

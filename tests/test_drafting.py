@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import proposers
-from draftproof.engine.drafting import FEW, LATER, Drafting
-from draftproof.ops.triton_cuda.graph import bucket_of
+from draftproof.engine.drafting.device_proposer import FEW, LATER, Drafting
+from draftproof.ops.triton.graphs import bucket_of
 from draftproof.types import DraftTraits, Traits
 
 OPS = SimpleNamespace(asynchronous=True, bucket=bucket_of)

@@ -15,8 +15,8 @@ from rich.progress import Progress
 
 import proposers
 from draftproof import LLM, SamplingParams
-from draftproof.engine.settle import StepResults
-from draftproof.text.output import OutputBuilder
+from draftproof.engine.step.step_results import StepResults
+from draftproof.text.streaming_output import OutputBuilder
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
 FIRST = 10  # the ids 10 to 19 are the pieces; 2 ends a text
@@ -297,7 +297,7 @@ def both_ways(llm, seed):
     bulk = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     between = llm.stats.num_emitted_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftproof.jobs.needs_settling", lambda *_: True)
+        patch.setattr("draftproof.frontend.request_tracker.needs_settling", lambda *_: True)
         watched = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     assert between - before == llm.stats.num_emitted_tokens - between == bulk_tokens(bulk)
     return bulk, watched
@@ -341,7 +341,7 @@ def test_results_a_step_late_change_no_answer(llms, make):
 
 
 def test_control_a_bulk_answer_that_differs(llms, monkeypatch):
-    monkeypatch.setattr("draftproof.text.bulk.BulkDetokenizer.push_unseen", lambda self: None)
+    monkeypatch.setattr("draftproof.text.bulk.detokenizer.BulkDetokenizer.push_unseen", lambda self: None)
     with pytest.raises(AssertionError):
         test_bulk_is_what_token_by_token_gives(llms)
 

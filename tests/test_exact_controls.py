@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from draftproof.engine import extras
-from draftproof.ops.torch_any import TorchOps
+from draftproof.engine.step import host_logprobs
+from draftproof.ops.torch.forward import TorchOps
 from draftproof.types import PICK, Choice, Windows
-from draftproof.verify import process
+from draftproof.verify import logits_processing
 from draftproof.verify.target_match import TargetMatch
 from exact import MANY_ENDS, OPTIONS, Ask, Company, Where, plant
 
@@ -188,8 +188,10 @@ def test_min_tokens_looked_at_when_the_window_starts(monkeypatch):
 def test_a_context_without_the_drafts(monkeypatch, option):
     ask = Ask(0, option, 1.3, length=20)
     assert not found(ask, PERFECT)
-    whole = process._context
-    monkeypatch.setattr(process, "_context", lambda windows, row: whole(at_the_window(windows), row))
+    whole = logits_processing._context
+    monkeypatch.setattr(
+        logits_processing, "_context", lambda windows, row: whole(at_the_window(windows), row)
+    )
     assert any("logprobs" in line for line in found(ask, PERFECT))
 
 
@@ -197,8 +199,10 @@ def test_prompt_logprobs_that_forget_the_chunk(monkeypatch):
     """Rows of a later chunk judged as if they were the prompt's first."""
     ask = Ask(0, "none", 0.0, length=40)
     assert not found(ask, chunk=16)
-    whole = extras.prompt_logprobs
+    whole = host_logprobs.prompt_logprobs
     monkeypatch.setattr(
-        extras, "prompt_logprobs", lambda runner, request, computed, hidden: whole(runner, request, 0, hidden)
+        host_logprobs,
+        "prompt_logprobs",
+        lambda runner, request, computed, hidden: whole(runner, request, 0, hidden),
     )
     assert any("prompt logprobs" in line for line in found(ask, chunk=16))

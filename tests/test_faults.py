@@ -11,9 +11,9 @@ import torch
 
 import tiny
 from draftproof import AsyncLLM
-from draftproof.engine import faults
+from draftproof.engine import fault_recovery
 from draftproof.engine.loop import Loop
-from draftproof.engine.pages import Pages
+from draftproof.engine.page_pool import Pages
 from draftproof.engine.scheduler import Scheduler
 from draftproof.errors import EngineDeadError
 from draftproof.sampling_params import SamplingParams
@@ -180,7 +180,7 @@ def test_control_pages_that_were_never_filled_are_found(broken, monkeypatch, alo
 
 def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
     """Nobody is taken back: the tokens that were committed meanwhile are never told."""
-    monkeypatch.setattr(faults, "take_back", lambda *_: [])
+    monkeypatch.setattr(fault_recovery, "take_back", lambda *_: [])
     monkeypatch.setattr("draftproof.engine.loop.take_back", lambda *_: [])
     target, ops = build(debug=False)
     ops.when = lambda _, op, count: op == "read" and count == 10

@@ -29,7 +29,7 @@ def test_every_pair_of_factors(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
 def test_a_gemm_that_feels_the_row_count_is_found(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    from draftproof.ops.triton_cuda import TritonOps
+    from draftproof.ops.triton.backend import TritonOps
 
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
     where = Where(arch, "float32", "triton", device="cuda")

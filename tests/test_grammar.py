@@ -15,12 +15,12 @@ import torch
 import grammars
 import proposers
 import tiny
-from draftproof.engine import guided
-from draftproof.engine.step import DeviceStep
+from draftproof.engine.step import grammar_masks
+from draftproof.engine.step.device_step import DeviceStep
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Grammar
 from draftproof.verify import STRATEGIES
-from draftproof.verify.grammar import Guide
+from draftproof.verify.grammar_guide import Guide
 from exact import Ask, Company, Where, compare, plant
 from grammars import EOS, TINY, words
 from words import Breaking
@@ -254,7 +254,7 @@ def test_control_masks_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_control_committed_tokens_that_the_grammar_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted drafts are left out, so only speculation shows it."""
-    whole = guided.take_in
+    whole = grammar_masks.take_in
 
     def broken(planned: Any, table: Any, here: Any) -> None:
         last = table.copy()
@@ -265,5 +265,5 @@ def test_control_committed_tokens_that_the_grammar_is_not_told(monkeypatch: pyte
                 line[0] = 1
         whole(planned, last, here)
 
-    monkeypatch.setattr(guided, "take_in", broken)
+    monkeypatch.setattr(grammar_masks, "take_in", broken)
     assert any("request 0" in line for line in found(PERFECT))

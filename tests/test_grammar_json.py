@@ -23,7 +23,7 @@ from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import Proposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft, ProposeBatch
-from draftproof.verify.grammar import Guide
+from draftproof.verify.grammar_guide import Guide
 from grammars import EOS, TINY
 from test_distribution import ALPHA, BIAS, p_value
 

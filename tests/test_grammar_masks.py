@@ -19,7 +19,7 @@ import grammars
 import tiny
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Grammar
-from draftproof.verify.grammar import OPEN, Guide, is_set
+from draftproof.verify.grammar_guide import OPEN, Guide, is_set
 from grammars import EOS, TINY, words
 from words import Words
 

@@ -14,9 +14,9 @@ import grammars
 import tiny
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.text import grammar as text_grammar
-from draftproof.text.schema import not_enforced
-from draftproof.verify.grammar import is_set
+from draftproof.text.grammar import compiler as text_grammar
+from draftproof.text.grammar.json_schema import not_enforced
+from draftproof.verify.grammar_guide import is_set
 from grammars import EOS, TINY
 
 W = -(-tiny.VOCAB // 32)

@@ -17,12 +17,12 @@ import tiny
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.structured_outputs import LONGEST, StructuredOutputs
-from draftproof.text import grammar as text_grammar
-from draftproof.text import grammar_worker
-from draftproof.text.grammar import Grammars
-from draftproof.text.grammar_process import GrammarProcess
-from draftproof.text.reasoning import ReasoningEnd
-from draftproof.text.schema import not_enforced
+from draftproof.text.grammar import compiler as text_grammar
+from draftproof.text.grammar import worker
+from draftproof.text.grammar.compiler import Grammars
+from draftproof.text.grammar.json_schema import not_enforced
+from draftproof.text.grammar.process import GrammarProcess
+from draftproof.text.grammar.reasoning import ReasoningEnd
 from grammars import EOS, TINY
 
 VOCABULARY = [b"" if i in TINY.special_ids else TINY.token_bytes(i) for i in range(tiny.VOCAB)]
@@ -188,7 +188,7 @@ SCHEMAS: dict[str, tuple[Any, Any, Any]] = {
 def test_strings_of_bounded_length_are_json(bounds: dict[str, int]) -> None:
     """The compiler itself would let control characters through."""
     info = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], stop_token_ids=[10])
-    made = grammar_worker._build(xgrammar, info, "json", json.dumps({"type": "string", **bounds}), {})
+    made = worker._build(xgrammar, info, "json", json.dumps({"type": "string", **bounds}), {})
     plain = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps({"type": "string", **bounds}))
     for text in ("", "a", "é€", "abc", "abcd", "a" * 901, "\x00", "\x1f", "a\tb", "\n", '"', "\\"):
         said = f'"{text}"'
@@ -451,11 +451,11 @@ def test_a_compiler_that_dies_takes_nobody_with_it() -> None:
 
 def test_a_grammar_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The limit is the system's; where it has none there is nothing to see."""
-    source = Path(grammar_worker.__file__).read_text()
+    source = Path(worker.__file__).read_text()
     small = tmp_path / "worker.py"
     small.write_text(source.replace("MEMORY = 4 << 30", "MEMORY = 24 << 20"))
     assert small.read_text() != source
-    monkeypatch.setattr(grammar_worker, "__file__", str(small))
+    monkeypatch.setattr(worker, "__file__", str(small))
     process = GrammarProcess(VOCABULARY, [EOS])
     assert process.compile(("regex", "a+", {}), 60)
     if Path("/proc/self/statm").exists():

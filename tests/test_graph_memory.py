@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.engine.step import DeviceStep
-from draftproof.ops.torch_any import TorchOps
+from draftproof.engine.step.device_step import DeviceStep
+from draftproof.ops.torch.forward import TorchOps
 from exact import Ask, Company, Where
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 import heads
 import tiny
 from draftproof.errors import LoadError
-from draftproof.models.head import HeadConfig, Target
-from draftproof.models.head_formats import load_head, read_head
-from draftproof.models.head_model import HeadModel, TargetParts
+from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.draft_head.formats import load_head, read_head
+from draftproof.models.draft_head.model import HeadModel, TargetParts
 from draftproof.ops import Rows, resolve
 from exact import Ask, Company, Where
 

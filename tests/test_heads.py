@@ -16,11 +16,11 @@ import heads
 import tiny
 from covering import pairwise
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.models.runner import Runner
-from draftproof.ops.cpu.following import CpuFollowing
+from draftproof.ops.cpu.draft_rounds import CpuFollowing
+from draftproof.propose.draft_rounds import Rounds
 from draftproof.propose.head import Eagle3Proposer, EagleProposer, HeadProposer, MtpProposer
-from draftproof.propose.rounds import Rounds
 from exact import OPTIONS, Ask, Company, Where
 
 
@@ -165,7 +165,9 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
 
     monkeypatch.setattr(CpuFollowing, "follow", broken)
     if bug == "keeps":  # the features of the step before
-        kept = monkeypatch.setattr("draftproof.engine.drafting.Drafting.keep", lambda self, *rows: None)
+        kept = monkeypatch.setattr(
+            "draftproof.engine.drafting.device_proposer.Drafting.keep", lambda self, *rows: None
+        )
         assert kept is None
     with pytest.raises(AssertionError, match="differs"):
         audited(BASE)

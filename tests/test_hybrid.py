@@ -11,7 +11,7 @@ import heads
 import proposers
 import tiny
 from draftproof.errors import ConfigError
-from draftproof.ops.drafting import UNIT, Record
+from draftproof.ops.contract.draft_search import UNIT, Record
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams

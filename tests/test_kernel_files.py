@@ -10,7 +10,7 @@ pytest.importorskip("numba")
 
 from numba.core.caching import IndexDataCacheFile
 
-from draftproof.ops.cpu.native import KernelFiles, SourceCache
+from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache
 
 
 def test_two_writers_never_take_each_others_file(tmp_path: Path) -> None:

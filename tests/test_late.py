@@ -14,8 +14,8 @@ import torch
 
 import heads
 import tiny
-from draftproof.engine.asking import Asking
-from draftproof.engine.drafting import Drafting
+from draftproof.engine.drafting.device_proposer import Drafting
+from draftproof.engine.drafting.draft_gate import Asking
 from draftproof.propose.head import HeadProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DraftTraits, Traits

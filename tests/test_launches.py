@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import heads
 import tiny
-from draftproof.models.head_model import TargetParts
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
+from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.runner import Runner
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
@@ -71,7 +71,8 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The backend as on a GPU of 132 processors."""
     from triton.runtime.jit import JITFunction
 
-    from draftproof.ops.triton_cuda import TritonOps, runtime
+    from draftproof.ops.triton import runtime
+    from draftproof.ops.triton.backend import TritonOps
 
     launches = Launches()
     empty = torch.empty

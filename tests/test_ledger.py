@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.engine.settle import Ending, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import Ending, LogprobColumns, StepResults
 from draftproof.sampling_params import SamplingParams
-from draftproof.text import ledger as ledger_module
-from draftproof.text.answer import Answer
-from draftproof.text.bulk import BulkDetokenizer
-from draftproof.text.ledger import Ledger
-from draftproof.text.output import OutputBuilder
-from draftproof.text.watch import Watch
+from draftproof.text.bulk import output_table as ledger_module
+from draftproof.text.bulk.detokenizer import BulkDetokenizer
+from draftproof.text.bulk.output import Answer
+from draftproof.text.bulk.output_table import Ledger
+from draftproof.text.bulk.stop_strings import Watch
+from draftproof.text.streaming_output import OutputBuilder
 from draftproof.types import (
     FIRST_ROW,
     NUM_ACCEPTED,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftproof import LLM, ConfigError, LoadError, RequestError, SamplingParams
-from draftproof.text.ledger import Ledger
+from draftproof.text.bulk.output_table import Ledger
 
 COPY = "one two three four five six seven eight one two three four five six seven eight one two three"
 

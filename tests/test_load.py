@@ -20,14 +20,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models import cache, hub, load
-from draftproof.models import tensors as model_tensors
+from draftproof.models import hub, load, weight_cache
+from draftproof.models import weights as model_tensors
 from draftproof.models.config import ModelConfig, RopeScaling
-from draftproof.models.gguf import read_gguf
-from draftproof.models.gguf_llama import config_from_gguf, split_halves
+from draftproof.models.gguf.file import read_gguf
+from draftproof.models.gguf.llama import config_from_gguf, split_halves
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.rope import inverse_frequencies
-from draftproof.models.tensors import dummy_tensors, expected_tensors
+from draftproof.models.weights import dummy_tensors, expected_tensors
 from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
 
 SIZES: dict[str, Any] = {
@@ -423,7 +423,7 @@ def test_second_start_comes_from_the_cache(
 
 def test_the_cache_is_a_plain_safetensors_file(tmp_path: Path) -> None:
     tensors = dummy_tensors(SMALL, torch.bfloat16, 0)
-    cache.write_unpacked(tmp_path / "x-1.safetensors", tensors)
+    weight_cache.write_unpacked(tmp_path / "x-1.safetensors", tensors)
     assert same(load_file(tmp_path / "x-1.safetensors"), tensors)
     header = int.from_bytes((tmp_path / "x-1.safetensors").read_bytes()[:8], "little")
     assert (header + 8) % 64 == 0
@@ -448,8 +448,8 @@ def test_no_half_written_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         file.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(cache, "_write_safetensors", fail)
-    cache.write_unpacked(tmp_path / "c" / "x.safetensors", {})
+    monkeypatch.setattr(weight_cache, "_write_safetensors", fail)
+    weight_cache.write_unpacked(tmp_path / "c" / "x.safetensors", {})
     assert list((tmp_path / "c").iterdir()) == []
 
 

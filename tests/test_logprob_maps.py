@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.text.logprob_page import rows_of
+from draftproof.text.bulk.logprob_rows import rows_of
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 from draftproof.types import CompletionOutput, Logprob, LogprobRow
 

@@ -8,8 +8,8 @@ import pytest
 from numba import njit
 from numba.core import caching
 
-from draftproof.native import native
-from draftproof.ops.cpu.native import SourceCache
+from draftproof.numba_jit import native
+from draftproof.ops.cpu.jit.compile import SourceCache
 
 
 def twice(x):

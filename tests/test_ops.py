@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Heads, Ops, resolve
-from draftproof.ops.torch_any import TorchOps
+from draftproof.ops.torch.forward import TorchOps
 from opcheck import CPU, POOL, Paged, assert_close, bits, importable, rows_that_differ
 
 OPS = importable()

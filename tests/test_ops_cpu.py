@@ -14,10 +14,11 @@ from draftproof.ops import Heads, Rows
 
 pytest.importorskip("numba")
 
-from draftproof.ops.cpu import CpuOps, tiles
+from draftproof.ops.cpu.backend import CpuOps
+from draftproof.ops.cpu.jit import amx
 
 CPU = torch.device("cpu")
-AMX = tiles.available()
+AMX = amx.available()
 KINDS = ["fp32", "bf16", pytest.param("amx", marks=pytest.mark.skipif(not AMX, reason="no AMX"))]
 PAGE = 16
 
@@ -410,7 +411,7 @@ def test_a_captured_pass_is_given_rows_that_change(kind: str) -> None:
         assert same(again, forward(rows, expected[:, :width])[0])
 
 
-@pytest.mark.skipif(not tiles.takes_bytes(), reason="needs AMX with int8")
+@pytest.mark.skipif(not amx.takes_bytes(), reason="needs AMX with int8")
 @pytest.mark.parametrize(("columns", "depth"), [(61, 40), (64, 64), (200, 130), (97, 576)])
 def test_rough_weights_are_nearly_right_and_rows_do_not_meet(columns: int, depth: int) -> None:
     """Bytes in fp64 are the definition; bf16 is what they stand for."""
@@ -443,7 +444,7 @@ def test_rough_weights_are_nearly_right_and_rows_do_not_meet(columns: int, depth
 
 
 def test_arena_places_never_overlap_while_alive() -> None:
-    from draftproof.ops.cpu.program import place
+    from draftproof.ops.cpu.jit.program import place
 
     numbers = np.random.default_rng(0)
     for _ in range(50):

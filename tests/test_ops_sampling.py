@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_SAMPLE, STREAM_SYNTHETIC, Ops
-from draftproof.ops.reference import gumbel, philox
+from draftproof.ops.reference.forward import gumbel, philox
 from opcheck import POOL, bits, importable, rows_that_differ
 
 OPS = importable()

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import step_cases
-from draftproof.ops.drafting import SuffixRule
-from draftproof.ops.reference_step import _latest_match
-from draftproof.ops.torch_any import TorchOps
+from draftproof.ops.contract.draft_search import SuffixRule
+from draftproof.ops.reference.step import _latest_match
+from draftproof.ops.torch.forward import TorchOps
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, End, Outcome, Wants
 from opcheck import CPU, importable
 from step_cases import CHECKS, REF, Size, Step

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.engine import pacing
-from draftproof.engine.pacing import FOLLOW, OFTEN, SPARE, Pacing
+from draftproof.engine.drafting import run_ahead
+from draftproof.engine.drafting.run_ahead import FOLLOW, OFTEN, SPARE, Pacing
 from draftproof.metrics import Timings
 
 ROWS, KEYS, STEP, HOST = 4, 70, 1.0, 0.25
@@ -42,7 +42,7 @@ class Queue:
         self.now = self.free = 100.0
         self.waited = 0.0  # the device, for something to do
         clock = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(pacing, "time", clock)
+        monkeypatch.setattr(run_ahead, "time", clock)
         self.costs, self.timings = Costs(learns), Timings()
         host = SimpleNamespace(length=np.array([30, 40]), tenant=np.array([1, 1]))
         self.scheduler = SimpleNamespace(

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from draftproof.engine.pages import Pages, digests
+from draftproof.engine.page_pool import Pages, digests
 
 SIZE = 4
 STEADY = settings(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftproof.engine.calm import Calm
-from draftproof.engine.pages import digests
+from draftproof.engine.fast_path import Calm
+from draftproof.engine.page_pool import digests
 from draftproof.engine.scheduler import Scheduler
 from lives import K, Life, lives, machine
 
@@ -150,7 +150,7 @@ def test_control_digests_that_say_too_little(monkeypatch, page):
         for at, found in enumerate(digests(tokens, size, "" if page == "salt" else salt, known), len(known)):
             yield repr((salt, tokens[at * size : (at + 1) * size])).encode() if page == "chain" else found
 
-    monkeypatch.setattr("draftproof.engine.prefixes.digests", broken)
+    monkeypatch.setattr("draftproof.engine.prefix_cache.digests", broken)
     with pytest.raises(AssertionError, match="KV of another text"):
         lives()
 

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from draftproof import LLM
-from draftproof.engine.prefixes import Prefixes
+from draftproof.engine.prefix_cache import Prefixes
 from draftproof.sampling_params import SamplingParams
 from exact import Ask, Company, Where, check_empty, compare, run_solo
 
@@ -149,7 +149,7 @@ def test_control_a_page_that_is_known_too_early(monkeypatch):
 
 
 def plain_digests(salted=True, chained=True):
-    from draftproof.engine.pages import digests
+    from draftproof.engine.page_pool import digests
 
     def broken(tokens, size, salt="", known=()):
         found = digests(tokens, size, salt if salted else "", known)
@@ -161,7 +161,7 @@ def plain_digests(salted=True, chained=True):
 
 
 def test_digests_go_on_where_they_ended():
-    from draftproof.engine.pages import digests
+    from draftproof.engine.page_pool import digests
 
     ids = tiny.prompt(0, 50)
     whole = list(digests(ids, PAGE, "a"))
@@ -173,11 +173,11 @@ def test_digests_go_on_where_they_ended():
 
 def test_who_comes_next_is_read_while_there_is_time(monkeypatch):
     """And is not read again when seated; what it has said later is read from there on."""
-    from draftproof.engine import prefixes
+    from draftproof.engine import prefix_cache
 
-    engine, asked, whole = tiny.engine(page_size=PAGE, max_num_seqs=1), [], prefixes.digests
+    engine, asked, whole = tiny.engine(page_size=PAGE, max_num_seqs=1), [], prefix_cache.digests
     monkeypatch.setattr(
-        prefixes, "digests", lambda ids, *more: asked.append(len(more[2])) or whole(ids, *more)
+        prefix_cache, "digests", lambda ids, *more: asked.append(len(more[2])) or whole(ids, *more)
     )
     scheduler = engine.loop.scheduler
     for i in range(2):
@@ -198,7 +198,7 @@ def test_who_comes_next_is_read_while_there_is_time(monkeypatch):
 def test_control_digests_that_say_too_little(monkeypatch, what):
     """One after the other, so that what is found is there: the salt is ignored, or what comes before."""
     engine, ids = tiny.engine(page_size=PAGE), tiny.prompt(0, 40)
-    monkeypatch.setattr("draftproof.engine.prefixes.digests", plain_digests(**{what: False}))
+    monkeypatch.setattr("draftproof.engine.prefix_cache.digests", plain_digests(**{what: False}))
     serve(engine, ids, cache_salt="a")
     if what == "salted":
         assert serve(engine, ids, cache_salt="b")[1] == 32, "another's text was found"

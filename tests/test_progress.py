@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from draftproof.text import progress
+from draftproof.frontend import progress
 
 
 def test_lines_of_the_log_now_and_then(

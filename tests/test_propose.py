@@ -12,8 +12,8 @@ from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
 from draftproof.propose import ProposerEnv, ngram_sizes
-from draftproof.propose.given import GivenProposer, _Cursor
 from draftproof.propose.ngram import NgramProposer
+from draftproof.propose.prediction import GivenProposer, _Cursor
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, End, ProposeBatch
 from exact import Ask, Company, Where, solo

@@ -22,12 +22,12 @@ from draftproof import (
     RequestOutput,
     SamplingParams,
 )
-from draftproof.serve import clients, telling, worker
-from draftproof.serve.messages import FAREWELL
-from draftproof.serve.reading import Guests, read, results_of
-from draftproof.serve.remote import RemoteLLM, connect
-from draftproof.serve.status import WorkerStatus, address_of, write_status
-from draftproof.serve.wire import Bounds, FrameError, pack
+from draftproof.serve.ipc import encode, frontend_connection, worker
+from draftproof.serve.ipc.decode import Guests, read, results_of
+from draftproof.serve.ipc.frame import Bounds, FrameError, pack
+from draftproof.serve.ipc.messages import FAREWELL
+from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
+from draftproof.serve.ipc.status import WorkerStatus, address_of, write_status
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.types import Request
 from far import RawServer, serve, wait_for, working
@@ -119,7 +119,7 @@ def test_control_rows_of_a_neighbour(
             columns["raw_value"] = np.roll(columns["raw_value"], 1, axis=0)
         return pack(header, columns)
 
-    monkeypatch.setattr(telling, "pack", swapped)
+    monkeypatch.setattr(encode, "pack", swapped)
     with pytest.raises(AssertionError):
         serve(make("plain"), tmp_path, lambda far: serve_all(far, portable, random.Random(1)))
 
@@ -249,7 +249,7 @@ def test_a_full_queue_of_frames_loses_nothing(
 ) -> None:
     """One server does not read while it is served, until all queues are full; then it finds every frame."""
     monkeypatch.setattr(worker, "QUEUED", 1)
-    monkeypatch.setattr(clients, "OUTBOX", 1)
+    monkeypatch.setattr(frontend_connection, "OUTBOX", 1)
     llm, vocab = make("plain"), CONFIG["vocab_size"]
     prompt = {"prompt_token_ids": [10 + i % 7 for i in range(230)]}
     asks = [params(i, max_tokens=20, prompt_logprobs=20, cache_salt=str(i)) for i in range(12)]
@@ -284,15 +284,15 @@ def test_nobody_waits_for_a_server_that_is_stuck(
     make: Any, portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     """Others are served meanwhile. In the end it loses its requests, and they give back what they had."""
-    monkeypatch.setattr(clients, "OUTBOX", 1)
-    monkeypatch.setattr(clients, "OTHERS_SECONDS", 1e9)
+    monkeypatch.setattr(frontend_connection, "OUTBOX", 1)
+    monkeypatch.setattr(frontend_connection, "OTHERS_SECONDS", 1e9)
     monkeypatch.setattr(worker.log, "disabled", True)
-    put = clients.Client.put
+    put = frontend_connection.Client.put
 
-    def full(self: clients.Client, socket: Any, data: bytes) -> bool:
+    def full(self: frontend_connection.Client, socket: Any, data: bytes) -> bool:
         return put(self, socket, data) if self.number > 1 or not self.sequence or awake else False
 
-    monkeypatch.setattr(clients.Client, "put", full)
+    monkeypatch.setattr(frontend_connection.Client, "put", full)
     llm, awake = make("plain"), []
     with working(llm, tmp_path) as served, RawServer(tmp_path) as stuck:
         stuck.add(7, request(max_tokens=240))
@@ -302,7 +302,7 @@ def test_nobody_waits_for_a_server_that_is_stuck(
             async with asyncio.timeout(60), connect(address_of(tmp_path), tokenizer=Pieces()) as far:
                 assert facts(await far.generate(*HERE[0])) == facts(portable[0])
                 assert client.entries and client.stuck
-                monkeypatch.setattr(clients, bound, 0)
+                monkeypatch.setattr(frontend_connection, bound, 0)
                 assert facts(await far.generate(*HERE[0])) == facts(portable[0])
                 assert not client.entries and far.engine_stats().num_running == 0
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.engine.asking import GOES_ON, HOPES, Asking
-from draftproof.engine.brings import CHAIN, heard, worth_it
-from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting.draft_gate import GOES_ON, HOPES, Asking
+from draftproof.engine.drafting.draft_gate_kernels import CHAIN, heard, worth_it
+from draftproof.engine.drafting.step_cost import RowCosts
 
 MODEL, SEARCH = 0, 1
 
@@ -164,7 +164,7 @@ def test_rounds_without_a_price_are_all_wanted() -> None:
 def test_what_a_search_cannot_do_it_is_trusted_with_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all rounds nothing is heard of it. Control: nothing is hoped for."""
     for hopes in (HOPES, 0.0):
-        monkeypatch.setattr("draftproof.engine.asking.HOPES", hopes)
+        monkeypatch.setattr("draftproof.engine.drafting.draft_gate.HOPES", hopes)
         steps = Steps()
         steps.asking._chain[:] = 0.8, 0.01
         found = [steps.step(0.8, 0.8) for _ in range(1200)]

@@ -19,9 +19,9 @@ import httpx
 import openai
 import pytest
 
-from draftproof.cli import _options, main
-from draftproof.serve.command import engine_options, settings_of
-from draftproof.serve.seats import Seats, shared
+from draftproof.cli.main import _options, main
+from draftproof.cli.serve import engine_options, settings_of
+from draftproof.serve.http.shared_limits import Seats, shared
 from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings
 from serving import events, make_folder
 

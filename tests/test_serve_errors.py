@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from draftproof.errors import ConfigError, EngineDeadError, QueueFullError
-from draftproof.serve import answers, desk, forms, http, protocol
-from draftproof.serve.logs import JsonFormatter
+from draftproof.serve.api import completions, response_builder
+from draftproof.serve.http import io, request_guard, uvicorn_protocol
+from draftproof.serve.http.request_log import JsonFormatter
 from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings, read_keys
 from serving import NGRAM, Served, events, make_folder, raw_request, serving, tiny
 
@@ -305,7 +306,7 @@ def test_a_full_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_takes_too_long(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(request_guard, "SWEEP_SECONDS", 0.01)
     with serving(tiny(folder), Settings(request_seconds=0.2)) as running:
         slow_down(running, monkeypatch)
         late = running.post("/v1/completions", {**TEXT, "max_tokens": 200, "ignore_eos": True})
@@ -353,7 +354,7 @@ def test_a_client_that_leaves_ends_its_request(
 
 def test_a_client_that_never_reads(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is let go after a while; whoever reads is served meanwhile."""
-    monkeypatch.setattr(desk, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(request_guard, "SWEEP_SECONDS", 0.02)
     with serving(tiny(folder, max_model_len=256), Settings(stall_seconds=0.3), 4096) as running:
         wish = {**TEXT, "max_tokens": 250, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
         where, data = raw_request(running.url, wish)
@@ -374,7 +375,7 @@ def _until(true: Any, seconds: float = 20) -> None:
 
 
 def test_heads_that_do_not_end(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.3)
     with serving(tiny(folder)) as running:
         where, data = raw_request(running.url, {**TEXT})
         with socket.create_connection(where, timeout=10) as line:
@@ -396,8 +397,8 @@ def test_what_is_large_is_told_by_another_thread(folder: Any, monkeypatch: pytes
     body = {"prompt": [list(range(9, 60))] * 2, "max_tokens": 5, "echo": True, "logprobs": 3, "seed": 1}
     told = []
     for many in (20_000, 10):
-        monkeypatch.setattr(answers, "MANY", many)
-        monkeypatch.setattr(http, "BIG_BODY", many)
+        monkeypatch.setattr(completions, "MANY", many)
+        monkeypatch.setattr(io, "BIG_BODY", many)
         with serving(tiny(folder)) as running:
             whole = running.post("/v1/completions", body).json()
             with running.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
@@ -431,6 +432,6 @@ def test_prompts_are_logged_if_the_operator_wants(folder: Any, caplog: pytest.Lo
 
 
 def test_failures_have_a_status() -> None:
-    assert forms.failure("abort", None, False).status == 503
-    assert forms.failure("error", "NaN", False).status == 500
-    assert forms.failure("error", "the worker died", True).status == 503
+    assert response_builder.failure("abort", None, False).status == 503
+    assert response_builder.failure("error", "NaN", False).status == 500
+    assert response_builder.failure("error", "the worker died", True).status == 503

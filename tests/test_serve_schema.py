@@ -19,9 +19,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from draftproof.serve.openapi import document
-from draftproof.serve.problems import Problem, decode
-from draftproof.serve.schema import ASKS_NOTHING, NOT_HONOURED, Asked, ChatAsked, CompletionAsked
+from draftproof.serve.api.openapi import document
+from draftproof.serve.api.request_schema import ASKS_NOTHING, NOT_HONOURED, Asked, ChatAsked, CompletionAsked
+from draftproof.serve.http.errors import Problem, decode
 from draftproof.serve.settings import Settings
 from serving import NGRAM, Served, make_folder, serving, tiny
 
@@ -74,7 +74,7 @@ def test_control_a_reply_that_is_not_as_described(api: Any, monkeypatch: pytest.
     """Negative control: a field of the wrong type is seen."""
     case = api["/detokenize"]["POST"].Case(body={"tokens": [5]}, media_type="application/json")
     case.call_and_validate(checks=CHECKS)
-    monkeypatch.setattr("draftproof.serve.facts.DetokenizeReply", lambda prompt: {"prompt": 1})
+    monkeypatch.setattr("draftproof.serve.api.info_routes.DetokenizeReply", lambda prompt: {"prompt": 1})
     with pytest.raises(FailureGroup, match="schema"):
         case.call_and_validate(checks=CHECKS)
 

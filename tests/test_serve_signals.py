@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from draftproof import AsyncLLM
-from draftproof.serve.meters import Meters
-from draftproof.serve.running import serve
+from draftproof.serve.api.metrics import Meters
+from draftproof.serve.http.server import serve
 from draftproof.serve.settings import Settings
 from serving import make_folder, tiny
 

@@ -8,14 +8,14 @@ import random
 import pytest
 
 import tiny
-from draftproof.cli import main
+from draftproof.cli.main import main
+from draftproof.cli.simulate import _measured
 from draftproof.config import SpeculativeConfig
 from draftproof.errors import ConfigError, RequestError
 from draftproof.llm import LLM
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.simulate.command import _measured
-from draftproof.simulate.recorded import Recorded, read
+from draftproof.simulate.records import Recorded, read
 from draftproof.simulate.replay import Costs, replay
 from serving import make_folder
 

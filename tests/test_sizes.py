@@ -8,10 +8,10 @@ import torch
 import heads
 import tiny
 from draftproof.config import EngineConfig
-from draftproof.engine.sizes import resolve_sizes
+from draftproof.engine.sizing import resolve_sizes
 from draftproof.errors import ConfigError
 from draftproof.models.runner import kv_bytes_per_token
-from draftproof.ops.torch_any import TorchOps
+from draftproof.ops.torch.forward import TorchOps
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 

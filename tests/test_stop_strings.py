@@ -7,7 +7,7 @@ import random
 import pytest
 
 from draftproof.errors import RequestError
-from draftproof.text.stop import StopMatch, StopStrings
+from draftproof.text.stop_strings import StopMatch, StopStrings
 
 
 def run(

@@ -12,11 +12,11 @@ import torch
 import tiny
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
-from draftproof.ops.drafting import DEPTH, SIZES, SuffixRule
-from draftproof.propose import pool as pools
-from draftproof.propose.pool import BODY, NOBODY, WIDE, Pool, owner_of
-from draftproof.propose.pool_index import index
+from draftproof.ops.contract.draft_search import DEPTH, SIZES, SuffixRule
+from draftproof.propose import suffix_pool as pools
 from draftproof.propose.suffix import SuffixProposer
+from draftproof.propose.suffix_pool import BODY, NOBODY, WIDE, Pool, owner_of
+from draftproof.propose.suffix_pool_index import index
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch
 from exact import Ask, Company, Where, solo
@@ -254,7 +254,7 @@ def test_what_was_told_is_taken_in_though_there_is_never_time(monkeypatch):
     waiting, age = crowd(monkeypatch)
     assert 30 <= waiting <= 40 and 40 < age <= 50
     assert crowd(monkeypatch, lambda i: i % 3 == 0)[0] <= 6  # there is
-    monkeypatch.setattr("draftproof.propose.pool.PATIENCE", 1000)  # control
+    monkeypatch.setattr("draftproof.propose.suffix_pool.PATIENCE", 1000)  # control
     assert crowd(monkeypatch)[0] == 300
 
 

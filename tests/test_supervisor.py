@@ -21,7 +21,7 @@ import pytest
 from async_serving import ASKS, collect, facts, params
 from draftproof import ConfigError, EngineDeadError, EngineDownError, LoadError, RequestOutput
 from draftproof.serve import supervisor as supervising
-from draftproof.serve.remote import RemoteLLM, connect
+from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
 from draftproof.serve.supervisor import Supervisor
 from far import wait_for
 from test_endings_text import CONFIG, Pieces
@@ -54,7 +54,10 @@ def children() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and b"draftproof.serve.worker_main" in (entry / "cmdline").read_bytes():
+            if (
+                entry.name.isdigit()
+                and b"draftproof.serve.ipc.worker_main" in (entry / "cmdline").read_bytes()
+            ):
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 found += [int(entry.name)] if int(parent) == os.getpid() else []
     return found
@@ -199,7 +202,7 @@ def test_what_cannot_be_started_is_said_at_once(folder: Path, monkeypatch: pytes
 def test_a_server_process_needs_no_torch() -> None:
     program = """
 import sys
-import draftproof.serve.remote, draftproof.serve.supervisor
+import draftproof.serve.ipc.remote_llm, draftproof.serve.supervisor
 assert not {"torch", "numba", "xgrammar", "transformers"} & set(sys.modules), "it is slow and large"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import heads
 import tiny
-from draftproof.engine.asking import Asking
-from draftproof.propose.rounds import Rounds
-from draftproof.propose.sureness import FIRM, MANY, RANGES, SHARED, Sureness
+from draftproof.engine.drafting.draft_gate import Asking
+from draftproof.propose.calibration import FIRM, MANY, RANGES, SHARED, Sureness
+from draftproof.propose.draft_rounds import Rounds
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft, DraftTraits, Request, SlotColumns
 from exact import Ask, Company, Where

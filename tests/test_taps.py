@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 

@@ -15,8 +15,8 @@ import transformers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from draftproof.errors import LoadError, RequestError
-from draftproof.text.chat import ChatTemplate
-from draftproof.text.decoding import byte_decoder, byte_level_alphabet
+from draftproof.text.chat_template import ChatTemplate
+from draftproof.text.token_bytes import byte_decoder, byte_level_alphabet
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 
 CORPUS = [

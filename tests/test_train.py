@@ -15,19 +15,12 @@ from safetensors.torch import load_file, save_file
 import tiny
 import trained
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models.head import HeadConfig, Target
-from draftproof.models.head_formats import load_head
+from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.draft_head.formats import load_head
 from draftproof.ops import Ops
 from draftproof.sampling_params import SamplingParams
-from draftproof.train import module
-from draftproof.train.causal import causal
 from draftproof.train.config import settle
-from draftproof.train.evaluate import SHARPER
-from draftproof.train.loop import Trainer
-from draftproof.train.loss import Aim, Rows, unrolled_loss
-from draftproof.train.slopes import Slopes
-from draftproof.train.teacher import Teacher
-from draftproof.train.texts import (
+from draftproof.train.data.dataset import (
     Batch,
     Batches,
     Text,
@@ -37,7 +30,14 @@ from draftproof.train.texts import (
     shard_tokens,
     write_shard,
 )
-from draftproof.train.write import write_head, write_speculators
+from draftproof.train.evaluate import SHARPER
+from draftproof.train.export import write_head, write_speculators
+from draftproof.train.model import head_module
+from draftproof.train.model.attention import causal
+from draftproof.train.model.grad_graph import Slopes
+from draftproof.train.model.loss import Aim, Rows, unrolled_loss
+from draftproof.train.model.target import Teacher
+from draftproof.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -89,16 +89,18 @@ def test_a_mask_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         see[0, 0] = True
         return see
 
-    monkeypatch.setattr(module, "visible", short)
+    monkeypatch.setattr(head_module, "visible", short)
     assert worst_difference("written") > 1e-3
 
 
 def test_a_sum_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the keys of step 0 weigh twice what they do, or their weight has no slope."""
-    monkeypatch.setattr(module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1] + math.log(2)))
+    monkeypatch.setattr(
+        head_module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1] + math.log(2))
+    )
     assert worst_difference("joined") > 1e-3
     assert slopes_apart() > 1e-3
-    monkeypatch.setattr(module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1].detach()))
+    monkeypatch.setattr(head_module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1].detach()))
     assert worst_difference("joined") < 1e-5
     assert slopes_apart() > 1e-3
 
@@ -114,7 +116,7 @@ def slopes_apart() -> float:
     given = [q, *(rows for pair in stored for rows in pair)]
     found = [
         torch.autograd.grad(attend(q, stored), given, wanted)
-        for attend in (module.attend, module.attend_joined)
+        for attend in (head_module.attend, head_module.attend_joined)
     ]
     return max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))
 
@@ -126,13 +128,13 @@ def test_both_ways_to_attend_have_one_slope() -> None:
 @pytest.mark.parametrize("attention", WAYS)
 def test_a_position_off_by_one_is_seen(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: later steps turned as if they stood where the first did."""
-    rotation, seen = module.rotation, []
+    rotation, seen = head_module.rotation, []
 
     def stuck(table: torch.Tensor) -> Any:
         seen.append(table)
         return rotation(seen[0])
 
-    monkeypatch.setattr(module, "rotation", stuck)
+    monkeypatch.setattr(head_module, "rotation", stuck)
     assert worst_difference(attention) > 1e-3
 
 
@@ -166,7 +168,7 @@ def test_the_loss_has_its_own_slope(aim: Aim, monkeypatch: pytest.MonkeyPatch) -
     slope = student.grad
     flat = teacher.flatten(0, 1), head, weight.flatten(1), cold.repeat_interleave(6)
     for size in (1, 4 * 11 * 5, 1 << 29):
-        monkeypatch.setattr("draftproof.train.loss.CHUNK_BYTES", size)
+        monkeypatch.setattr("draftproof.train.model.loss.CHUNK_BYTES", size)
         again = student.detach().requires_grad_()
         total, parts = unrolled_loss(again.flatten(1, 2), *flat, Rows.of(flat[2]), aim)
         total.backward()

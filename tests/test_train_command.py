@@ -12,13 +12,13 @@ import pytest
 import tokenizers
 
 import trained
-from draftproof.cli import main
+from draftproof.cli.main import main
+from draftproof.cli.train import CUT
 from draftproof.errors import ConfigError, LoadError
-from draftproof.train import run
-from draftproof.train.command import CUT
-from draftproof.train.generate import read_prompts
-from draftproof.train.loop import Trainer
-from draftproof.train.texts import read_texts
+from draftproof.train import pipeline
+from draftproof.train.data.dataset import read_texts
+from draftproof.train.data.generate_text import read_prompts
+from draftproof.train.trainer import Trainer
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<e>{% endfor %}"
@@ -190,7 +190,7 @@ def test_one_trainer_at_a_time(
     """What the target says of all the text may fill a device: it is gone when the next one comes, and before
     the engine does, whether or not the collector happens to come by."""
     made: list[weakref.ref[Trainer]] = []
-    whole, engine, alive = Trainer.__init__, run.LLM, []
+    whole, engine, alive = Trainer.__init__, pipeline.LLM, []
 
     def told(what: str) -> None:
         alive.append((what, sum(one() is not None for one in made)))
@@ -206,7 +206,7 @@ def test_one_trainer_at_a_time(
 
     monkeypatch.setattr(Trainer, "__init__", init)
     assert train(model, prompts, tmp_path, "--phase", "generate") == 0
-    monkeypatch.setattr(run, "LLM", begun)
+    monkeypatch.setattr(pipeline, "LLM", begun)
     gc.disable()
     try:
         assert all(train(model, prompts, tmp_path, "--phase", name) == 0 for name in ("train", "eval"))

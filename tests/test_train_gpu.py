@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trained
-from draftproof.train.run import repeatable
+from draftproof.train.pipeline import repeatable
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when cuBLAS is first used
 

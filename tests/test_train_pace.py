@@ -11,11 +11,11 @@ import torch
 
 import tiny
 import trained
-from draftproof.train import pace
-from draftproof.train.loop import Trainer
-from draftproof.train.pace import Pace, measured
-from draftproof.train.telling import Telling
-from draftproof.train.texts import Text
+from draftproof.train import time_budget
+from draftproof.train.data.dataset import Text
+from draftproof.train.progress import Telling
+from draftproof.train.time_budget import Pace, measured
+from draftproof.train.trainer import Trainer
 
 
 def test_all_of_the_phase_fits() -> None:
@@ -43,12 +43,12 @@ def test_what_is_done_beside_updates_is_measured(
         work()
         return 1.0
 
-    monkeypatch.setattr(pace, "_timed", timed)
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(pace, "GROUP", 2)
+    monkeypatch.setattr(time_budget, "_timed", timed)
+    monkeypatch.setattr(time_budget, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(time_budget, "GROUP", 2)
     made = trained.trainer(**options)
     found = measured(made, 0.0, 100 * int(made.batches.begins[-1]))
-    assert found == Pace(update=1 / pace.TIMED, point=1.0, saving=1.0, once=once)
+    assert found == Pace(update=1 / time_budget.TIMED, point=1.0, saving=1.0, once=once)
 
 
 def test_held_out_prompts_that_are_too_long_are_left_out() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.models.load import load_checkpoint
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftproof.engine.settle import Ending, Extra, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import Ending, Extra, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve import telling
-from draftproof.serve.reading import Guests, Told, read, results_of
-from draftproof.serve.telling import Refusal, refusal_frame
-from draftproof.serve.wire import COLUMNS, HEAD, VERSION, Bounds, FrameError, Status, pack, unpack
+from draftproof.serve.ipc import encode
+from draftproof.serve.ipc.decode import Guests, Told, read, results_of
+from draftproof.serve.ipc.encode import Refusal, refusal_frame
+from draftproof.serve.ipc.frame import COLUMNS, HEAD, VERSION, Bounds, FrameError, Status, pack, unpack
 from draftproof.types import NUM_OUT, TOKENS, DraftRecord, LogprobRow, Request, Wants
 from frames import STATS, Step, random_step, sealed
 from fuzzing import fuzz
@@ -84,7 +84,7 @@ def test_control_swapped_columns(swap: tuple[str, str], monkeypatch: pytest.Monk
             columns[a], columns[b] = columns[b], columns[a]
         return pack(header, columns)
 
-    monkeypatch.setattr(telling, "pack", swapped)
+    monkeypatch.setattr(encode, "pack", swapped)
     with pytest.raises((AssertionError, FrameError)):
         for seed in range(20):
             step = random_step(seed, vocab=97)
@@ -99,7 +99,7 @@ def test_control_a_row_of_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
             columns["raw_value"] = np.roll(columns["raw_value"], 1, axis=0)
         return pack(header, columns)
 
-    monkeypatch.setattr(telling, "pack", shifted)
+    monkeypatch.setattr(encode, "pack", shifted)
     with pytest.raises(AssertionError):
         for seed in range(20):
             step = random_step(seed)

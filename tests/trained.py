@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import tiny
-from draftproof.models.head import HeadConfig
+from draftproof.models.draft_head.config import HeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TrainPlan
-from draftproof.train.loop import Trainer
-from draftproof.train.telling import Telling
-from draftproof.train.texts import Text
+from draftproof.train.data.dataset import Text
+from draftproof.train.progress import Telling
+from draftproof.train.trainer import Trainer
 
 
 def write_model(folder: Path) -> None:

@@ -16,15 +16,18 @@ import torch
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
 from draftproof.ops import Heads, Layer, Ops
-from draftproof.ops.triton_cuda import blocks
-from draftproof.ops.triton_cuda.gemm import PackedLinear
+from draftproof.ops.triton.fused import layers as fused_layers
+from draftproof.ops.triton.gemm.dense import PackedLinear
 from opcheck import Paged, bits
 
-triton, tl = blocks.triton, blocks.tl
+triton, tl = fused_layers.triton, fused_layers.tl
 ops, randn = triton_checks.ops, triton_checks.randn
 BF16 = torch.bfloat16
-blocks.PANEL = 128  # the down projection in two parts
-blocks.FORMS = (blocks.Form(4, 1024, 1, False, 32, 0), blocks.Form(64, 1024, 2, True, 64, 2))
+fused_layers.PANEL = 128  # the down projection in two parts
+fused_layers.FORMS = (
+    fused_layers.Form(4, 1024, 1, False, 32, 0),
+    fused_layers.Form(64, 1024, 2, True, 64, 2),
+)
 FEW, MANY = 3, 12  # programs: there is room for all spans only where there are many
 
 
@@ -70,7 +73,7 @@ def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...], p
         assert ops._blocks.takes(x, layers)
         ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
         ops._blocks.programs = programs
-        mixed = ops._blocks._buffer("mixed", blocks.MOST * heads.num_q * heads.dim, BF16).fill_(7)
+        mixed = ops._blocks._buffer("mixed", fused_layers.MOST * heads.num_q * heads.dim, BF16).fill_(7)
         made = ops.blocks(x.clone(), layers, norm, rows, rope, ours, 1e-5)
         wanted = Ops.blocks(ops, x, layers, norm, rows, rope, theirs, 1e-5)
         for got, want in zip(made, wanted, strict=True):
@@ -155,9 +158,9 @@ def a_round_for_nobody() -> None:
         return bits(mine[live]) != bits(want[live]) or bits(ours[0]) != bits(theirs[0])
 
     assert not any(wrong(live) for live in (None, 0, 2, 5))
-    with mock.patch.object(blocks, "nobody", hasty):
+    with mock.patch.object(fused_layers, "nobody", hasty):
         assert wrong(5) and not wrong(0)
-    with mock.patch.object(blocks, "nobody", never):
+    with mock.patch.object(fused_layers, "nobody", never):
         assert wrong(None) and not wrong(5)
 
 
@@ -171,12 +174,12 @@ def bias_and_windows() -> None:
 
 def pieces_of_tiles() -> None:
     """Where they cost nothing, tiles are walked through two spans at a time and folded."""
-    usual, blocks.FOLD = blocks.FOLD, -1
+    usual, fused_layers.FOLD = fused_layers.FOLD, -1
     try:
         same_bits(Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0,), pieces=2)
         same_bits(Heads(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (260,), pieces=2)
     finally:
-        blocks.FOLD = usual
+        fused_layers.FOLD = usual
 
 
 def what_it_leaves_to_others() -> None:
@@ -185,7 +188,7 @@ def what_it_leaves_to_others() -> None:
     takes = ops._blocks.takes
     assert takes(x, [layer, layer])
     assert not takes(x.float(), [layer]) and not takes(x[:0], [layer])
-    assert not takes(x.repeat(blocks.MOST, 1), [layer])
+    assert not takes(x.repeat(fused_layers.MOST, 1), [layer])
     assert not takes(x, [layer, replace(layer, q_norm=x[0])])
     assert not takes(x, [replace(layer, heads=replace(heads, dim=16))])
     assert not takes(x, [replace(layer, qkv=replace(layer.qkv, split=2))])

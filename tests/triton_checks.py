@@ -24,11 +24,14 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from draftproof.ops import Heads, Rows, resolve
-from draftproof.ops.reference import ReferenceOps
-from draftproof.ops.triton_cuda import attention as attention_kernels
-from draftproof.ops.triton_cuda import gemm, graph, pair, select, slope, tile_lists, tiles, truncate, walk
-from draftproof.ops.triton_cuda.tiles import Tile
-from draftproof.train import loss
+from draftproof.ops.reference.forward import ReferenceOps
+from draftproof.ops.triton import graphs, kl_grad
+from draftproof.ops.triton.attention import prefill, worklist
+from draftproof.ops.triton.attention import splitkv as attention_kernels
+from draftproof.ops.triton.gemm import dense, fused, tiles
+from draftproof.ops.triton.gemm.tiles import Tile
+from draftproof.ops.triton.sampling import top_p, topk
+from draftproof.train.model import loss
 from opcheck import Paged, assert_close, bits
 
 torch.set_num_threads(1)
@@ -116,7 +119,7 @@ def linear_rows_stand_alone() -> None:
 def linear_with_spans_of_k() -> None:
     """Spans side by side and one after the other: the same bits; the scratch counters end at zero."""
     weight = randn(40, 512, seed=1)
-    packed = gemm.PackedLinear(weight, None, 4)
+    packed = dense.PackedLinear(weight, None, 4)
     x = randn(80, 512, seed=2)
     few, many = torch.empty(6, 40), torch.empty(80, 40)
     ops.gemm(x[:6], packed, few, tile=Tile(16, 16, 64, 4, 2))
@@ -141,12 +144,12 @@ def weights_asked_for_early() -> None:
         found = []
         for early in (False, True):
             with (
-                mock.patch.multiple(gemm, early=lambda *_, early=early: early),
-                mock.patch.multiple(pair, early=lambda *_, early=early: early),
+                mock.patch.multiple(dense, early=lambda *_, early=early: early),
+                mock.patch.multiple(fused, early=lambda *_, early=early: early),
             ):
                 found.append((torch.empty(5, 40, dtype=dtype), torch.empty(5, 20, dtype=dtype)))
                 ops.gemm(x, packed, found[-1][0], tile=tile)
-                pair.linear_silu_mul(x, packed, found[-1][1], False, tile)
+                fused.linear_silu_mul(x, packed, found[-1][1], False, tile)
         assert [bits(out) for out in found[0]] == [bits(out) for out in found[1]], depth
 
 
@@ -158,9 +161,9 @@ def tiles_cover_everything() -> None:
                 tile = tiles.tile_for(rows, columns, 576, wide)
                 size = 4 if wide else 2
                 assert (tile.bm + tile.bn) * tile.bk * tile.stages * size <= 224 << 10, (rows, columns, tile)
-    sizes = [graph.bucket_of(rows) for rows in range(1, 3001)]
+    sizes = [graphs.bucket_of(rows) for rows in range(1, 3001)]
     assert all(size >= rows for rows, size in enumerate(sizes, start=1))
-    assert sorted(set(sizes)) == [*graph.STEPS, 1024, 1536, 2048, 2560, 3072]
+    assert sorted(set(sizes)) == [*graphs.STEPS, 1024, 1536, 2048, 2560, 3072]
 
 
 @check
@@ -262,14 +265,14 @@ def attention_of_many_tiles() -> None:
         x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
         rows.slots[-1] = -1
         plain = ops.attention(x, rows, heads, paged.cache)[:-1]
-        chunked = {16: walk.Shape(16, 2, 3), 32: walk.Shape(16, 2, 3, apart=False)}
-        ahead = {32: walk.Shape(16, 2, 3, apart=False, ahead=True)}
+        chunked = {16: prefill.Shape(16, 2, 3), 32: prefill.Shape(16, 2, 3, apart=False)}
+        ahead = {32: prefill.Shape(16, 2, 3, apart=False, ahead=True)}
         for few, cut in ((1000, 1000), (1000, 0), (0, 0)):
             with (
                 mock.patch.multiple(
-                    walk, FEW=few, CUT=cut, PROGRAMS=1, CHUNKED=chunked, LOWEST=ahead, HIGH=ahead
+                    prefill, FEW=few, CUT=cut, PROGRAMS=1, CHUNKED=chunked, LOWEST=ahead, HIGH=ahead
                 ),
-                mock.patch.object(tile_lists, "BLOCK", 16),
+                mock.patch.object(worklist, "BLOCK", 16),
                 mock.patch.object(attention_kernels, "PROGRAMS", 1),
             ):
                 ops.begin(rows)
@@ -289,8 +292,8 @@ def tiles_are_listed() -> None:
     slots = torch.tensor([4] * 8 + [2] + [3] * 3 + [4] * 2 + [-1] * 3)
     rows = Rows(slots, slots, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
     for block in (2, 8, 1024):
-        with mock.patch.object(tile_lists, "BLOCK", block):
-            lows, highs = tile_lists.TileLists().low_and_high(rows, 2, 5)
+        with mock.patch.object(worklist, "BLOCK", block):
+            lows, highs = worklist.TileLists().low_and_high(rows, 2, 5)
         assert lows[: 1 + lows[0]].tolist() == [2, 8, 12], block
         assert highs[: 1 + highs[0]].tolist() == [3, 0, 5, 9], block
 
@@ -298,11 +301,11 @@ def tiles_are_listed() -> None:
 @check
 def tiles_are_sorted() -> None:
     """By keys, the most last; chunks of a tile each for itself; a window leaves early spans out."""
-    span, chunks = attention_kernels.SPAN, tile_lists.CHUNKS
+    span, chunks = attention_kernels.SPAN, worklist.CHUNKS
     slots = torch.tensor([4] * 3 + [2] + [3] * 2 + [-1] * 2)
     positions = torch.tensor([7, 8, 9, 5 * span, span - 1, span, 0, 0])
     rows = Rows(slots, positions, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
-    listed = tile_lists.TileLists().by_keys
+    listed = worklist.TileLists().by_keys
     whole = listed(rows, 2, 0, 0)
     assert whole[: 1 + whole[0]].tolist() == [4, 0, 2, 4, 3]  # 9, 10, 129 and 641 keys
     cut = listed(rows, 2, 2, 0)  # two spans a chunk: slot 2 has six spans, slot 3 two
@@ -368,7 +371,7 @@ def two_ops_in_one() -> None:
             assert bits(got) == bits(want) and bits(caches[0]) == bits(caches[1])
             got, want = ops.linear_silu_mul(x, packed), ops.silu_mul(ops.linear(x, packed))
             assert bits(got) == bits(want)
-    packed, x = gemm.PackedLinear(randn(40, 256, seed=1), None, 2), randn(5, 256, seed=2)
+    packed, x = dense.PackedLinear(randn(40, 256, seed=1), None, 2), randn(5, 256, seed=2)
     want = ref.linear(x, ref.pack_linear(packed.weight))
     assert_close(ops.linear(x, packed), want, torch.float32)
 
@@ -456,13 +459,13 @@ def top() -> None:
 
     The last rows have more members worth sorting than there is room for, or equal ones at the border.
     """
-    select.CHUNK, select.GROUP = 32, 8
+    topk.CHUNK, topk.GROUP = 32, 8
     for vocab, k in ((61, 5), (61, 61), (3, 1), (200, 100), (400, 8)):
         logits = rows_of(5, vocab)
         if vocab == 400:
             logits[3] = -1.0
             logits[4] = (torch.arange(vocab) * 37 % 41 > 37).float()
-        select.QUICK = 8
+        topk.QUICK = 8
         got, want = ops.top(logits, k), ref.top(logits, k)
         assert torch.equal(got[1], want[1]) and bits(got[0]) == bits(want[0]), (vocab, k)
 
@@ -478,7 +481,7 @@ def logsumexp() -> None:
 
 @check
 def truncation() -> None:
-    truncate.BLOCK, truncate.GROUP, truncate.SOME = 128, 8, 6  # two blocks a row
+    top_p.BLOCK, top_p.GROUP, top_p.SOME = 128, 8, 6  # two blocks a row
     choices = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (9, 0.8, 0.02), (1, 1.0, 0.0)]
     choices += [
         (200, 0.5, 0.0),
@@ -492,9 +495,7 @@ def truncation() -> None:
         scaled = rows_of(12, vocab)
         picked = list(choices)
         for turn in range(3):
-            truncate.HELD = (
-                2048 if turn == 1 else 16
-            )  # by bisection, or by bins and digits where ties are many
+            top_p.HELD = 2048 if turn == 1 else 16  # by bisection, or by bins and digits where ties are many
             picked = picked[turn:] + picked[:turn]
             k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
             got, want = ops.truncate(scaled, k, p, m), ref.truncate(scaled, k, p, m)
@@ -520,7 +521,7 @@ def slope_of_a_loss() -> None:
             )
             place = torch.randint(12, (9,), generator=torch.Generator().manual_seed(4))
             want = loss._written_out(logits, there, place, hard, share, 1.7, True)
-            value = slope.slope_in_place(logits, there, place, hard, share, 1.7, True)
+            value = kl_grad.slope_in_place(logits, there, place, hard, share, 1.7, True)
             assert_close(logits, want[0], dtype)
             torch.testing.assert_close(value, want[1])
 

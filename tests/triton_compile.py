@@ -20,10 +20,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from draftproof.ops import Heads, Layer, Rows
-from draftproof.ops.drafting import Offer, Record, SuffixRule
-from draftproof.ops.following import Late
-from draftproof.ops.triton_cuda import TritonOps, runtime
-from draftproof.ops.triton_cuda import gemm as gemm_kernels
+from draftproof.ops.contract.draft_rounds import Late
+from draftproof.ops.contract.draft_search import Offer, Record, SuffixRule
+from draftproof.ops.triton import runtime
+from draftproof.ops.triton.backend import TritonOps
+from draftproof.ops.triton.gemm import dense as gemm_kernels
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
 
 CPU = torch.device("cpu")

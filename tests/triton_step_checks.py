@@ -11,30 +11,21 @@ import time
 import traceback
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
-from draftproof.ops.triton_cuda import (
-    pick,
-    sampling,
-    select,
-    step_adjust,
-    step_choose,
-    step_commit,
-    step_draft,
-    step_follow,
-    step_layout,
-    step_logprobs,
-    step_suffix,
-)
-from draftproof.ops.triton_cuda.tiles import Tile
+from draftproof.ops.triton import draft_rounds_kernels, draft_search
+from draftproof.ops.triton.gemm import lm_head_sample
+from draftproof.ops.triton.gemm.tiles import Tile
+from draftproof.ops.triton.sampling import kernels, topk
+from draftproof.ops.triton.step import commit, layout, logprobs, ngram, penalties, sample
 from step_cases import CHECKS, Size
 
-for module in (sampling, step_choose, step_logprobs):
+for module in (kernels, sample, logprobs):
     module.CHUNK = 16
-for module in (select, step_logprobs):
+for module in (topk, logprobs):
     module.GROUP = 4
-step_layout.BLOCK = step_draft.BLOCK = step_suffix.BLOCK = step_adjust.BLOCK = step_commit.PICKS = 8
-step_logprobs.PROGRAMS = step_follow.ENTRIES = 4
-step_follow.BLOCK = 8
-pick.TILES, pick.JOIN = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4, 2))), 2
+layout.BLOCK = ngram.BLOCK = draft_search.BLOCK = penalties.BLOCK = commit.PICKS = 8
+logprobs.PROGRAMS = draft_rounds_kernels.ENTRIES = 4
+draft_rounds_kernels.BLOCK = 8
+lm_head_sample.TILES, lm_head_sample.JOIN = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4, 2))), 2
 SLOW = {
     "logprobs": 3,
     "ngram": 5,

@@ -2,6 +2,6 @@
 
 import sys
 
-from draftproof.cli import main
+from draftproof.cli.main import main
 
 sys.exit(main())

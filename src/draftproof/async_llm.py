@@ -27,13 +27,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from draftproof.boxes import Box
 from draftproof.config import DEFAULT_MODEL, EngineConfig
-from draftproof.driver import Driver
-from draftproof.engine.admission import Limits
+from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, RequestError
-from draftproof.front import Front, Messages, params_for
-from draftproof.jobs import Job
+from draftproof.frontend.engine_thread import Driver
+from draftproof.frontend.input_processor import Front, Messages, params_for
+from draftproof.frontend.request_tracker import Job
+from draftproof.frontend.stream_queue import Box
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.logprobs import LogprobMaps

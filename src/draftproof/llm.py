@@ -13,13 +13,13 @@ from typing import Any
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
-from draftproof.front import Front, Messages, params_for
-from draftproof.jobs import Job, Jobs, Tell
+from draftproof.frontend.input_processor import Front, Messages, params_for
+from draftproof.frontend.progress import progress_bar
+from draftproof.frontend.request_tracker import Job, Jobs, Tell
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.grammar import Grammars
-from draftproof.text.progress import progress_bar
+from draftproof.text.grammar.compiler import Grammars
 from draftproof.text.prompts import Prompt, prompt_list
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar, RequestOutput, TokenEvent

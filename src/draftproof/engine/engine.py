@@ -9,25 +9,25 @@ from typing import Any
 import torch
 
 from draftproof.config import EngineConfig, SpeculativeConfig
-from draftproof.engine import afford
-from draftproof.engine.admission import Limits, check_request
-from draftproof.engine.asked import needs_settling, wants_of
-from draftproof.engine.budget import DraftBudgets
-from draftproof.engine.costs import RowCosts
+from draftproof.engine.drafting import budget_kernels
+from draftproof.engine.drafting.budget import DraftBudgets
+from draftproof.engine.drafting.step_cost import RowCosts
 from draftproof.engine.loop import Loop
-from draftproof.engine.pages import Pages
+from draftproof.engine.page_pool import Pages
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.settle import StepResults
-from draftproof.engine.sizes import resolve_sizes
+from draftproof.engine.sizing import resolve_sizes
 from draftproof.engine.slots import Slots
-from draftproof.engine.step import DeviceStep, Progress
-from draftproof.engine.traits import rounded
+from draftproof.engine.step.device_step import DeviceStep, Progress
+from draftproof.engine.step.logprob_routing import needs_settling, wants_of
+from draftproof.engine.step.step_features import rounded
+from draftproof.engine.step.step_results import StepResults
+from draftproof.engine.validation import Limits, check_request
 from draftproof.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, nearest
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.models.head import Target
-from draftproof.models.head_model import TargetParts
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
+from draftproof.models.draft_head.config import Target
+from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.load import Checkpoint
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve, resolve_device
@@ -36,7 +36,7 @@ from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request, Traits
 from draftproof.verify import PLAIN_STRATEGY, STRATEGIES, Strategy
-from draftproof.verify.grammar import Guide
+from draftproof.verify.grammar_guide import Guide
 from draftproof.verify.sampler import Sampler
 
 
@@ -87,7 +87,7 @@ class Engine:
         proposer = self._speculation(config.speculative, env)
         budgets.asked_apart = proposer is not None and proposer.weighed >= 0 and self._adaptive
         if proposer is not None:
-            afford.ready()
+            budget_kernels.ready()
         heads.clear()  # its packed form is enough from now on
         self.runner = Runner(
             model,

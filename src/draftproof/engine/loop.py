@@ -21,21 +21,29 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from draftproof.engine import guided
-from draftproof.engine.asking import Asking
-from draftproof.engine.budget import Ints
-from draftproof.engine.extras import Extras
-from draftproof.engine.faults import FAULTS, HOPELESS, TRIES, StepFault, answers, take_back, with_failed
-from draftproof.engine.host_drafts import batch_of
+from draftproof.engine.drafting.budget import Ints
+from draftproof.engine.drafting.draft_gate import Asking
+from draftproof.engine.drafting.host_proposer import batch_of
+from draftproof.engine.drafting.run_ahead import Pacing
+from draftproof.engine.drafting.token_feedback import Lessons
+from draftproof.engine.fault_recovery import (
+    FAULTS,
+    HOPELESS,
+    TRIES,
+    StepFault,
+    answers,
+    take_back,
+    with_failed,
+)
 from draftproof.engine.invariants import check_step
-from draftproof.engine.lessons import Lessons
-from draftproof.engine.pacing import Pacing
 from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import Planned, Sequence
-from draftproof.engine.settle import Ending, StepResults, columns_of, ending_of
 from draftproof.engine.slots import Slots
-from draftproof.engine.step import DeviceStep, Ran
-from draftproof.engine.traits import traits_of
+from draftproof.engine.step import grammar_masks
+from draftproof.engine.step.device_step import DeviceStep, Ran
+from draftproof.engine.step.host_logprobs import Extras
+from draftproof.engine.step.step_features import traits_of
+from draftproof.engine.step.step_results import Ending, StepResults, columns_of, ending_of
 from draftproof.errors import EngineDeadError
 from draftproof.ops import Fetched
 from draftproof.propose import Proposer
@@ -56,7 +64,7 @@ class Flight:
     waits: bool  # the host is needed before anything else is planned
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float  # by the clock
-    complaints: guided.Complaints = field(default_factory=dict)
+    complaints: grammar_masks.Complaints = field(default_factory=dict)
     asked: int = 0  # requests for which a model drafted behind it
     fewer: int = 0  # rounds than there can be
 
@@ -223,9 +231,9 @@ class Loop:
         self._start(planned.newcomers)
         budget = scheduler.budget(planned) if self._device_drafts else planned.nothing
         middle = {}
-        complaints: guided.Complaints = {}
+        complaints: grammar_masks.Complaints = {}
         if scheduler.num_hosted:
-            complaints = guided.send_masks(planned, self.slots, self.device)
+            complaints = grammar_masks.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
         keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
         if self.asking is not None:
@@ -285,7 +293,7 @@ class Loop:
             whose = np.zeros((len(table), k), np.int8) if source is None else source
             self.asking.hear(planned, table, whose, here, flight.asked, flight.fewer, flight.waits)
         if flight.waits and self.scheduler.num_hosted:
-            guided.take_in(planned, table, here)
+            grammar_masks.take_in(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}
         requests = planned.requests
         if not same or planned.has_prompts:
@@ -309,7 +317,7 @@ class Loop:
         errors = sampled.errors if sampled else {}
         for b in (here & (table[:, ENDED] > 0)).nonzero()[0].tolist():
             sequence = flight.planned.sequences[b]
-            mine = guided.errors_of(table[b], errors, flight.complaints.get(b))
+            mine = grammar_masks.errors_of(table[b], errors, flight.complaints.get(b))
             ending = ending_of(sequence.request, table[b], mine)
             assert ending is not None
             endings[b] = ending

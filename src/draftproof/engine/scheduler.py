@@ -24,10 +24,10 @@ from bisect import insort
 
 import numpy as np
 
-from draftproof.engine.budget import Bools, DraftBudgets, Ints
-from draftproof.engine.calm import Calm
-from draftproof.engine.pages import Pages
-from draftproof.engine.prefixes import Prefixes
+from draftproof.engine.drafting.budget import Bools, DraftBudgets, Ints
+from draftproof.engine.fast_path import Calm
+from draftproof.engine.page_pool import Pages
+from draftproof.engine.prefix_cache import Prefixes
 from draftproof.engine.sequence import HostColumns, Planned, Sequence
 from draftproof.engine.slots import Slots
 from draftproof.metrics import Timings

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftproof.engine.budget import Bools, Ints
+from draftproof.engine.drafting.budget import Bools, Ints
 from draftproof.engine.slots import Seat
 from draftproof.metrics import RequestStats
 from draftproof.types import Request, Wants
-from draftproof.verify.grammar import Guide
+from draftproof.verify.grammar_guide import Guide
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from draftproof.config import DEFAULT_MODEL
 from draftproof.errors import LoadError, nearest
-from draftproof.models.cache import cache_folder
+from draftproof.models.weight_cache import cache_folder
 
 
 @dataclass(frozen=True, slots=True)

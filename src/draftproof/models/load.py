@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError, nearest
-from draftproof.models.cache import read_unpacked, unpacked_path, write_unpacked
 from draftproof.models.config import ModelConfig, config_from_hf, read_json
-from draftproof.models.gguf import is_gguf, read_gguf
-from draftproof.models.gguf_llama import config_from_gguf, gguf_tensors
+from draftproof.models.gguf.file import is_gguf, read_gguf
+from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors
 from draftproof.models.hub import find_model
-from draftproof.models.safetensors_files import checkpoint_files, read_safetensors
-from draftproof.models.tensors import check_shapes, dummy_tensors, expected_tensors, is_ignored
+from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
+from draftproof.models.weight_cache import read_unpacked, unpacked_path, write_unpacked
+from draftproof.models.weights import check_shapes, dummy_tensors, expected_tensors, is_ignored
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _STORED = (torch.float32, torch.bfloat16, torch.float16)

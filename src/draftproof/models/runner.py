@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.ops import Ops, Rows
 
 

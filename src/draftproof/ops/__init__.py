@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.drafting import DraftSearch
-from draftproof.ops.following import Following
-from draftproof.ops.parts import Fetched as Fetched
-from draftproof.ops.parts import Heads as Heads
-from draftproof.ops.parts import Layer as Layer
-from draftproof.ops.parts import Layout as Layout
-from draftproof.ops.parts import TokenLogprobs as TokenLogprobs
+from draftproof.ops.contract.draft_rounds import Following
+from draftproof.ops.contract.draft_search import DraftSearch
+from draftproof.ops.contract.types import Fetched as Fetched
+from draftproof.ops.contract.types import Heads as Heads
+from draftproof.ops.contract.types import Layer as Layer
+from draftproof.ops.contract.types import Layout as Layout
+from draftproof.ops.contract.types import TokenLogprobs as TokenLogprobs
 from draftproof.registry import lookup
 from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
 from draftproof.types import Rows as Rows
@@ -35,10 +35,10 @@ T = TypeVar("T")
 Forward = Callable[..., tuple[Tensor, ...]]  # of Rows, and of tensors with as many rows
 
 BACKENDS = {
-    "reference": "draftproof.ops.reference:ReferenceOps",
-    "torch": "draftproof.ops.torch_any:TorchOps",
-    "cpu": "draftproof.ops.cpu:CpuOps",
-    "triton": "draftproof.ops.triton_cuda:TritonOps",
+    "reference": "draftproof.ops.reference.forward:ReferenceOps",
+    "torch": "draftproof.ops.torch.forward:TorchOps",
+    "cpu": "draftproof.ops.cpu.backend:CpuOps",
+    "triton": "draftproof.ops.triton.backend:TritonOps",
 }
 
 # Streams keep draws for different purposes independent although seed and position are the same.

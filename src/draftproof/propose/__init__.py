@@ -18,14 +18,14 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.models.head_model import TargetParts
+from draftproof.models.draft_head.model import TargetParts
 from draftproof.ops import Ops
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request, SlotColumns
 
 PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
     "suffix": "draftproof.propose.suffix:SuffixProposer",
-    "given": "draftproof.propose.given:GivenProposer",
+    "given": "draftproof.propose.prediction:GivenProposer",
     "mtp": "draftproof.propose.head:MtpProposer",
     "eagle": "draftproof.propose.head:EagleProposer",
     "eagle3": "draftproof.propose.head:Eagle3Proposer",

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.models.llama import Llama
+from draftproof.models.decoder import Llama
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.runner import Runner, kv_bytes_per_token
-from draftproof.models.tensors import expected_tensors
+from draftproof.models.weights import expected_tensors
 from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
-from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
-from draftproof.propose.sureness import Sureness
+from draftproof.propose.calibration import Sureness
+from draftproof.propose.draft_rounds import SAMPLING, Rounds, drafts_greedily
 from draftproof.types import DeviceBatch, Draft
 
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.models.head_formats import load_head, read_head
-from draftproof.models.head_model import HeadModel
+from draftproof.models.draft_head.bundled import shipped_for, shipped_like
+from draftproof.models.draft_head.formats import load_head, read_head
+from draftproof.models.draft_head.model import HeadModel
 from draftproof.models.runner import kv_bytes_per_token
-from draftproof.models.shipped import shipped_for, shipped_like
 from draftproof.ops import Rows
-from draftproof.ops.following import Late
+from draftproof.ops.contract.draft_rounds import Late
 from draftproof.propose import DeviceProposer, ProposerEnv
-from draftproof.propose.rounds import SAMPLING, Rounds, drafts_greedily
-from draftproof.propose.sureness import Sureness
+from draftproof.propose.calibration import Sureness
+from draftproof.propose.draft_rounds import SAMPLING, Rounds, drafts_greedily
 from draftproof.types import DeviceBatch, Draft, SlotColumns
 
 PUTS_OFF = 128  # rows

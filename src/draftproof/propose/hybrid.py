@@ -21,9 +21,9 @@ from torch import Tensor
 from draftproof.config import MAX_SPECULATIVE_TOKENS
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
-from draftproof.ops.drafting import FEARED, HOPED, MOST_OFFERS, UNIT, Offer, Record
+from draftproof.ops.contract.draft_search import FEARED, HOPED, MOST_OFFERS, UNIT, Offer, Record
 from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
-from draftproof.propose.pool import Ints
+from draftproof.propose.suffix_pool import Ints
 from draftproof.registry import lookup
 from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.ops.drafting import SuffixRule
+from draftproof.ops.contract.draft_search import SuffixRule
 from draftproof.propose import DeviceProposer, ProposerEnv
-from draftproof.propose.pool import Ints, Pool
+from draftproof.propose.suffix_pool import Ints, Pool
 from draftproof.types import DeviceBatch, Draft, Request
 
 

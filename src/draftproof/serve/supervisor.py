@@ -29,7 +29,7 @@ from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.errors import ConfigError, EngineDeadError, LoadError
-from draftproof.serve.status import (
+from draftproof.serve.ipc.status import (
     SOCKET,
     State,
     WorkerStatus,
@@ -174,7 +174,7 @@ class Supervisor:
         # what can be imported here can be there: a proposer is named by its module
         paths = [path or os.getcwd() for path in sys.path]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "draftproof.serve.worker_main"],
+            [sys.executable, "-P", "-m", "draftproof.serve.ipc.worker_main"],
             stdin=subprocess.PIPE,
             pass_fds=[writer],
             start_new_session=True,

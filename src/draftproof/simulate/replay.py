@@ -25,7 +25,7 @@ from draftproof.ops import resolve
 from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
-from draftproof.simulate.recorded import Recorded
+from draftproof.simulate.records import Recorded
 from draftproof.types import DeviceBatch, ProposeBatch, Request
 
 

@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.text.logprob_page import Rows, columns_of
+from draftproof.text.bulk.logprob_rows import Rows, columns_of
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Logprob, LogprobRow
 

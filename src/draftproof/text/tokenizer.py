@@ -10,10 +10,10 @@ import tokenizers
 
 from draftproof.errors import LoadError, RequestError
 from draftproof.models.config import read_json
-from draftproof.models.gguf import end_token_ids, is_gguf, read_gguf
-from draftproof.text.chat import ChatTemplate
-from draftproof.text.decoding import byte_decoder
+from draftproof.models.gguf.file import end_token_ids, is_gguf, read_gguf
+from draftproof.text.chat_template import ChatTemplate
 from draftproof.text.gguf_tokenizer import build_tokenizer
+from draftproof.text.token_bytes import byte_decoder
 
 LONG_TEXT = 4096  # characters from which on other threads go on while a text is tokenised
 _SPECIAL = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftproof.ops import STREAM_SAMPLE, Ops
-from draftproof.train.module import HeadModule, Weights
-from draftproof.train.teacher import Teacher
-from draftproof.train.texts import Batch, Text
+from draftproof.train.data.dataset import Batch, Text
+from draftproof.train.model.head_module import HeadModule, Weights
+from draftproof.train.model.target import Teacher
 
 Rule = Callable[
     [Tensor, Tensor, Tensor], Tensor

@@ -17,7 +17,7 @@ from draftproof.config import SpeculativeConfig
 from draftproof.ops import Ops
 from draftproof.types import Choice, End, Request, Traits, Windows
 from draftproof.verify import Scores, Strategy, judge, one_for_each
-from draftproof.verify.process import process
+from draftproof.verify.logits_processing import process
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.native import (
+from draftproof.ops.cpu.jit.compile import (
     Kernel,
     copy_bytes,
     device,
@@ -16,9 +16,9 @@ from draftproof.ops.cpu.native import (
     load_i64,
     share,
 )
-from draftproof.ops.cpu.simd import splat, vadd, vfma, vmul, vsub, vsum
-from draftproof.ops.cpu.typed import tload, tround, tstore
-from draftproof.ops.cpu.vmath import vsilu
+from draftproof.ops.cpu.jit.load_store import tload, tround, tstore
+from draftproof.ops.cpu.jit.simd import splat, vadd, vfma, vmul, vsub, vsum
+from draftproof.ops.cpu.jit.vmath import vsilu
 
 _ZERO = np.float32(0.0)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.native import device, inlined
-from draftproof.ops.cpu.simd import imul, imul_high, isplat, ixor
+from draftproof.ops.cpu.jit.compile import device, inlined
+from draftproof.ops.cpu.jit.simd import imul, imul_high, isplat, ixor
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85

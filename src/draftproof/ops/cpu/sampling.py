@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.native import (
+from draftproof.ops.cpu.jit.compile import (
     copy_bytes,
     device,
     kernel,
@@ -20,22 +20,7 @@ from draftproof.ops.cpu.native import (
     store_f64,
     store_i64,
 )
-from draftproof.ops.cpu.order import (
-    MINUS_INF,
-    best_id,
-    best_value,
-    count_above,
-    gather_above,
-    key_of,
-    kth_value,
-    lload,
-    mass_above,
-    nucleus_value,
-    sort,
-    value_of,
-)
-from draftproof.ops.cpu.philox import gumbel, noise_word, unit, vphilox
-from draftproof.ops.cpu.simd import (
+from draftproof.ops.cpu.jit.simd import (
     count_ones,
     dadd,
     dsum,
@@ -60,7 +45,22 @@ from draftproof.ops.cpu.simd import (
     vstore,
     vsub,
 )
-from draftproof.ops.cpu.vmath import vexp
+from draftproof.ops.cpu.jit.vmath import vexp
+from draftproof.ops.cpu.philox import gumbel, noise_word, unit, vphilox
+from draftproof.ops.cpu.row_select import (
+    MINUS_INF,
+    best_id,
+    best_value,
+    count_above,
+    gather_above,
+    key_of,
+    kth_value,
+    lload,
+    mass_above,
+    nucleus_value,
+    sort,
+    value_of,
+)
 
 _LOW = 0xFFFFFFFF
 _MOST_NOISE = np.float32(23.0)  # Gumbel noise of 32 bits stays below it

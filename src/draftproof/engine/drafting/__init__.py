@@ -1,0 +1,1 @@
+"""Draft policy and proposers as the engine runs them."""

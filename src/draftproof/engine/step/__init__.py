@@ -1,0 +1,1 @@
+"""Device program of one step and the results it returns."""

@@ -1,0 +1,156 @@
+"""What few requests ask for and the device does not keep ready: read from a step's own tensors, by the host.
+
+Logprobs of named tokens or of more than `asked.TOP` of the best, of every draft, and of the prompt. A step
+that one of these takes part in is waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftproof.engine.drafting.budget import Ints
+from draftproof.engine.sequence import Planned
+from draftproof.engine.slots import Slots
+from draftproof.engine.step.device_step import DeviceStep, Ran
+from draftproof.engine.step.logprob_routing import by_host
+from draftproof.engine.step.step_results import Extra
+from draftproof.models.runner import Runner
+from draftproof.ops import Ops
+from draftproof.sampling_params import top_of
+from draftproof.types import (
+    FIRST_ROW,
+    NUM_ACCEPTED,
+    NUM_DRAFT,
+    NUM_OUT,
+    TOKENS,
+    DraftRecord,
+    LogprobRow,
+    Request,
+)
+from draftproof.verify.logprobs import Wanted, logprob_rows
+
+PROMPT_ROWS = 64  # logits rows held at once for prompt logprobs
+
+
+class Extras:
+    """Reads them, for the entries of a step that asked."""
+
+    def __init__(self, device: DeviceStep, slots: Slots, sources: tuple[str, ...]) -> None:
+        self.device = device
+        self.slots = slots
+        self.sources = sources
+
+    def of(
+        self,
+        planned: Planned,
+        computed: Ints,
+        lengths: Ints,
+        ran: Ran,
+        table: Ints,
+        own: NDArray[Any] | None,
+        source: NDArray[Any] | None,
+    ) -> dict[int, Extra]:
+        """By entry. `computed`, `lengths`: [B] before the step.
+
+        own, source [B, K]: what the drafter thought of its drafts, and who it was, if anybody wants to know.
+        """
+        found = {}
+        for b, sequence in enumerate(planned.sequences):
+            prompts = sequence.request.params.prompt_logprobs is not None and planned.chunk[b] > 0
+            if not prompts and not sequence.settled_by_host:
+                continue
+            extra = Extra()
+            if prompts:
+                extra.prompt_logprobs = self._prompt(planned, int(computed[b]), ran, b) or None
+            if planned.samples[b] and sequence.settled_by_host:
+                names = [0] * table.shape[1] if source is None else source[b].tolist()
+                told = [] if own is None else own[b].tolist()
+                self._tokens(planned, int(lengths[b]), ran, b, table[b], told, names, extra)
+            if extra != Extra():
+                found[b] = extra
+        return found
+
+    def _prompt(self, planned: Planned, computed: int, ran: Ran, b: int) -> list[LogprobRow]:
+        assert ran.hidden is not None
+        rows = np.maximum(planned.chunk, 1) + planned.drafts
+        first = int(rows[:b].sum())
+        mine = ran.hidden[first : first + int(planned.chunk[b])]
+        sequence = planned.sequences[b]
+        told = max(0, sequence.prompt_scored - computed)  # before it was put aside
+        return prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
+
+    def _tokens(
+        self,
+        planned: Planned,
+        length: int,
+        ran: Ran,
+        b: int,
+        line: Ints,
+        own: list[float],
+        source: list[int],
+        extra: Extra,
+    ) -> None:
+        request, decided, ops = planned.sequences[b].request, ran.decided, self.device.ops
+        assert decided.logits is not None and decided.sampled is not None
+        logits = decided.logits if request.params.logprobs_mode == "raw" else decided.sampled.processed
+        if by_host(request.params, self.slots.vocab):
+            extra.logprobs = token_logprobs(ops, request, line, logits)
+        if request.params.include_draft_logprobs:
+            count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
+            drafts = decided.windows.draft[first : first + count].tolist()
+            sources = [self.sources[n] for n in source[:count]]
+            start = length - len(request.prompt_token_ids)
+            extra.drafts = draft_records(ops, line, start, drafts, own, sources, logits)
+
+
+def token_logprobs(ops: Ops, request: Request, line: Any, logits: Tensor) -> list[LogprobRow]:
+    """Of an entry's committed tokens; `line` of the outcome's table."""
+    params, count, first = request.params, int(line[NUM_OUT]), int(line[FIRST_ROW])
+    tokens = line[TOKENS : TOKENS + count].tolist()
+    rows = list(range(first, first + count))
+    top = top_of(params.logprobs, logits.shape[1])
+    return logprob_rows(ops, logits, Wanted(rows, tokens, top, tuple(params.logprob_token_ids or ())))
+
+
+def draft_records(
+    ops: Ops, line: Any, start: int, drafts: list[int], own: list[float], sources: list[str], logits: Tensor
+) -> list[DraftRecord]:
+    """Every draft of a window, fallen ones included, with both sides' logprobs.
+
+    `start`: index in the output of the window's first token; `own`: the drafter's logprobs.
+    """
+    count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
+    target = logprob_rows(ops, logits, Wanted(list(range(first, first + count)), drafts, 0, ()))
+    return [
+        DraftRecord(
+            token_id=drafts[i],
+            position=start + i,
+            source=sources[i],
+            accepted=i < int(line[NUM_ACCEPTED]),
+            draft_logprob=None if own[i] != own[i] else own[i],
+            target_logprob=target[i].logprobs[0],
+        )
+        for i in range(count)
+    ]
+
+
+def prompt_logprobs(runner: Runner, request: Request, computed: int, hidden: Tensor) -> list[LogprobRow]:
+    """Of the prompt tokens that hidden [n, hidden], rows computed .. computed + n, decide.
+
+    The row at position i decides prompt token i + 1; the last prompt row decides the first output.
+    """
+    prompt = request.prompt_token_ids
+    count = min(len(hidden), len(prompt) - 1 - computed)
+    lines: list[LogprobRow] = []
+    for start in range(0, count, PROMPT_ROWS):
+        size = min(PROMPT_ROWS, count - start)
+        logits = runner.logits(hidden[start : start + size])
+        at = computed + start + 1
+        ids = [int(token) for token in prompt[at : at + size]]
+        top = top_of(request.params.prompt_logprobs, logits.shape[1])
+        lines += logprob_rows(runner.ops, logits, Wanted(list(range(size)), ids, top, ()))
+    return lines

@@ -1,0 +1,1 @@
+"""Request handling between the public API and the engine; free of torch."""

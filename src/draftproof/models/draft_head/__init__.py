@@ -1,0 +1,1 @@
+"""Draft heads: configuration, checkpoint formats, forward pass, bundled heads."""

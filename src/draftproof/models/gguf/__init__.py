@@ -1,0 +1,1 @@
+"""GGUF files: header, dequantisation, mapping to model configurations."""

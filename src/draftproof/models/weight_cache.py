@@ -1,0 +1,96 @@
+"""The cache folder: downloaded models, and GGUF models unpacked once for a quick restart."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import LoadError
+from draftproof.models.safetensors_io import read_safetensors
+
+_VERSION = 1  # of what is in an unpacked file; a new number leaves old files unused
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_LOG = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """$DRAFTPROOF_CACHE, or ~/.cache/draftproof. It may not exist yet."""
+    named = os.environ.get("DRAFTPROOF_CACHE")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "draftproof"
+
+
+def unpacked_path(source: Path, dtype: torch.dtype) -> Path:
+    """Where the unpacked `source` belongs; another file, date or dtype gives another name."""
+    source = source.resolve()
+    facts = source.stat()
+    state = _digest(f"{facts.st_size}|{facts.st_mtime_ns}|{_VERSION}")
+    kind = str(dtype).removeprefix("torch.")
+    name = f"{source.stem}-{_digest(str(source))}-{kind}-{state}.safetensors"
+    return cache_folder() / "unpacked" / name
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def read_unpacked(
+    path: Path, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor] | None:
+    """The tensors, or None when they are not there or not whole (they are then made again)."""
+    if not path.exists():
+        return None
+    try:
+        found = read_safetensors(path)
+    except LoadError as error:
+        _LOG.warning("unpacking again: %s", error)
+        return None
+    whole = {name: tuple(tensor.shape) for name, tensor in found.items()} == dict(expected)
+    if not whole or any(tensor.dtype != dtype for tensor in found.values()):
+        _LOG.warning("unpacking again: %s does not hold this model", path)
+        return None
+    return {name: found[name] for name in expected}
+
+
+def write_unpacked(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Store atomically. A cache that cannot be written costs only time, at the next start."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".unpacking-")
+        temporary = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            _write_safetensors(file, tensors)
+        os.replace(temporary, path)
+        for old in path.parent.glob(f"{glob.escape(path.stem.rpartition('-')[0])}-*"):
+            if old != path:  # the same file before it was changed
+                old.unlink(missing_ok=True)
+    except OSError as error:
+        _LOG.warning("the unpacked model was not cached: %s", error)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
+    """Tensor after tensor: the library's own writer first copies the whole model."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        kind = _KINDS[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # mapped tensors then begin on whole cache lines
+    file.write(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors.values():
+        file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

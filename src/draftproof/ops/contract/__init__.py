@@ -1,0 +1,1 @@
+"""Contract of the ops: argument and result types, and the abstract op families."""

@@ -1,0 +1,294 @@
+"""A split of attention on AMX tiles, for bf16.
+
+Scores: q [16, dim] times K, whose 16 x 16 pairs are transposed into tiles. Sums: weights times V, whose
+keys are interleaved in pairs. The weights are given to the tiles as two bf16 terms (high and low), so
+they keep 16 bits; the products are exact and the sums fp32, as in the other split.
+
+A tile multiplies every key of a split with every row, with weight 0 where the row may not see the key.
+That is exact only for finite values, so a NaN or infinity in V is taken out of the tiles, and a row that
+does see it becomes NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from draftproof.ops.cpu.attention.fma import (
+    CACHE,
+    DIM,
+    MAX_PAGES,
+    NUM_KV,
+    NUM_PAGES,
+    NUM_Q,
+    PAGE_SIZE,
+    PAGE_TABLE,
+    POSITIONS,
+    SCALE,
+    SPLIT,
+    WINDOW,
+    Q,
+    arg,
+    clear,
+    clip,
+    first_key,
+)
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose
+from draftproof.ops.cpu.jit.amx import TILE_BYTES, tiles_dot, tiles_dot_pair
+from draftproof.ops.cpu.jit.compile import (
+    copy_bytes,
+    device,
+    f64_of_bits,
+    inlined,
+    load_i32,
+    load_i64,
+    store_f32,
+    store_i64,
+)
+from draftproof.ops.cpu.jit.simd import (
+    as_float,
+    as_int,
+    iadd,
+    iand,
+    ieq,
+    iload,
+    iload_u16,
+    iload_u16_n,
+    ior,
+    iselect,
+    ishl,
+    isplat,
+    istore,
+    istore_high,
+    mask_and,
+    mask_bits,
+    mask_first,
+    mask_not_first,
+    mask_or,
+    splat,
+    vadd,
+    vload,
+    vmax,
+    vmax_lane,
+    vmul,
+    vselect,
+    vstore,
+    vsub,
+    vsum,
+)
+from draftproof.ops.cpu.jit.vmath import vexp
+
+_ZERO, _LOWEST, _NAN = np.float32(0.0), np.float32(-3.0e38), np.float32(np.nan)
+_UPPER = 0xFFFF0000
+_EXPONENT = 0x7F80  # of a bf16; all ones in NaN and infinity
+
+
+@device
+def _find(args: int, slot: int, head: int, start: int, end: int, places: int) -> None:
+    """places [end - start] int64: where, in bytes, the head's vectors are in K's half of the cache."""
+    page_size, max_pages = arg(args, PAGE_SIZE), arg(args, MAX_PAGES)
+    num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
+    pages = arg(args, PAGE_TABLE) + slot * max_pages * 4
+    key = start
+    while key < end:
+        line = key // page_size
+        # a page out of range reads valid memory rather than foreign memory
+        page = min(max(load_i32(pages + 4 * line), 0), arg(args, NUM_PAGES) - 1)
+        place = ((page * page_size + key - line * page_size) * num_kv + head) * dim * 2
+        for i in range(key, min(end, (line + 1) * page_size)):
+            store_i64(places + 8 * (i - start), place)
+            place += num_kv * dim * 2
+        key = (line + 1) * page_size
+
+
+@inlined
+def _copy(target: int, source: int, dim: int) -> None:
+    """A vector of `dim` bf16."""
+    if dim % 32 == 0:
+        for at in range(0, dim * 2, 64):
+            istore(target + at, iload(source + at))
+    else:
+        copy_bytes(target, source, dim * 2)
+
+
+@device
+def _pack_keys(args: int, places: int, keys: int, padded: int, lines: int, packed: int) -> None:
+    """packed [keys / 64, padded / 32, 4] tiles of 16 pairs x 16 keys."""
+    dim, cache = arg(args, DIM), arg(args, CACHE)
+    for block in range(0, keys, 64):
+        for key in range(block, min(block + 64, keys)):
+            _copy(lines + (key - block) * padded * 2, cache + load_i64(places + 8 * key), dim)
+        to = packed + block * padded * 2
+        for step in range(padded // 32):
+            for tile in range(4):
+                src = lines + tile * 16 * padded * 2 + step * 64
+                transpose(src, padded * 2, to, 64)
+                to += TILE_BYTES
+
+
+@inlined
+def _bits(address: int, count: int) -> Any:
+    if count >= 16:
+        return iload_u16(address)
+    return iload_u16_n(address, count)
+
+
+@device
+def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flags: int) -> bool:
+    """packed [wide / 64, keys / 32, 4] tiles of 16 pairs of keys x 16 columns, zeros after the keys.
+
+    Values that are not finite are packed as 0, and `flags` [keys] int64 is 1 at their keys; returns
+    whether there are any (if not, the flags are not written).
+    """
+    dim = arg(args, DIM)
+    cache = arg(args, CACHE) + arg(args, NUM_PAGES) * arg(args, PAGE_SIZE) * arg(args, NUM_KV) * dim * 2
+    steps = (keys + 31) // 32
+    any_bad = False
+    exponents, none = isplat(_EXPONENT), isplat(0)
+    for key in range(0, 32 * steps, 2):
+        even = cache + load_i64(places + 8 * min(key, keys - 1))
+        odd = cache + load_i64(places + 8 * min(key + 1, keys - 1))
+        even_dim = dim if key < keys else 0
+        odd_dim = dim if key + 1 < keys else 0
+        line = packed + (key // 32) * 4 * TILE_BYTES + key % 32 * 32
+        for d in range(0, wide, 16):
+            a = _bits(even + 2 * d, even_dim - d)
+            b = _bits(odd + 2 * d, odd_dim - d)
+            a_bad, b_bad = ieq(iand(a, exponents), exponents), ieq(iand(b, exponents), exponents)
+            if mask_bits(mask_or(a_bad, b_bad)) != 0:
+                if not any_bad:
+                    any_bad = True
+                    for i in range(SPLIT):
+                        store_i64(flags + 8 * i, 0)
+                if mask_bits(a_bad) != 0:
+                    store_i64(flags + 8 * key, 1)
+                if mask_bits(b_bad) != 0:
+                    store_i64(flags + 8 * (key + 1), 1)
+                a, b = iselect(a_bad, none, a), iselect(b_bad, none, b)
+            to = line + (d // 64 * steps * 4 + d % 64 // 16) * TILE_BYTES
+            istore(to, ior(a, ishl(b, isplat(16))))
+    return any_bad
+
+
+@device
+def _softmax(scores: int, high: int, low: int, begin: int, end: int, keys: int, scale: Any) -> Any:
+    """Weights exp(scale * score - max) of keys [begin, end), as bf16 `high` + `low` [keys], zeros
+    elsewhere; (max, sum)."""
+    best = splat(_LOWEST)
+    for i in range(begin // 16 * 16, end, 16):
+        x = vmul(vload(scores + 4 * i), scale)
+        if i < begin or i + 16 > end:
+            valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
+            x = vselect(valid, x, splat(_LOWEST))
+        best = vmax(x, best)
+    top = vmax_lane(best)
+    total, none = splat(_ZERO), isplat(0)
+    for i in range(0, keys, 16):
+        if i >= end or i + 16 <= begin:
+            istore_high(high + 2 * i, none)
+            istore_high(low + 2 * i, none)
+            continue
+        weight = vexp(vsub(vmul(vload(scores + 4 * i), scale), splat(top)))
+        if i < begin or i + 16 > end:
+            valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
+            weight = vselect(valid, weight, splat(_ZERO))
+        total = vadd(total, weight)
+        upper = iand(as_int(weight), isplat(_UPPER))  # the first 8 bits; `low` has the next 8, rounded
+        istore_high(high + 2 * i, upper)
+        rest = vsub(weight, as_float(upper))
+        istore_high(low + 2 * i, iadd(as_int(rest), isplat(0x8000)))
+    return top, vsum(total)
+
+
+@device
+def split_amx(
+    args: int,
+    first: int,
+    rows: int,
+    head: int,
+    slot: int,
+    split: int,
+    part: int,
+    part_state: int,
+    scratch: int,
+) -> None:
+    """One split of keys and one kv head for adjacent rows of one request: sums and states."""
+    num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
+    positions = arg(args, POSITIONS) + 8 * first
+    scale = splat(np.float32(f64_of_bits(arg(args, SCALE))))
+    group = num_q // arg(args, NUM_KV)
+    queries = rows * group
+    tall = (queries + 15) // 16 * 16
+    padded = (dim + 31) // 32 * 32
+    wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+
+    scratch = (scratch + 63) // 64 * 64
+    qs = scratch  # [tall, padded] bf16
+    scores = qs + tall * padded * 2  # [tall, SPLIT] fp32
+    high = scores + tall * SPLIT * 4  # [tall, SPLIT] bf16: weights
+    low = high + tall * SPLIT * 2  # [tall, SPLIT] bf16: what `high` lacks
+    sums = low + tall * SPLIT * 2  # [tall, wide] fp32
+    packed = sums + tall * wide * 4  # tiles of K, then of V
+    lines = packed + SPLIT * wide * 2  # [64, padded] bf16
+    places = lines + 64 * wide * 2  # [SPLIT] int64
+    flags = places + SPLIT * 8  # [SPLIT] int64
+
+    lowest, highest = split + SPLIT, split
+    for row in range(rows):
+        position = load_i64(positions + 8 * row)
+        lowest = min(lowest, max(split, first_key(position, window)))
+        highest = max(highest, min(split + SPLIT, position + 1))
+    lowest = lowest // 64 * 64
+    if highest <= lowest:
+        for i in range(queries):
+            clear(part + i * wide * 4, part_state + 8 * i, wide)
+        return
+    if padded > dim:  # garbage times zero must be zero
+        for at in range(qs, scores, 64):
+            vstore(at, splat(_ZERO))
+        for at in range(lines, lines + 64 * padded * 2, 64):
+            vstore(at, splat(_ZERO))
+    for i in range(queries):
+        src = arg(args, Q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
+        _copy(qs + i * padded * 2, src, dim)
+
+    _find(args, slot, head, lowest, highest, places)
+    _pack_keys(args, places, highest - lowest, padded, lines, packed)
+    for block in range(lowest, highest, 64):
+        tiles = packed + (block - lowest) // 64 * (padded // 32) * 4 * TILE_BYTES
+        for i in range(0, tall, 16):
+            to = scores + (i * SPLIT + block - split) * 4
+            tiles_dot(qs + i * padded * 2, 0, padded * 2, tiles, padded // 32, to, SPLIT * 4)
+    keys = (highest - lowest + 31) // 32 * 32
+    at = lowest - split
+    for i in range(queries):
+        position = load_i64(positions + 8 * (i // group))
+        begin = clip(first_key(position, window), lowest, highest) - lowest
+        end = clip(position + 1, lowest, highest) - lowest
+        line = i * SPLIT + at
+        top, mass = _softmax(scores + line * 4, high + line * 2, low + line * 2, begin, end, keys, scale)
+        store_f32(part_state + 8 * i, top)
+        store_f32(part_state + 8 * i + 4, mass)
+
+    any_bad = _pack_values(args, places, highest - lowest, wide, packed, flags)
+    for i in range(0, tall, 16):
+        line = (i * SPLIT + at) * 2
+        for d in range(0, wide, 64):
+            tiles = packed + d // 64 * (keys // 32) * 4 * TILE_BYTES
+            to = sums + (i * wide + d) * 4
+            tiles_dot_pair(high + line, low + line, SPLIT * 2, tiles, keys // 32, to, wide * 4)
+    for i in range(queries):
+        position = load_i64(positions + 8 * (i // group))
+        spoilt = False
+        if any_bad:
+            begin = clip(first_key(position, window), lowest, highest) - lowest
+            end = clip(position + 1, lowest, highest) - lowest
+            for key in range(begin, end):
+                spoilt |= load_i64(flags + 8 * key) != 0
+        if spoilt:
+            for d in range(0, wide, 16):
+                vstore(part + (i * wide + d) * 4, splat(_NAN))
+        else:
+            for d in range(0, wide, 16):
+                vstore(part + (i * wide + d) * 4, vload(sums + (i * wide + d) * 4))

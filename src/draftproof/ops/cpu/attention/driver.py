@@ -1,0 +1,208 @@
+"""The attention kernels: which thread does which rows, heads and splits of keys.
+
+With many (row run, kv head) pairs a thread does whole ones. With few, as in decoding, the splits are
+shared out and a second kernel merges them: the same operations in the same order, so the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftproof.ops.cpu.attention.amx import split_amx
+from draftproof.ops.cpu.attention.fma import (
+    DIM,
+    MAX_PAGES,
+    MAX_QUERIES,
+    NUM_KV,
+    NUM_Q,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    POSITIONS,
+    SLOTS,
+    SPLIT,
+    WINDOW,
+    WORKSPACE,
+    WORKSPACE_BYTES,
+    arg,
+    clear,
+    first_key,
+    merge,
+    split_fma,
+    write,
+)
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS
+from draftproof.ops.cpu.jit.amx import configure_full, tiles_release
+from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
+
+
+@device
+def _run_end(args: int, first: int, rows: int) -> int:
+    """The end of the rows, from `first` on, that can share a pass over K and V."""
+    slots = arg(args, SLOTS)
+    most = max(1, MAX_QUERIES // (arg(args, NUM_Q) // arg(args, NUM_KV)))
+    end = first + 1
+    slot = load_i64(slots + 8 * first)
+    while end < rows and end - first < most and load_i64(slots + 8 * end) == slot:
+        end += 1
+    return end
+
+
+@device
+def _splits(args: int, first: int, end: int) -> Any:
+    """(slot, first split, end of splits) of rows [first, end)."""
+    positions, window = arg(args, POSITIONS), arg(args, WINDOW)
+    slot = min(max(load_i64(arg(args, SLOTS) + 8 * first), 0), arg(args, NUM_SLOTS) - 1)
+    low, high = load_i64(positions + 8 * first), 0
+    for row in range(first, end):
+        position = load_i64(positions + 8 * row)
+        low = min(low, first_key(position, window))
+        high = max(high, position + 1)
+    # never beyond the page table, whatever the position says
+    high = min(high, arg(args, MAX_PAGES) * arg(args, PAGE_SIZE))
+    return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT
+
+
+@device
+def _shared(args: int, rows: int, threads: int) -> Any:
+    """(should threads share the splits of a row?, how many (row run, head, split) there are)."""
+    num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
+    wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    runs, units, words, first = 0, 0, 0, 0
+    while first < rows:
+        end = _run_end(args, first, rows)
+        slot, low, high = _splits(args, first, end)
+        runs += num_kv
+        units += num_kv * (high - low)
+        words += (high - low) * (end - first) * arg(args, NUM_Q) * (wide + 2)
+        first = end
+    fits = 4 * words <= arg(args, WORKSPACE_BYTES)
+    return threads > 1 and runs < 8 * threads and fits, units
+
+
+def _attention(bf16: bool, amx: bool) -> Kernel:
+    @kernel
+    def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Every (row run, kv head), or with few of them every split; `merge` then ends the work."""
+        num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
+        group = arg(args, NUM_Q) // num_kv
+        wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+        shared, units = _shared(args, rows, threads)
+        begin, stop = share(units, thread, threads)
+        unit, first, run = 0, 0, 0
+        where = arg(args, WORKSPACE)
+        if amx:
+            configure_full(scratch)
+        while first < rows:
+            end = _run_end(args, first, rows)
+            slot, low, high = _splits(args, first, end)
+            queries = (end - first) * group
+            for head in range(num_kv):
+                if shared:
+                    for split in range(low, high):
+                        if begin <= unit < stop:
+                            if amx:
+                                split_amx(
+                                    args,
+                                    first,
+                                    end - first,
+                                    head,
+                                    slot,
+                                    split * SPLIT,
+                                    where,
+                                    where + queries * wide * 4,
+                                    scratch,
+                                )
+                            else:
+                                split_fma(
+                                    args,
+                                    first,
+                                    end - first,
+                                    head,
+                                    slot,
+                                    split * SPLIT,
+                                    where,
+                                    where + queries * wide * 4,
+                                    scratch,
+                                    bf16,
+                                )
+                        unit += 1
+                        where += queries * (wide + 2) * 4
+                elif run % threads == thread:
+                    total = scratch  # [queries, wide]
+                    state = total + queries * wide * 4  # [queries, 2]
+                    part = state + queries * 8  # [queries, wide]
+                    part_state = part + queries * wide * 4  # [queries, 2]
+                    rest = (part_state + queries * 8 + 63) // 64 * 64
+                    for i in range(queries):
+                        clear(total + i * wide * 4, state + 8 * i, wide)
+                    for split in range(low, high):
+                        if amx:
+                            split_amx(
+                                args, first, end - first, head, slot, split * SPLIT, part, part_state, rest
+                            )
+                        else:
+                            split_fma(
+                                args,
+                                first,
+                                end - first,
+                                head,
+                                slot,
+                                split * SPLIT,
+                                part,
+                                part_state,
+                                rest,
+                                bf16,
+                            )
+                        for i in range(queries):
+                            at = i * wide * 4
+                            merge(total + at, state + 8 * i, part + at, part_state + 8 * i, wide)
+                    for i in range(queries):
+                        row, q_head = first + i // group, head * group + i % group
+                        write(args, row, q_head, total + i * wide * 4, state + 8 * i, bf16)
+                run += 1
+            first = end
+        if amx:
+            tiles_release()
+
+    return attention
+
+
+def _attention_merge(bf16: bool) -> Kernel:
+    @kernel
+    def attention_merge(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Merge what `attention` left in the workspace; nothing to do if it left nothing."""
+        num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
+        group = arg(args, NUM_Q) // num_kv
+        wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+        shared, units = _shared(args, rows, threads)
+        if not shared:
+            return
+        first, unit = 0, 0
+        where = arg(args, WORKSPACE)
+        total, state = scratch, scratch + wide * 4
+        while first < rows:
+            end = _run_end(args, first, rows)
+            slot, low, high = _splits(args, first, end)
+            queries = (end - first) * group
+            step = queries * (wide + 2) * 4
+            for head in range(num_kv):
+                for i in range(queries):
+                    if unit % threads == thread:
+                        clear(total, state, wide)
+                        for split in range(high - low):
+                            part = where + split * step
+                            part_state = part + queries * wide * 4 + 8 * i
+                            merge(total, state, part + i * wide * 4, part_state, wide)
+                        row, q_head = first + i // group, head * group + i % group
+                        write(args, row, q_head, total, state, bf16)
+                    unit += 1
+                where += (high - low) * step
+            first = end
+
+    return attention_merge
+
+
+# Each table: [fp32, bf16].
+ATTENTION: list[Any] = [_attention(False, False), _attention(True, False)]
+ATTENTION_AMX: list[Any] = [ATTENTION[0], _attention(True, True)]
+ATTENTION_MERGE: list[Any] = [_attention_merge(False), _attention_merge(True)]

@@ -1,0 +1,283 @@
+"""Paged attention: the row at position p reduces over keys 0..p in an order given by p alone.
+
+Keys are taken in splits of 128. Within a split the softmax is two-pass (all scores, their maximum, then
+the weighted sum of V over ascending keys); splits are merged in ascending order, whether one thread did
+them all or several did some each. The query heads that share a kv head, and adjacent rows of a request,
+share the loads of K and V. A key that a row may not see never touches that row, not even if it is NaN.
+
+Here: the pieces, and a split by fused multiply-add. `attention_amx` has a split on tiles,
+`attention_run` the kernels that go over rows, heads and splits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_f32, transpose
+from draftproof.ops.cpu.jit.compile import (
+    device,
+    f64_of_bits,
+    inlined,
+    load_f32,
+    load_i32,
+    load_i64,
+    store_f32,
+)
+from draftproof.ops.cpu.jit.load_store import tload, tstore
+from draftproof.ops.cpu.jit.simd import (
+    mask_and,
+    mask_first,
+    mask_not_first,
+    splat,
+    vadd,
+    vdiv,
+    vfma,
+    vload,
+    vmax,
+    vmax_lane,
+    vmul,
+    vselect,
+    vstore,
+    vsub,
+    vsum,
+)
+from draftproof.ops.cpu.jit.vmath import vexp
+
+SPLIT = 128  # keys
+BLOCK = COLUMNS  # keys whose K, then V, are unpacked at a time
+MAX_QUERIES = 48  # (row, head) pairs that share a pass over K and V
+_ZERO = np.float32(0.0)
+_LOWEST = np.float32(-3.0e38)
+
+
+# The int64 arguments of the kernels, by place.
+OUT, Q, POSITIONS, SLOTS, PAGE_TABLE, CACHE, WORKSPACE, WORKSPACE_BYTES = range(8)
+NUM_Q, NUM_KV, DIM, WINDOW, NUM_SLOTS, MAX_PAGES, NUM_PAGES, PAGE_SIZE = range(8, 16)
+AT_ONCE, SCALE = 16, 17
+
+
+def scratch_bytes(group: int, dim: int) -> int:
+    """Scratch of a thread: see `attention`, `split_fma` and `split_amx` for what lies in it."""
+    queries, wide = max(MAX_QUERIES, group) + 16, -(-dim // COLUMNS) * COLUMNS
+    return 4 * (queries * (2 * SPLIT + 4 * wide + 8) + 2 * SPLIT * wide) + 8192
+
+
+@inlined
+def arg(args: int, place: int) -> int:
+    return load_i64(args + 8 * place)
+
+
+@inlined
+def first_key(position: int, window: int) -> int:
+    """The first key that a position sees."""
+    if window > 0:
+        return max(0, position - window + 1)
+    return 0
+
+
+@device
+def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool) -> None:
+    """out [last - first, wide] fp32: the head's vectors at keys [first, last) of one request."""
+    size = 2 if bf16 else 4
+    num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
+    max_pages, num_pages, page_size = (arg(args, MAX_PAGES), arg(args, NUM_PAGES), arg(args, PAGE_SIZE))
+    wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    pages = arg(args, PAGE_TABLE) + slot * max_pages * 4
+    key = first
+    while key < last:
+        line = key // page_size
+        # a page out of range reads valid memory rather than foreign memory
+        page = min(max(load_i32(pages + 4 * line), 0), num_pages - 1)
+        src = cache + ((page * page_size + key - line * page_size) * num_kv + head) * dim * size
+        stop = min(last, (line + 1) * page_size)
+        while key < stop:
+            dst = out + (key - first) * wide * 4
+            for i in range(0, dim, 16):
+                vstore(dst + 4 * i, tload(src, i, dim - i, bf16))
+            src += num_kv * dim * size
+            key += 1
+
+
+@device
+def _softmax(scores: int, begin: int, end: int) -> Any:
+    """scores [begin, end) -> exp(score - max), zeros to the ends of the vectors; (max, sum)."""
+    first = begin // 16 * 16
+    best = splat(_LOWEST)
+    for i in range(first, end, 16):
+        valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
+        best = vmax(vselect(valid, vload(scores + 4 * i), splat(_LOWEST)), best)
+    top = vmax_lane(best)
+    total = splat(_ZERO)
+    for i in range(first, end, 16):
+        valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
+        e = vselect(valid, vexp(vsub(vload(scores + 4 * i), splat(top))), splat(_ZERO))
+        vstore(scores + 4 * i, e)
+        total = vadd(total, e)
+    return top, vsum(total)
+
+
+@device
+def merge(total: int, state: int, part: int, part_state: int, wide: int) -> None:
+    """Add a split's sums [wide] and state (maximum, mass) to those of the splits before it."""
+    mass = load_f32(part_state + 4)
+    if mass == _ZERO:  # the row sees no key of this split
+        return
+    top, old_top = load_f32(part_state), load_f32(state)
+    new_top = max(top, old_top)
+    keep = vexp(splat(np.float32(old_top - new_top)))
+    gain = vexp(splat(np.float32(top - new_top)))
+    masses = vfma(splat(mass), gain, vmul(splat(load_f32(state + 4)), keep))
+    store_f32(state, new_top)
+    store_f32(state + 4, vmax_lane(masses))
+    for i in range(0, wide, 16):
+        x = vmul(vload(total + 4 * i), keep)
+        vstore(total + 4 * i, vfma(vload(part + 4 * i), gain, x))
+
+
+@device
+def clear(total: int, state: int, wide: int) -> None:
+    for d in range(0, wide, 16):
+        vstore(total + d * 4, splat(_ZERO))
+    store_f32(state, _LOWEST)
+    store_f32(state + 4, _ZERO)
+
+
+@device
+def write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) -> None:
+    """Divide by the mass, round, store."""
+    dim = arg(args, DIM)
+    mass = splat(load_f32(state + 4))
+    at = (row * arg(args, NUM_Q) + q_head) * dim
+    for d in range(0, dim, 16):
+        tstore(arg(args, OUT), at + d, vdiv(vload(total + 4 * d), mass), dim - d, bf16)
+
+
+@inlined
+def clip(key: int, start: int, end: int) -> int:
+    return min(max(key, start), end)
+
+
+@device
+def _weigh(
+    queries: int,
+    group: int,
+    at_once: int,
+    positions: int,
+    window: int,
+    split: int,
+    start: int,
+    end: int,
+    weights: int,
+    values: int,
+    sums: int,
+    wide: int,
+) -> None:
+    """sums [queries, wide] += weights x values over keys [start, end) (of this split), each row's
+    own keys only: those that all of a few queries see together, the others one by one."""
+    for i in range(0, queries, at_once):
+        n = min(at_once, queries - i)
+        both_lo, both_hi = start, end
+        for j in range(i, i + n):
+            position = load_i64(positions + 8 * (j // group))
+            both_lo = max(both_lo, first_key(position, window))
+            both_hi = min(both_hi, position + 1)
+        both_lo = min(both_lo, end)
+        both_hi = max(both_hi, both_lo)
+        for stage in range(3):
+            if stage == 1:
+                lo, hi, rows, last = both_lo, both_hi, n, i + 1
+            else:
+                lo, hi, rows, last = start, end, 1, i + n
+            for j in range(i, last):
+                if stage != 1:
+                    position = load_i64(positions + 8 * (j // group))
+                    lo = clip(first_key(position, window), start, end)
+                    hi = clip(position + 1, start, end)
+                    if stage == 0:
+                        hi = min(hi, both_lo)
+                    else:
+                        lo = max(lo, both_hi)
+                if lo < hi:
+                    for column in range(0, wide, COLUMNS):
+                        panel_f32(
+                            rows,
+                            weights + (j * SPLIT + lo - split) * 4,
+                            SPLIT * 4,
+                            values + ((lo - start) * wide + column) * 4,
+                            wide * 4,
+                            sums + (j * wide + column) * 4,
+                            wide * 4,
+                            hi - lo,
+                        )
+
+
+@device
+def split_fma(
+    args: int,
+    first: int,
+    rows: int,
+    head: int,
+    slot: int,
+    split: int,
+    part: int,
+    part_state: int,
+    scratch: int,
+    bf16: bool,
+) -> None:
+    """One split of keys and one kv head for adjacent rows of one request: sums and states."""
+    size = 2 if bf16 else 4
+    num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
+    at_once = arg(args, AT_ONCE)
+    positions = arg(args, POSITIONS) + 8 * first
+    scale = splat(np.float32(f64_of_bits(arg(args, SCALE))))
+    group = num_q // arg(args, NUM_KV)
+    queries = rows * group
+    wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    cache = arg(args, CACHE)
+    values = cache + arg(args, NUM_PAGES) * arg(args, PAGE_SIZE) * arg(args, NUM_KV) * dim * size
+
+    qs = scratch  # [queries, wide] fp32, scaled
+    scores = qs + queries * wide * 4  # [queries, SPLIT]
+    lines = scores + queries * SPLIT * 4  # [BLOCK, wide]
+    turned = lines + BLOCK * wide * 4  # [wide, BLOCK]
+
+    lowest, highest = split + SPLIT, split
+    for row in range(rows):
+        position = load_i64(positions + 8 * row)
+        lowest = min(lowest, max(split, first_key(position, window)))
+        highest = max(highest, min(split + SPLIT, position + 1))
+        for g in range(group):
+            i = row * group + g
+            src = arg(args, Q) + ((first + row) * num_q + head * group + g) * dim * size
+            for d in range(0, dim, 16):
+                x = vmul(tload(src, d, dim - d, bf16), scale)
+                vstore(qs + (i * wide + d) * 4, x)
+    lowest = lowest // BLOCK * BLOCK
+    for start in range(lowest, highest, BLOCK):
+        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16)
+        for d in range(0, dim, 16):
+            for key in range(0, BLOCK, 16):
+                src, dst = lines + (key * wide + d) * 4, turned + (d * BLOCK + key) * 4
+                transpose(src, wide * 4, dst, BLOCK * 4)
+        at = scores + (start - split) * 4
+        for i in range(queries):
+            for key in range(0, BLOCK, 16):
+                vstore(at + (i * SPLIT + key) * 4, splat(_ZERO))
+        for i in range(0, queries, at_once):
+            n = min(at_once, queries - i)
+            panel_f32(n, qs + i * wide * 4, wide * 4, turned, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim)
+    for i in range(queries):
+        position = load_i64(positions + 8 * (i // group))
+        begin = clip(first_key(position, window), split, split + SPLIT) - split
+        end = clip(position + 1, split, split + SPLIT) - split
+        clear(part + i * wide * 4, part_state + 8 * i, wide)
+        if begin < end:
+            top, mass = _softmax(scores + i * SPLIT * 4, begin, end)
+            store_f32(part_state + 8 * i, top)
+            store_f32(part_state + 8 * i + 4, mass)
+    for start in range(lowest, highest, BLOCK):
+        end = min(start + BLOCK, highest)
+        _gather(args, values, slot, head, start, end, lines, bf16)
+        _weigh(queries, group, at_once, positions, window, split, start, end, scores, lines, part, wide)

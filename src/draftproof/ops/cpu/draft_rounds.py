@@ -1,0 +1,148 @@
+"""What surrounds a drafting model's passes as native loops: some seventy torch calls took a third of a round.
+
+Here the host is told how sure the model is of a draft, since nobody waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.numba_jit import native
+from draftproof.ops.contract.draft_rounds import Ahead
+from draftproof.ops.torch.draft_rounds import TorchFollowing
+from draftproof.types import End, Rows, SlotColumns, Windows
+
+# numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
+NOT_YET = 0
+assert End.NOT_YET == NOT_YET
+compiled = native(boundscheck=False)
+
+
+class CpuFollowing(TorchFollowing):
+    def follow(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
+        shifted = np.zeros((4, len(rows.tokens)), np.int64)
+        last = np.full(len(slots), -1, np.int64)
+        given = rows.positions, rows.slots, rows.kv_index, columns.tokens, columns.length, slots
+        _follow(*(part.numpy() for part in given), shifted, last)
+        tokens, positions, owners, places = torch.from_numpy(shifted)
+        return Rows(tokens, positions, owners, places, rows.page_table), torch.from_numpy(last)
+
+    def ahead(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        last: Tensor,
+        rounds: int,
+        lag: int,
+        page_size: int,
+    ) -> Ahead:
+        size = len(slots)
+        each = np.zeros((2, size), np.int64)  # count, newest
+        lines = np.zeros((4, rounds, size), np.int64)  # slots, outputs, positions, places
+        given = columns.tokens, columns.length, columns.prompt_len, columns.max_length, columns.ended
+        inputs = [part.numpy() for part in (*given, columns.page_table, slots, budget, last)]
+        _ahead(*inputs, lag, page_size, each, lines)
+        tokens = slots.new_zeros((columns.draft.shape[1], size))
+        return Ahead(*torch.from_numpy(each), *torch.from_numpy(lines), tokens)
+
+    def pick(
+        self,
+        x: Tensor,
+        at: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        packed: Any,
+        ids: Tensor | None,
+        windows: Windows,
+        greedy: bool,
+        out: Tensor,
+        sure: Tensor | None = None,
+    ) -> Tensor:
+        slot, heat = windows.slot.numpy(), windows.columns.temperature.numpy()
+        if ids is None or not (greedy or _cold(slot, heat)):
+            return super().pick(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
+        # the best of those that the head knows: there is no noise that would need their ids
+        rows = x if at is None else x[at.clamp(min=0)]
+        logits = self.linear(self.rms_norm(rows, norm, eps), packed, torch.float32)
+        best = self.argmax(logits)
+        _named(slot, logits.numpy(), best.numpy(), ids.numpy(), out.numpy())
+        if sure is not None:
+            top = logits.gather(1, best[:, None])[:, 0]
+            torch.exp(top - self.logsumexp(logits), out=sure)
+        return rows
+
+
+@compiled
+def _follow(positions, owners, places, tokens, length, slots, out, last):  # type: ignore[no-untyped-def]
+    for r in range(len(owners)):
+        s, after = owners[r], positions[r] + 1
+        if s < 0 or after >= length[s]:
+            out[2, r] = -1
+            continue
+        out[0, r], out[1, r], out[2, r], out[3, r] = tokens[s, after], positions[r], s, places[r]
+        if after + 1 == length[s]:
+            for b in range(len(slots)):
+                if slots[b] == s:
+                    last[b] = r
+
+
+@compiled
+def _ahead(  # type: ignore[no-untyped-def]
+    tokens,
+    length,
+    prompt_len,
+    max_length,
+    ended,
+    page_table,
+    slots,
+    budget,
+    last,
+    lag,
+    page_size,
+    each,
+    lines,
+):
+    rounds = lines.shape[1]
+    for b in range(len(slots)):
+        s = slots[b]
+        count = 0
+        if s >= 0 and last[b] >= 0 and ended[s] == NOT_YET:
+            count = max(0, min(min(budget[b], max_length[s] - length[s] - 1), rounds))
+        each[0, b] = count
+        if count > 0:
+            each[1, b] = tokens[s, length[s] - 1]
+        for j in range(rounds):
+            if j >= count:
+                lines[0, j, b] = -1
+                continue
+            position = max(0, length[s] - 1 - lag + j)
+            page = np.int64(page_table[s, position // page_size])
+            lines[0, j, b], lines[1, j, b] = s, length[s] - prompt_len[s] + j
+            lines[2, j, b], lines[3, j, b] = position, page * page_size + position % page_size
+
+
+@compiled
+def _cold(slot, temperature):  # type: ignore[no-untyped-def]
+    hot = 0
+    for r in range(len(slot)):
+        hot += slot[r] >= 0 and temperature[slot[r]] > 0
+    return hot == 0
+
+
+@compiled
+def _named(slot, logits, best, ids, out):  # type: ignore[no-untyped-def]
+    """What the best column of each row is called; of equals the one with the lowest id."""
+    for r in range(len(slot)):
+        out[r] = 0
+        if slot[r] < 0:
+            continue
+        top, found = logits[r, best[r]], ids[best[r]]
+        for n in range(logits.shape[1]):
+            if logits[r, n] == top and ids[n] < found:
+                found = ids[n]
+        out[r] = found

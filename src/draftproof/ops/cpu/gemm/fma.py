@@ -1,0 +1,107 @@
+"""Linear layers by fused multiply-add: for fp32, and for bf16 on machines without AMX.
+
+Weights [N, K] are packed once as panels [N / 64, K, 64]: a thread streams its panels from memory in
+order, and 64 outputs grow side by side. Each is a sum of chains over `DEPTH_BLOCK` of K: one long chain
+would lose half a digit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_bf16, panel_f32
+from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
+from draftproof.ops.cpu.jit.load_store import tload, tstore
+from draftproof.ops.cpu.jit.simd import splat, vadd, vload, vstore
+
+_ZERO = np.float32(0.0)
+DEPTH_BLOCK = 128
+ROW_CHUNK = 128  # rows of a unit of work: prefill on many threads splits rows as well as columns
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N / 64), K, 64], zeros after the last column."""
+    columns, depth = weight.shape
+    panels = -(-columns // COLUMNS)
+    padded = torch.zeros(panels * COLUMNS, depth, dtype=weight.dtype)
+    padded[:columns] = weight
+    return padded.view(panels, COLUMNS, depth).transpose(1, 2).contiguous()
+
+
+@device
+def finish(
+    c: int,
+    out: int,
+    bias: int,
+    row: int,
+    column: int,
+    columns: int,
+    width: int,
+    bf16: bool,
+    out_bf16: bool,
+) -> None:
+    """Round c [width] (fp32) plus bias to `out` [rows, columns] at (row, column)."""
+    for i in range(0, width, 16):
+        n = columns - column - i
+        if n > 0:
+            x = vload(c + 4 * i)
+            if bias != 0:
+                x = vadd(x, tload(bias, column + i, n, bf16))
+            tstore(out, row * columns + column + i, x, n, out_bf16)
+
+
+def _linear(bf16: bool, out_bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def linear(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """args: out, x, weight, bias, columns, depth, rows at once (1 to 4)."""
+        out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        bias, columns = load_i64(args + 24), load_i64(args + 32)
+        depth, block = load_i64(args + 40), load_i64(args + 48)
+        panels = (columns + COLUMNS - 1) // COLUMNS
+        chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
+        begin, end = share(panels * chunks, thread, threads)
+        for unit in range(begin, end):
+            panel = unit // chunks
+            first = (unit - panel * chunks) * ROW_CHUNK
+            last = min(first + ROW_CHUNK, rows)
+            w = weight + panel * depth * COLUMNS * size
+            for row in range(first, last, block):
+                count = min(block, last - row)
+                total = scratch + count * COLUMNS * 4
+                for i in range(0, count * COLUMNS, 16):
+                    vstore(total + 4 * i, splat(_ZERO))
+                for k in range(0, depth, DEPTH_BLOCK):
+                    length = min(DEPTH_BLOCK, depth - k)
+                    for i in range(0, count * COLUMNS, 16):
+                        vstore(scratch + 4 * i, splat(_ZERO))
+                    a, a_stride = x + (row * depth + k) * size, depth * size
+                    b = w + k * COLUMNS * size
+                    if bf16:
+                        panel_bf16(count, a, a_stride, b, 2 * COLUMNS, scratch, 4 * COLUMNS, length)
+                    else:
+                        panel_f32(count, a, a_stride, b, 4 * COLUMNS, scratch, 4 * COLUMNS, length)
+                    for i in range(0, count * COLUMNS, 16):
+                        at = total + 4 * i
+                        vstore(at, vadd(vload(at), vload(scratch + 4 * i)))
+                for i in range(count):
+                    finish(
+                        total + i * 4 * COLUMNS,
+                        out,
+                        bias,
+                        row + i,
+                        panel * COLUMNS,
+                        columns,
+                        COLUMNS,
+                        bf16,
+                        out_bf16,
+                    )
+
+    return linear
+
+
+# [weights and x bf16?][out bf16?]
+LINEAR = [[_linear(False, False), _linear(False, True)], [_linear(True, False), _linear(True, True)]]

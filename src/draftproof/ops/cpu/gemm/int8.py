@@ -1,0 +1,119 @@
+"""Linear layers in int8 on AMX tiles, for what only guesses: half the bytes of bf16, and bytes are the time.
+
+A column of the weights has a scale, and so has each row of x, which is rounded to bytes on its way in. The
+products are whole numbers, so neither the number of rows nor a row's place touches a row's bits. Weights
+[N, K] are packed as [N / 32, K / 64, 2, 16, 16, 4]: pairs of 1 KiB tiles in the order in which they are read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.ops.cpu.jit.amx import (
+    configure_rows,
+    run_bytes_1,
+    run_bytes_2,
+    tiles_release,
+    tiles_store,
+    tiles_zero,
+)
+from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_f32, load_i64, share, store_f32
+from draftproof.ops.cpu.jit.load_store import tload, tstore
+from draftproof.ops.cpu.jit.simd import (
+    iload,
+    isplat,
+    istore_bytes,
+    splat,
+    to_float,
+    to_int,
+    vadd,
+    vmax,
+    vmax_lane,
+    vmul,
+    vround,
+    vsub,
+)
+
+WIDTH = 32  # columns of a block: two tiles
+DEPTH = 64  # K of a step
+ROWS = 32  # at a time
+STEP_BYTES = WIDTH * DEPTH
+MOST = 127  # of a byte
+_ZERO = np.float32(0.0)
+
+
+def pack_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> int8 [N / 32, K / 64, 2, 16 fours of k, 16 n, 4], padded with zeros; fp32 scales [N]."""
+    columns, depth = weight.shape
+    blocks, steps = -(-columns // WIDTH), -(-depth // DEPTH)
+    exact = weight.float()
+    scales = (exact.abs().amax(1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
+    padded = torch.zeros(blocks * WIDTH, steps * DEPTH, dtype=torch.int8)
+    padded[:columns, :depth] = (exact / scales[:, None]).round().to(torch.int8)
+    return padded.view(blocks, 2, 16, steps, 16, 4).permute(0, 3, 1, 4, 2, 5).contiguous(), scales
+
+
+@device
+def _rounded(x: int, depth: int, to: int) -> float:
+    """x [depth] bf16 in bytes, with zeros up to a whole step; its scale."""
+    top = splat(_ZERO)
+    for i in range(0, depth, 16):
+        value = tload(x, i, depth - i, True)
+        top = vmax(top, vmax(value, vsub(splat(_ZERO), value)))
+    largest = vmax_lane(top)
+    inverse = np.float32(MOST) / largest if largest > _ZERO else _ZERO
+    for i in range(0, (depth + DEPTH - 1) // DEPTH * DEPTH, 16):
+        if i < depth:
+            istore_bytes(to + i, to_int(vround(vmul(tload(x, i, depth - i, True), splat(inverse)))))
+        else:
+            istore_bytes(to + i, isplat(0))
+    return np.float32(largest / np.float32(MOST))
+
+
+def _linear(out_bf16: bool) -> Kernel:
+    @kernel
+    def linear_bytes(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """args: out, x, weight, bias, columns, depth, scales."""
+        out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        bias, columns, depth = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+        scales = load_i64(args + 48)
+        steps = (depth + DEPTH - 1) // DEPTH
+        config, own = scratch, scratch + 64  # own [32] fp32: scales of the rows
+        c = own + 4 * ROWS  # [32, 32] int32
+        bytes_of = c + 4 * ROWS * WIDTH  # [32, steps * 64] int8
+        begin, end = share((columns + WIDTH - 1) // WIDTH, thread, threads)
+        for row in range(0, rows if begin < end else 0, ROWS):
+            count = min(ROWS, rows - row)
+            for i in range(count):
+                scale = _rounded(x + (row + i) * depth * 2, depth, bytes_of + i * steps * DEPTH)
+                store_f32(own + 4 * i, scale)
+            configure_rows(config, count)
+            for block in range(begin, end):
+                tiles_zero()
+                w = weight + block * steps * STEP_BYTES
+                if count <= 16:
+                    run_bytes_1(bytes_of, steps * DEPTH, w, steps)
+                    tiles_store(c, 1)
+                else:
+                    run_bytes_2(bytes_of, steps * DEPTH, w, steps)
+                    tiles_store(c, 2)
+                for i in range(count):
+                    scale = splat(load_f32(own + 4 * i))
+                    for j in range(0, WIDTH, 16):
+                        column = block * WIDTH + j
+                        n = columns - column
+                        if n > 0:
+                            y = to_float(iload(c + 4 * (i * WIDTH + j)))
+                            y = vmul(y, tload(scales, column, n, False))
+                            y = vmul(y, scale)
+                            if bias != 0:
+                                y = vadd(y, tload(bias, column, n, True))
+                            tstore(out, (row + i) * columns + column, y, n, out_bf16)
+            tiles_release()
+
+    return linear_bytes
+
+
+LINEAR_BYTES = [_linear(False), _linear(True)]  # [out bf16?]

@@ -1,0 +1,55 @@
+"""Vector access to a tensor of either activation type: one kernel source serves fp32 and bf16.
+
+`bf16` is a compile-time constant of the kernel, so the branches vanish.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftproof.ops.cpu.jit.compile import inlined
+from draftproof.ops.cpu.jit.simd import (
+    vload,
+    vload_bf16,
+    vload_bf16_n,
+    vload_n,
+    vround_bf16,
+    vstore,
+    vstore_bf16,
+    vstore_bf16_n,
+    vstore_n,
+)
+
+
+@inlined
+def tload(addr: int, index: int, count: int, bf16: bool) -> Any:
+    """Elements [index, index + min(count, 16)) of the tensor at `addr` as fp32, then zeros."""
+    if bf16:
+        if count >= 16:
+            return vload_bf16(addr + 2 * index)
+        return vload_bf16_n(addr + 2 * index, count)
+    if count >= 16:
+        return vload(addr + 4 * index)
+    return vload_n(addr + 4 * index, count)
+
+
+@inlined
+def tstore(addr: int, index: int, x: Any, count: int, bf16: bool) -> None:
+    """Store the first min(count, 16) lanes, rounded to the tensor's type."""
+    if bf16:
+        if count >= 16:
+            vstore_bf16(addr + 2 * index, x)
+        else:
+            vstore_bf16_n(addr + 2 * index, x, count)
+    elif count >= 16:
+        vstore(addr + 4 * index, x)
+    else:
+        vstore_n(addr + 4 * index, x, count)
+
+
+@inlined
+def tround(x: Any, bf16: bool) -> Any:
+    """What storing and loading again would give."""
+    if bf16:
+        return vround_bf16(x)
+    return x

@@ -1,0 +1,197 @@
+"""The definition of the suffix search, and of the choice between several proposers: plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.ops.contract.draft_search import (
+    DEPTH,
+    FADES,
+    FEARED,
+    HEAVY,
+    HOPED,
+    MULTIPLIER,
+    NEAR,
+    OWN,
+    REACH,
+    SIZES,
+    UNIT,
+    DraftSearch,
+    Offer,
+    Record,
+    SuffixPool,
+    SuffixRule,
+    stacked,
+)
+from draftproof.types import End, SlotColumns
+
+
+@dataclass
+class _Place:
+    """Where somebody said the same, and what followed; `line` -1: in the text itself."""
+
+    tokens: list[int]
+    at: int
+    matched: int
+    weight: int
+    line: int = -1
+
+
+class ReferenceSuffix(DraftSearch):
+    def suffix(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        pool: SuffixPool,
+        rule: SuffixRule,
+        begun: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = len(slots), columns.draft.shape[1]
+        tokens = torch.zeros(shape, dtype=torch.int64) if begun is None else begun[0].clone()
+        count, worth = torch.zeros((2, len(slots)), dtype=torch.int64)
+        for b, (slot, wanted) in enumerate(zip(slots.tolist(), budget.tolist(), strict=True)):
+            had = 0 if begun is None else int(begun[1][b])
+            count[b] = had
+            if slot < 0 or wanted <= had or columns.ended[slot] != End.NOT_YET:
+                continue
+            text = columns.tokens[slot, : int(columns.length[slot])].tolist() + tokens[b, :had].tolist()
+            places = _own_places(text, rule.smallest)
+            places += _pool_places(text, pool, int(pool.slot_owner[slot]))
+            drafts, worth[b] = _follow(text, places, min(wanted, shape[1]) - had, pool, rule)
+            tokens[b, had : had + len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
+            count[b] += len(drafts)
+        return tokens, count, worth
+
+    def arbitrate(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        record: Record,
+        offers: Sequence[Offer],
+        search: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, count, worth, lead = stacked(offers)
+        members, entries, k = tokens.shape
+        out = torch.zeros((entries, k), dtype=torch.int64)
+        number, room = torch.zeros((2, entries), dtype=torch.int64)
+        whose = torch.full((entries, k), max(search, 0), dtype=torch.int8)
+        for b, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            rates = _rates(columns, record, slot)
+            given = [min(int(count[m, b]), int(budget[b]), k) for m in range(members)]
+            reckoned = [_reckon(rate, n) for rate, n in zip(rates, given, strict=True)]
+            values = [int(worth[m, b]) if worth[m, b] >= 0 else reckoned[m][0] for m in range(members)]
+            values = [values[m] + (int(lead[m]) if given[m] > 0 else 0) for m in range(members)]
+            who = values.index(max(values))
+            number[b], out[b], whose[b, : given[who]] = given[who], tokens[who, b], who
+            if search >= 0 and who != search and given[who] and reckoned[who][1] >= REACH:
+                room[b] = budget[b]
+            facts = int(columns.seed[slot]), int(columns.length[slot]), given[who], who
+            record.last[:, slot] = torch.tensor(facts)
+        return out, number, whose, room
+
+
+def _rates(columns: SlotColumns, record: Record, slot: int) -> list[int]:
+    """Of each member, in UNIT; the record is brought up to date."""
+    seed, length, given, who = record.last[:, slot].tolist()
+    if seed != int(columns.seed[slot]):
+        record.stood[slot], record.fell[slot], given = 0, 0, 0
+    stood = min(max(int(columns.length[slot]) - length - 1, 0), given)
+    rates = []
+    for m in range(record.stood.shape[1]):
+        good, bad = int(record.stood[slot, m]), int(record.fell[slot, m])
+        good, bad = good - (good >> FADES), bad - (bad >> FADES)
+        if given and m == who:
+            good, bad = good + stood * UNIT, bad + (stood < given) * UNIT
+        record.stood[slot, m], record.fell[slot, m] = good, bad
+        rates.append((good + HOPED * UNIT) * UNIT // (good + bad + (HOPED + FEARED) * UNIT))
+    return rates
+
+
+def _reckon(rate: int, count: int) -> tuple[int, int]:
+    """What so many drafts are worth, and how likely all of them stand."""
+    chance, worth = UNIT, 0
+    for _ in range(count):
+        chance = chance * rate // UNIT
+        worth += chance
+    return worth, chance
+
+
+def bucket_of(owner: int, newest_first: list[int], buckets: int) -> int:
+    """Of an n-gram in the table of its size; `buckets` is a power of two."""
+    key = owner
+    for token in newest_first:
+        key = (key ^ token) * MULTIPLIER % (1 << 64)
+    return (key >> 33) & (buckets - 1)
+
+
+def _matched(tokens: list[int], at: int, text: list[int], most: int) -> int:
+    n = 0
+    while n < min(most, at, len(text)) and tokens[at - 1 - n] == text[len(text) - 1 - n]:
+        n += 1
+    return n
+
+
+def _own_places(text: list[int], smallest: int) -> list[_Place]:
+    near = [(_matched(text, at, text, NEAR), at) for at in range(1, len(text))]
+    best = sorted((pair for pair in near if pair[0] >= min(smallest, NEAR)), reverse=True)[:OWN]
+    found = [_Place(text, at, _matched(text, at, text, DEPTH), 1) for _, at in best]
+    return [place for place in found if place.matched >= smallest]
+
+
+def _pool_places(text: list[int], pool: SuffixPool, owner: int) -> list[_Place]:
+    wide = pool.tokens.shape[1]
+    for n, table in reversed(list(zip(SIZES, pool.table, strict=True))):
+        if n > len(text):
+            continue
+        found = []
+        bucket = bucket_of(owner, text[: -n - 1 : -1], len(table))
+        for entry in table[bucket].tolist():
+            line, at = entry // wide, entry % wide
+            if entry < 0 or int(pool.owner[line]) != owner:
+                continue
+            tokens = pool.tokens[line, : int(pool.filled[line])].tolist()
+            matched = _matched(tokens, at, text, DEPTH) if at <= len(tokens) else 0
+            if matched >= n:
+                weight = min(int(pool.weight[line]), HEAVY)
+                found.append(_Place(tokens, at, matched, weight, line))
+        if found:
+            return found
+    return []
+
+
+def _follow(
+    text: list[int], places: list[_Place], room: int, pool: SuffixPool, rule: SuffixRule
+) -> tuple[list[int], int]:
+    drafts: list[int] = []
+    worth, chance = 0, np.float32(1.0)
+    while len(drafts) < room:
+        j = len(drafts)
+        said = [place for place in places if place.line < 0 or place.at + j < len(place.tokens)]
+        if not said:
+            break
+        # `text` grows with the drafts, so that it can be read past its end
+        next_of = [(text if p.line < 0 else p.tokens)[p.at + j] for p in said]
+        votes = [p.weight * p.matched**2 for p in said]
+        support = [sum(v for v, other in zip(votes, next_of, strict=True) if other == t) for t in next_of]
+        token = next_of[support.index(max(support))]
+        places = [p for p, t in zip(said, next_of, strict=True) if t == token]
+        m = max(p.matched for p in places) + j
+        chance = chance * (np.float32(max(support)) / np.float32(sum(votes)))
+        chance = chance * (np.float32(m) / (np.float32(m) + np.float32(rule.doubt)))
+        if chance < np.float32(rule.floor):
+            break
+        if not drafts:
+            pool.used[[p.line for p in places if p.line >= 0]] = pool.clock
+        drafts.append(token)
+        text.append(token)
+        worth += int(chance * np.float32(UNIT))
+    return drafts, worth

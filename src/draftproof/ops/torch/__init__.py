@@ -1,0 +1,1 @@
+"""Portable backend on plain PyTorch."""

@@ -1,0 +1,18 @@
+"""What training asks of a device beside torch; nothing of it is needed to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+def slope_kernel(device: torch.device, width: int) -> Callable[..., Tensor] | None:
+    """The slope of the loss by logits of `width` ids, in one kernel; None: there is none."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from draftproof.ops.triton import kl_grad
+
+    return kl_grad.slope_in_place if width <= kl_grad.WIDEST else None

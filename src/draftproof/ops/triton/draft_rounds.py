@@ -1,0 +1,95 @@
+"""Drafting with a model on the GPU: what surrounds its forward passes, in a launch each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.ops import Layer, Rows
+from draftproof.ops.contract.draft_rounds import Ahead, Late
+from draftproof.ops.triton.step.ops import INTS, StepOps, plain
+from draftproof.types import SlotColumns, Windows
+
+try:
+    from draftproof.ops.triton import draft_rounds_kernels, elementwise, runtime
+    from draftproof.ops.triton.gemm import lm_head_sample
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] != "triton":
+        raise
+
+
+class DraftOps(StepOps):
+    def open_drafts(self) -> None:
+        self._pick = lm_head_sample.Pick(self.device)
+
+    def follow(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
+        plain("the rows", (rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
+        plain("slots", (slots,), len(slots))
+        found = draft_rounds_kernels.follow(rows, columns, slots, self._few(rows.tokens))
+        self._done("follow")
+        return found
+
+    def put_off(self, rows: Rows, columns: SlotColumns, features: Tensor, late: Late) -> None:
+        plain("the rows", (rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
+        features = runtime.matrix("features", features, late.features.shape[1], (late.features.dtype,))
+        draft_rounds_kernels.put_off(rows, columns, features, late, self._few(rows.tokens))
+        self._done("put_off")
+
+    def ahead(
+        self,
+        columns: SlotColumns,
+        slots: Tensor,
+        budget: Tensor,
+        last: Tensor,
+        rounds: int,
+        lag: int,
+        page_size: int,
+    ) -> Ahead:
+        plain("slots and budget", (slots, budget, last), len(slots))
+        found = draft_rounds_kernels.ahead(columns, slots, budget, last, rounds, lag, page_size, self.pdl)
+        self._done("ahead")
+        return found
+
+    def pick(
+        self,
+        x: Tensor,
+        at: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        packed: Any,
+        ids: Tensor | None,
+        windows: Windows,
+        greedy: bool,
+        out: Tensor,
+        sure: Tensor | None = None,
+    ) -> Tensor:
+        if sure is not None or not self._pick.takes(x, len(out), packed):
+            return super().pick(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
+        x = runtime.matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
+        norm = runtime.vector("norm", norm, x.shape[1], (x.dtype,))
+        lines = [out, windows.slot, windows.position, *([] if at is None else [at])]
+        plain("what is picked", lines, len(out) if at is not None else len(x))
+        if ids is not None:
+            ids = runtime.vector("ids", ids, len(packed.weight), INTS)
+        rows = self._pick(x, at, norm, eps, packed, ids, windows, greedy, out, self._few(out))
+        self._done("pick")
+        return rows
+
+    def first_rows(
+        self, residual: Tensor, layer: Layer, rows: Rows, embedding: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if layer.token_norm is None or layer.attention_norm is None or layer.norm_around or not len(residual):
+            return super().first_rows(residual, layer, rows, embedding, eps)
+        assert embedding is not None
+        residual, table = runtime.matrix("residual", residual), runtime.matrix("embedding", embedding)
+        wide, kind = residual.shape[1], (residual.dtype,)
+        norms = [
+            runtime.vector("norm", norm, wide, kind) for norm in (layer.token_norm, layer.attention_norm)
+        ]
+        tokens = runtime.vector("tokens", rows.tokens, len(residual), INTS)
+        out = torch.empty((len(residual), 2 * wide), dtype=residual.dtype, device=residual.device)
+        elementwise.joined_norms(tokens, table, residual, *norms, out, eps, self._few(residual))
+        self._done("first_rows")
+        return out, residual

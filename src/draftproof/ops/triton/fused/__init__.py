@@ -1,0 +1,1 @@
+"""Optional accelerator: all layers of a small model in one cooperative kernel."""

@@ -1,0 +1,1 @@
+"""Matrix product kernels, plain and fused, and their tile sizes."""

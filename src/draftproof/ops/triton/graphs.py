@@ -1,0 +1,186 @@
+"""Steps as CUDA graphs, and copies that do not make the host wait.
+
+A graph is captured from a function of tensors that never move, one per size and kind of step. Rows that a
+step does not need are padding with slot -1: stores nothing, attends to nothing, every other op works row by
+row; so it can hurt nobody. Graphs share two memory pools: they run one at a time, in one queue, and what one
+returns is valid until the next of its pool runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from draftproof.ops.contract.types import Fetched
+from draftproof.ops.torch.step import Bookkeeping
+
+T = TypeVar("T")
+STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
+EAGER_RUNS = 2  # before a capture: compiles kernels, proves cuBLAS pieces, grows scratch
+
+
+def bucket_of(rows: int) -> int:
+    """The number of rows that is captured for `rows`.
+
+    Above 512: multiples of 512, which cuBLAS may take as a whole; above 8192, of larger steps.
+    """
+    for size in STEPS:
+        if rows <= size:
+            return size
+    step = max(512, (1 << (rows - 1).bit_length()) // 16)
+    return -(-rows // step) * step
+
+
+class Queued(Bookkeeping):
+    """What a backend with a queue adds; on the interpreter, which has none, nothing."""
+
+    cuda: bool  # on a GPU, not the interpreter
+
+    def open_queue(self) -> None:
+        self.asynchronous = self.cuda
+        if self.cuda:
+            self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+            self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            self._stages, self._here = Stages(), torch.cuda.current_stream(self.device)
+
+    def bucket(self, rows: int) -> int:
+        return bucket_of(rows) if self.cuda else rows
+
+    def graph(self, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
+        if not self.cuda:
+            return function
+        here = torch.cuda.current_stream()
+        self._side.wait_stream(here)
+        with torch.cuda.stream(self._side):
+            for _ in range(EAGER_RUNS):
+                function()
+        here.wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            _no_collection(),
+            torch.cuda.graph(
+                graph, pool=self._pools[apart], stream=self._side, capture_error_mode="thread_local"
+            ),
+        ):
+            out = function()
+
+        def replay() -> T:
+            graph.replay()
+            return out
+
+        return replay
+
+    def fork(self, function: Callable[[], T]) -> Callable[[], T]:
+        if not self.cuda or not torch.cuda.is_current_stream_capturing():
+            return super().fork(function)
+        here = torch.cuda.current_stream()
+        self._forked.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._forked):
+                result = function()
+        except BaseException:  # a capture that ends with a loose end spoils those after it
+            here.wait_stream(self._forked)
+            raise
+
+        def joined() -> T:
+            here.wait_stream(self._forked)
+            return result
+
+        return joined
+
+    def seconds(self, function: Callable[[], object], times: int = 5) -> float:
+        if not self.cuda:
+            return super().seconds(function, times)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            function()
+            mark.record()
+        marks[-1].synchronize()
+        return min(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1000
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        """The current one. Torch makes an object of it each time, and it is nearly always the same."""
+        if torch._C._cuda_getCurrentRawStream(self._here.device_index) != self._here.cuda_stream:
+            self._here = torch.cuda.current_stream(self.device)
+        return self._here
+
+    def send(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        if not self.cuda:
+            return super().send(source, target)
+        stage = self._stages.take(source)
+        pinned = stage.like(source)
+        pinned.copy_(source)
+        out = torch.empty_like(source, device=self.device) if target is None else target
+        out.copy_(pinned, non_blocking=True)
+        stage.passed.record(self._stream)
+        self._stages.put(stage)
+        return out
+
+    def fetch(self, tensor: Tensor) -> Fetched:
+        if not self.cuda:
+            return super().fetch(tensor)
+        stage = self._stages.take(tensor)
+        pinned = stage.like(tensor)
+        pinned.copy_(tensor, non_blocking=True)
+        stage.passed.record(self._stream)
+        copies: list[Tensor] = []
+
+        def read() -> Tensor:
+            if not copies:
+                stage.passed.synchronize()
+                copies.append(torch.from_numpy(pinned.numpy().copy()))  # torch's would wake all cores
+                self._stages.put(stage)
+            return copies[0]
+
+        return Fetched(read, lambda: bool(copies) or stage.passed.query())  # a stage is used again once read
+
+
+class Stage:
+    """Pinned memory, and when the last copy had passed through it."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.passed = torch.cuda.Event()
+        self._like: Tensor | None = None  # what was last asked for: mostly it is the same again
+
+    def like(self, tensor: Tensor) -> Tensor:
+        last, shape, dtype = self._like, tensor.shape, tensor.dtype
+        if last is None or last.dtype != dtype or last.shape != shape:
+            last = self.bytes[: tensor.numel() * tensor.element_size()].view(dtype).view(shape)
+            self._like = last
+        return last
+
+
+class Stages:
+    """Stages that are not in use, by size; one is used again once its copy has passed."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, deque[Stage]] = {}
+
+    def take(self, tensor: Tensor) -> Stage:
+        size = max(256, 1 << (tensor.numel() * tensor.element_size() - 1).bit_length())
+        idle = self._idle.setdefault(size, deque())
+        return idle.popleft() if idle and idle[0].passed.query() else Stage(size)
+
+    def put(self, stage: Stage) -> None:
+        self._idle[len(stage.bytes)].append(stage)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection during a capture: what it frees on the device would spoil the graph."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""Sampling kernels: noise, argmax, top-k, top-p."""

@@ -1,0 +1,1 @@
+"""HTTP server: ASGI app, connections, streaming, limits, errors."""

@@ -1,0 +1,1 @@
+"""Columnar construction of outputs that are not streamed."""

@@ -1,0 +1,1 @@
+"""Structured outputs: grammar compilation and token masks."""

@@ -1,0 +1,1 @@
+"""Training data: generated text, shards, hidden states."""

@@ -1,0 +1,1 @@
+"""Draft head as it is trained: module, attention, loss, target model."""
