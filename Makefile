@@ -31,10 +31,10 @@ bench: setup
 
 # On a machine with a GPU, with its own python: needs torch, triton, pytest and what pyproject.toml lists.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py
-	PYTHONPATH=src $(PYTHON) -m pytest tests/test_train_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_train_gpu.py
 
 # The page in the Chromium of this machine (Debian: apt install chromium).
 test-page: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,page]"
-	$(BIN)/python -m pytest tests/test_page.py
+	$(BIN)/python -m pytest tests/serve/test_page.py

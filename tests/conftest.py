@@ -52,8 +52,9 @@ def make(tmp_path_factory):
     import json
     from functools import partial
 
-    from async_serving import tiny_llm
     from test_endings_text import CONFIG
+
+    from async_serving import tiny_llm
 
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))

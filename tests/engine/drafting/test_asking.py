@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_heads import Audited
+from test_propose import lines, make
 
 import heads
 import tiny
@@ -23,8 +25,6 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft
 from exact import Ask, Company, Where
 from proposers import DevicePerfect
-from test_heads import Audited
-from test_propose import lines, make
 
 HEAD = {"method": "mtp", **heads.options("mtp", "llama", "float32")}
 SUFFIX = {"method": "suffix", "pool_tokens": 0}

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from test_endings_text import CONFIG, Pieces
 
 from async_serving import (
     ASKS,
@@ -29,7 +30,6 @@ from draftproof.frontend.request_tracker import Jobs
 from draftproof.frontend.stream_queue import Bell, Box
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty
-from test_endings_text import CONFIG, Pieces
 from words import Words
 
 # --- the promise ------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from test_pages import STEADY
 
 import tiny
 from draftproof.engine.drafting.budget import DraftBudgets
@@ -31,7 +32,6 @@ from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.slots import Slots
 from draftproof.sampling_params import SamplingParams
 from scripted import OPS
-from test_pages import STEADY
 
 K, SEATS, PAGE = 4, 5, 8
 Chance = random.Random

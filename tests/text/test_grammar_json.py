@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import torch
 from scipy import stats
+from test_distribution import ALPHA, BIAS, p_value
 
 import grammars
 import proposers
@@ -25,7 +26,6 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft, ProposeBatch
 from draftproof.verify.grammar_guide import Guide
 from grammars import EOS, TINY
-from test_distribution import ALPHA, BIAS, p_value
 
 RUNS = 500
 SMALL = {"type": "string", "maxLength": 3}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = str(Path(__file__).parent)
+HERE = str(Path(__file__).parents[1] / "support")
 NAMES = (
     "plain",
     "bias_and_windows",

@@ -8,6 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from test_overlap import Watch
+from test_propose import lines, make
 
 import tiny
 from draftproof.errors import ConfigError
@@ -20,8 +22,6 @@ from draftproof.propose.suffix_pool_index import index
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch
 from exact import Ask, Company, Where, solo
-from test_overlap import Watch
-from test_propose import lines, make
 
 CPU = torch.device("cpu")
 OPS = resolve("auto", CPU)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_propose import lines, make
 
 import heads
 import proposers
@@ -17,7 +18,6 @@ from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft, DraftTraits
 from exact import Ask, Company, Where, plant, solo
-from test_propose import lines, make
 
 PERFECT, JUNK = {"method": "proposers:DevicePerfect"}, {"method": "proposers:DeviceJunk"}
 SUFFIX, NGRAM = {"method": "suffix"}, {"method": "ngram"}

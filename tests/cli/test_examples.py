@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 EXAMPLES = sorted((REPO / "examples").glob("*.py"))
 
 

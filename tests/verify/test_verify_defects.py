@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
+from test_propose import Talk
+from test_verify import COLD, HOT, V, noise, ranked
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.slots import Seat, Slots
@@ -21,8 +23,6 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.types import NUM_OUT, End, Request, Wants
 from draftproof.verify import STRATEGIES
 from scripted import OPS, decide, simulate, stepped, strategy
-from test_propose import Talk
-from test_verify import COLD, HOT, V, noise, ranked
 from tiny import engine, prompt, request, run
 
 # --- 2.5: verification ------------------------------------------------------------------------------------

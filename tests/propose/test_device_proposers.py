@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_distribution import ALLOWED, ALPHA, engine_law, p_value
 
 import heads
 import proposers
@@ -17,7 +18,6 @@ from draftproof.propose.head import MtpProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
 from exact import OPTIONS, Ask, Company, Where, solo
-from test_distribution import ALLOWED, ALPHA, engine_law, p_value
 from tiny import engine, prompt, request, run
 
 

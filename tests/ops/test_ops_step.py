@@ -46,7 +46,7 @@ def test_against_the_definition(backend: str, name: str) -> None:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """Name of a check -> what went wrong in the triton backend, or nothing."""
-    path = [str(Path(__file__).parent), *sys.path]
+    path = [str(Path(__file__).parents[1] / "support"), *sys.path]
     code = f"import sys; sys.path[:0] = {path!r}; import triton_step_checks as t; t.main({SEEDS}, [])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

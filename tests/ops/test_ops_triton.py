@@ -19,7 +19,7 @@ import torch
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
 
-CHECKS = Path(__file__).parent / "triton_checks.py"
+CHECKS = Path(__file__).parents[1] / "support" / "triton_checks.py"
 NAMES = [
     node.name
     for node in ast.parse(CHECKS.read_text()).body

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_distribution import COUNT, GUESS, PARAMS, TARGET, K, biased, p_values
+from test_heads import Audited
 from torch import Tensor
 
 import heads
@@ -22,8 +24,6 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft, DraftTraits, Request, SlotColumns
 from exact import Ask, Company, Where
 from scripted import OPS, PAGE, seated, simulate, strategy
-from test_distribution import COUNT, GUESS, PARAMS, TARGET, K, biased, p_values
-from test_heads import Audited
 
 # --- what is known of drafts ----------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import pytest
 from draftproof.serve.settings import Keys, Settings
 from serving import NGRAM, Served, make_folder, serving, tiny
 
-PAGE = Path(__file__).parent.parent / "src" / "draftproof" / "serve" / "page"
+PAGE = Path(__file__).parents[2] / "src" / "draftproof" / "serve" / "http" / "page"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROMPT = "one two three one two three one two three"
 SAME, DIFFERENT = ".verdict.same", ".verdict.different"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_transformers import check_order
 from torch import Tensor
 
 from draftproof.config import EngineConfig
@@ -24,7 +25,6 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import LogprobRow
 from exact import WIDE, using
-from test_transformers import check_order
 from tiny import Record, request, run
 
 TOKENS = 128
