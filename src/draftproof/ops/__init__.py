@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, ClassVar, TypeVar
 
-import torch
+import torch as pytorch  # the subpackage `torch` takes that name here once it is imported
 from torch import Tensor
 
 from draftproof.errors import ConfigError
@@ -58,7 +58,7 @@ class Ops(DraftSearch, Following):
     at_once: ClassVar[int] = 16  # rows up to which one `blocks` costs less than two on fewer of them
     narrows: ClassVar[int] = 0  # passes of so many rows and more are told which of them matter; 0: none is
 
-    def __init__(self, device: torch.device, numerics: str = "exact") -> None:
+    def __init__(self, device: pytorch.device, numerics: str = "exact") -> None:
         """`numerics`: "fast" lets a backend do what is quickest; one that has nothing quicker stays exact."""
         self.device = device
         self.numerics = numerics
@@ -74,7 +74,7 @@ class Ops(DraftSearch, Following):
         return self.pack_linear(weight, bias)
 
     @abstractmethod
-    def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: Any, out_dtype: pytorch.dtype | None = None) -> Tensor:
         """x [R, K] -> [R, N] in x's dtype or `out_dtype` (fp32 for logits); fp32 accumulation."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Ops(DraftSearch, Following):
 
     def beside(self, left: Tensor, right: Tensor) -> Tensor:
         """[R, A] and [R, B] -> [R, A + B]."""
-        return torch.cat([left, right], 1)
+        return pytorch.cat([left, right], 1)
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -290,10 +290,10 @@ class Ops(DraftSearch, Following):
         """base [L, V] over the temperature, then cut to top-k, top-p and min-p; greedy rows as they are."""
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         hot = (heat := columns.temperature[slot]) > 0
-        scaled = base / torch.where(hot, heat, 1.0)[:, None]
-        top_k = torch.where(hot, columns.top_k[slot], 0)
-        top_p = torch.where(hot, columns.top_p[slot], 1.0)
-        return self.truncate(scaled, top_k, top_p, torch.where(hot, columns.min_p[slot], 0.0))
+        scaled = base / pytorch.where(hot, heat, 1.0)[:, None]
+        top_k = pytorch.where(hot, columns.top_k[slot], 0)
+        top_p = pytorch.where(hot, columns.top_p[slot], 1.0)
+        return self.truncate(scaled, top_k, top_p, pytorch.where(hot, columns.min_p[slot], 0.0))
 
     # --- the step's bookkeeping -------------------------------------------------------------------
     # None of these waits for the device, and shapes say nothing about the data: a step of them can be
@@ -363,22 +363,22 @@ class Ops(DraftSearch, Following):
         leaves after one token more, and the tokens before the first outside the vocabulary."""
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> pytorch.device:
     """The device by name; "auto" takes a GPU that the kernels can run on, else the CPU."""
     if name == "auto":
-        return torch.device("cuda" if _gpu_is_able() else "cpu")
+        return pytorch.device("cuda" if _gpu_is_able() else "cpu")
     try:
-        device = torch.device(name)
+        device = pytorch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {name!r}: use 'auto' or 'cpu'") from error
     try:
-        torch.empty(0, device=device)
+        pytorch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"device {name!r} cannot be used here: use 'auto' or 'cpu' ({error})") from error
     return device
 
 
-def resolve(backend: str, device: torch.device, numerics: str = "exact") -> Ops:
+def resolve(backend: str, device: pytorch.device, numerics: str = "exact") -> Ops:
     """The backend by name; "auto" takes the quickest that this device can run."""
     if backend == "auto":
         if device.type == "cpu" and find_spec("numba") is not None:
@@ -394,6 +394,6 @@ def resolve(backend: str, device: torch.device, numerics: str = "exact") -> Ops:
 
 def _gpu_is_able() -> bool:
     """Is there a GPU of compute capability 8.0 or newer, and Triton for it?"""
-    if not torch.cuda.is_available() or find_spec("triton") is None:
+    if not pytorch.cuda.is_available() or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability() >= (8, 0)
+    return pytorch.cuda.get_device_capability() >= (8, 0)
