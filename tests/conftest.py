@@ -52,9 +52,8 @@ def make(tmp_path_factory):
     import json
     from functools import partial
 
-    from test_endings_text import CONFIG
-
     from async_serving import tiny_llm
+    from text_pieces import CONFIG
 
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))

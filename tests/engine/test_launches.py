@@ -25,6 +25,7 @@ from draftproof.models.runner import Runner
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
 from draftproof.types import DeviceBatch, Draft, DraftTraits, Rows
+from fake_chip import Chip
 from step_cases import PAGE, Size, Step
 
 pytestmark = pytest.mark.skipif(
@@ -36,13 +37,6 @@ SMALL = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "
 # ops of torch that launch nothing
 FREE = ("view", "slice", "select", "aten.t.", "split", "unsqueeze", "empty", "unbind", "detach", "alias")
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item", "equal.default")
-
-
-class Chip:
-    multi_processor_count = 132
-    shared_memory_per_block_optin = 227 << 10
-    shared_memory_per_multiprocessor = 228 << 10
-    major = 9
 
 
 class Launches(TorchDispatchMode):

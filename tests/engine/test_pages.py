@@ -4,7 +4,6 @@ whoever said the same under the same salt, and the longest unused gives way firs
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,17 +14,9 @@ from hypothesis.stateful import (
 )
 
 from draftproof.engine.page_pool import Pages, digests
+from page_configs import STEADY
 
 SIZE = 4
-STEADY = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],  # a failure is a bug here, found as it is: no time goes into a smaller one
-    suppress_health_check=list(HealthCheck),
-)
 
 
 class Shared(RuleBasedStateMachine):

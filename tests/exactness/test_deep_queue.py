@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_exact import TRAFFIC, named
 
 from async_serving import ASKS, check_left, facts
 from covering import pairwise
@@ -23,6 +22,7 @@ from draftproof.ops.cpu.backend import CpuOps
 from draftproof.propose.suffix_pool import Pool
 from draftproof.sampling_params import SamplingParams
 from exact import NEIGHBOURS, Ask, Company, Where, check_empty
+from exact_matrix import TRAFFIC, named
 
 
 @pytest.fixture(autouse=True)

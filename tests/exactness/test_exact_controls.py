@@ -18,6 +18,7 @@ from draftproof.types import PICK, Choice, Windows
 from draftproof.verify import logits_processing
 from draftproof.verify.target_match import TargetMatch
 from exact import MANY_ENDS, OPTIONS, Ask, Company, Where, plant
+from exact_faults import one_too_many
 
 PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5, "adaptive": False}
 FLAKY = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
@@ -88,17 +89,6 @@ def test_a_gemm_whose_bits_depend_on_the_number_of_rows(monkeypatch, what):
     assert not found(ask, spec, where, **company)
     monkeypatch.setattr(TorchOps, "linear", _off_by_rows(TorchOps.linear))
     assert any("request 0: logprobs" in line for line in found(ask, spec, where, **company))
-
-
-def one_too_many(decide):
-    """A strategy's `decide` that lets the draft after one that stands stand too."""
-
-    def broken(self, windows, scores):
-        choice = decide(self, windows, scores)
-        stands = windows.draft == choice.token
-        return replace(choice, accept=stands | (stands.roll(1) & (windows.depth > 0)))
-
-    return broken
 
 
 def test_acceptance_of_one_draft_too_many(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from test_exact_controls import one_too_many
 
 import proposers
 import tiny
@@ -18,6 +17,7 @@ from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
 from draftproof.verify.target_match import TargetMatch
 from exact import WIDE, check_empty, compare, plant, using
+from exact_faults import one_too_many
 
 LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 17))
 PROMPTS = [

@@ -18,6 +18,7 @@ from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
 from draftproof.sampling_params import SamplingParams
 from exact import Ask, Company, Where, check_empty, compare, count_errors, solo
+from overlap_watch import Watch
 
 FLAKY = {"method": "proposers:DeviceFlaky", "num_speculative_tokens": 5, "adaptive": False}
 JUNK = {"method": "proposers:DeviceJunk", "num_speculative_tokens": 5, "adaptive": False}
@@ -28,40 +29,6 @@ methods = pytest.mark.parametrize("spec", METHODS, ids=["plain", "ngram", "flaky
 def free(index: int, option: str = "none", temperature: float = 0.7, **fields) -> Ask:
     """A request that never needs the host."""
     return Ask(index, option, temperature, **{"length": 9 + index, "prompt": False, **fields})
-
-
-class Watch:
-    """What an engine does between its steps."""
-
-    def __init__(self, engine):
-        self.loop, self.launched = engine.loop, []  # (is one under way already, does the host wait)
-        whole = self.loop._launch
-
-        def launch():
-            before = len(self.loop._flights)
-            flight = whole()
-            if flight is not None:
-                self.launched.append((before, flight.waits))
-                self.bounds()
-            return flight
-
-        self.loop._launch = launch
-
-    def bounds(self):
-        """What the host believes to be an upper bound is one."""
-        scheduler, columns = self.loop.scheduler, self.loop.slots.columns
-        for sequence in scheduler.running:
-            slot = sequence.slot
-            host = scheduler.host
-            assert int(columns.num_draft[slot]) <= host.num_draft[slot] <= sequence.draft_limit
-            assert 0 <= host.under_way[slot] <= self.loop.pacing.depth
-            if not int(columns.ended[slot]):
-                assert host.length[slot] + host.under_way[slot] <= int(columns.length[slot])
-            assert int(columns.length[slot]) <= sequence.max_length
-
-    def check(self):
-        assert all(not (before and waits) for before, waits in self.launched), "launched without draining"
-        return sum(before > 0 for before, _ in self.launched), sum(waits for _, waits in self.launched)
 
 
 # --- it happens ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
 from tiny import request, run
+from transformers_order import check_order
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 199, 90
@@ -150,15 +151,6 @@ def test_prompt_logprobs_of_the_engine(name: str, tmp_path: Path) -> None:
         own = torch.tensor(line.logprobs, dtype=torch.float64)
         assert float((own - row[line.token_ids]).abs().max()) < 1e-4
         check_order(line.token_ids[1:], row)
-
-
-def check_order(ids: list[int], row: Tensor, gap: float = 1e-4) -> None:
-    """`ids` are the best of `row` in their order, except where two values are nearer than `gap`."""
-    order = row.topk(len(ids))
-    for place, token in enumerate(ids):
-        if token != int(order.indices[place]):
-            assert abs(float(row[token] - order.values[place])) < gap
-    assert len(set(ids)) == len(ids)
 
 
 # --- negative controls ----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_transformers import check_order
 from torch import Tensor
 
 from draftproof.config import EngineConfig
@@ -26,6 +25,7 @@ from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import LogprobRow
 from exact import WIDE, using
 from tiny import Record, request, run
+from transformers_order import check_order
 
 TOKENS = 128
 QUESTIONS = (

@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from test_draft_model import PaddedOps
 
 import tiny
 from draftproof.models.decoder import Llama
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 from exact import Ask, Company, Where, solo
+from padded_ops import PaddedOps
 
 CPU = torch.device("cpu")
 

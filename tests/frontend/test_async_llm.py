@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 import pytest
-from test_endings_text import CONFIG, Pieces
 
 from async_serving import (
     ASKS,
@@ -30,6 +29,7 @@ from draftproof.frontend.request_tracker import Jobs
 from draftproof.frontend.stream_queue import Bell, Box
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty
+from text_pieces import CONFIG, Pieces
 from words import Words
 
 # --- the promise ------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_exact import GUIDED, MATRIX, check, named
 
 import heads
 import tiny
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
 from exact import Ask, Company, Where
+from exact_matrix import GUIDED, MATRIX, check, named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_distribution import ALLOWED, ALPHA, engine_law, p_value
 
 import heads
 import proposers
+from distribution import ALLOWED, ALPHA, engine_law, p_value
 from draftproof.propose.draft_model import DraftModelProposer
 from draftproof.propose.draft_rounds import Rounds
 from draftproof.propose.head import MtpProposer

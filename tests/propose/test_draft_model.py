@@ -15,8 +15,6 @@ import torch
 import heads
 from covering import pairwise
 from draftproof.errors import ConfigError
-from draftproof.ops.cpu.backend import CpuOps
-from draftproof.ops.triton.graphs import bucket_of
 from draftproof.propose.draft_model import DraftModelProposer
 from draftproof.propose.draft_rounds import Rounds
 from exact import OPTIONS, Ask, Company, Where
@@ -112,19 +110,6 @@ def test_on_other_backends(backend):
     slow = {"batch": 1, "pages": "many", "arch": "smollm2"} if backend == "reference" else {}
     stood, wrong = fallen(serve(HARD | slow, backend), True)
     assert stood and not wrong
-
-
-class PaddedOps(CpuOps):
-    """As on a GPU: few sizes, padded, and what was captured once, on an empty plan, is replayed."""
-
-    asynchronous = True
-
-    def bucket(self, rows: int) -> int:
-        return bucket_of(rows)
-
-    def graph(self, function: Any, apart: bool = False) -> Any:
-        function()
-        return function
 
 
 @pytest.mark.parametrize("reject", [False, True])

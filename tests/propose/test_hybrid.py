@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_propose import lines, make
 
 import heads
 import proposers
@@ -18,6 +17,7 @@ from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft, DraftTraits
 from exact import Ask, Company, Where, plant, solo
+from proposer_cases import lines, make
 
 PERFECT, JUNK = {"method": "proposers:DevicePerfect"}, {"method": "proposers:DeviceJunk"}
 SUFFIX, NGRAM = {"method": "suffix"}, {"method": "ngram"}

@@ -8,44 +8,18 @@ import pytest
 import torch
 
 import tiny
-from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
-from draftproof.ops import resolve
-from draftproof.propose import ProposerEnv, ngram_sizes
+from draftproof.propose import ngram_sizes
 from draftproof.propose.ngram import NgramProposer
 from draftproof.propose.prediction import GivenProposer, _Cursor
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, End, ProposeBatch
 from exact import Ask, Company, Where, solo
 from opcheck import importable
+from proposer_cases import Talk, lines, make
 
 OPS = importable()
 every = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
-CPU = torch.device("cpu")
-
-
-def lines(ops, k, histories, max_len=128):
-    """Columns with these committed tokens, slot i for history i; the rest is impossible."""
-    slots = Slots(len(histories), max_len, k, 1, tiny.VOCAB, ops)
-    slots.poison()
-    for slot, tokens in enumerate(histories):
-        slots.columns.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        slots.columns.length[slot] = len(tokens)
-    return slots.columns
-
-
-class Talk:
-    """A request as the n-gram op sees it: a prompt, then tokens as they are committed."""
-
-    def __init__(self, ops, prompt, smallest=2, largest=5, k=4):
-        self.ops, self.tokens, self.k, self.sizes = ops, list(prompt), k, (smallest, largest)
-
-    def guess(self, *new, budget=4):
-        self.tokens += new
-        columns = lines(self.ops, self.k, [[7, 8, 7, 8, 7], self.tokens])
-        drafts, count = self.ops.ngram(columns, torch.tensor([1]), torch.tensor([budget]), *self.sizes)
-        assert drafts.shape == (1, self.k) and count.shape == (1,)
-        return drafts[0, : int(count[0])].tolist()
 
 
 # --- ngram --------------------------------------------------------------------------------------------
@@ -174,21 +148,6 @@ def test_a_planted_repetition_is_found_in_a_real_run():
 
 
 # --- given --------------------------------------------------------------------------------------------
-
-
-def make(kind, k=4, **options):
-    env = ProposerEnv(
-        ops=resolve("torch", CPU),
-        k=k,
-        vocab_size=tiny.VOCAB,
-        hidden_size=32,
-        num_slots=2,
-        num_pages=8,
-        page_size=16,
-        max_len=128,
-        max_rows=64,
-    )
-    return kind(env, options)
 
 
 class Told:

@@ -8,8 +8,6 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from test_overlap import Watch
-from test_propose import lines, make
 
 import tiny
 from draftproof.errors import ConfigError
@@ -22,6 +20,8 @@ from draftproof.propose.suffix_pool_index import index
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch
 from exact import Ask, Company, Where, solo
+from overlap_watch import Watch
+from proposer_cases import lines, make
 
 CPU = torch.device("cpu")
 OPS = resolve("auto", CPU)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_distribution import COUNT, GUESS, PARAMS, TARGET, K, biased, p_values
-from test_heads import Audited
 from torch import Tensor
 
 import heads
 import tiny
+from audited_head import Audited
+from distribution import COUNT, GUESS, PARAMS, TARGET, K, biased, p_values
 from draftproof.engine.drafting.draft_gate import Asking
 from draftproof.propose.calibration import FIRM, MANY, RANGES, SHARED, Sureness
 from draftproof.propose.draft_rounds import Rounds

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_endings_text import CONFIG, Pieces
 
 import async_serving
 import proposers
@@ -32,6 +31,7 @@ from draftproof.serve.ipc.status import WorkerStatus, address_of, write_status
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.types import Request
 from far import RawServer, serve, wait_for, working
+from text_pieces import CONFIG, Pieces
 from words import Words
 
 HERE = [(prompt, wish) for prompt, wish in ASKS if not wish.logits_processors]

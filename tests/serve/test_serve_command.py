@@ -7,11 +7,8 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from draftproof.cli.main import _options, main
 from draftproof.cli.serve import engine_options, settings_of
 from draftproof.serve.http.shared_limits import Seats, shared
 from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings
+from server_process import Program, command_line, started
 from serving import events, make_folder
 
 SPEC = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}'
@@ -33,58 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_folder(tmp_path_factory.mktemp("commanded"))
 
 
-class Program:
-    """A server that was started by its command."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str, banner: str, log: list[str]) -> None:
-        self.process, self.url, self.banner, self.log = process, url, banner, log
-        self.http = httpx.Client(base_url=url, timeout=60)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-    def post(self, body: Any, **more: Any) -> httpx.Response:
-        return self.http.post("/v1/completions", json=body, **more)
-
-
-def command_line(model: str, *options: str) -> list[str]:
-    return [sys.executable, "-m", "draftproof", "serve", model, "--port", "0", *options]
-
-
 def program(folder: Path, *options: str, **variables: str) -> AbstractContextManager[Program]:
     """Of the tiny model."""
     tiny = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--speculative-config", SPEC]
     return started(command_line(str(folder), *tiny, *options), **variables)
-
-
-@contextmanager
-def started(command: list[str], **variables: str) -> Iterator[Program]:
-    pipe = subprocess.PIPE
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
-    assert process.stdout is not None and process.stderr is not None
-    log: list[str] = []
-    reader = threading.Thread(target=log.extend, args=(process.stderr,))
-    reader.start()
-    banner = ""
-    try:
-        for line in process.stdout:
-            banner += line
-            if found := re.search(r"(http://\S+)/v1", line):
-                break
-        else:
-            raise AssertionError("".join(log))
-        made = Program(process, found[1], banner, log)
-        with made.http:
-            yield made
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        reader.join()
-        process.stdout.close()
-        process.stderr.close()
 
 
 def test_serve_drain_and_chat(

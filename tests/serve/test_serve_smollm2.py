@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from test_serve_command import Program, command_line, started
+
+from server_process import Program, command_line, started
 
 COPY = "Repeat exactly: the river begins high in the mountains, where the snow melts in spring."
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_endings_text import CONFIG, Pieces
 
 from async_serving import ASKS, collect, facts, params
 from draftproof import ConfigError, EngineDeadError, EngineDownError, LoadError, RequestOutput
@@ -25,6 +24,7 @@ from draftproof.serve import supervisor as supervising
 from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
 from draftproof.serve.supervisor import Supervisor
 from far import wait_for
+from text_pieces import CONFIG, Pieces
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",

@@ -8,13 +8,12 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from test_endings_text import FIRST, PIECES, Always, Pieces, seen
-
 import proposers
 from draftproof import LLM, AsyncLLM, SamplingParams
 from draftproof.async_llm import Stream
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty
+from text_pieces import FIRST, PIECES, Always, Pieces, seen
 
 ALLOWED = [2, *range(FIRST, FIRST + len(PIECES))]
 SPECS: dict[str, dict[str, Any] | None] = {

@@ -21,7 +21,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from test_pages import STEADY
 
 import tiny
 from draftproof.engine.drafting.budget import DraftBudgets
@@ -31,6 +30,7 @@ from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import Planned, Sequence
 from draftproof.engine.slots import Slots
 from draftproof.sampling_params import SamplingParams
+from page_configs import STEADY
 from scripted import OPS
 
 K, SEATS, PAGE = 4, 5, 8

@@ -14,11 +14,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
 
     On the CPU an index out of range raises; on a GPU it would take the process with it.
     """
-    from test_launches import Chip
     from triton.runtime.jit import JITFunction
 
     from draftproof.ops.triton import compile_ahead, graphs, runtime
     from draftproof.ops.triton.backend import TritonOps
+    from fake_chip import Chip
 
     kernels: list[str] = []
     gone_through: list[Callable[[], object]] = []

@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 import torch
 from scipy import stats
-from test_distribution import ALPHA, BIAS, p_value
 
 import grammars
 import proposers
 import tiny
+from distribution import ALPHA, BIAS, p_value
 from draftproof import LLM
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import Proposer

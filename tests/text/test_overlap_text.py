@@ -6,11 +6,11 @@ import gc
 import json
 
 import pytest
-from test_endings_text import CONFIG, FIRST, PIECES, Always, Pieces, seen
 
 import proposers
 from draftproof import LLM, SamplingParams
 from draftproof.errors import RequestError
+from text_pieces import CONFIG, FIRST, PIECES, Always, Pieces, seen
 
 SPECS = [None, {"method": "ngram"}, {"method": "proposers:DeviceFlaky", "adaptive": False}]
 PROMPTS = ["ab", "ba", "aab", "abab", "b", "bba"]

@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
-from test_propose import Talk
-from test_verify import COLD, HOT, V, noise, ranked
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.slots import Seat, Slots
@@ -22,8 +20,10 @@ from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import NUM_OUT, End, Request, Wants
 from draftproof.verify import STRATEGIES
+from proposer_cases import Talk
 from scripted import OPS, decide, simulate, stepped, strategy
 from tiny import engine, prompt, request, run
+from verify_cases import COLD, HOT, V, noise, ranked
 
 # --- 2.5: verification ------------------------------------------------------------------------------------
 

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_heads import Audited
-from test_propose import lines, make
 
 import heads
 import tiny
+from audited_head import Audited
 from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.drafting.draft_gate import HOPE, Asking
 from draftproof.engine.drafting.draft_gate_kernels import FORGETS
@@ -24,6 +23,7 @@ from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft
 from exact import Ask, Company, Where
+from proposer_cases import lines, make
 from proposers import DevicePerfect
 
 HEAD = {"method": "mtp", **heads.options("mtp", "llama", "float32")}

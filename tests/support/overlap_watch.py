@@ -1,0 +1,37 @@
+"""Shared parts of test_overlap and the tests that reuse them."""
+
+from __future__ import annotations
+
+
+class Watch:
+    """What an engine does between its steps."""
+
+    def __init__(self, engine):
+        self.loop, self.launched = engine.loop, []  # (is one under way already, does the host wait)
+        whole = self.loop._launch
+
+        def launch():
+            before = len(self.loop._flights)
+            flight = whole()
+            if flight is not None:
+                self.launched.append((before, flight.waits))
+                self.bounds()
+            return flight
+
+        self.loop._launch = launch
+
+    def bounds(self):
+        """What the host believes to be an upper bound is one."""
+        scheduler, columns = self.loop.scheduler, self.loop.slots.columns
+        for sequence in scheduler.running:
+            slot = sequence.slot
+            host = scheduler.host
+            assert int(columns.num_draft[slot]) <= host.num_draft[slot] <= sequence.draft_limit
+            assert 0 <= host.under_way[slot] <= self.loop.pacing.depth
+            if not int(columns.ended[slot]):
+                assert host.length[slot] + host.under_way[slot] <= int(columns.length[slot])
+            assert int(columns.length[slot]) <= sequence.max_length
+
+    def check(self):
+        assert all(not (before and waits) for before, waits in self.launched), "launched without draining"
+        return sum(before > 0 for before, _ in self.launched), sum(waits for _, waits in self.launched)

@@ -1,0 +1,61 @@
+"""Shared parts of test_endings_text and the tests that reuse them."""
+
+from __future__ import annotations
+
+PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
+
+FIRST = 10  # the ids 10 to 19 are the pieces; 2 ends a text
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+}
+
+
+class Pieces:
+    """As much of a tokenizer as LLM needs."""
+
+    eos_token_ids = (2,)
+    special_ids = frozenset({2})
+    strip_left = 0
+
+    def token_bytes(self, token_id):
+        return PIECES[token_id - FIRST] if 0 <= token_id - FIRST < len(PIECES) else b"?"
+
+    def token_text(self, token_id):
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def encode(self, text, add_special_tokens=True):
+        return [FIRST + PIECES.index(char.encode()) for char in text]
+
+
+class Always(dict):
+    """The same answer for every request id."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def get(self, key, default=None):
+        return self.answer
+
+
+def seen(output):
+    """All that the reader gets, apart from how it came about."""
+    return (
+        output.text,
+        output.token_ids,
+        output.logprobs,
+        output.cumulative_logprob,
+        output.text_offsets,
+        output.finish_reason,
+        output.stop_reason,
+        output.error,
+    )
