@@ -36,7 +36,7 @@ from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Planned
 from draftproof.engine.step.step_results import StepResults
-from draftproof.ops import Fetched
+from draftproof.ops import PendingCopy
 from draftproof.types import NUM_DRAFT, NUM_OUT, Request
 
 K = 8
@@ -159,7 +159,7 @@ class Bench:
         ids, params = prompts[at], self._params(side, tokens)
         return Request(id=f"{name} {at} {side} {i}", prompt_token_ids=ids, params=params, seed=at)
 
-    def _timed(self, tensor: torch.Tensor) -> Fetched:
+    def _timed(self, tensor: torch.Tensor) -> PendingCopy:
         read = self._fetch(tensor)
 
         def timed() -> torch.Tensor:
@@ -168,7 +168,7 @@ class Bench:
             self.waited += self.clock() - begin
             return found
 
-        return Fetched(timed, read.here)
+        return PendingCopy(timed, read.is_ready)
 
     @cache  # noqa: B019  # one bench lives as long as the program
     def _params(self, side: str, tokens: int) -> SamplingParams:

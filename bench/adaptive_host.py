@@ -33,7 +33,7 @@ from draftproof import LLM
 from draftproof.engine import loop
 from draftproof.engine.drafting import run_ahead
 from draftproof.engine.drafting.step_cost import RowCosts
-from draftproof.ops import Fetched
+from draftproof.ops import PendingCopy
 
 KEY = MACHINES["h200"][1]  # milliseconds
 APART = 0.05  # milliseconds that a step with prompts takes longer: it is not one graph
@@ -53,14 +53,14 @@ class Timed(Pretence):
     def clock(self) -> float:
         return self.slower * (time.thread_time() - self.spent) + self.waited
 
-    def _fetch(self, tensor: torch.Tensor) -> Fetched:
+    def _fetch(self, tensor: torch.Tensor) -> PendingCopy:
         read, ready = self._fetched(tensor), self.free
 
         def wait() -> torch.Tensor:
             self.waited += max(0.0, ready - self.clock())
             return read()
 
-        return Fetched(wait, lambda: ready <= self.clock())
+        return PendingCopy(wait, lambda: ready <= self.clock())
 
     def _remember(self, planned: Any, *rest: Any) -> Any:
         begin, rows = self.clock(), self.ops.bucket(planned.num_rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_ops_checks import GPU, LARGE_HEADS, SMALL_HEADS, Paged, randn, rope
 
-from draftproof.ops import Heads, Layer, Ops, Rows
+from draftproof.ops import AttentionShape, Layer, Ops, Rows
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.fused import layers as fused_layers
 
@@ -33,7 +33,7 @@ UNEVEN = ((32, 1, 0), (48, 1, 0), (64, 1, 0), (96, 1, 0), (64, 1, 500))  # 0: fr
 
 
 def decoder(
-    ops: TritonOps, heads: Heads, hidden: int, inner: int, bias: bool, windows: tuple[int, ...]
+    ops: TritonOps, heads: AttentionShape, hidden: int, inner: int, bias: bool, windows: tuple[int, ...]
 ) -> list[Layer]:
     def packed(columns: int, depth: int, seed: int) -> object:
         extra = randn(columns, seed=seed + 5, dtype=BF16) if bias else None
@@ -76,7 +76,7 @@ def batches(most: int) -> list[list[tuple[int, int]]]:
 
 def all_layers_at_once(ops: TritonOps) -> None:
     """The bits of the ops one by one, in hidden rows and in every cache; the counters come back to zero."""
-    medium = Heads(num_q=15, num_kv=5, dim=64, scale=0.125, window=0)
+    medium = AttentionShape(num_q=15, num_kv=5, dim=64, scale=0.125, window=0)
     for heads, hidden, inner, bias, windows, most in (
         (SMALL_HEADS, 576, 1536, False, (0, 0, 0), 64),
         (medium, 960, 2560, True, (0, 300, 300), 16),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.reference.forward import ReferenceOps
 from draftproof.ops.torch.forward import TorchOps
 from draftproof.ops.triton.backend import TritonOps
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 COUNTS = (1, 2, 3, 6, 8, 16, 17, 64, 65, 128, 256, 512, 1000)
 SMALL = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 LARGE = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-SMALL_HEADS = Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
-LARGE_HEADS = Heads(num_q=32, num_kv=8, dim=128, scale=128**-0.5, window=0)
+SMALL_HEADS = AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
+LARGE_HEADS = AttentionShape(num_q=32, num_kv=8, dim=128, scale=128**-0.5, window=0)
 INF = float("inf")
 PAGE = 16
 DTYPES = (torch.bfloat16, torch.float32)
@@ -94,7 +94,7 @@ def elementwise_is_right(ops: TritonOps) -> None:
 class Paged:
     """Slots of given lengths on pages out of order; NaN wherever no row may look."""
 
-    def __init__(self, heads: Heads, lengths: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, heads: AttentionShape, lengths: list[int], dtype: torch.dtype) -> None:
         self.heads, self.lengths = heads, lengths
         most = max(-(-n // PAGE) for n in lengths)
         order = 1 + torch.randperm(len(lengths) * most, generator=torch.Generator().manual_seed(1))
@@ -115,7 +115,7 @@ class Paged:
         return Rows(slots * 0, positions, slots, self.places(slots, positions), self.page_table)
 
 
-def rope(heads: Heads, length: int) -> Tensor:
+def rope(heads: AttentionShape, length: int) -> Tensor:
     angles = torch.arange(length, device=GPU)[:, None] / 10000.0 ** (
         torch.arange(heads.dim // 2, device=GPU)[None] * 2 / heads.dim
     )
@@ -131,9 +131,9 @@ def rope_and_attention_are_right(ops: TritonOps) -> None:
     ref = ReferenceOps(CPU)
     kinds = [
         SMALL_HEADS,
-        Heads(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
-        Heads(num_q=2, num_kv=1, dim=80, scale=0.1, window=70),
-        Heads(num_q=8, num_kv=1, dim=128, scale=0.1, window=0),
+        AttentionShape(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
+        AttentionShape(num_q=2, num_kv=1, dim=80, scale=0.1, window=70),
+        AttentionShape(num_q=8, num_kv=1, dim=128, scale=0.1, window=0),
     ]
     for dtype in DTYPES:
         for heads in kinds:
@@ -282,7 +282,7 @@ def other_rows_stand_alone(ops: TritonOps) -> None:
 
 def attention_rows_stand_alone(ops: TritonOps) -> None:
     """fp32 out: alone, as 2 to 9 verify rows, in chunks, among other slots; one to eight spans."""
-    for heads in (SMALL_HEADS, LARGE_HEADS, Heads(32, 8, 128, 128**-0.5, 1000)):
+    for heads in (SMALL_HEADS, LARGE_HEADS, AttentionShape(32, 8, 128, 128**-0.5, 1000)):
         for dtype in (torch.bfloat16, torch.float32) if heads is SMALL_HEADS else (torch.bfloat16,):
             paged = Paged(heads, [4000, 400, 1500] + [70] * 30, dtype)
             q = {

@@ -112,14 +112,14 @@ class Decoding:
         self.ops.layout(self.plan, self.columns, 16, self.out)
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        return self.ops.choose(self.logits, self.windows)
+        return self.ops.sample(self.logits, self.windows)
 
     def commit(self) -> None:
         self.ops.commit(self.plan, self.windows, Choice(self.token), self.bad, self.outcome)
 
     def draft(self) -> None:
-        tokens, count = self.ops.ngram(self.columns, self.plan.slots, self.plan.budget, 2, 4)
-        self.ops.put_draft(self.columns, self.plan.slots, self.plan.budget, Draft(tokens, count))
+        tokens, count = self.ops.search_ngram(self.columns, self.plan.slots, self.plan.budget, 2, 4)
+        self.ops.store_drafts(self.columns, self.plan.slots, self.plan.budget, Draft(tokens, count))
 
     def chain(self) -> None:
         self.layout()
@@ -140,23 +140,23 @@ def step_times(micros: Callable[..., float]) -> dict[str, Any]:
         where = f"B={entries} K={k} V={vocab}"
         for pdl in (False, True):
             one = Decoding(TritonOps(GPU, pdl=pdl), entries, k, vocab)
-            note(f"layout, choose, commit, ngram, put_draft{', early' if pdl else ''} {where}", one.chain)
+            note(f"layout, choose, commit, ngram, store_drafts{', early' if pdl else ''} {where}", one.chain)
         one = Decoding(TritonOps(GPU, pdl=False), entries, k, vocab)
         columns, ops, slots, budget = one.columns, one.ops, one.plan.slots, one.plan.budget
         note(f"layout {where}", one.layout)
         note(f"choose {where}", one.choose)
-        tokens, count = ops.ngram(columns, slots, budget, 2, 4)
-        note(f"ngram {where}", lambda: ops.ngram(columns, slots, budget, 2, 4))  # noqa: B023
-        note(f"put_draft {where}", lambda: ops.put_draft(columns, slots, budget, Draft(tokens, count)))  # noqa: B023
+        tokens, count = ops.search_ngram(columns, slots, budget, 2, 4)
+        note(f"ngram {where}", lambda: ops.search_ngram(columns, slots, budget, 2, 4))  # noqa: B023
+        note(f"store_drafts {where}", lambda: ops.store_drafts(columns, slots, budget, Draft(tokens, count)))  # noqa: B023
         none = torch.full_like(one.every, -1)
         for rows, label in ((one.every, "all rows"), (none, "no row")):
             note(f"logprobs, top 5, {label} {where}", lambda: ops.logprobs(one.logits, rows, one.token, 5))  # noqa: B023
         note(f"commit {where}", one.commit)
         columns.temperature.fill_(0.8)
         note(f"choose, hot {where}", one.choose)
-        note(f"penalise, none has any {where}", lambda: ops.penalise(one.logits, one.windows))  # noqa: B023
+        note(f"penalise, none has any {where}", lambda: ops.apply_penalties(one.logits, one.windows))  # noqa: B023
         columns.adjust.fill_(15)
         columns.bias.fill_(0.0)
-        note(f"penalise, all {where}", lambda: ops.penalise(one.logits, one.windows))  # noqa: B023
-        note(f"forbid, all {where}", lambda: ops.forbid(one.logits, one.windows))  # noqa: B023
+        note(f"penalise, all {where}", lambda: ops.apply_penalties(one.logits, one.windows))  # noqa: B023
+        note(f"forbid, all {where}", lambda: ops.apply_bans(one.logits, one.windows))  # noqa: B023
     return found

@@ -26,7 +26,7 @@ import steps
 from measure import finish, python_us
 
 from draftproof import LLM
-from draftproof.ops.contract.types import Fetched
+from draftproof.ops.contract.types import PendingCopy
 
 WAITS = "wait"
 NAMED = 24  # pieces
@@ -126,16 +126,16 @@ def watched(llm: LLM) -> Clocks:
     core.step = clocks.step(core.step)
     fetch = clocks.timed("fetch", ops.fetch)
 
-    def fetched(tensor: Any) -> Fetched:
+    def fetched(tensor: Any) -> PendingCopy:
         read = fetch(tensor)
-        return Fetched(clocks.timed(WAITS, read.read), read.here)
+        return PendingCopy(clocks.timed(WAITS, read.read), read.is_ready)
 
     ops.fetch = fetched
     run = loop.device.run
 
     def ran(*given: Any, **named: Any) -> Any:
         clocks.queued += clocks.on
-        clocks.idle += clocks.on and (not loop._flights or loop._flights[-1].read.here())
+        clocks.idle += clocks.on and (not loop._flights or loop._flights[-1].read.is_ready())
         return run(*given, **named)
 
     loop.device.run = ran

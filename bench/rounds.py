@@ -62,7 +62,7 @@ TRAITS = Traits((0,))
 # ops that do several things at once, and who says how they are done one by one
 ONE_BY_ONE: dict[str, type] = {
     **dict.fromkeys(("blocks", "first_rows"), Ops),
-    **dict.fromkeys(("pick", "follow", "ahead"), Bookkeeping),
+    **dict.fromkeys(("lm_head_sample", "shift_rows", "plan_draft_rows"), Bookkeeping),
 }
 BEGUN = _told = time.monotonic()
 
@@ -195,7 +195,7 @@ class Decoding:
         """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
         parts, found = self.parts(batch, drafts, later), []
         for _ in range(repeat + 3):
-            with self.engine.ops.stepping():
+            with self.engine.ops.step_context():
                 self.put_back(batch, drafts, wanted)
                 found.append(clocked(self.engine.ops, parts))
         self._check_drafter()
@@ -315,7 +315,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         head = options.head or dummy_head(made, options.vocab, Path(folder))
         decoding = Decoding(options, head, made)
     ops = decoding.engine.ops
-    with ops.stepping():
+    with ops.step_context():
         decoding.ready(options.batches, options.check)
     bandwidth = copy_bandwidth(ops, (2 << 30) if ops.asynchronous else options.copy << 20)
     for batch in options.batches:

@@ -24,13 +24,13 @@ from measure import finish
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
 from draftproof.ops import Ops, resolve
-from draftproof.ops.contract.draft_search import SuffixRule
+from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.propose.suffix_pool import Pool
 from draftproof.types import Request
 
 BATCHES = (1, 8, 64, 256)
 K, VOCAB, LENGTH = 8, 49152, 500
-RULE = SuffixRule(1, 1.5, 0.15)
+RULE = SuffixOptions(1, 1.5, 0.15)
 
 
 def texts(number: int, length: int, seed: int) -> np.ndarray:
@@ -74,8 +74,8 @@ def search(ops: Ops, rounds: int) -> dict[str, Any]:
         at = torch.arange(batch, device=ops.device)
         given = slots.columns, at, torch.full_like(at, K)
         for name, call in (
-            ("suffix", lambda g=given: ops.suffix(*g, pool.device, RULE)),
-            ("ngram", lambda g=given: ops.ngram(*g, 2, 5)),
+            ("suffix", lambda g=given: ops.search_suffix(*g, pool.device, RULE)),
+            ("ngram", lambda g=given: ops.search_ngram(*g, 2, 5)),
         ):
             call()
             on_device = ops.device.type != "cpu"

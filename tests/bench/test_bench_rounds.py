@@ -37,14 +37,14 @@ def test_rounds_are_timed_and_checked(rounds: Any, capsys: pytest.CaptureFixture
 def test_control_a_slip_in_an_op_is_found(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof.ops.cpu.backend import CpuOps
 
-    ahead = CpuOps.ahead
+    ahead = CpuOps.plan_draft_rows
 
     def late(self: Any, *given: Any) -> Any:
         made = ahead(self, *given)
         made.positions.add_(1)
         return made
 
-    monkeypatch.setattr(CpuOps, "ahead", late)
+    monkeypatch.setattr(CpuOps, "plan_draft_rows", late)
     found = rounds.measure(rounds.parsed([*FEW, "--batches", "2", "--check"]))
     assert not found["microseconds"][0]["as op by op"]
 

@@ -64,16 +64,16 @@ def served(target, requests, **options):
 
 @steps
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", ["layout", "choose", "commit", "logprobs", "put_draft", "fetch", "read"])
+@pytest.mark.parametrize("name", ["layout", "sample", "commit", "logprobs", "store_drafts", "fetch", "read"])
 def test_steps_that_fail_change_nothing(name, late, steps, alone):
     """At the first call, in the middle and twice running; before an op and after it."""
-    target, ops = build(steps=steps, debug=name != "put_draft")
+    target, ops = build(steps=steps, debug=name != "store_drafts")
     counts = (1, 8, 15, 21) if name in ("fetch", "read") else (1, 8, 9, 19)  # or nothing can be taken back
     ops.late, ops.when = late, lambda _, op, count: op == name and count in counts
     assert served(target, asks(), arrivals=[0, 0, 2, 2, 5]) == alone
-    assert ops.raised >= 1 + (name != "put_draft")
+    assert ops.raised >= 1 + (name != "store_drafts")
     proposer_failed = target.loop.device.drafting.failure is not None
-    assert proposer_failed == (name == "put_draft")  # its own business: it is switched off
+    assert proposer_failed == (name == "store_drafts")  # its own business: it is switched off
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4])
@@ -81,7 +81,7 @@ def test_many_faults_with_preemption_and_shared_prefixes(steps, alone):
     """Few pages, everything is put aside now and then, and steps fail all the while."""
     target, ops = build(steps=steps, kv_cache_tokens=72, max_num_seqs=4)
     again = [replace(r, id=turn + r.id) for turn in "abc" for r in asks(2)]
-    ops.when = lambda _, op, count: op == "choose" and count % 23 == 5
+    ops.when = lambda _, op, count: op == "sample" and count % 23 == 5
     got = served(target, again, arrivals=[0, 0, 1, 3, 9, 30])
     assert {turn + name: alone[name] for turn in "abc" for name in "01"} == got
     stats = target.stats()
@@ -96,7 +96,7 @@ def test_what_never_works_fails_with_its_reason_and_nobody_else_does(steps, alon
 
     def when(_, op, count):
         taking_part = target.loop.device.plan.slots
-        return op == "choose" and 1001 in columns.seed[taking_part[taking_part >= 0]].tolist()
+        return op == "sample" and 1001 in columns.seed[taking_part[taking_part >= 0]].tolist()
 
     ops.when = when
     got = served(target, asks())
@@ -109,7 +109,7 @@ def test_what_never_works_fails_with_its_reason_and_nobody_else_does(steps, alon
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("name", "lost"), [("choose", {1}), ("read", {2, 3})])
+@pytest.mark.parametrize(("name", "lost"), [("sample", {1}), ("read", {2, 3})])
 def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
     """One that cannot be queued while two are under way; one that cannot be read, with two behind it."""
     target, ops = build(steps=3, max_num_batched_tokens=16)
@@ -128,7 +128,7 @@ def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
         ops.when = None
         while target.loop._flights:
             target.step()
-    assert {many for many, _ in seen} == lost and (2 if name == "choose" else 0) in {n for _, n in seen}
+    assert {many for many, _ in seen} == lost and (2 if name == "sample" else 0) in {n for _, n in seen}
 
 
 # --- the prefix cache -----------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_step_that_cannot_be_captured_runs_op_by_op(alone, caplog):
     assert ops.raised and "cannot be captured and runs op by op" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["fetch", "choose"])
+@pytest.mark.parametrize("name", ["fetch", "sample"])
 def test_an_engine_in_which_nothing_works_gives_up(name):
     target, ops = build()
     ops.when = lambda _, op, count: op == name
@@ -240,7 +240,7 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
         llm.engine.ops.gone |= count >= 5 and len(llm.jobs.owners) == all_here
         return False
 
-    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count, 4)
+    llm.engine.ops.when = lambda ops, op, count: op == "sample" and breaks(count, 4)
 
     async def main():
         engine = AsyncLLM.from_llm(llm)
@@ -257,7 +257,7 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
     ends = [(o.finish_reason, o.error) for answer in answers for o in answer.outputs]
     assert all(reason == "error" and "does not answer any more" in why for reason, why in ends)
     llm = make("ngram", backend="faulty:FaultyOps")
-    llm.engine.ops.when = lambda ops, op, count: op == "choose" and breaks(count, 2)
+    llm.engine.ops.when = lambda ops, op, count: op == "sample" and breaks(count, 2)
     with pytest.raises(EngineDeadError, match="does not answer any more"):
         llm.generate(["ab", "ba"], SamplingParams(max_tokens=40, ignore_eos=True))
     with pytest.raises(EngineDeadError, match="build another"):

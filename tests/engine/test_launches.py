@@ -108,7 +108,7 @@ def proposer(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> Eagle3Proposer
 
 
 def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **traits: Any) -> Launches:
-    """Of drafts behind a step in which `entries` verified K drafts each, `put_draft` included."""
+    """Of drafts behind a step in which `entries` verified K drafts each, `store_drafts` included."""
     ops, size = proposer.env.ops, Size(entries=entries, k=K, vocab=tiny.VOCAB, wide=64)
     step, count = Step(1, size), entries * (K + 1)
     rows = Rows(*torch.zeros((4, count), dtype=torch.int64), step.columns.page_table)
@@ -120,7 +120,7 @@ def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **trait
     launches.found.clear()
     with launches:
         made: Draft = proposer.draft(batch)
-        ops.put_draft(step.columns, plan.slots, plan.budget, made)
+        ops.store_drafts(step.columns, plan.slots, plan.budget, made)
     return launches
 
 

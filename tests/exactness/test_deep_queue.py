@@ -17,7 +17,7 @@ from draftproof.engine.drafting.run_ahead import Pacing
 from draftproof.engine.drafting.token_feedback import Lessons
 from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
-from draftproof.ops import Fetched
+from draftproof.ops import PendingCopy
 from draftproof.ops.cpu.backend import CpuOps
 from draftproof.propose.suffix_pool import Pool
 from draftproof.sampling_params import SamplingParams
@@ -151,7 +151,7 @@ class Turns:
 
         engine.loop.device.run, engine.ops.fetch = counted, self.fetched
 
-    def fetched(self, tensor: Any) -> Fetched:
+    def fetched(self, tensor: Any) -> PendingCopy:
         whole, behind = self.fetch(tensor), self.queued
         results = tensor.data_ptr() == self.loop.device._results.data_ptr()
 
@@ -167,7 +167,7 @@ class Turns:
                 self.kept += 1
             return whole()
 
-        return Fetched(read, lambda: behind <= self.read)
+        return PendingCopy(read, lambda: behind <= self.read)
 
 
 def taught(depth: int) -> Turns:
@@ -205,7 +205,7 @@ def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
 
         def at_once(self):
             send(self)
-            self._when_used = self._when_used and Fetched(self._when_used.read)  # as if it had come
+            self._when_used = self._when_used and PendingCopy(self._when_used.read)  # as if it had come
             self.learn()
 
         monkeypatch.setattr(Pool, "send", at_once)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Ops, resolve
+from draftproof.ops import AttentionShape, Ops, resolve
 from draftproof.ops.torch.forward import TorchOps
 from opcheck import CPU, POOL, Paged, assert_close, bits, importable, rows_that_differ
 
@@ -166,19 +166,19 @@ def test_norm_rows_feel_no_neighbour(ops: Ops, dtype: torch.dtype, width: int) -
 # --- rope and attention ---------------------------------------------------------------------------------
 
 HEADS = {
-    "grouped": Heads(num_q=6, num_kv=2, dim=16, scale=0.25, window=0),
-    "one_kv": Heads(num_q=3, num_kv=1, dim=8, scale=0.4, window=0),
-    "full": Heads(num_q=2, num_kv=2, dim=64, scale=0.125, window=0),
-    "window": Heads(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
-    "long_window": Heads(num_q=2, num_kv=1, dim=16, scale=0.25, window=70),
-    "smollm2": Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0),
-    "qwen3": Heads(num_q=4, num_kv=1, dim=128, scale=0.09, window=0),
+    "grouped": AttentionShape(num_q=6, num_kv=2, dim=16, scale=0.25, window=0),
+    "one_kv": AttentionShape(num_q=3, num_kv=1, dim=8, scale=0.4, window=0),
+    "full": AttentionShape(num_q=2, num_kv=2, dim=64, scale=0.125, window=0),
+    "window": AttentionShape(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
+    "long_window": AttentionShape(num_q=2, num_kv=1, dim=16, scale=0.25, window=70),
+    "smollm2": AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0),
+    "qwen3": AttentionShape(num_q=4, num_kv=1, dim=128, scale=0.09, window=0),
 }
 LENGTHS = [1, 5, 33, 132, 64, 65]
 heads_kinds = pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 
 
-def rope(heads: Heads, length: int = 160) -> Tensor:
+def rope(heads: AttentionShape, length: int = 160) -> Tensor:
     angles = torch.arange(length)[:, None] / 10.0 ** torch.arange(heads.dim // 2)[None]
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
@@ -187,7 +187,7 @@ def rope(heads: Heads, length: int = 160) -> Tensor:
 @dtypes
 @heads_kinds
 @pytest.mark.parametrize("norm", (False, True))
-def test_rope_store(ops: Ops, dtype: torch.dtype, heads: Heads, norm: bool) -> None:
+def test_rope_store(ops: Ops, dtype: torch.dtype, heads: AttentionShape, norm: bool) -> None:
     width = (heads.num_q + 2 * heads.num_kv) * heads.dim
     weights = [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)] if norm else [None, None]
     for where in ([], [(2, 32)], [(0, 0), (3, 17), (3, 18), (3, 19), (4, 63), (5, 2)]):
@@ -206,7 +206,7 @@ def test_rope_store(ops: Ops, dtype: torch.dtype, heads: Heads, norm: bool) -> N
 @others
 @dtypes
 @heads_kinds
-def test_attention(ops: Ops, dtype: torch.dtype, heads: Heads) -> None:
+def test_attention(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
     """Ragged slots, pages out of order, NaN in every place that no row may see."""
     paged = Paged(heads, LENGTHS, dtype)
     for where in (
@@ -233,7 +233,7 @@ def test_attention(ops: Ops, dtype: torch.dtype, heads: Heads) -> None:
 def test_attention_far_along(ops: Ops, dtype: torch.dtype, page_size: int, window: int) -> None:
     """Positions beyond every block and split, on each size of page, against the definition; and a verify
     window there has the bits of its rows taken one by one."""
-    heads = Heads(num_q=4, num_kv=2, dim=64, scale=0.125, window=window)
+    heads = AttentionShape(num_q=4, num_kv=2, dim=64, scale=0.125, window=window)
     paged = Paged(heads, [700, 3, 517], dtype, page_size)
     where = [(0, p) for p in range(693, 700)] + [(1, 2)] + [(2, p) for p in range(510, 517)]
     q = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
@@ -248,7 +248,7 @@ def test_attention_far_along(ops: Ops, dtype: torch.dtype, page_size: int, windo
 
 def test_control_a_window_off_by_one_is_caught() -> None:
     heads = HEADS["window"]
-    wider = Heads(heads.num_q, heads.num_kv, heads.dim, heads.scale, heads.window + 1)
+    wider = AttentionShape(heads.num_q, heads.num_kv, heads.dim, heads.scale, heads.window + 1)
     paged = Paged(heads, LENGTHS, torch.float32)
     q, rows = randn(1, heads.num_q * heads.dim), paged.rows([(3, 100)])
     with pytest.raises(AssertionError):
@@ -259,7 +259,7 @@ def test_control_a_window_off_by_one_is_caught() -> None:
         )
 
 
-def attention_calls(ops: Ops, heads: Heads, dtype: torch.dtype) -> list[str]:
+def attention_calls(ops: Ops, heads: AttentionShape, dtype: torch.dtype) -> list[str]:
     """Each row alone, as one of 2 to 9 verify rows, inside chunks of every kind, among other slots."""
     paged = Paged(heads, LENGTHS, dtype)
     q = {at: randn(heads.num_q * heads.dim, seed=i, dtype=dtype) for i, at in enumerate(paged.pool)}
@@ -293,7 +293,7 @@ def attention_calls(ops: Ops, heads: Heads, dtype: torch.dtype) -> list[str]:
 @others
 @dtypes
 @heads_kinds
-def test_attention_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, heads: Heads) -> None:
+def test_attention_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
     assert not attention_calls(ops, heads, dtype)
 
 
@@ -301,7 +301,7 @@ def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
     """Blocks counted back from the longest row of a call: the order of a row's sum moves with it."""
 
     class Moving(TorchOps):
-        def attention(self, q: Tensor, rows, heads: Heads, cache: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        def attention(self, q: Tensor, rows, heads: AttentionShape, cache: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
             out, last = [], int(rows.positions.max())
             for r, (slot, p) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
                 at = torch.arange(p + 1)

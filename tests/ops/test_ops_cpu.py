@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 
 pytest.importorskip("numba")
 
@@ -156,7 +156,7 @@ def test_embed(backend: tuple[CpuOps, torch.dtype]) -> None:
 class Paged:
     """Requests with shuffled pages; unused places hold NaN."""
 
-    def __init__(self, heads: Heads, lengths: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, heads: AttentionShape, lengths: list[int], dtype: torch.dtype) -> None:
         self.heads, self.lengths = heads, lengths
         per = max(-(-n // PAGE) for n in lengths) + 1
         order = torch.randperm(per * len(lengths), generator=torch.Generator().manual_seed(5))
@@ -193,17 +193,17 @@ class Paged:
 
 
 HEADS = [
-    Heads(9, 3, 64, 0.125, 0),
-    Heads(4, 2, 8, 0.35, 0),
-    Heads(2, 2, 16, 0.25, 20),
-    Heads(8, 1, 32, 0.2, 150),
-    Heads(2, 1, 128, 0.09, 0),
-    Heads(4, 4, 24, 0.2, 0),
+    AttentionShape(9, 3, 64, 0.125, 0),
+    AttentionShape(4, 2, 8, 0.35, 0),
+    AttentionShape(2, 2, 16, 0.25, 20),
+    AttentionShape(8, 1, 32, 0.2, 150),
+    AttentionShape(2, 1, 128, 0.09, 0),
+    AttentionShape(4, 4, 24, 0.2, 0),
 ]
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention(backend: tuple[CpuOps, torch.dtype], heads: Heads) -> None:
+def test_attention(backend: tuple[CpuOps, torch.dtype], heads: AttentionShape) -> None:
     ops, dtype = backend
     paged = Paged(heads, [300, 70, 1, 129], dtype)
     places = [(0, p) for p in range(100, 165)] + [(1, p) for p in range(70)] + [(2, 0)]
@@ -253,7 +253,7 @@ def test_a_row_that_sees_nan_says_so(backend: tuple[CpuOps, torch.dtype]) -> Non
 
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rope_store(backend: tuple[CpuOps, torch.dtype], heads: Heads, norms: bool) -> None:
+def test_rope_store(backend: tuple[CpuOps, torch.dtype], heads: AttentionShape, norms: bool) -> None:
     ops, dtype = backend
     paged = Paged(heads, [40, 33], dtype)
     places = [(0, p) for p in range(5, 40)] + [(1, 3), (1, 32)]
@@ -302,7 +302,7 @@ class Tiny:
     """A two-layer model of the ops."""
 
     def __init__(self, ops: CpuOps, dtype: torch.dtype) -> None:
-        self.ops, self.heads = ops, Heads(4, 2, 16, 0.25, 0)
+        self.ops, self.heads = ops, AttentionShape(4, 2, 16, 0.25, 0)
         self.table = rand(97, 48, dtype=dtype)
         width = 8 * 16
         self.layers = [
@@ -396,7 +396,7 @@ def test_a_captured_pass_is_given_rows_that_change(kind: str) -> None:
     norm = torch.cat([model.layers[0]["n1"]] * 2)
 
     def forward(rows: Rows, left: Tensor) -> tuple[Tensor, ...]:
-        wide = ops.beside(left, ops.embed(rows.tokens, model.table))
+        wide = ops.concat_columns(left, ops.embed(rows.tokens, model.table))
         return (ops.rms_norm(wide, norm, 1e-5),)
 
     captured, width = ops.capture(forward, 40), model.table.shape[1]
@@ -421,10 +421,10 @@ def test_rough_weights_are_nearly_right_and_rows_do_not_meet(columns: int, depth
     weight[3] = 0
     x = torch.randn((70, depth), generator=generator).to(dtype)
     x[5], x[7] = 0, 100 * x[7]
-    rough = ops.pack_rough(weight)
+    rough = ops.pack_draft_linear(weight)
     found = ops.linear(x, rough, torch.float32)
     bias = torch.randn(columns, generator=generator).to(dtype)
-    assert same(ops.linear(x, ops.pack_rough(weight, bias), torch.float32), found + bias)
+    assert same(ops.linear(x, ops.pack_draft_linear(weight, bias), torch.float32), found + bias)
 
     def in_bytes(rows: Tensor) -> Tensor:
         scale = rows.double().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import step_cases
-from draftproof.ops.contract.draft_search import SuffixRule
+from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.ops.reference.step import _latest_match
 from draftproof.ops.torch.forward import TorchOps
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, End, Outcome, Wants
@@ -62,20 +62,20 @@ def test_triton_against_the_definition(name: str, interpreted: dict[str, str]) -
 
 WRONG = {
     "layout": lambda given, result: given[3].windows.position.add_(given[3].windows.depth > 1),
-    "penalise": lambda given, result: result.mul_(1 + 1e-7),
-    "forbid": lambda given, result: given[0][0].clamp_(min=-1e30),
-    "mask": lambda given, result: given[0][0].clamp_(min=-1e30),
-    "choose": lambda given, result: result[1].clamp_(max=3),
+    "apply_penalties": lambda given, result: result.mul_(1 + 1e-7),
+    "apply_bans": lambda given, result: given[0][0].clamp_(min=-1e30),
+    "apply_grammar_mask": lambda given, result: given[0][0].clamp_(min=-1e30),
+    "sample": lambda given, result: result[1].clamp_(max=3),
     "commit": lambda given, result: given[4].pick_rows.clamp_(min=0),
     "logprobs": lambda given, result: result.ranks.clamp_(max=10),
-    "ngram": lambda given, result: result[1].clamp_(max=3),
-    "arbitrate": lambda given, result: given[3].fell.mul_(2),
-    "unbeaten": lambda given, result: result[-2:].zero_(),
-    "suffix": lambda given, result: result[2].clamp_(max=1 << 15),
-    "put_draft": lambda given, result: given[0].draft_source.clamp_(min=0),
-    "follow": lambda given, result: result[1].clamp_(min=0),
+    "search_ngram": lambda given, result: result[1].clamp_(max=3),
+    "select_drafts": lambda given, result: given[3].rejected.mul_(2),
+    "winning_budget": lambda given, result: result[-2:].zero_(),
+    "search_suffix": lambda given, result: result[2].clamp_(max=1 << 15),
+    "store_drafts": lambda given, result: given[0].draft_source.clamp_(min=0),
+    "shift_rows": lambda given, result: result[1].clamp_(min=0),
     "put_off": lambda given, result: given[3].rows[1].clamp_(max=3),
-    "pick": lambda given, result: given[8].clamp_(max=3),
+    "lm_head_sample": lambda given, result: given[8].clamp_(max=3),
 }
 
 
@@ -106,7 +106,7 @@ def features(seed: int) -> Counter[str]:
         torch.zeros((len(plan.slots), TOKENS + step.size.k + 1), dtype=torch.int64), bad.clone(), bad.clone()
     )
     REF.commit(plan, before, choice, bad, out)
-    _, count = REF.ngram(columns, plan.slots, plan.budget, 1, 3)
+    _, count = REF.search_ngram(columns, plan.slots, plan.budget, 1, 3)
     for b, slot in enumerate(plan.slots.tolist()):
         if slot < 0:
             found["no entry"] += 1
@@ -153,6 +153,6 @@ def test_the_pools_of_the_cases_are_drafted_from() -> None:
     for seed in range(SEEDS):
         step = Step(seed)
         pool = step_cases.pool_of(step)
-        REF.suffix(step.columns, step.plan.slots, step.plan.budget, pool, SuffixRule(1, 1.0, 0.05))
+        REF.search_suffix(step.columns, step.plan.slots, step.plan.budget, pool, SuffixOptions(1, 1.0, 0.05))
         drafts += int((pool.used == pool.clock).sum())
     assert drafts >= 5

@@ -164,7 +164,7 @@ def test_control_what_a_slip_costs(bug, monkeypatch):
 def _later(rounds: Rounds) -> Rounds:
     if not hasattr(rounds, "was"):
         rounds.was = True  # type: ignore[attr-defined]
-        rounds.ahead = replace(rounds.ahead, outputs=rounds.ahead.outputs + 1)
+        rounds.ahead = replace(rounds.ahead, output_index=rounds.ahead.output_index + 1)
     return rounds
 
 

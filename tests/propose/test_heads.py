@@ -99,7 +99,7 @@ BASE = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "tempera
 
 @pytest.mark.parametrize("bug", ["token", "position", "stays", "keeps"])
 def test_control_the_audit_sees_a_slip(bug, monkeypatch):
-    follow = CpuFollowing.follow
+    follow = CpuFollowing.shift_rows
 
     def broken(self: Any, given: Any, *others: Any) -> Any:
         rows, last = follow(self, given, *others)
@@ -115,7 +115,7 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
             ), last
         return rows, last
 
-    monkeypatch.setattr(CpuFollowing, "follow", broken)
+    monkeypatch.setattr(CpuFollowing, "shift_rows", broken)
     if bug == "keeps":  # the features of the step before
         kept = monkeypatch.setattr(
             "draftproof.engine.drafting.device_proposer.Drafting.keep", lambda self, *rows: None

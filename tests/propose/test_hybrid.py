@@ -11,7 +11,7 @@ import heads
 import proposers
 import tiny
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.draft_search import UNIT, Record
+from draftproof.ops.contract.draft_search import FIXED_ONE, AcceptanceRecord
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
@@ -61,10 +61,10 @@ def test_the_better_one_is_soon_heard(members, overlap):
 
 def test_control_the_worse_one_is_heard(monkeypatch):
     def worse(whole, ops, columns, slots, budget, record, offers, search):
-        wrong = [replace(offer, worth=m + 0 * offer.count) for m, offer in enumerate(offers)]
+        wrong = [replace(offer, expected_tokens=m + 0 * offer.count) for m, offer in enumerate(offers)]
         return whole(ops, columns, slots, budget, record, wrong, search)
 
-    plant(monkeypatch, "arbitrate", worse)
+    plant(monkeypatch, "select_drafts", worse)
     steps = served(hybrid(PERFECT, JUNK, num_speculative_tokens=4))
     assert accepted(steps, "perfect") < 60
 
@@ -93,11 +93,11 @@ def test_a_search_must_be_better_than_a_model_that_drafts_for_many(entries, pric
 
     def taken(*said):
         nothing = torch.zeros((2, entries, 3), dtype=torch.int64)
-        record = Record(torch.full((4, entries), -1), *nothing)
+        record = AcceptanceRecord(torch.full((4, entries), -1), *nothing)
         drafts = [Draft(columns.draft, torch.full((entries,), count)) for count, _ in said]
-        worths = [None if worth is None else full * 0 + int(worth * UNIT) for _, worth in said]
+        worths = [None if worth is None else full * 0 + int(worth * FIXED_ONE) for _, worth in said]
         offers = [proposer._offer(i, batch, pair) for i, pair in enumerate(zip(drafts, worths, strict=True))]
-        _, number, whose, _ = proposer.env.ops.arbitrate(columns, slots, full, record, offers, 1)
+        _, number, whose, _ = proposer.env.ops.select_drafts(columns, slots, full, record, offers, 1)
         assert number.tolist() == [4] * entries
         assert (whose == whose[0, 0]).all()
         return int(whose[0, 0])
@@ -117,15 +117,15 @@ def test_a_new_request_in_the_slot_begins_anew(seed):
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
     columns.seed[0] = 1
     proposer.draft(batch)
-    assert not proposer.record.fell.any()
+    assert not proposer.record.rejected.any()
     columns.length[0] += 1  # all of them fell
     columns.tokens[0, 5] = 90
     proposer.draft(batch)
-    assert proposer.record.fell[0].sum() == UNIT
+    assert proposer.record.rejected[0].sum() == FIXED_ONE
     columns.seed[0] = seed
     proposer.start(0, tiny.request(0, SamplingParams(), seed=seed))
     proposer.draft(batch)
-    assert not proposer.record.fell.any()
+    assert not proposer.record.rejected.any()
 
 
 # --- and who goes on ----------------------------------------------------------------------------------
@@ -213,10 +213,10 @@ def test_drafts_of_a_model_that_would_lose_are_not_made(order, monkeypatch):
         return budget
 
     with monkeypatch.context() as patch:
-        plant(patch, "unbeaten", all_of_it)
+        plant(patch, "winning_budget", all_of_it)
         assert drafts_made(*order) == made and sum(spared) > 20
     assert {source for step in made for _, source in step} == {"mtp", "suffix"}
-    plant(monkeypatch, "unbeaten", lambda whole, ops, columns, slots, budget, *given: 0 * budget)
+    plant(monkeypatch, "winning_budget", lambda whole, ops, columns, slots, budget, *given: 0 * budget)
     assert drafts_made(*order) != made  # negative control: the winner is spared
 
 
@@ -227,7 +227,7 @@ def test_among_some_nobody_asks_who_would_lose(monkeypatch):
         asked.append(len(slots))
         return whole(ops, columns, slots, *given)
 
-    plant(monkeypatch, "unbeaten", counted)
+    plant(monkeypatch, "winning_budget", counted)
     made = drafts_made("head", "suffix", count=4, chains=False)
     assert not {3, 4} & set(asked) and {source for step in made for _, source in step} == {"mtp", "suffix"}
     monkeypatch.setattr("draftproof.propose.hybrid.SOME", 0)

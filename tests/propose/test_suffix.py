@@ -12,7 +12,7 @@ import torch
 import tiny
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
-from draftproof.ops.contract.draft_search import DEPTH, SIZES, SuffixRule
+from draftproof.ops.contract.draft_search import HASHED_NGRAM_SIZES, MAX_MATCH_TOKENS, SuffixOptions
 from draftproof.propose import suffix_pool as pools
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.propose.suffix_pool import BODY, NOBODY, WIDE, Pool, owner_of
@@ -25,7 +25,7 @@ from proposer_cases import lines, make
 
 CPU = torch.device("cpu")
 OPS = resolve("auto", CPU)
-RULE = SuffixRule(1, 1.5, 0.15)
+RULE = SuffixOptions(1, 1.5, 0.15)
 
 
 class Clock:
@@ -57,7 +57,7 @@ class Told:
         drafts = torch.zeros((1, k), dtype=torch.int64)
         drafts[0, : len(begun)] = torch.tensor(begun, dtype=torch.int64)
         given = columns, torch.tensor([1]), torch.tensor([k]), self.pool.device, rule, (drafts, had)
-        tokens, count, worth = OPS.suffix(*given)
+        tokens, count, worth = OPS.search_suffix(*given)
         assert (int(worth) > 0) == (int(count) > len(begun))
         return tokens[0, : int(count)].tolist()
 
@@ -94,13 +94,13 @@ def test_most_votes_win_and_a_split_is_doubted():
     for after in range(30, 38):
         told.tell([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
     assert told.guess([5, 6, 7]) == []  # one in eight
-    assert told.guess([38 + 10, 5, 6, 7], rule=SuffixRule(1, 0.0, 0.01)) != []
+    assert told.guess([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
 
 
 def test_a_longer_match_is_followed_further():
     told = Told()
     told.tell(STORY)
-    few, many = told.guess([14, 15, 16], rule=SuffixRule(1, 1.5, 0.4)), told.guess(STORY[:9], rule=RULE)
+    few, many = told.guess([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)), told.guess(STORY[:9], rule=RULE)
     assert len(few) == 2 and many == STORY[9:]
 
 
@@ -120,7 +120,7 @@ def test_a_long_response_takes_several_lines_and_is_found_everywhere():
     told = Told(num_lines=8)
     text = [int(x) for x in np.random.default_rng(3).permutation(900) + 100]
     told.tell(text)
-    for at in (20, BODY - 1, BODY, BODY + 2, BODY + DEPTH, 2 * BODY + 1, 880):
+    for at in (20, BODY - 1, BODY, BODY + 2, BODY + MAX_MATCH_TOKENS, 2 * BODY + 1, 880):
         assert told.guess(text[at - 5 : at], k=4) == text[at : at + 4], at
 
 
@@ -341,7 +341,9 @@ def poisoned(spec, overlap):
         prompt = tiny.prompt(ask.index, ask.length)
         for cut in range(len(answer)):
             wrong = [(answer[cut] + 1 + cut) % tiny.VOCAB, 5, -1, 2**31 - 1, 6]
-            before = [*prompt, *answer[:cut]][-SIZES[-1] :]  # longer, and it would also know what is right
+            before = [*prompt, *answer[:cut]][
+                -HASHED_NGRAM_SIZES[-1] :
+            ]  # longer, and it would also know what is right
             pool.tell(None, np.array([*before, *wrong]), len(before))
     company = Company(asks, where, engine=engine)
     return company.differences(), company

@@ -103,7 +103,7 @@ def chains(
     batch = DeviceBatch(columns, live, torch.full_like(live, k), traits=traits, price=price, verify=verify)
     known = known or Sureness(len(columns.length))
     rounds = Rounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, known)
-    last = rounds.ahead.newest
+    last = rounds.ahead.last_token
     for j in range(k):
         rounds.take(j, GUESS[last])
         last = rounds.ahead.tokens[j]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from draftproof.ops import Fetched
+from draftproof.ops import PendingCopy
 from draftproof.ops.cpu.backend import CpuOps
 
-STEP_OPS = ("layout", "choose", "commit", "logprobs", "ngram", "put_draft", "fetch")
+STEP_OPS = ("layout", "sample", "commit", "logprobs", "search_ngram", "store_drafts", "fetch")
 When = Callable[["FaultyOps", str, int], bool]
 
 
@@ -58,7 +58,7 @@ for _name in STEP_OPS:
     setattr(FaultyOps, _name, _guarded(_name))
 
 
-def _fetch(self: FaultyOps, tensor: torch.Tensor) -> Fetched:
+def _fetch(self: FaultyOps, tensor: torch.Tensor) -> PendingCopy:
     trial = tensor.numel() == 1 and not self.gone  # somebody asks whether anything works at all
     read = CpuOps.fetch(self, tensor)
     if trial:
@@ -69,7 +69,7 @@ def _fetch(self: FaultyOps, tensor: torch.Tensor) -> Fetched:
         self.meet("read")
         return read()
 
-    return Fetched(later, read.here)
+    return PendingCopy(later, read.is_ready)
 
 
 FaultyOps.fetch = _fetch  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import BACKENDS, Heads, Ops, Rows, resolve
+from draftproof.ops import BACKENDS, AttentionShape, Ops, Rows, resolve
 
 CPU = torch.device("cpu")
 POOL = 40  # rows in the largest call
@@ -61,7 +61,7 @@ class Paged:
     """A KV cache whose pages are out of order, with NaN wherever no row may look."""
 
     def __init__(
-        self, heads: Heads, lengths: list[int], dtype: torch.dtype, page_size: int = 8, seed: int = 0
+        self, heads: AttentionShape, lengths: list[int], dtype: torch.dtype, page_size: int = 8, seed: int = 0
     ):
         random = torch.Generator().manual_seed(seed)
         self.heads, self.lengths, self.page_size = heads, lengths, page_size

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.ops.contract.draft_rounds import Late
-from draftproof.ops.contract.draft_search import SIZES, UNIT, WAYS, Offer, Record, SuffixPool, SuffixRule
+from draftproof.ops.contract.draft_search import (
+    BUCKET_WAYS,
+    FIXED_ONE,
+    HASHED_NGRAM_SIZES,
+    AcceptanceRecord,
+    DraftCandidate,
+    SuffixOptions,
+    SuffixPool,
+)
 from draftproof.ops.reference.draft_search import bucket_of
 from draftproof.ops.reference.forward import ReferenceOps, gumbel
 from draftproof.ops.torch.step import Bookkeeping
@@ -255,7 +263,7 @@ def layout(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 @check
-def penalise(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def apply_penalties(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     if seed % 2:
         for column in (step.columns.tokens, step.columns.draft):
@@ -263,19 +271,19 @@ def penalise(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     logits = step.logits(len(windows.slot)).to(ref.device)
     given = logits.clone().to(ops.device)
-    same(ops.penalise(given, mine), ref.penalise(logits, windows), "penalised")
+    same(ops.apply_penalties(given, mine), ref.apply_penalties(logits, windows), "penalised")
     same(given, logits, "the logits themselves")
     all_same(mine, windows, "windows")
 
 
 @check
-def forbid(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def apply_bans(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     want = step.logits(len(windows.slot)).to(ref.device)
     got = want.clone().to(ops.device)
-    ops.forbid(got, mine)
-    ref.forbid(want, windows)
+    ops.apply_bans(got, mine)
+    ref.apply_bans(want, windows)
     same(got, want, "base")
     all_same(mine, windows, "windows")
 
@@ -296,14 +304,14 @@ def masked(step: Step, windows: Windows) -> Windows:
 
 
 @check
-def mask(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def apply_grammar_mask(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step, again = Step(seed, size), Step(seed, size)
     windows = masked(step, step.windows(spare_of(seed), ref.device))
     mine = masked(again, again.windows(spare_of(seed), ops.device))
     want = step.logits(len(windows.slot)).to(ref.device)
     got = want.clone().to(ops.device)
-    ops.mask(got, mine)
-    ref.mask(want, windows)
+    ops.apply_grammar_mask(got, mine)
+    ref.apply_grammar_mask(want, windows)
     same(got, want, "base")
     all_same(mine, windows, "windows")
 
@@ -320,15 +328,15 @@ def level(logits: Tensor, windows: Windows, scaled: bool) -> None:
 
 
 @check
-def choose(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     logits = step.logits(len(windows.slot)).to(ref.device)
     scaled = seed % 4 == 3
     if size.vocab < 100:
         level(logits, windows, scaled)
-    got = ops.choose(logits.clone().to(ops.device), mine, scaled)
-    want = ref.choose(logits, windows, scaled)
+    got = ops.sample(logits.clone().to(ops.device), mine, scaled)
+    want = ref.sample(logits, windows, scaled)
     same(got[1], want[1], "bad")
     same(got[0], want[0], "tokens")
 
@@ -395,14 +403,14 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 @check
-def ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     columns, held = copied(step.columns, ops.device), copied(step.columns, ref.device)
     for smallest, largest in ((1, 1), (2, 2), (1, 3), (2, 5)):
         given = [step.plan.slots.clone().to(ops.device), step.plan.budget.clone().to(ops.device)]
-        tokens, count = ops.ngram(columns, *given, smallest, largest)
+        tokens, count = ops.search_ngram(columns, *given, smallest, largest)
         theirs = [x.to(ref.device) for x in (step.plan.slots, step.plan.budget)]
-        wanted, want = ref.ngram(held, *theirs, smallest, largest)
+        wanted, want = ref.search_ngram(held, *theirs, smallest, largest)
         same(count, want, f"count, {smallest} to {largest}")
         said = torch.arange(size.k, device=ops.device) < count[:, None]
         wanted = torch.where(said.to(ref.device), wanted, 0)  # beyond: any token
@@ -415,7 +423,7 @@ def pool_of(step: Step, lines: int = 6, wide: int = 20, buckets: int = 8) -> Suf
     size, slots = step.size, len(step.columns.length)
     tokens = step.ints(0, size.letters - 1, lines, wide).to(torch.int32)
     filled, owner = step.ints(0, wide, lines), step.ints(-1, 1, lines)
-    table = torch.full((len(SIZES), buckets, WAYS), -1, dtype=torch.int32)
+    table = torch.full((len(HASHED_NGRAM_SIZES), buckets, BUCKET_WAYS), -1, dtype=torch.int32)
     slot_owner = step.ints(0, 1, slots)
     for slot, length in enumerate(step.columns.length.tolist()):
         if length > 2 and step.chance(0.7):
@@ -424,11 +432,11 @@ def pool_of(step: Step, lines: int = 6, wide: int = 20, buckets: int = 8) -> Suf
             owner[line] = slot_owner[slot] if step.chance(0.8) else 1 - slot_owner[slot]
     for line in range(lines):
         for at in range(1, int(filled[line])):
-            for which, n in enumerate(SIZES):
+            for which, n in enumerate(HASHED_NGRAM_SIZES):
                 if at >= n and owner[line] >= 0:
                     before = tokens[line, at - n : at].tolist()[::-1]
                     bucket = bucket_of(int(owner[line]), before, buckets)
-                    table[which, bucket, step.int(0, WAYS - 1)] = line * wide + at
+                    table[which, bucket, step.int(0, BUCKET_WAYS - 1)] = line * wide + at
     wild = torch.rand(table.shape, generator=step.random) < 0.1
     table = torch.where(wild, step.ints(-1, lines * wide - 1, *table.shape).to(torch.int32), table)
     tokens[torch.arange(wide) >= filled[:, None]] = -7
@@ -437,19 +445,19 @@ def pool_of(step: Step, lines: int = 6, wide: int = 20, buckets: int = 8) -> Suf
 
 
 @check
-def suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def search_suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     pool = pool_of(step)
     count = torch.minimum(step.ints(0, size.k, size.entries), step.plan.budget.clamp(min=0))
     begun = step.ints(0, size.letters - 1, size.entries, size.k)
     begun[torch.arange(size.k) >= count[:, None]] = POISON
-    rules = SuffixRule(1, 1.0, 0.05), SuffixRule(2, 0.5, 0.3), SuffixRule(4, 2.0, 0.0)
+    rules = SuffixOptions(1, 1.0, 0.05), SuffixOptions(2, 0.5, 0.3), SuffixOptions(4, 2.0, 0.0)
     for drafts, rule in ((None, rules[seed % 3]), ((begun, count), rules[(seed + 1) % 3])):
         done = []
         for by in (ref, ops):
             columns, mine, plan = (copied(x, by.device) for x in (step.columns, pool, step.plan))
             given = None if drafts is None else tuple(x.clone().to(by.device) for x in drafts)
-            tokens, number, worth = by.suffix(columns, plan.slots, plan.budget, mine, rule, given)
+            tokens, number, worth = by.search_suffix(columns, plan.slots, plan.budget, mine, rule, given)
             made = torch.arange(size.k, device=by.device) < number[:, None]
             done.append((torch.where(made, tokens, 0), number, worth, mine.used))
             all_same(columns, step.columns, "columns")
@@ -457,35 +465,37 @@ def suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
             same(got, want, name)
 
 
-def offered(device: torch.device, tokens: Tensor, count: Tensor, worth: Tensor) -> list[Offer]:
+def offered(device: torch.device, tokens: Tensor, count: Tensor, worth: Tensor) -> list[DraftCandidate]:
     """Tokens of the second lie as a model's do, draft by draft; who never says what it is worth says None."""
     found = []
     for m, (mine, number, says) in enumerate(zip(tokens, count, worth, strict=True)):
         mine = mine.t().contiguous().to(device).t() if m == 1 else mine.clone().to(device)
         told = None if bool((says < 0).all()) else says.clone().to(device)
-        found.append(Offer(mine, number.clone().to(device), told, (0, 5, UNIT // 2)[m % 3]))
+        found.append(DraftCandidate(mine, number.clone().to(device), told, (0, 5, FIXED_ONE // 2)[m % 3]))
     return found
 
 
 @check
-def arbitrate(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def select_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     """Several steps of the same slots: what stood is remembered, until another request comes."""
     step, members = Step(seed, size), 3
     slots, search = len(step.columns.length), (-1, 0, 2)[seed % 3]
     used = step.columns.length > 0
     step.columns.seed[used] = step.ints(0, 2, slots)[used]
-    start = Record(step.ints(0, 5, 4, slots), *(step.ints(0, 3 * UNIT, slots, members) for _ in range(2)))
+    start = AcceptanceRecord(
+        step.ints(0, 5, 4, slots), *(step.ints(0, 3 * FIXED_ONE, slots, members) for _ in range(2))
+    )
     records = {by: copied(start, by.device) for by in (ref, ops)}
     for _ in range(3):
         shape = (members, size.entries)
         tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
-        worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * UNIT, *shape), -1)
+        worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * FIXED_ONE, *shape), -1)
         worth[1] = -1
         done = []
         for by, record in records.items():
             columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
             offers = offered(by.device, tokens, count, worth)
-            got = by.arbitrate(columns, plan.slots, plan.budget, record, offers, search)
+            got = by.select_drafts(columns, plan.slots, plan.budget, record, offers, search)
             made = torch.arange(size.k, device=by.device) < got[1][:, None]
             done.append((torch.where(made, got[0], 0), *got[1:]))
             all_same(columns, step.columns, "columns")
@@ -497,20 +507,22 @@ def arbitrate(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 @check
-def unbeaten(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def winning_budget(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     """Who has no budget here is not taken, with as many drafts as were thought of or with fewer."""
     step, members, member = Step(seed, size), 3, seed % 3
     slots, shape = len(step.columns.length), (3, size.entries)
     step.columns.seed[step.columns.length > 0] = 1
-    record = Record(step.ints(0, 2, 4, slots), *(step.ints(0, 3 * UNIT, slots, members) for _ in range(2)))
+    record = AcceptanceRecord(
+        step.ints(0, 2, 4, slots), *(step.ints(0, 3 * FIXED_ONE, slots, members) for _ in range(2))
+    )
     tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
-    worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * UNIT, *shape), -1)
+    worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * FIXED_ONE, *shape), -1)
     worth[member] = -1
     done = []
     for by in (ref, ops):
         columns, plan, known = (copied(x, by.device) for x in (step.columns, step.plan, record))
         offers = offered(by.device, tokens, count, worth)
-        done.append(by.unbeaten(columns, plan.slots, plan.budget, known, offers, member))
+        done.append(by.winning_budget(columns, plan.slots, plan.budget, known, offers, member))
         all_same(columns, step.columns, "columns")
         all_same(known, record, "record")
     same(done[1], done[0], "budget")
@@ -518,14 +530,14 @@ def unbeaten(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         count[member] = (count[member] - fewer).clamp(min=0)
         known, plan = copied(record, CPU), step.plan
         given = known, offered(CPU, tokens, count, worth), -1
-        _, number, whose, _ = REF.arbitrate(step.columns, plan.slots, plan.budget, *given)
+        _, number, whose, _ = REF.select_drafts(step.columns, plan.slots, plan.budget, *given)
         taken = (number > 0) & (whose[:, 0] == member)
         assert not (taken & (done[1].cpu() == 0) & (plan.budget > 0)).any()
         assert fewer or bool((done[1].cpu() == plan.budget * taken).all())
 
 
 @check
-def put_draft(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def store_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     shape = (size.entries, size.k)
     tokens = step.ints(-1, size.vocab, *shape)
@@ -538,12 +550,12 @@ def put_draft(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     sources = step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None
     draft = Draft(tokens, count, logprobs=own, sources=sources)
     columns, mine = copied(step.columns, ref.device), copied(step.columns, ops.device)
-    ref.put_draft(columns, step.plan.slots.to(ref.device), step.plan.budget.to(ref.device), draft)
+    ref.store_drafts(columns, step.plan.slots.to(ref.device), step.plan.budget.to(ref.device), draft)
     plan = copied(step.plan, ops.device)
     given = copied(draft, ops.device)
     if seed % 3 == 2:
         given = replace(given, tokens=given.tokens.t().contiguous().t())
-    ops.put_draft(mine, plan.slots, plan.budget, given)
+    ops.store_drafts(mine, plan.slots, plan.budget, given)
     all_same(mine, columns, "columns")
     all_same(plan, step.plan, "plan")
 
@@ -561,17 +573,17 @@ def committed(step: Step, seed: int) -> Rows:
 
 
 @check
-def follow(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     """The rows behind a step; then where drafts come to stand."""
     step = Step(seed, size)
     rows, k = committed(step, seed), size.k
     done: list[list[Any]] = []
     for by in (ref, ops):
         columns, plan, mine = (copied(x, by.device) for x in (step.columns, step.plan, rows))
-        shifted, last = by.follow(mine, columns, plan.slots)
+        shifted, last = by.shift_rows(mine, columns, plan.slots)
         made = [shifted, Plan(last, last, last, last)]
         for rounds, lag in ((0, 1), (1, 0), (k, 1), (max(1, k // 2), 0)):
-            made.append(by.ahead(columns, plan.slots, plan.budget, last, rounds, lag, PAGE))
+            made.append(by.plan_draft_rows(columns, plan.slots, plan.budget, last, rounds, lag, PAGE))
         all_same(columns, step.columns, "columns")
         all_same(mine, rows, "rows")
         done.append(made)
@@ -600,7 +612,7 @@ def put_off(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 @check
-def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     """The bits of the ops one by one: norm, LM head, choice; and how sure the head is of it."""
     step = Step(seed, size)
     windows = step.windows(spare_of(seed), ops.device)
@@ -626,7 +638,7 @@ def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         tokens.append(out(count))
         sure.append(torch.full((count,), -1.0, device=ops.device) if seed % 5 != 2 else None)
         given = x.clone(), at, norm, 1e-5, packed, ids, windows, seed % 4 == 3, tokens[-1], sure[-1]
-        rows.append(kind.pick(ops, *given))  # type: ignore[arg-type]
+        rows.append(kind.lm_head_sample(ops, *given))  # type: ignore[arg-type]
         out.check()
     same(tokens[1], tokens[0], "drafts")
     real = windows.slot >= 0
@@ -635,4 +647,4 @@ def pick(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         assert torch.allclose(sure[1][real], sure[0][real], rtol=1e-4, atol=1e-6)
         assert bool((sure[0][real] > 0).all())
     if ops is not REF and seed == 0:
-        pick(REF, 1, size, ref)
+        lm_head_sample(REF, 1, size, ref)

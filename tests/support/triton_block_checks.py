@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
-from draftproof.ops import Heads, Layer, Ops
+from draftproof.ops import AttentionShape, Layer, Ops
 from draftproof.ops.triton.fused import layers as fused_layers
 from draftproof.ops.triton.gemm.dense import PackedLinear
 from opcheck import Paged, bits
@@ -31,7 +31,9 @@ fused_layers.FORMS = (
 FEW, MANY = 3, 12  # programs: there is room for all spans only where there are many
 
 
-def decoder(heads: Heads, hidden: int, inner: int, bias: bool, windows: tuple[int, ...]) -> list[Layer]:
+def decoder(
+    heads: AttentionShape, hidden: int, inner: int, bias: bool, windows: tuple[int, ...]
+) -> list[Layer]:
     def packed(columns: int, depth: int, seed: int) -> PackedLinear:
         weight = (randn(columns, depth, seed=seed) / depth**0.5).to(BF16)
         extra = randn(columns, seed=seed + 50, dtype=BF16).float() if bias else None
@@ -54,7 +56,9 @@ def decoder(heads: Heads, hidden: int, inner: int, bias: bool, windows: tuple[in
     ]
 
 
-def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...], pieces: int = 0) -> None:
+def same_bits(
+    heads: AttentionShape, hidden: int, bias: bool, windows: tuple[int, ...], pieces: int = 0
+) -> None:
     """The bits of the ops one by one, in hidden rows and in K and V; padding writes nothing."""
     layers, norm = decoder(heads, hidden, 256, bias, windows), randn(hidden, seed=7, dtype=BF16)
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
@@ -90,7 +94,7 @@ def same_bits(heads: Heads, hidden: int, bias: bool, windows: tuple[int, ...], p
 
 def taps_and_a_head() -> None:
     """Rows after inner layers, and a first layer that reads a token beside its row."""
-    heads, hidden = Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
+    heads, hidden = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
     layers, norm = decoder(heads, hidden, 256, True, (0, 0)), randn(hidden, seed=7, dtype=BF16)
     wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
     first = replace(
@@ -133,7 +137,7 @@ def never(slots, R, ROWS):  # type: ignore[no-untyped-def]
 
 def a_round_for_nobody() -> None:
     """It does nothing; one row that is wanted, wherever it stands, is enough for all to be done."""
-    heads, hidden = Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
+    heads, hidden = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
     layer = decoder(heads, hidden, 256, False, (0,))[0]
     wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
     layer = replace(layer, qkv=PackedLinear(wide, None, 1), token_norm=randn(hidden, seed=71, dtype=BF16))
@@ -165,25 +169,27 @@ def a_round_for_nobody() -> None:
 
 
 def plain() -> None:
-    same_bits(Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0, 0))
+    same_bits(AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0, 0))
 
 
 def bias_and_windows() -> None:
-    same_bits(Heads(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (0, 140))
+    same_bits(AttentionShape(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (0, 140))
 
 
 def pieces_of_tiles() -> None:
     """Where they cost nothing, tiles are walked through two spans at a time and folded."""
     usual, fused_layers.FOLD = fused_layers.FOLD, -1
     try:
-        same_bits(Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0,), pieces=2)
-        same_bits(Heads(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (260,), pieces=2)
+        same_bits(AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0,), pieces=2)
+        same_bits(
+            AttentionShape(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (260,), pieces=2
+        )
     finally:
         fused_layers.FOLD = usual
 
 
 def what_it_leaves_to_others() -> None:
-    heads, x = Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), randn(2, 192, dtype=BF16)
+    heads, x = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), randn(2, 192, dtype=BF16)
     layer = decoder(heads, 192, 256, False, (0,))[0]
     takes = ops._blocks.takes
     assert takes(x, [layer, layer])

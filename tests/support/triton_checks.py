@@ -23,7 +23,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows, resolve
+from draftproof.ops import AttentionShape, Rows, resolve
 from draftproof.ops.reference.forward import ReferenceOps
 from draftproof.ops.triton import graphs, kl_grad
 from draftproof.ops.triton.attention import prefill, worklist
@@ -196,10 +196,10 @@ def elementwise() -> None:
 
 
 HEADS = {
-    "grouped": Heads(num_q=6, num_kv=2, dim=16, scale=0.25, window=0),
-    "one_kv": Heads(num_q=3, num_kv=1, dim=8, scale=0.4, window=0),
-    "window": Heads(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
-    "long_window": Heads(num_q=2, num_kv=1, dim=24, scale=0.25, window=70),
+    "grouped": AttentionShape(num_q=6, num_kv=2, dim=16, scale=0.25, window=0),
+    "one_kv": AttentionShape(num_q=3, num_kv=1, dim=8, scale=0.4, window=0),
+    "window": AttentionShape(num_q=4, num_kv=2, dim=8, scale=0.35, window=9),
+    "long_window": AttentionShape(num_q=2, num_kv=1, dim=24, scale=0.25, window=70),
 }
 LENGTHS = [1, 5, 33, 132, 64, 65]
 
@@ -229,7 +229,7 @@ def rope_store() -> None:
     assert bool((flat[:, rows.kv_index[2:4]] == 7).all()) and bool((flat[:, rows.kv_index[:2]] != 7).any())
 
 
-def attend(heads: Heads, paged: Paged, q: dict, where: list) -> Tensor:
+def attend(heads: AttentionShape, paged: Paged, q: dict, where: list) -> Tensor:
     x = torch.stack([q[at] for at in where])
     return ops.attention(x, paged.rows(where), heads, paged.cache)
 
@@ -275,7 +275,7 @@ def attention_of_many_tiles() -> None:
                 mock.patch.object(worklist, "BLOCK", 16),
                 mock.patch.object(attention_kernels, "PROGRAMS", 1),
             ):
-                ops.begin(rows)
+                ops.begin_pass(rows)
                 got = ops.attention(x, rows, heads, paged.cache)
                 assert bits(got[:-1]) == bits(plain), (name, dtype, few, cut)
                 part = paged.rows(where[8:-1])  # announced were others
@@ -316,7 +316,7 @@ def tiles_are_sorted() -> None:
     assert near[1 : 1 + near[0]].tolist() == [row * chunks + part for row, part in want]
 
 
-def spans(heads: Heads) -> tuple[Paged, dict, list]:
+def spans(heads: AttentionShape) -> tuple[Paged, dict, list]:
     paged = Paged(heads, [150, 20], torch.float32)
     watched = [(0, p) for p in (3, 63, 64, 127, 128, 149)] + [(1, 19)]
     return paged, {at: randn(heads.num_q * heads.dim, seed=i) for i, at in enumerate(paged.pool)}, watched
@@ -355,7 +355,10 @@ def attention_rows_stand_alone() -> None:
 @check
 def two_ops_in_one() -> None:
     """The kernels that do two ops give the bits of the two ops."""
-    for heads in (Heads(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), Heads(3, 1, 64, 0.1, 0)):
+    for heads in (
+        AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0),
+        AttentionShape(3, 1, 64, 0.1, 0),
+    ):
         width = (heads.num_q + 2 * heads.num_kv) * heads.dim
         paged = Paged(heads, [40, 7, 19], dtype=torch.bfloat16)
         rows = paged.rows([(0, p) for p in range(20, 39)] + [(1, 6), (2, 3)])

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from draftproof.ops import Heads, Layer, Rows
+from draftproof.ops import AttentionShape, Layer, Rows
 from draftproof.ops.contract.draft_rounds import Late
-from draftproof.ops.contract.draft_search import Offer, Record, SuffixRule
+from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import dense as gemm_kernels
@@ -80,7 +80,9 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     assert made.metadata.shared <= 227 << 10, "does not fit"
 
 
-def forward(ops: TritonOps, dtype: torch.dtype, rows: int, heads: Heads, hidden: int, capacity: int) -> None:
+def forward(
+    ops: TritonOps, dtype: torch.dtype, rows: int, heads: AttentionShape, hidden: int, capacity: int
+) -> None:
     width = (heads.num_q + 2 * heads.num_kv) * heads.dim
     column = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros((4, capacity // 16), dtype=torch.int32)
@@ -112,27 +114,34 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     rows = len(windows.slot)
     logits, ints = torch.empty((rows, vocab)), torch.zeros(rows, dtype=torch.int64)
     ops.layout(made.plan, made.columns, PAGE, made.out(Guarded(CPU), 4 * entries, rows))
-    ops.penalise(logits, windows), ops.forbid(logits, windows), ops.mask(logits, masked(made, windows))
-    ops.choose(logits, windows), ops.choose(logits, windows, True)
+    (
+        ops.apply_penalties(logits, windows),
+        ops.apply_bans(logits, windows),
+        ops.apply_grammar_mask(logits, masked(made, windows)),
+    )
+    ops.sample(logits, windows), ops.sample(logits, windows, True)
     out = Outcome(torch.empty((entries, TOKENS + k + 1), dtype=torch.int64), ints, ints)
     for choice in (Choice(ints), Choice(ints, ints > 0), Choice(ints, ints > 0, ints)):
         ops.commit(made.plan, windows, choice, ints, out)
     for top in (0, 5, 20, 64):
         ops.logprobs(logits, ints, ints, top)
-    tokens, count = ops.ngram(made.columns, made.plan.slots, made.plan.budget, 1, 4)
-    pool, rule = pool_of(made), SuffixRule(2, 1.0, 0.1)
+    tokens, count = ops.search_ngram(made.columns, made.plan.slots, made.plan.budget, 1, 4)
+    pool, rule = pool_of(made), SuffixOptions(2, 1.0, 0.1)
     for begun in (None, (tokens, count)):
-        ops.suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
-    offers = [Offer(tokens, count, count), Offer(torch.zeros_like(tokens.t()).t(), count, None)]
-    record = Record(
+        ops.search_suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
+    offers = [
+        DraftCandidate(tokens, count, count),
+        DraftCandidate(torch.zeros_like(tokens.t()).t(), count, None),
+    ]
+    record = AcceptanceRecord(
         torch.zeros((4, entries), dtype=torch.int64), *torch.zeros((2, entries, 2), dtype=torch.int64)
     )
     given = made.columns, made.plan.slots, made.plan.budget, record, offers
     for search in (-1, 0):
-        ops.arbitrate(*given, search)
-    ops.unbeaten(*given, 1)
+        ops.select_drafts(*given, search)
+    ops.winning_budget(*given, 1)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
-        ops.put_draft(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
+        ops.store_drafts(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
 
 def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, columns: int) -> None:
@@ -140,7 +149,7 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
     from step_cases import PAGE, Size, Step
 
     made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
-    rows, last = ops.follow(
+    rows, last = ops.shift_rows(
         Rows(*torch.zeros((4, entries * (k + 1)), dtype=torch.int64), made.columns.page_table),
         made.columns,
         made.plan.slots,
@@ -148,15 +157,15 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
     features = torch.empty((len(rows.tokens), 3 * hidden), dtype=torch.bfloat16)
     ops.put_off(rows, made.columns, features, Late.room_for(128, features[0]))
     for rounds in (0, k):
-        ahead = ops.ahead(made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE)
+        ahead = ops.plan_draft_rows(made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE)
     line = made.plan.slots
     windows = Windows(made.columns, line, line, line, line, line, line, line)
     x, norm = torch.empty((entries, hidden), dtype=torch.bfloat16), torch.empty(hidden, dtype=torch.bfloat16)
     packed = ops.pack_linear(torch.empty((columns, hidden), dtype=torch.bfloat16))
     ids = torch.zeros(columns, dtype=torch.int64) if columns < vocab else None
     for at, greedy in ((None, False), (last, False), (None, True)):
-        ops.pick(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
-    heads = Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
+        ops.lm_head_sample(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
+    heads = AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
     layer = Layer(norm, packed, None, None, packed, norm, packed, packed, heads, token_norm=norm)
     these = Rows(line, line, line, line, made.columns.page_table)
     ops.first_rows(x, layer, these, torch.empty((vocab, hidden), dtype=torch.bfloat16), 1e-6)
@@ -172,7 +181,13 @@ class Chip:
 
 
 def all_layers(
-    ops: TritonOps, heads: Heads, hidden: int, inner: int, count: int, taps: int = 0, joined: bool = False
+    ops: TritonOps,
+    heads: AttentionShape,
+    hidden: int,
+    inner: int,
+    count: int,
+    taps: int = 0,
+    joined: bool = False,
 ) -> None:
     def packed(columns: int, depth: int) -> gemm_kernels.PackedLinear:
         return ops.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
@@ -193,9 +208,9 @@ def all_layers(
 def main() -> None:
     runtime.check_device = lambda device: None
     runtime._usable = lambda name, x, dtypes: x
-    small = Heads(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
-    large = Heads(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
-    sliding = Heads(num_q=32, num_kv=8, dim=128, scale=0.1, window=4096)
+    small = AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
+    large = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
+    sliding = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=4096)
     with (
         mock.patch.object(JITFunction, "run", compile_launch),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
@@ -218,7 +233,9 @@ def main() -> None:
                 for rows in (1, 16, 64):
                     all_layers(ops, small, 576, 1536, rows, taps=3)
                     all_layers(ops, small, 576, 1536, rows, joined=True)
-                all_layers(ops, Heads(num_q=15, num_kv=5, dim=64, scale=0.1, window=0), 960, 2560, 16)
+                all_layers(
+                    ops, AttentionShape(num_q=15, num_kv=5, dim=64, scale=0.1, window=0), 960, 2560, 16
+                )
                 break
             forward(ops, torch.bfloat16, 600, large, 4096, 8192)
             forward(ops, torch.bfloat16, 4, sliding, 4096, 8192)

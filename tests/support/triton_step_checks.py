@@ -28,11 +28,11 @@ draft_rounds_kernels.BLOCK = 8
 lm_head_sample.TILES, lm_head_sample.JOIN = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4, 2))), 2
 SLOW = {
     "logprobs": 3,
-    "ngram": 5,
-    "suffix": 3,
-    "choose": 8,
-    "penalise": 8,
-    "pick": 6,
+    "search_ngram": 5,
+    "search_suffix": 3,
+    "sample": 8,
+    "apply_penalties": 8,
+    "lm_head_sample": 6,
 }  # the interpreter sorts slowly
 
 

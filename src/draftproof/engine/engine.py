@@ -52,7 +52,7 @@ class Engine:
             self._adaptive = config.speculative is not None and config.speculative.adaptive
             self._build(config, checkpoint)
             if config.warm_up and (self.ops.asynchronous or self._adaptive):
-                with self.ops.stepping():
+                with self.ops.step_context():
                     self._warm_up(progress)
 
     def _build(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -325,7 +325,7 @@ class Engine:
         """EngineDeadError: the device is gone. Whatever it raises, the engine is not to be used again."""
         self._check_alive()
         try:
-            with torch.inference_mode(), self.ops.stepping():
+            with torch.inference_mode(), self.ops.step_context():
                 results = self.loop.step()
         except Exception as error:
             self._broken = error

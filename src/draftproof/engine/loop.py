@@ -45,7 +45,7 @@ from draftproof.engine.step.host_logprobs import Extras
 from draftproof.engine.step.step_features import traits_of
 from draftproof.engine.step.step_results import Ending, StepResults, columns_of, ending_of
 from draftproof.errors import EngineDeadError
-from draftproof.ops import Fetched
+from draftproof.ops import PendingCopy
 from draftproof.propose import Proposer
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_OUT, End, Traits
 
@@ -60,7 +60,7 @@ class Flight:
     planned: Planned
     computed: Ints | None  # [B] tokens with KV before it, as far as the host knew; None: all decode
     ran: Ran
-    read: Fetched
+    read: PendingCopy
     waits: bool  # the host is needed before anything else is planned
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float  # by the clock
@@ -265,7 +265,7 @@ class Loop:
     def _settle(self, flight: Flight) -> StepResults:
         planned = flight.planned
         try:
-            asked, late = time.perf_counter(), flight.read.here()
+            asked, late = time.perf_counter(), flight.read.is_ready()
             found = flight.ran.decided.packed.open(flight.read())
             table, columns = found["table"][: len(planned.slots)], columns_of(found)
             own, source = (

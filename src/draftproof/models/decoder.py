@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftproof.models.config import ModelConfig
 from draftproof.models.rope import rope_table
-from draftproof.ops import Heads, Layer, Ops, Rows
+from draftproof.ops import AttentionShape, Layer, Ops, Rows
 
 
 class Llama:
@@ -37,7 +37,7 @@ class Llama:
         `wanted` [W]: of all rows only these are returned, and the last layer ends with them alone.
         """
         ops, eps = self.ops, self.config.norm_eps
-        ops.begin(rows)
+        ops.begin_pass(rows)
         embedded = ops.embed(rows.tokens, self.embedding)
         rest = rows, self.rope, caches, eps, taps, None, wanted
         hidden, _, *tapped = ops.blocks(embedded, self.layers, self.norm, *rest)
@@ -63,7 +63,7 @@ def decoder_layer(
         mlp_norm=take.tensor(at + "post_attention_layernorm.weight"),
         gate_up=take.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
         down=take.packed([mlp + "down_proj"], config.mlp_bias),
-        heads=Heads(
+        heads=AttentionShape(
             num_q=config.num_heads,
             num_kv=config.num_kv_heads,
             dim=config.head_dim,
@@ -80,7 +80,7 @@ class Weights:
         """`rough`: of a model that only guesses."""
         self.tensors = tensors
         self.ops = ops
-        self._pack = ops.pack_rough if rough else ops.pack_linear
+        self._pack = ops.pack_draft_linear if rough else ops.pack_linear
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors.pop(name).to(self.ops.device).contiguous()

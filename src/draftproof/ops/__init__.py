@@ -22,10 +22,10 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.draft_rounds import Following
 from draftproof.ops.contract.draft_search import DraftSearch
-from draftproof.ops.contract.types import Fetched as Fetched
-from draftproof.ops.contract.types import Heads as Heads
+from draftproof.ops.contract.types import AttentionShape as AttentionShape
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
+from draftproof.ops.contract.types import PendingCopy as PendingCopy
 from draftproof.ops.contract.types import TokenLogprobs as TokenLogprobs
 from draftproof.registry import lookup
 from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
@@ -55,8 +55,10 @@ class Ops(DraftSearch, Following):
     default_seqs: ClassVar[int] = 32  # requests that run side by side, unless told otherwise
     default_rows: ClassVar[int] = 512  # rows of a step, unless told otherwise
     asynchronous: ClassVar[bool] = False  # work is queued: the host can run ahead of the device
-    at_once: ClassVar[int] = 16  # rows up to which one `blocks` costs less than two on fewer of them
-    narrows: ClassVar[int] = 0  # passes of so many rows and more are told which of them matter; 0: none is
+    fused_rows_limit: ClassVar[int] = 16  # rows up to which one `blocks` costs less than two on fewer of them
+    gather_last_layer_from_rows: ClassVar[int] = (
+        0  # passes of so many rows and more are told which of them matter; 0: none is
+    )
 
     def __init__(self, device: pytorch.device, numerics: str = "exact") -> None:
         """`numerics`: "fast" lets a backend do what is quickest; one that has nothing quicker stays exact."""
@@ -69,7 +71,7 @@ class Ops(DraftSearch, Following):
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """A weight [N, K] (and bias [N]) in the form that `linear` wants. Opaque to callers."""
 
-    def pack_rough(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def pack_draft_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """The same for a weight of what only guesses: `linear` of it may be of fewer bits."""
         return self.pack_linear(weight, bias)
 
@@ -81,7 +83,7 @@ class Ops(DraftSearch, Following):
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         """tokens [R] -> rows of table [V, D]: [R, D]."""
 
-    def beside(self, left: Tensor, right: Tensor) -> Tensor:
+    def concat_columns(self, left: Tensor, right: Tensor) -> Tensor:
         """[R, A] and [R, B] -> [R, A + B]."""
         return pytorch.cat([left, right], 1)
 
@@ -102,7 +104,7 @@ class Ops(DraftSearch, Following):
         self,
         qkv: Tensor,  # [R, (num_q + 2 num_kv) * dim]: all q heads, then k, then v
         rows: Rows,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Tensor,  # [max_len, dim] fp32: cos of the dim/2 frequencies, then sin
         cache: Tensor,  # [2, pages, page_size, num_kv, dim]: K, then V, of this layer; written
         q_norm: Tensor | None,  # [dim] per-head RMS norm before rope, or None
@@ -112,7 +114,7 @@ class Ops(DraftSearch, Following):
         """Norm and rotate q and k (halves convention), store k and v; returns q [R, num_q * dim]."""
 
     @abstractmethod
-    def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
+    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         """Row at position p attends to the keys 0..p of its slot: [R, num_q * dim]."""
 
     # Two steps of a block in one: a backend may do them in fewer kernels, with the same bits.
@@ -122,7 +124,7 @@ class Ops(DraftSearch, Following):
         x: Tensor,  # [R, K]
         packed: Any,  # weight [(num_q + 2 num_kv) * dim, K]
         rows: Rows,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Tensor,
         cache: Tensor,
         q_norm: Tensor | None,
@@ -183,9 +185,9 @@ class Ops(DraftSearch, Following):
             return known, residual
         assert embedding is not None
         tokens = self.rms_norm(self.embed(rows.tokens, embedding), layer.token_norm, eps)
-        return self.beside(tokens, known), known if layer.norm_around else residual
+        return self.concat_columns(tokens, known), known if layer.norm_around else residual
 
-    def begin(self, rows: Rows) -> None:
+    def begin_pass(self, rows: Rows) -> None:
         """A forward pass over these rows begins: what its layers share may be worked out once.
 
         A hint; an op called without it gives the same.
@@ -211,7 +213,7 @@ class Ops(DraftSearch, Following):
         """
         return function
 
-    def fork(self, function: Callable[[], T]) -> Callable[[], T]:
+    def run_parallel(self, function: Callable[[], T]) -> Callable[[], T]:
         """`function` may run beside what comes next, until its result is asked for. In a graph alone."""
         result = function()
         return lambda: result
@@ -226,10 +228,10 @@ class Ops(DraftSearch, Following):
         """A tensor of the host's on the device, in `target` if given, without waiting for the queue."""
         return source.to(self.device) if target is None else target.copy_(source)
 
-    def fetch(self, tensor: Tensor) -> Fetched:
+    def fetch(self, tensor: Tensor) -> PendingCopy:
         """A copy on the host of what it holds at this point of the queue."""
         copy = tensor.to("cpu", copy=True)
-        return Fetched(lambda: copy)
+        return PendingCopy(lambda: copy)
 
     def seconds(self, function: Callable[[], object], times: int = 5) -> float:
         """How long the device takes for it, as the quickest of a few goes."""
@@ -244,7 +246,7 @@ class Ops(DraftSearch, Following):
         """Bytes that can still be allocated on the device; None where nobody can say."""
         return None
 
-    def stepping(self) -> AbstractContextManager[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         """Entered around a step: a backend with threads of its own may quiet torch's here."""
         return nullcontext()
 
@@ -286,7 +288,7 @@ class Ops(DraftSearch, Following):
         a token whose probability is at least min_p times the best one's (0 = all).
         """
 
-    def cut(self, base: Tensor, windows: Windows) -> Tensor:
+    def process_logits(self, base: Tensor, windows: Windows) -> Tensor:
         """base [L, V] over the temperature, then cut to top-k, top-p and min-p; greedy rows as they are."""
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         hot = (heat := columns.temperature[slot]) > 0
@@ -311,7 +313,7 @@ class Ops(DraftSearch, Following):
         """
 
     @abstractmethod
-    def penalise(self, logits: Tensor, windows: Windows) -> Tensor:
+    def apply_penalties(self, logits: Tensor, windows: Windows) -> Tensor:
         """A copy of logits [L, V] with penalties, then bias, of each row's slot; Adjust says which.
 
         With the drafts before the row counted as committed. Repetition looks at prompt and output: a
@@ -320,18 +322,18 @@ class Ops(DraftSearch, Following):
         """
 
     @abstractmethod
-    def forbid(self, base: Tensor, windows: Windows) -> None:
+    def apply_bans(self, base: Tensor, windows: Windows) -> None:
         """-inf in base [L, V] where Adjust.BAN bans, and at end tokens below min_length (Adjust.HOLD)."""
 
     @abstractmethod
-    def mask(self, base: Tensor, windows: Windows) -> None:
+    def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         """-inf in base [L, V] where a row of a slot with Adjust.MASK is not allowed a token.
 
         That is in windows.allowed, by the row's slot and depth: bit t % 32 of word t // 32 for token t.
         """
 
     @abstractmethod
-    def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         """What plain sampling takes at each row of [L, V], and why it cannot: ([L] int64, [L] int64).
 
         argmax where the temperature is 0, else gumbel_argmax of logits / temperature (of the logits as
@@ -358,7 +360,7 @@ class Ops(DraftSearch, Following):
         Into the tensors of `out`, if given."""
 
     @abstractmethod
-    def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+    def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         """Guesses for slots [B] into their lines: num_draft is the least of count, budget, what max_length
         leaves after one token more, and the tokens before the first outside the vocabulary."""
 

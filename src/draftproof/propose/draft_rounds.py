@@ -54,7 +54,7 @@ class Rounds:
         assert batch.traits is not None
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.traits: DraftTraits = batch.traits
-        self.ahead = ops.ahead(
+        self.ahead = ops.plan_draft_rows(
             batch.columns, batch.slots, batch.budget, last, batch.traits.rounds, lag, page_size
         )
         self._logprobs: list[Tensor] = []
@@ -79,22 +79,22 @@ class Rounds:
     def rows(self, j: int) -> Rows:
         """The rows of round j, one an entry: of draft j - 1, or of the newest committed token."""
         ahead = self.ahead
-        token = ahead.tokens[j - 1] if j else ahead.newest
-        return Rows(token, ahead.positions[j], ahead.slots[j], ahead.places[j], self.columns.page_table)
+        token = ahead.tokens[j - 1] if j else ahead.last_token
+        return Rows(token, ahead.positions[j], ahead.slots[j], ahead.kv_index[j], self.columns.page_table)
 
     def windows(self, j: int) -> Windows:
         none = self.slots
-        places = self.ahead.slots[j], none, self.ahead.outputs[j], none
+        places = self.ahead.slots[j], none, self.ahead.output_index[j], none
         return Windows(self.columns, self.slots, none, none, *places)
 
     def take(self, j: int, logits: Tensor) -> None:
         """Draft j of each from logits [B, V], as plain sampling would take it."""
         windows = self.windows(j)
-        law = self.ops.cut(logits, windows) if self.traits.scales else None
+        law = self.ops.process_logits(logits, windows) if self.traits.scales else None
         if self.greedy:
             token = torch.where(windows.slot >= 0, self.ops.argmax(logits), 0)
         else:
-            token, _ = self.ops.choose(logits if law is None else law, windows, scaled=law is not None)
+            token, _ = self.ops.sample(logits if law is None else law, windows, scaled=law is not None)
         self.ahead.tokens[j].copy_(token)
         if self.sure is None and not self.traits.logprobs and not self.traits.probs:
             return
@@ -142,9 +142,9 @@ class Rounds:
             ahead.count[b] = count
             for part, none in (
                 (ahead.slots, -1),
-                (ahead.outputs, 0),
+                (ahead.output_index, 0),
                 (ahead.positions, 0),
-                (ahead.places, 0),
+                (ahead.kv_index, 0),
             ):
                 part[count:, b] = none
 

@@ -103,7 +103,7 @@ class HeadProposer(DeviceProposer):
         if batch.traits.later:
             self.env.ops.put_off(batch.rows, batch.columns, batch.features, self.late)
             return ()
-        rows, last = self.env.ops.follow(batch.rows, batch.columns, batch.slots)
+        rows, last = self.env.ops.shift_rows(batch.rows, batch.columns, batch.slots)
         return rows, last, self.model.feature(batch.features)
 
     def catch_up(self, columns: SlotColumns) -> None:
@@ -125,7 +125,7 @@ class HeadProposer(DeviceProposer):
         # the head's row of a draft stands one before it: that is where the row of its feature stands
         rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size, self.sureness)
         at: Tensor | None = last  # [B] the row that an entry's first draft comes from
-        if model.config.num_layers == 1 and len(rows.tokens) > max(ops.at_once, len(last)):
+        if model.config.num_layers == 1 and len(rows.tokens) > max(ops.fused_rows_limit, len(last)):
             # of all rows but these K and V are wanted, and nothing else
             self._store(rows, feature)
             rows, feature, at = rounds.rows(0), feature[last.clamp(min=0)], None

@@ -3,7 +3,7 @@
 All of them guess, in the step, from the same committed tokens. Each guess is given a worth: the drafts of it
 that are expected to stand. A search says so itself, from how long and how often it has matched; of others it
 is reckoned from what became of their drafts in this request, and while nothing is known from a hope. The best
-is taken (`Ops.arbitrate`); where it is short of the budget, a search goes on from its last draft. Nothing of
+is taken (`select_drafts`); where it is short of the budget, a search goes on from its last draft. Nothing of
 the choice depends on a draft that was drawn, so whatever law the drafts had they still have. A member with a
 model is asked last, for as many rounds as are likely to bring more than the time they take (`engine/asking`).
 """
@@ -21,7 +21,14 @@ from torch import Tensor
 from draftproof.config import MAX_SPECULATIVE_TOKENS
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
-from draftproof.ops.contract.draft_search import FEARED, HOPED, MOST_OFFERS, UNIT, Offer, Record
+from draftproof.ops.contract.draft_search import (
+    FIXED_ONE,
+    MAX_CANDIDATES,
+    PRIOR_ACCEPTED,
+    PRIOR_REJECTED,
+    AcceptanceRecord,
+    DraftCandidate,
+)
 from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
 from draftproof.propose.suffix_pool import Ints
 from draftproof.registry import lookup
@@ -32,7 +39,7 @@ Found = Mapping[int, Said]
 FEW, SOME = 2, 8  # entries: of more than a few and up to some it is not asked who would lose (`_unbeaten`)
 # A token, that others must be better by than a model whose drafts were made for many entries: a search is at
 # times too sure of itself. Among few, rounds that nobody wins are saved, and it need not be.
-LEAD = UNIT
+LEAD = FIXED_ONE
 
 
 class HybridProposer(DeviceProposer):
@@ -64,8 +71,8 @@ class HybridProposer(DeviceProposer):
 
         self._none = zeros(env.num_slots)
         shape = (env.num_slots, len(self.members))
-        self.record = Record(zeros(4, env.num_slots) - 1, zeros(*shape), zeros(*shape))
-        self.remembers = (self.record.last, self.record.stood, self.record.fell)
+        self.record = AcceptanceRecord(zeros(4, env.num_slots) - 1, zeros(*shape), zeros(*shape))
+        self.remembers = (self.record.last, self.record.accepted, self.record.rejected)
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
@@ -104,7 +111,7 @@ class HybridProposer(DeviceProposer):
 
     def draft(self, batch: DeviceBatch) -> Draft:
         others = [i for i in range(len(self.members)) if i != self.weighed]
-        asking = self.env.ops.fork(lambda: {i: self._ask(i, batch) for i in others})
+        asking = self.env.ops.run_parallel(lambda: {i: self._ask(i, batch) for i in others})
         try:
             begun = self.members[self.weighed].begin(batch) if self.weighed >= 0 else None
         finally:
@@ -114,7 +121,7 @@ class HybridProposer(DeviceProposer):
         drafts = [found[i][0] for i in range(len(found))]
         offers = [self._offer(i, batch, found[i]) for i in range(len(found))]
         given = batch.columns, batch.slots, batch.budget, self.record, offers
-        tokens, made, whose, room = self.env.ops.arbitrate(*given, self.search)
+        tokens, made, whose, room = self.env.ops.select_drafts(*given, self.search)
         count, alone = made, others == [self.search] and not self._falls_short(batch)
         if self.search >= 0 and not alone:  # behind its own drafts it has no others
             further = replace(batch, budget=room)
@@ -153,13 +160,13 @@ class HybridProposer(DeviceProposer):
         if batch.price and model.ends_chains:
             # That they are taken was settled before they were made. How many there are says how likely they
             # are, and must not settle it again: the others' drafts would be judged with noise chosen by that.
-            worth = torch.where(draft.count > 0, UNIT * (self.env.k + 1), -1)
+            worth = torch.where(draft.count > 0, FIXED_ONE * (self.env.k + 1), -1)
         return draft, worth
 
-    def _offer(self, index: int, batch: DeviceBatch, said: Said) -> Offer:
+    def _offer(self, index: int, batch: DeviceBatch, said: Said) -> DraftCandidate:
         draft, worth = said
         leads = index == self.weighed and len(batch.slots) > FEW and not batch.price
-        return Offer(draft.tokens, draft.count, worth, LEAD if leads else 0)
+        return DraftCandidate(draft.tokens, draft.count, worth, LEAD if leads else 0)
 
     def _ask(self, index: int, batch: DeviceBatch) -> Said:
         """Its drafts, and what they are worth, if it says so."""
@@ -181,7 +188,7 @@ class HybridProposer(DeviceProposer):
         mine = Draft(batch.columns.draft[: len(batch.slots)], batch.budget)
         offers[self.weighed] = self._offer(self.weighed, batch, (mine, None))
         given = batch.columns, batch.slots, batch.budget, self.record, [offers[i] for i in sorted(offers)]
-        return self.env.ops.unbeaten(*given, self.weighed)
+        return self.env.ops.winning_budget(*given, self.weighed)
 
     def _worth(self, batch: DeviceBatch, found: Found) -> int:
         """Rounds of the model that are worth their price, beside the drafts that the others have; 0: none.
@@ -190,7 +197,7 @@ class HybridProposer(DeviceProposer):
         """
         slots, record = batch.slots.clamp(min=0), self.record
         seeds, known = batch.columns.seed[slots].tolist(), record.last[0, slots].tolist()
-        stood, fell = record.stood[slots].tolist(), record.fell[slots].tolist()
+        stood, fell = record.accepted[slots].tolist(), record.rejected[slots].tolist()
         others = [
             (i, draft.count.tolist(), [-1] * len(slots) if says is None else says.tolist())
             for i, (draft, says) in found.items()
@@ -199,14 +206,16 @@ class HybridProposer(DeviceProposer):
         best, chances = [], []  # of the others; that the model's next draft stands, 0: there is none
         for b, slot in enumerate(batch.slots.tolist()):
             told = (
-                UNIT if seeds[b] == known[b] else math.inf
+                FIXED_ONE if seeds[b] == known[b] else math.inf
             )  # what is on record of another counts as nothing
             rates = [
-                (up / told + HOPED) / ((up + down) / told + HOPED + FEARED)
+                (up / told + PRIOR_ACCEPTED) / ((up + down) / told + PRIOR_ACCEPTED + PRIOR_REJECTED)
                 for up, down in zip(stood[b], fell[b], strict=True)
             ]
             worths = [
-                says[b] / UNIT if says[b] >= 0 else rates[i] * (1 - rates[i] ** count[b]) / (1 - rates[i])
+                says[b] / FIXED_ONE
+                if says[b] >= 0
+                else rates[i] * (1 - rates[i] ** count[b]) / (1 - rates[i])
                 for i, count, says in others
             ]
             best.append(max(worths, default=0.0))
@@ -258,9 +267,9 @@ _Member = tuple[type[DeviceProposer], dict[str, Any], int | None]
 def _members(options: Mapping[str, Any]) -> list[_Member]:
     """Classes, their options, and how many drafts each may make."""
     given = options.get("proposers")
-    if not isinstance(given, Sequence) or isinstance(given, str) or not 2 <= len(given) <= MOST_OFFERS:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not 2 <= len(given) <= MAX_CANDIDATES:
         raise ConfigError(
-            f"hybrid needs 'proposers', two to {MOST_OFFERS}, such as "
+            f"hybrid needs 'proposers', two to {MAX_CANDIDATES}, such as "
             '[{"method": "suffix"}, {"method": "eagle3", "model": "FOLDER"}]'
         )
     return [_member(one) for one in given]

@@ -2,7 +2,7 @@
 
 Where several places match they vote, and a draft is made as long as it is likely enough to stand: a long
 match, or one on which all agree, gives many drafts, a short one few. The search is one op on the device
-(`Ops.suffix`); the host only says what is in the pool, when requests come and go (`propose/pool`).
+(`Ops.search_suffix`); the host only says what is in the pool, when requests come and go (`propose/pool`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.ops.contract.draft_search import SuffixRule
+from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.suffix_pool import Ints, Pool
 from draftproof.types import DeviceBatch, Draft, Request
@@ -36,7 +36,7 @@ class SuffixProposer(DeviceProposer):
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
-        self.rule = SuffixRule(
+        self.rule = SuffixOptions(
             _number(self.options, "min_match", 1, 32, whole=True),
             _number(self.options, "doubt", 0.0, 1000.0),
             _number(self.options, "min_token_prob", 0.0, 1.0),
@@ -68,7 +68,7 @@ class SuffixProposer(DeviceProposer):
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = batch.columns, batch.slots, batch.budget
-        return self.env.ops.suffix(*given, self.pool.device, self.rule, begun)
+        return self.env.ops.search_suffix(*given, self.pool.device, self.rule, begun)
 
 
 def _pool_tokens(options: Mapping[str, Any]) -> int:

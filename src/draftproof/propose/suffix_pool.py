@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.ops import Fetched, Ops
-from draftproof.ops.contract.draft_search import DEPTH, SIZES, WAYS, SuffixPool
+from draftproof.ops import Ops, PendingCopy
+from draftproof.ops.contract.draft_search import BUCKET_WAYS, HASHED_NGRAM_SIZES, MAX_MATCH_TOKENS, SuffixPool
 from draftproof.propose.suffix_pool_index import index
 
 Ints = NDArray[np.int64]
 WIDE = 256  # tokens of a line
 AFTER = 16  # tokens behind the last that is found, to follow
-BODY = WIDE - DEPTH - AFTER  # tokens of a response that are found in a line of it
+BODY = WIDE - MAX_MATCH_TOKENS - AFTER  # tokens of a response that are found in a line of it
 NOBODY = -1  # owner of a line
 FREE = -2  # owner of a slot: never that of a line
 PATIENCE = 32  # steps in which there is no time, after which what was told is taken in all the same
@@ -45,7 +45,7 @@ def owner_of(salt: str | None) -> int:
 def _shape(num_tokens: int) -> tuple[int, int]:
     """Lines, and buckets for each size: as many places as tokens."""
     lines = max(1, num_tokens // WIDE)
-    return lines, 1 << max(4, (lines * WIDE // WAYS - 1).bit_length())
+    return lines, 1 << max(4, (lines * WIDE // BUCKET_WAYS - 1).bit_length())
 
 
 class Pool:
@@ -73,7 +73,7 @@ class Pool:
         self.device = SuffixPool(
             tokens=column(lines, WIDE, fill=0, dtype=torch.int32),
             **dict(zip(LAYERS, self._facts, strict=True)),
-            table=column(len(SIZES), buckets, WAYS, dtype=torch.int32),
+            table=column(len(HASHED_NGRAM_SIZES), buckets, BUCKET_WAYS, dtype=torch.int32),
             slot_owner=column(num_slots, fill=FREE),
             clock=column(1, fill=0),
         )
@@ -83,19 +83,25 @@ class Pool:
         self._dies = np.inf  # the first of them, at the earliest
         self._digests: list[bytes] = [b""] * lines
         self._lines: dict[bytes, int] = {}  # where a content is
-        self._table = np.full((len(SIZES), buckets, WAYS), -1, np.int32)  # as it is on the device
-        self._heads = np.zeros((len(SIZES), buckets), np.uint8)  # of each bucket, the next to be overwritten
+        self._table = np.full(
+            (len(HASHED_NGRAM_SIZES), buckets, BUCKET_WAYS), -1, np.int32
+        )  # as it is on the device
+        self._heads = np.zeros(
+            (len(HASHED_NGRAM_SIZES), buckets), np.uint8
+        )  # of each bucket, the next to be overwritten
         self._slots = np.full(num_slots, FREE, np.int64)
         self._seats: list[int] = []  # that have changed
         self._told: list[tuple[int, Ints]] = []
-        self._when_used: Fetched | None = None
+        self._when_used: PendingCopy | None = None
         self._put_off = 0  # calls of `send` for which something has waited
 
     @staticmethod
     def size(num_tokens: int) -> int:
         """Bytes on the device."""
         lines, buckets = _shape(num_tokens)
-        return 4 * lines * WIDE + 8 * lines * len(LAYERS) + 4 * len(SIZES) * buckets * WAYS
+        return (
+            4 * lines * WIDE + 8 * lines * len(LAYERS) + 4 * len(HASHED_NGRAM_SIZES) * buckets * BUCKET_WAYS
+        )
 
     # --- what is told -------------------------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class Pool:
             return
         owner = owner_of(salt)
         for first in range(begin, len(ids), BODY):
-            low, high = max(0, first - DEPTH), first + BODY + AFTER
+            low, high = max(0, first - MAX_MATCH_TOKENS), first + BODY + AFTER
             line = np.full(WIDE + 2, -1, np.int64)  # its length and where the response begins come last
             line[: len(ids[low:high])] = ids[low:high]
             line[WIDE:] = len(ids[low:high]), first - low
@@ -131,7 +137,7 @@ class Pool:
         """Take in what was told, once it is known which lines were used. Best done while a device works."""
         if self._told and self._when_used is None:
             self._when_used = self.ops.fetch(self.device.used)
-        elif self._told and self._when_used is not None and self._when_used.here():
+        elif self._told and self._when_used is not None and self._when_used.is_ready():
             # it lay behind the steps that were under way
             told, self._told = self._told, []
             self._take_in(told, self._when_used().numpy())
@@ -199,7 +205,7 @@ class Pool:
     def _send_lines(self, places: Ints, lines: Ints) -> None:
         """lines [n, WIDE + 2] as `tell` makes them."""
         tokens, filled, begin = lines[:, :WIDE], lines[:, WIDE], lines[:, WIDE + 1]
-        at = np.empty(len(SIZES) * lines.size, np.int64)
+        at = np.empty(len(HASHED_NGRAM_SIZES) * lines.size, np.int64)
         end = np.minimum(filled, begin + BODY)
         at = at[: index(tokens, begin, end, self.owner[places], places, self._table, self._heads, at)]
         # a place that was written twice comes twice, with what it holds now

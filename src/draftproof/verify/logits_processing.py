@@ -30,7 +30,7 @@ def process(
     adjusts = traits.adjusts or bool(hosted)
     if not adjusts and not traits.masks:
         return logits, errors
-    base = ops.penalise(logits, windows) if adjusts else logits.clone()
+    base = ops.apply_penalties(logits, windows) if adjusts else logits.clone()
     rows = [(i, s) for i, s in enumerate(windows.slot.tolist()) if s in hosted] if hosted else []
     for row, slot in rows:
         if hosted[slot].params.logits_processors:
@@ -39,9 +39,9 @@ def process(
             except Exception as error:  # the user's code may raise anything; it fails this row alone
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     if adjusts:
-        ops.forbid(base, windows)
+        ops.apply_bans(base, windows)
     if traits.masks:
-        ops.mask(base, windows)
+        ops.apply_grammar_mask(base, windows)
     for row, slot in rows:
         if hosted[slot].bad_word_ids:
             _forbid_words(base[row], hosted[slot], _context(windows, row))

@@ -45,8 +45,8 @@ class Sampler:
     ) -> Sampled:
         """logits [L, V] fp32 (never changed)."""
         base, errors = process(self.ops, logits, windows, traits, hosted)
-        processed = self.ops.cut(base, windows) if traits.scales else base
-        sampled, bad = self.ops.choose(processed, windows, scaled=traits.scales)
+        processed = self.ops.process_logits(base, windows) if traits.scales else base
+        sampled, bad = self.ops.sample(processed, windows, scaled=traits.scales)
         if traits.scales:
             bad = _hopeless(base)  # what truncation makes of NaN says nothing
         if errors:

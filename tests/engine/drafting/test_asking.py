@@ -18,7 +18,7 @@ from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.drafting.draft_gate import HOPE, Asking
 from draftproof.engine.drafting.draft_gate_kernels import FORGETS
 from draftproof.engine.drafting.step_cost import RowCosts
-from draftproof.ops.contract.draft_search import UNIT
+from draftproof.ops.contract.draft_search import FIXED_ONE
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft
@@ -107,8 +107,8 @@ def asked(
     """Rounds for a request of which it is known that so many windows fell; by that seed."""
     columns = lines(proposer.env.ops, 4, [text, [7]])
     columns.seed[0] = 5
-    proposer.record.last[0], proposer.record.fell[0, 0] = seed, fell * UNIT
-    proposer.record.last[2] = proposer.record.stood[0] = 0
+    proposer.record.last[0], proposer.record.rejected[0, 0] = seed, fell * FIXED_ONE
+    proposer.record.last[2] = proposer.record.accepted[0] = 0
     proposer.draft(DeviceBatch(columns, torch.tensor([0]), torch.tensor([budget]), price=price))
     beaten = text is COPY and fell == 0
     wanted = 0 if beaten else proposer.asked_rounds
@@ -156,10 +156,10 @@ def test_how_many_drafts_there_are_does_not_decide_whose_are_taken(
     both.members[0] = kind(both.env, {})
     columns = lines(both.env.ops, 4, [MATCH, [7]])
     columns.seed[0], both.record.last[0] = 5, 5
-    both.record.last[2] = both.record.stood[0] = both.record.fell[0] = 0
+    both.record.last[2] = both.record.accepted[0] = both.record.rejected[0] = 0
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
     _, _, worth = both.members[1].extend(batch, None)
-    assert 0.67 < worth.item() / UNIT < 1.6
+    assert 0.67 < worth.item() / FIXED_ONE < 1.6
     draft = both.draft(replace(batch, price=1e-9))
     assert draft.tokens[0, 0] == 11 and draft.sources is not None and draft.sources[0, 0] == 0
 

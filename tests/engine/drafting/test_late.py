@@ -142,14 +142,14 @@ def test_a_rehearsal_stays_within_short_lines() -> None:
     """More drafts than a request may have tokens."""
     engine = tiny.engine(speculative={**HEAD, "num_speculative_tokens": 40}, max_model_len=16, max_num_seqs=2)
     device, longest = engine.loop.device, []
-    ahead = device.ops.ahead
+    ahead = device.ops.plan_draft_rows
 
     def noted(*given: Any) -> Any:
         made = ahead(*given)
         longest.append(int(made.positions.max()) if made.positions.numel() else 0)
         return made
 
-    device.ops.ahead = noted
+    device.ops.plan_draft_rows = noted
     assert device._seconds(device.max_rows, 2, DraftTraits(40)) > 0
     assert max(longest) < 16
 

@@ -79,7 +79,9 @@ class Drafting:
     def beside(self, function: Callable[[], T], traits: Traits) -> Callable[[], T]:
         """What is told of logprobs, beside the drafts that a step ends with, which need nothing of it."""
         ops, some = self.slots.ops, max(traits.raw_top, traits.processed_top) >= 0
-        return ops.fork(function) if self.in_step and some else Ops.fork(ops, function)  # that waits for it
+        return (
+            ops.run_parallel(function) if self.in_step and some else Ops.run_parallel(ops, function)
+        )  # that waits for it
 
     def asked_for(self, planned: Planned, budget: Ints) -> tuple[int, int]:
         """For how many requests a model drafts behind the last step, in how many rounds fewer than there can
@@ -272,7 +274,7 @@ class Drafting:
         try:
             look = 0 if self.slots.ops.asynchronous else self.num_sources
             draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)], look)
-            self.slots.ops.put_draft(columns, slots, budget, draft)
+            self.slots.ops.store_drafts(columns, slots, budget, draft)
             self.put_probs(slots, draft)
         except Exception as error:  # a plug-in's code may raise anything
             self.proposer, self.failure = None, error
@@ -281,7 +283,7 @@ class Drafting:
             self.took = time.perf_counter() - begin
 
     def put_probs(self, slots: Tensor, draft: Draft) -> None:
-        """The laws of drafts that `put_draft` has put. Whoever gave none was certain."""
+        """The laws of drafts that `store_drafts` has put. Whoever gave none was certain."""
         if self._probs is None:
             return
         lines = torch.where(slots < 0, len(self._probs) - 1, slots)

@@ -179,7 +179,7 @@ class DeviceStep:
         send, columns = self.ops.send, self.slots.columns
         draft = checked(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
         slots = send(torch.from_numpy(planned.slots))
-        self.ops.put_draft(columns, slots, send(torch.from_numpy(budget)), draft)
+        self.ops.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
         self.drafting.put_probs(slots, draft)
 
     def allow(self, places: Tensor, masks: Tensor) -> None:
@@ -322,7 +322,7 @@ class DeviceStep:
         Of a prompt's rows the last one alone has logits. There is room for all that may decode with all their
         drafts: no step needs another pass than the one that was captured for its size.
         """
-        narrow = 0 < self.ops.narrows <= size and 2 * self.max_logits <= size
+        narrow = 0 < self.ops.gather_last_layer_from_rows <= size and 2 * self.max_logits <= size
         return self.max_logits if narrow and not self.drafting.follows_rows else 0
 
     def _forward(self, size: int, ends: int = 0) -> Tensor:

@@ -77,7 +77,7 @@ class HeadModel:
         if not config.share_head:
             self.head = take.packed(["lm_head"], bias=False)
         else:
-            self.head = target.head if self.ids is None else ops.pack_rough(target.head_rows(self.ids))
+            self.head = target.head if self.ids is None else ops.pack_draft_linear(target.head_rows(self.ids))
 
     def feature(self, rows: Tensor) -> Tensor:
         """What it makes of the target's rows, [R, target's hidden, once or several times]: [R, hidden]."""
@@ -94,7 +94,7 @@ class HeadModel:
         [R, hidden], before the last norm: what `logits` and `following` take.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        ops.begin(rows)
+        ops.begin_pass(rows)
         row = self._projected(rows, feature)
         return ops.blocks(row, self.layers, None, rows, self.rope, caches, eps, (), self.embedding)[0]
 
@@ -118,7 +118,7 @@ class HeadModel:
         if self.norms:
             embedded = ops.rms_norm(embedded, self.norms[0], eps)
             feature = ops.rms_norm(feature.contiguous(), self.norms[1], eps)
-        return ops.linear(ops.beside(embedded, feature), self.fc)
+        return ops.linear(ops.concat_columns(embedded, feature), self.fc)
 
     def _normed(self, row: Tensor) -> Tensor:
         return row if self.norm is None else self.ops.rms_norm(row, self.norm, self.config.rms_norm_eps)
@@ -153,10 +153,12 @@ class HeadModel:
         """
         if self.norm is not None:
             norm, eps = self.norm, self.config.rms_norm_eps
-            return self.ops.pick(row, at, norm, eps, self.head, self.ids, windows, greedy, out, sure)
+            return self.ops.lm_head_sample(
+                row, at, norm, eps, self.head, self.ids, windows, greedy, out, sure
+            )
         row = row if at is None else row[at.clamp(min=0)]
         logits = self.logits(row)
-        token = self.ops.argmax(logits) if greedy else self.ops.choose(logits, windows)[0]
+        token = self.ops.argmax(logits) if greedy else self.ops.sample(logits, windows)[0]
         out.copy_(torch.where(windows.slot >= 0, token, 0))
         return row
 

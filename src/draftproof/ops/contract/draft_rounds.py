@@ -17,15 +17,15 @@ from draftproof.types import Rows, SlotColumns, Windows
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class DraftRows:
     """Where the drafts of B entries come to stand, round by round. int64, each line in one piece."""
 
     count: Tensor  # [B]: drafts that an entry is to have
-    newest: Tensor  # [B]: its last committed token
+    last_token: Tensor  # [B]: its last committed token
     slots: Tensor  # [rounds, B]: -1: the entry has no draft in this round
-    outputs: Tensor  # [rounds, B]: index in the output of the draft: the key of its noise
+    output_index: Tensor  # [rounds, B]: index in the output of the draft: the key of its noise
     positions: Tensor  # [rounds, B]: of the row that it comes from
-    places: Tensor  # [rounds, B]: where K and V of that row are stored
+    kv_index: Tensor  # [rounds, B]: where K and V of that row are stored
     tokens: Tensor  # [K, B]: zeros; the drafts are written here
 
 
@@ -54,7 +54,7 @@ class Following(ABC):
     """A part of the ops contract. Padding, slot -1, changes nothing, and nothing is read for it."""
 
     @abstractmethod
-    def follow(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
+    def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         """The rows of a step that was committed, each with the token that follows it; [B] int64 places.
 
         A row whose next token is not committed becomes padding: slot -1, the rest 0. The place is that of
@@ -66,7 +66,7 @@ class Following(ABC):
         those that are there. Whatever has no room is left out; nothing happens if there are none."""
         if not bool((rows.slots >= 0).any()):
             return
-        made, _ = self.follow(rows, columns, rows.slots[:0])
+        made, _ = self.shift_rows(rows, columns, rows.slots[:0])
         first, size = int(late.filled[0]), late.rows.shape[1]
         count = max(0, min(len(rows.tokens), size - first))
         lines = torch.stack([made.tokens, made.positions, made.slots, made.kv_index])
@@ -75,7 +75,7 @@ class Following(ABC):
         late.filled[0] += len(rows.tokens)
 
     @abstractmethod
-    def ahead(
+    def plan_draft_rows(
         self,
         columns: SlotColumns,
         slots: Tensor,  # [B] int64
@@ -84,13 +84,13 @@ class Following(ABC):
         rounds: int,
         lag: int,
         page_size: int,
-    ) -> Ahead:
+    ) -> DraftRows:
         """Drafts are as many as budget, rounds and max_length (after one token more) allow; none for whoever
         has ended or is not ready. Draft j comes from the row at length - 1 - lag + j, or 0 if that is below.
         Where an entry has no draft: slot -1, the rest 0; `newest` is 0 where it has none at all."""
 
     @abstractmethod
-    def pick(
+    def lm_head_sample(
         self,
         x: Tensor,  # [R, hidden]
         at: Tensor | None,  # [B] int64: the row of x of each entry, below 0: any; None: R is B

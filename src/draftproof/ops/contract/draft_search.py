@@ -1,9 +1,10 @@
-"""Guesses from what was said before: the contract of the searches, and what a suffix search looks in.
+"""Contract of model-free drafting: n-gram search, suffix search, and selection between proposers.
 
-A suffix search looks in two places: the request's own tokens, and a pool of lines that other requests have
-said. What is in the pool is found by hash: for each of `SIZES` there is a table of buckets, each with the
-places of the last `WAYS` n-grams that fell into it. An entry is only a hint, because tokens and owner are
-compared before it counts: a line that has been given to somebody else needs no entry removed.
+A suffix search reads two sources: the committed tokens of the request itself, and a pool of lines of tokens
+from other requests. Pool lines are found by hash. For each size in `HASHED_NGRAM_SIZES` there is a table of
+buckets, and each bucket holds the positions of the last `BUCKET_WAYS` n-grams that hashed into it. A table
+entry is only a hint: tokens and owner are compared before a match counts, so a line that is reused for
+another owner needs no table entry removed.
 """
 
 from __future__ import annotations
@@ -17,149 +18,162 @@ from torch import Tensor
 
 from draftproof.types import SlotColumns
 
-SIZES = (3, 6, 12)  # tokens that are hashed: from the newest back
-WAYS = 8  # places a bucket holds
-OWN = 4  # places in the request's own tokens that are followed
-NEAR = 8  # by so many matched tokens these are chosen
-DEPTH = 32  # a match is not measured beyond
-HEAVY = 16  # a line that was said more often counts as much as one that was said so often
-UNIT = 1 << 16  # of a score: one token that is sure to stand
-HOPED, FEARED = 2, 1  # drafts that stood and that fell, of a proposer of whom nothing is known
-FADES = 4  # what is known of one shrinks by 1 / 2^FADES at every step
-MOST_OFFERS = 4  # proposers that are chosen between
-REACH = UNIT // 5  # drafts are gone on with if all of them are expected to stand with so much
-MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as an int64
+HASHED_NGRAM_SIZES = (3, 6, 12)  # tokens per hashed n-gram, counted back from the newest token
+BUCKET_WAYS = 8  # positions per hash bucket
+MAX_OWN_MATCHES = 4  # matches followed in the request's own tokens
+MAX_RANKED_MATCH = 8  # matched tokens that count when own matches are ranked
+MAX_MATCH_TOKENS = 32  # matched tokens that are measured at most
+MAX_LINE_WEIGHT = 16  # a pool line seen more often than this counts as if it was seen this often
+FIXED_ONE = 1 << 16  # fixed-point one: the score of one draft token that is certain to be accepted
+PRIOR_ACCEPTED, PRIOR_REJECTED = 2, 1  # pseudo counts of the Beta prior over a proposer's acceptance rate
+DECAY_SHIFT = 4  # the accepted and rejected counts shrink by 1 / 2^DECAY_SHIFT per step
+MAX_CANDIDATES = 4  # proposers in one selection
+EXTEND_MIN_PROB = FIXED_ONE // 5  # drafts are extended by a search if all are accepted with this probability
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as an int64
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixPool:
-    """N lines of `wide` tokens, and where their n-grams are. The tensors never move."""
+    """N pool lines of `wide` tokens and the hash tables over their n-grams, in static tensors."""
 
     tokens: Tensor  # [N, wide] int32
-    filled: Tensor  # [N] int64: tokens of the line
-    owner: Tensor  # [N] int64: whose requests may use it; -1: nobody's
-    weight: Tensor  # [N] int64: how often it was said
-    used: Tensor  # [N] int64: `clock` when drafts were last taken from it; written by the search
-    table: Tensor  # [SIZES, buckets, WAYS] int32: line * wide + the place where the n-gram goes on; -1: none
-    slot_owner: Tensor  # [S] int64: whose request is in a slot
+    filled: Tensor  # [N] int64: number of tokens in the line
+    owner: Tensor  # [N] int64: owner whose requests may read the line; -1: none
+    weight: Tensor  # [N] int64: how many times the line was generated
+    used: Tensor  # [N] int64: value of `clock` when the line last produced drafts; written by the search
+    table: Tensor  # [sizes, buckets, BUCKET_WAYS] int32: line * wide + position after the n-gram; -1: empty
+    slot_owner: Tensor  # [S] int64: owner of the request in a slot
     clock: Tensor  # [1] int64
 
 
 @dataclass(frozen=True, slots=True)
-class SuffixRule:
-    """What a match is worth. A draft behind m matched tokens is thought to stand with m / (m + doubt)."""
+class SuffixOptions:
+    """Scoring of matches: a draft after m matched tokens is accepted with m / (m + match_prior)."""
 
-    smallest: int  # matched tokens in the request's own text, at least
-    doubt: float
-    floor: float  # a draft that is reached and stands with less is not made
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What became of the drafts of M proposers, by slot. The tensors never move."""
-
-    last: Tensor  # [4, S] int64: seed and length of the request that was given drafts, how many, whose
-    stood: Tensor  # [S, M] int64, in UNIT
-    fell: Tensor  # [S, M] int64
+    min_match: int  # minimum number of matched tokens in the request's own text
+    match_prior: float
+    min_prob: float  # drafting stops when the probability that all drafts are accepted falls below this
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A proposer's drafts for B entries."""
+class AcceptanceRecord:
+    """Accepted and rejected drafts of M proposers, by slot, in static tensors."""
+
+    last: Tensor  # [4, S] int64: seed and length of the request at its last drafts, their number, proposer
+    accepted: Tensor  # [S, M] int64, in FIXED_ONE
+    rejected: Tensor  # [S, M] int64, in FIXED_ONE
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCandidate:
+    """Drafts that one proposer offers for B entries."""
 
     tokens: Tensor  # [B, K] int64
     count: Tensor  # [B] int64
-    worth: Tensor | None  # [B] int64, in UNIT; below 0, or None for all: to be reckoned from the record
-    lead: int = 0  # in UNIT: how much more its drafts count for, if there are any
+    expected_tokens: Tensor | None  # [B] int64, in FIXED_ONE; negative, or None for all: use the record
+    bonus: int = 0  # in FIXED_ONE: added to the score of a candidate that has drafts
 
 
 class DraftSearch(ABC):
-    """A part of the ops contract: guesses from what was said before."""
+    """Op family that drafts from tokens generated before, without a model."""
 
     @abstractmethod
-    def ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
+    def search_ngram(
+        self, columns: SlotColumns, slots: Tensor, budget: Tensor, min_match: int, max_match: int
     ) -> tuple[Tensor, Tensor]:
-        """Drafts from what followed the last n committed tokens before: tokens [B, K], count [B].
+        """Return drafts copied from after an earlier occurrence of the newest n tokens.
 
-        The longest n in smallest..largest that occurs earlier (followed by at least one token), of its
-        occurrences the latest. `budget` tokens from there; past the end it goes on with what it has just
-        said. None: count 0, as for budget 0 and for requests that have ended. Beyond count: any token.
+        Result: tokens [B, K] and count [B]; tokens beyond count are undefined. The longest n in
+        min_match..max_match that occurs earlier (followed by at least one token) is used; of its
+        occurrences, the latest. `budget` tokens are copied from there; past the end of the text the copy
+        continues with the drafts themselves. Count is 0 without a match, with budget 0, and for requests
+        that have ended.
         """
 
     @abstractmethod
-    def suffix(
+    def search_suffix(
         self,
         columns: SlotColumns,
         slots: Tensor,  # [B] int64
         budget: Tensor,  # [B] int64
         pool: SuffixPool,
-        rule: SuffixRule,
-        begun: tuple[Tensor, Tensor] | None = None,  # drafts [B, K] and how many [B] are there already
+        options: SuffixOptions,
+        begun: tuple[Tensor, Tensor] | None = None,  # existing drafts [B, K] and their number [B]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Drafts [B, K], their number [B], and what those made here are worth [B], in `UNIT`.
+        """Return drafts [B, K], their number [B], and the expected accepted tokens [B] in FIXED_ONE.
 
-        The text is the committed tokens and the drafts begun. Followed are (a) the OWN places of the text
-        with most matched tokens before them (counted up to NEAR, at least `smallest`), of those the latest
-        first; (b) of the longest size that has any, the places in its bucket whose line the slot's owner
-        owns and whose last n tokens are the text's. They vote on the next token, each with its line's
-        weight (1 in the text, HEAVY at most) times its matched tokens (up to DEPTH) squared; the first in
-        the order told wins a tie. The chance of the draft is the share of its votes times m / (m + doubt),
-        m being the longest match that votes for it and the drafts made since; it is multiplied with that of
-        those before it, in fp32, share first. If the product is below `floor`, or nobody is left, or the
-        budget is used up, that is all; else those who voted for it go on. Past its end the text goes on with
-        what was drafted; a line of the pool does not. The worth is the sum of the products, each rounded
-        down to 1 / UNIT. Lines that voted for the first draft made have `used` set to `clock`.
+        The text is the committed tokens followed by the drafts in `begun`. Matches are: (a) the
+        MAX_OWN_MATCHES positions of the text with the most matched tokens before them (counted up to
+        MAX_RANKED_MATCH, at least `min_match`), latest first among equals; (b) for the largest hashed size
+        with any match, the positions in its bucket whose line belongs to the slot's owner and whose last n
+        tokens equal the text's. The matches vote for the next token. A vote counts the line's weight (1 in
+        the text, at most MAX_LINE_WEIGHT) times the squared number of matched tokens (at most
+        MAX_MATCH_TOKENS); ties go to the first in the order above.
 
-        Without a slot, a budget beyond what was begun, or if the request has ended: what was begun, worth 0.
-        Beyond the number: any token.
+        The probability of a draft is its share of the votes times m / (m + match_prior), where m is the
+        longest match that votes for it plus the drafts made since. It is multiplied with those of the
+        drafts before it, in fp32, share first. Drafting stops when the product is below `min_prob`, when no
+        match is left, or when the budget is used; otherwise the matches that voted for the token continue.
+        Past its end the text continues with the drafts; a pool line does not. The expected accepted tokens
+        are the sum of the products, each rounded down to 1 / FIXED_ONE; drafts in `begun` add nothing.
+        Lines that voted for the first new draft have `used` set to `clock`.
+
+        Padding, requests that have ended, and budgets not above `begun` return `begun` and 0 expected tokens.
+        Tokens beyond the number are undefined.
         """
 
     @abstractmethod
-    def arbitrate(
+    def select_drafts(
         self,
         columns: SlotColumns,
         slots: Tensor,  # [B] int64
         budget: Tensor,  # [B] int64
-        record: Record,
-        offers: Sequence[Offer],  # of its M proposers, MOST_OFFERS at most
-        search: int,  # which of them can go on from another's; -1: none
+        record: AcceptanceRecord,
+        candidates: Sequence[DraftCandidate],  # one per proposer of the record, at most MAX_CANDIDATES
+        search: int,  # index of the candidate whose proposer can extend another's drafts; -1: none
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Whose drafts are taken: tokens [B, K], number [B], whose [B, K] int8; the budget [B] of `search`.
+        """Select one candidate per entry and update the record.
 
-        First the record is brought up to date, if it is of the same request (by its seed; else it begins
-        with zeros): of the drafts that were given last, as many stood as the request has grown beyond one
-        token; all shrinks by 1 / 2^FADES, then UNIT is added to the giver's `stood` for each that stood and
-        to its `fell` if one fell. A draft of m stands with rate (stood + HOPED) / (stood + fell + HOPED +
-        FEARED), in UNIT, rounded down. Drafts are worth rate + rate² + …, each product rounded down, or what
-        is said of them; if there are any within the budget, the offer's `lead` is added. The greatest wins,
-        the first of equals; its drafts are cut to the budget and put on record. Drafts behind them will be
-        those of `search`, whose budget is the whole one if the winner is another with at least one draft, all
-        of whose drafts stand with REACH, else 0. Entries without a slot: no drafts.
+        Result: tokens [B, K], number [B], source [B, K] int8, and the budget [B] left to `search`.
+
+        The record is updated first. A record of another request (by its seed) starts from zeros. Of the
+        drafts selected last, as many were accepted as the request has grown beyond one token. All counts
+        shrink by 1 / 2^DECAY_SHIFT; then the selected proposer's `accepted` grows by FIXED_ONE per accepted
+        draft, and its `rejected` by FIXED_ONE if one was rejected. The acceptance rate is
+        (accepted + PRIOR_ACCEPTED) / (accepted + rejected + PRIOR_ACCEPTED + PRIOR_REJECTED), in FIXED_ONE,
+        rounded down.
+
+        A candidate scores rate + rate^2 + ... over its drafts, each product rounded down, or its
+        `expected_tokens`; a candidate with drafts within the budget adds its `bonus`. The highest score
+        wins, the first among equals. Its drafts are cut to the budget and recorded. Later drafts come from
+        `search`: its budget is the entry's budget if another proposer won with at least one draft and all
+        of its drafts are accepted with EXTEND_MIN_PROB, else 0. Padding has no drafts.
         """
 
-    def unbeaten(
+    def winning_budget(
         self,
         columns: SlotColumns,
         slots: Tensor,  # [B] int64
         budget: Tensor,  # [B] int64
-        record: Record,
-        offers: Sequence[Offer],  # tokens are not looked at
+        record: AcceptanceRecord,
+        candidates: Sequence[DraftCandidate],  # tokens are not read
         member: int,
     ) -> Tensor:
-        """The budget [B] where `arbitrate` would take the drafts of `member`, if it made so many; else 0.
+        """Return the budget [B] where `select_drafts` would select `member` with that many drafts, else 0.
 
-        The record stays as it is. Fewer drafts are never worth more, so for whoever has 0 here no drafts of
-        the member will be taken, and they need not be made.
+        The record is not changed. Fewer drafts never score higher, so an entry with 0 here need not run the
+        member at all.
         """
-        trial = Record(record.last.clone(), record.stood.clone(), record.fell.clone())
-        _, number, whose, _ = self.arbitrate(columns, slots, budget, trial, offers, -1)
-        return budget * ((number > 0) & (whose[:, 0] == member))
+        trial = AcceptanceRecord(record.last.clone(), record.accepted.clone(), record.rejected.clone())
+        _, number, source, _ = self.select_drafts(columns, slots, budget, trial, candidates, -1)
+        return budget * ((number > 0) & (source[:, 0] == member))
 
 
-def stacked(offers: Sequence[Offer]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [M, B, K], counts and worths [M, B], leads [M]."""
-    none = torch.full_like(offers[0].count, -1)
-    tokens, counts = torch.stack([one.tokens for one in offers]), torch.stack([one.count for one in offers])
-    worths = torch.stack([none if one.worth is None else one.worth for one in offers])
-    return tokens, counts, worths, torch.tensor([one.lead for one in offers], device=counts.device)
+def stack_candidates(candidates: Sequence[DraftCandidate]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Stack M candidates: tokens [M, B, K], counts and expected tokens [M, B], bonuses [M]."""
+    unknown = torch.full_like(candidates[0].count, -1)
+    tokens = torch.stack([one.tokens for one in candidates])
+    counts = torch.stack([one.count for one in candidates])
+    expected = [unknown if one.expected_tokens is None else one.expected_tokens for one in candidates]
+    bonus = torch.tensor([one.bonus for one in candidates], device=counts.device)
+    return tokens, counts, torch.stack(expected), bonus

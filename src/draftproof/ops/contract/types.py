@@ -12,11 +12,11 @@ from draftproof.types import Rows, Windows
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class PendingCopy:
     """A copy on its way to the host; a call waits for it."""
 
     read: Callable[[], Tensor]
-    here: Callable[[], bool] = lambda: True  # has it come?
+    is_ready: Callable[[], bool] = lambda: True  # has it come?
 
     def __call__(self) -> Tensor:
         return self.read()
@@ -47,7 +47,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """Shape and flags of an attention layer."""
 
     num_q: int
@@ -69,7 +69,7 @@ class Layer:
     mlp_norm: Tensor  # [hidden]
     gate_up: Any
     down: Any
-    heads: Heads
+    heads: AttentionShape
     # a head's first layer may read two rows side by side: the token's embedding, normed, then its own
     token_norm: Tensor | None = None  # [hidden]
     norm_around: bool = False  # what goes around its attention is normed too

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Forward, Heads, Rows
+from draftproof.ops import AttentionShape, Forward, Rows
 
 try:
     from llvmlite import binding
@@ -85,7 +85,7 @@ class CpuOps(CpuBookkeeping):
         self.recorder: Recorder | None = None
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def step_context(self) -> Iterator[None]:
         """Torch on one thread: its OpenMP workers spin after every region, on the cores of our team."""
         before = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -138,7 +138,7 @@ class CpuOps(CpuBookkeeping):
         packed = self._memory.hold(gemm_fma.pack_panels(weight.detach()))
         return PackedLinear(gemm_fma.LINEAR[bf16], packed, bias, columns, depth, dtype, (self._at_once,))
 
-    def pack_rough(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_draft_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         if not self.amx or weight.dtype != torch.bfloat16 or not amx_tiles.takes_bytes():
             return self.pack_linear(weight, bias)
         bias = _checked_bias(weight, bias)
@@ -165,14 +165,14 @@ class CpuOps(CpuBookkeeping):
         self._call(elementwise.embed, tokens.shape[0], [out], [tokens], sizes, small=True)
         return out
 
-    def beside(self, left: Tensor, right: Tensor) -> Tensor:
+    def concat_columns(self, left: Tensor, right: Tensor) -> Tensor:
         left = _check("left", left, 2)
         right = _check("right", right, 2, dtype=left.dtype)
         if left.shape[0] != right.shape[0]:
             raise ValueError(f"{left.shape[0]} rows beside {right.shape[0]}")
         rows, widths = left.shape[0], [part.shape[1] * part.element_size() for part in (left, right)]
         out = self._new((rows, left.shape[1] + right.shape[1]), left.dtype)
-        self._call(elementwise.beside, rows, [out], [left, right], widths, small=out.numel() < SMALL)
+        self._call(elementwise.concat_columns, rows, [out], [left, right], widths, small=out.numel() < SMALL)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -211,7 +211,7 @@ class CpuOps(CpuBookkeeping):
         self,
         qkv: Tensor,
         rows: Rows,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Tensor,
         cache: Tensor,
         q_norm: Tensor | None,
@@ -235,7 +235,7 @@ class CpuOps(CpuBookkeeping):
         self._call(kernel, count, [q], [qkv, positions, kv_index], constants, small=small)
         return q
 
-    def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
+    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         q = _check("q", q, 2, heads.num_q * heads.dim)
         _check_cache(cache, heads, q.dtype)
         table = rows.page_table
@@ -359,7 +359,7 @@ def _checked_bias(weight: Tensor, bias: Tensor | None) -> Tensor | None:
     return bias
 
 
-def _check_cache(cache: Tensor, heads: Heads, dtype: torch.dtype) -> None:
+def _check_cache(cache: Tensor, heads: AttentionShape, dtype: torch.dtype) -> None:
     if cache.dim() != 5 or cache.shape[0] != 2 or cache.shape[3:] != (heads.num_kv, heads.dim):
         raise ValueError(f"cache is {tuple(cache.shape)}; wanted [2, pages, page_size, kv, dim]")
     if cache.dtype != dtype or not cache.is_contiguous() or cache.numel() == 0:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftproof.numba_jit import native
-from draftproof.ops.contract.draft_rounds import Ahead
+from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.torch.draft_rounds import TorchFollowing
 from draftproof.types import End, Rows, SlotColumns, Windows
 
@@ -23,7 +23,7 @@ compiled = native(boundscheck=False)
 
 
 class CpuFollowing(TorchFollowing):
-    def follow(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
+    def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         shifted = np.zeros((4, len(rows.tokens)), np.int64)
         last = np.full(len(slots), -1, np.int64)
         given = rows.positions, rows.slots, rows.kv_index, columns.tokens, columns.length, slots
@@ -31,7 +31,7 @@ class CpuFollowing(TorchFollowing):
         tokens, positions, owners, places = torch.from_numpy(shifted)
         return Rows(tokens, positions, owners, places, rows.page_table), torch.from_numpy(last)
 
-    def ahead(
+    def plan_draft_rows(
         self,
         columns: SlotColumns,
         slots: Tensor,
@@ -40,7 +40,7 @@ class CpuFollowing(TorchFollowing):
         rounds: int,
         lag: int,
         page_size: int,
-    ) -> Ahead:
+    ) -> DraftRows:
         size = len(slots)
         each = np.zeros((2, size), np.int64)  # count, newest
         lines = np.zeros((4, rounds, size), np.int64)  # slots, outputs, positions, places
@@ -48,9 +48,9 @@ class CpuFollowing(TorchFollowing):
         inputs = [part.numpy() for part in (*given, columns.page_table, slots, budget, last)]
         _ahead(*inputs, lag, page_size, each, lines)
         tokens = slots.new_zeros((columns.draft.shape[1], size))
-        return Ahead(*torch.from_numpy(each), *torch.from_numpy(lines), tokens)
+        return DraftRows(*torch.from_numpy(each), *torch.from_numpy(lines), tokens)
 
-    def pick(
+    def lm_head_sample(
         self,
         x: Tensor,
         at: Tensor | None,
@@ -65,7 +65,7 @@ class CpuFollowing(TorchFollowing):
     ) -> Tensor:
         slot, heat = windows.slot.numpy(), windows.columns.temperature.numpy()
         if ids is None or not (greedy or _cold(slot, heat)):
-            return super().pick(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
+            return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
         # the best of those that the head knows: there is no noise that would need their ids
         rows = x if at is None else x[at.clamp(min=0)]
         logits = self.linear(self.rms_norm(rows, norm, eps), packed, torch.float32)

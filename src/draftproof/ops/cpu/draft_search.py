@@ -10,23 +10,53 @@ from torch import Tensor
 
 from draftproof.numba_jit import native
 from draftproof.ops.contract import draft_search
-from draftproof.ops.contract.draft_search import DraftSearch, Offer, Record, SuffixPool, SuffixRule, stacked
+from draftproof.ops.contract.draft_search import (
+    AcceptanceRecord,
+    DraftCandidate,
+    DraftSearch,
+    SuffixOptions,
+    SuffixPool,
+    stack_candidates,
+)
 from draftproof.types import End, SlotColumns
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
 SMALL, MIDDLE, LARGE = 3, 6, 12
-WAYS, OWN, NEAR, DEPTH, HEAVY, UNIT = 8, 4, 8, 32, 16, 65536
-MULTIPLIER = -7046029254386353131
+BUCKET_WAYS, MAX_OWN_MATCHES, MAX_RANKED_MATCH, MAX_MATCH_TOKENS, MAX_LINE_WEIGHT, FIXED_ONE = (
+    8,
+    4,
+    8,
+    32,
+    16,
+    65536,
+)
+HASH_MULTIPLIER = -7046029254386353131
 NOT_YET = 0
-HOPED, FEARED, FADES, REACH = 2, 1, 4, 13107
-assert draft_search.SIZES == (SMALL, MIDDLE, LARGE) and draft_search.MULTIPLIER == MULTIPLIER
-assert (draft_search.WAYS, draft_search.OWN, draft_search.NEAR) == (WAYS, OWN, NEAR)
-assert (draft_search.DEPTH, draft_search.HEAVY, draft_search.UNIT) == (DEPTH, HEAVY, UNIT)
-assert (draft_search.HOPED, draft_search.FEARED, draft_search.FADES, draft_search.REACH) == (
-    HOPED,
-    FEARED,
-    FADES,
-    REACH,
+PRIOR_ACCEPTED, PRIOR_REJECTED, DECAY_SHIFT, EXTEND_MIN_PROB = 2, 1, 4, 13107
+assert (
+    draft_search.HASHED_NGRAM_SIZES == (SMALL, MIDDLE, LARGE)
+    and draft_search.HASH_MULTIPLIER == HASH_MULTIPLIER
+)
+assert (draft_search.BUCKET_WAYS, draft_search.MAX_OWN_MATCHES, draft_search.MAX_RANKED_MATCH) == (
+    BUCKET_WAYS,
+    MAX_OWN_MATCHES,
+    MAX_RANKED_MATCH,
+)
+assert (draft_search.MAX_MATCH_TOKENS, draft_search.MAX_LINE_WEIGHT, draft_search.FIXED_ONE) == (
+    MAX_MATCH_TOKENS,
+    MAX_LINE_WEIGHT,
+    FIXED_ONE,
+)
+assert (
+    draft_search.PRIOR_ACCEPTED,
+    draft_search.PRIOR_REJECTED,
+    draft_search.DECAY_SHIFT,
+    draft_search.EXTEND_MIN_PROB,
+) == (
+    PRIOR_ACCEPTED,
+    PRIOR_REJECTED,
+    DECAY_SHIFT,
+    EXTEND_MIN_PROB,
 )
 assert End.NOT_YET == NOT_YET
 compiled = native(boundscheck=False)
@@ -35,13 +65,13 @@ compiled = native(boundscheck=False)
 class CpuSuffix(DraftSearch):
     """Tensors are read and written in place."""
 
-    def suffix(
+    def search_suffix(
         self,
         columns: SlotColumns,
         slots: Tensor,
         budget: Tensor,
         pool: SuffixPool,
-        rule: SuffixRule,
+        options: SuffixOptions,
         begun: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         number, k = len(slots), columns.draft.shape[1]
@@ -53,27 +83,28 @@ class CpuSuffix(DraftSearch):
             slots.numpy(), budget.numpy(),
             pool.tokens.numpy(), pool.filled.numpy(), pool.owner.numpy(), pool.weight.numpy(),
             pool.used.numpy(), pool.table.numpy(), pool.slot_owner.numpy(), pool.clock.numpy(),
-            rule.smallest, np.float32(rule.doubt), np.float32(rule.floor), tokens, count, worth,
+            options.min_match, np.float32(options.match_prior), np.float32(options.min_prob),
+            tokens, count, worth,
         )  # fmt: skip
         return torch.from_numpy(tokens), torch.from_numpy(count), torch.from_numpy(worth)
 
-    def arbitrate(
+    def select_drafts(
         self,
         columns: SlotColumns,
         slots: Tensor,
         budget: Tensor,
-        record: Record,
-        offers: Sequence[Offer],
+        record: AcceptanceRecord,
+        offers: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, worth, lead = stacked(offers)
+        tokens, count, worth, lead = stack_candidates(offers)
         _, entries, k = tokens.shape
         out = np.zeros((entries, k), np.int64)
         number, room = np.zeros((2, entries), np.int64)
         whose = np.full((entries, k), max(search, 0), np.int8)
         _arbitrate(
             columns.seed.numpy(), columns.length.numpy(), slots.numpy(), budget.numpy(),
-            record.last.numpy(), record.stood.numpy(), record.fell.numpy(),
+            record.last.numpy(), record.accepted.numpy(), record.rejected.numpy(),
             tokens.numpy(), count.numpy(), worth.numpy(), lead.numpy(), search, out, number, whose, room,
         )  # fmt: skip
         return tuple(torch.from_numpy(x) for x in (out, number, whose, room))
@@ -95,15 +126,19 @@ def _arbitrate(  # type: ignore[no-untyped-def]
         well = min(max(lengths[s] - last[1, s] - 1, 0), given)
         best, who, likely = np.int64(-1), 0, 0
         for m in range(members):
-            stood[s, m] -= stood[s, m] >> FADES
-            fell[s, m] -= fell[s, m] >> FADES
+            stood[s, m] -= stood[s, m] >> DECAY_SHIFT
+            fell[s, m] -= fell[s, m] >> DECAY_SHIFT
             if given > 0 and last[3, s] == m:
-                stood[s, m] += well * UNIT
-                fell[s, m] += UNIT if well < given else 0
-            rate = (stood[s, m] + HOPED * UNIT) * UNIT // (stood[s, m] + fell[s, m] + (HOPED + FEARED) * UNIT)
-            chance, value, n = UNIT, 0, min(min(count[m, b], budget[b]), k)
+                stood[s, m] += well * FIXED_ONE
+                fell[s, m] += FIXED_ONE if well < given else 0
+            rate = (
+                (stood[s, m] + PRIOR_ACCEPTED * FIXED_ONE)
+                * FIXED_ONE
+                // (stood[s, m] + fell[s, m] + (PRIOR_ACCEPTED + PRIOR_REJECTED) * FIXED_ONE)
+            )
+            chance, value, n = FIXED_ONE, 0, min(min(count[m, b], budget[b]), k)
             for _ in range(n):
-                chance = chance * rate // UNIT
+                chance = chance * rate // FIXED_ONE
                 value += chance
             if worth[m, b] >= 0:
                 value = worth[m, b]
@@ -115,7 +150,7 @@ def _arbitrate(  # type: ignore[no-untyped-def]
         out[b] = tokens[who, b]
         whose[b, :n] = who
         number[b] = n
-        if search >= 0 and who != search and n > 0 and likely >= REACH:
+        if search >= 0 and who != search and n > 0 and likely >= EXTEND_MIN_PROB:
             room[b] = budget[b]
         last[0, s], last[1, s], last[2, s], last[3, s] = seeds[s], lengths[s], n, who
 
@@ -125,30 +160,30 @@ def _own_places(text, smallest, lines, at, matched):  # type: ignore[no-untyped-
     """Fill in the places in the text itself; how many. By matched tokens, then the latest first."""
     size, found = len(text), 0
     last = text[size - 1]
-    near = np.zeros(OWN, np.int64)
+    near = np.zeros(MAX_OWN_MATCHES, np.int64)
     for e in range(size - 1, 0, -1):
         if text[e - 1] != last:
             continue
         n = 1
-        while n < NEAR and n < e and text[e - 1 - n] == text[size - 1 - n]:
+        while n < MAX_RANKED_MATCH and n < e and text[e - 1 - n] == text[size - 1 - n]:
             n += 1
-        if n < min(smallest, NEAR):
+        if n < min(smallest, MAX_RANKED_MATCH):
             continue
         i = found
         while i > 0 and near[i - 1] < n:  # an earlier place never goes before a later one that is as good
             i -= 1
-        if i == OWN:
+        if i == MAX_OWN_MATCHES:
             continue
-        found = min(found + 1, OWN)
+        found = min(found + 1, MAX_OWN_MATCHES)
         for other in range(found - 1, i, -1):
             near[other], at[other] = near[other - 1], at[other - 1]
         near[i], at[i] = n, e
-        if found == OWN and near[OWN - 1] == NEAR:
+        if found == MAX_OWN_MATCHES and near[MAX_OWN_MATCHES - 1] == MAX_RANKED_MATCH:
             break
     kept = 0
     for i in range(found):
         e, n = at[i], near[i]
-        while n < DEPTH and n < e and text[e - 1 - n] == text[size - 1 - n]:
+        while n < MAX_MATCH_TOKENS and n < e and text[e - 1 - n] == text[size - 1 - n]:
             n += 1
         if n >= smallest:
             lines[kept], at[kept], matched[kept] = -1, e, n
@@ -163,7 +198,7 @@ def _pool_places(text, me, pool_tokens, filled, owner, table, found, lines, at, 
     key, begin = me, found
     keys = np.zeros(3, np.int64)
     for n in range(1, min(size, LARGE) + 1):
-        key = (key ^ text[size - n]) * MULTIPLIER
+        key = (key ^ text[size - n]) * HASH_MULTIPLIER
         if n == SMALL:
             keys[0] = key
         elif n == MIDDLE:
@@ -175,7 +210,7 @@ def _pool_places(text, me, pool_tokens, filled, owner, table, found, lines, at, 
         if least > size:
             continue
         bucket = (keys[which] >> 33) & mask
-        for way in range(WAYS):
+        for way in range(BUCKET_WAYS):
             entry = np.int64(table[which, bucket, way])
             if entry < 0:
                 continue
@@ -183,7 +218,7 @@ def _pool_places(text, me, pool_tokens, filled, owner, table, found, lines, at, 
             if owner[line] != me or e > filled[line]:
                 continue
             said, n = pool_tokens[line], 0
-            while n < DEPTH and n < e and n < size and said[e - 1 - n] == text[size - 1 - n]:
+            while n < MAX_MATCH_TOKENS and n < e and n < size and said[e - 1 - n] == text[size - 1 - n]:
                 n += 1
             if n >= least:
                 lines[found], at[found], matched[found] = line, e, n
@@ -199,7 +234,7 @@ def _suffix(  # type: ignore[no-untyped-def]
     clock, smallest, doubt, floor, out, count, worth,
 ):  # fmt: skip
     k = out.shape[1]
-    lines, at, matched, said, votes = np.zeros((5, OWN + WAYS), np.int64)
+    lines, at, matched, said, votes = np.zeros((5, MAX_OWN_MATCHES + BUCKET_WAYS), np.int64)
     held = np.zeros(line_tokens.shape[1] + k, np.int64)
     for b in range(len(slots)):
         s, had = slots[b], count[b]
@@ -228,7 +263,7 @@ def _suffix(  # type: ignore[no-untyped-def]
                     votes[alive] = matched[i] * matched[i]
                 else:
                     said[alive] = pool_tokens[line, at[i] + j]
-                    votes[alive] = min(weight[line], HEAVY) * matched[i] * matched[i]
+                    votes[alive] = min(weight[line], MAX_LINE_WEIGHT) * matched[i] * matched[i]
                 total += votes[alive]
                 alive += 1
             if alive == 0:
@@ -258,4 +293,4 @@ def _suffix(  # type: ignore[no-untyped-def]
                         used[lines[i]] = clock[0]
             out[b, had + j] = token
             count[b] += 1
-            worth[b] += np.int64(chance * np.float32(UNIT))
+            worth[b] += np.int64(chance * np.float32(FIXED_ONE))

@@ -36,7 +36,7 @@ def embed(args: int, rows: int, thread: int, threads: int, scratch: int) -> None
 
 
 @kernel
-def beside(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+def concat_columns(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
     """args: out, left, right, bytes of a row of each."""
     out, left, right = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     first, second = load_i64(args + 24), load_i64(args + 32)

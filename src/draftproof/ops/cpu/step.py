@@ -41,11 +41,11 @@ class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):
             page_size,
         )
 
-    def mask(self, base: Tensor, windows: Windows) -> None:
+    def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         assert windows.allowed is not None
         _mask(*_arrays(windows.slot, windows.depth, windows.columns.adjust, windows.allowed, base))
 
-    def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns = windows.columns
         heat = np.zeros(len(logits), np.float32)
         seeds = np.zeros(len(logits), np.int64)
@@ -53,7 +53,7 @@ class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):
         tokens = self.argmax(logits)
         peak = logits.gather(1, tokens[:, None])[:, 0]
         if not bool(torch.isfinite(peak).all()) or bool(torch.isnan(logits).any()):
-            return super().choose(logits, windows, scaled)
+            return super().sample(logits, windows, scaled)
         if hot:
             warm = torch.from_numpy(heat)
             divided = logits if scaled else logits / torch.where(warm > 0, warm, 1.0)[:, None]
@@ -72,7 +72,7 @@ class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):
             *_arrays(out.table, out.pick_rows, out.pick_tokens),
         )
 
-    def ngram(
+    def search_ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
     ) -> tuple[Tensor, Tensor]:
         tokens = np.zeros((len(slots), columns.draft.shape[1]), np.int64)
@@ -81,14 +81,14 @@ class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):
         _ngram(*inputs, smallest, largest, tokens, count)
         return torch.from_numpy(tokens), torch.from_numpy(count)
 
-    def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+    def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         logprobs = draft.tokens.new_full((0, 0), 0, dtype=torch.float32)
         sources = draft.tokens.new_full((0, 0), 0, dtype=torch.int8)
         if draft.logprobs is not None:
             logprobs = draft.logprobs.float().contiguous()
         if draft.sources is not None:
             sources = draft.sources.to(torch.int8).contiguous()
-        _put_draft(
+        _store_drafts(
             *_arrays(columns.length, columns.max_length, columns.ended, columns.num_draft, columns.draft),
             *_arrays(columns.draft_logprob, columns.draft_source, slots, budget),
             *_arrays(draft.tokens.contiguous(), draft.count.contiguous(), logprobs, sources),
@@ -241,7 +241,7 @@ def _ngram(tokens, length, ended, slots, budget, smallest, largest, out, count):
 
 
 @compiled
-def _put_draft(  # type: ignore[no-untyped-def]
+def _store_drafts(  # type: ignore[no-untyped-def]
     length, max_length, ended, num_draft, draft, draft_logprob, draft_source, slots, budget,
     tokens, count, logprobs, sources, vocab,
 ):  # fmt: skip

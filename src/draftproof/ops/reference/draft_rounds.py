@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Ops
-from draftproof.ops.contract.draft_rounds import Ahead
+from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.types import End, Rows, SlotColumns, Windows
 
 
 class ReferenceFollowing(Ops):
-    def follow(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
+    def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         tokens, positions, places = (torch.zeros_like(rows.tokens) for _ in range(3))
         owners, last = torch.full_like(rows.slots, -1), torch.full_like(slots, -1)
         entry = {slot: b for b, slot in enumerate(slots.tolist()) if slot >= 0}
@@ -29,7 +29,7 @@ class ReferenceFollowing(Ops):
                 last[entry[slot]] = r
         return Rows(tokens, positions, owners, places, rows.page_table), last
 
-    def ahead(
+    def plan_draft_rows(
         self,
         columns: SlotColumns,
         slots: Tensor,
@@ -38,7 +38,7 @@ class ReferenceFollowing(Ops):
         rounds: int,
         lag: int,
         page_size: int,
-    ) -> Ahead:
+    ) -> DraftRows:
         size = len(slots)
         count, newest = torch.zeros_like(slots), torch.zeros_like(slots)
         owners = slots.new_full((rounds, size), -1)
@@ -58,9 +58,9 @@ class ReferenceFollowing(Ops):
             if count[b]:
                 newest[b] = columns.tokens[slot, length - 1]
         tokens = slots.new_zeros((columns.draft.shape[1], size))
-        return Ahead(count, newest, owners, outputs, positions, places, tokens)
+        return DraftRows(count, newest, owners, outputs, positions, places, tokens)
 
-    def pick(
+    def lm_head_sample(
         self,
         x: Tensor,
         at: Tensor | None,
@@ -83,7 +83,7 @@ class ReferenceFollowing(Ops):
                 0
             ]
         windows = replace(windows, columns=cold) if greedy else windows
-        out.copy_(self.choose(logits, windows)[0])
+        out.copy_(self.sample(logits, windows)[0])
         for b, slot in enumerate(windows.slot.tolist() if sure is not None else []):
             assert sure is not None
             heat = float(windows.columns.temperature[slot]) or 1.0

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.draft_search import (
-    DEPTH,
-    FADES,
-    FEARED,
-    HEAVY,
-    HOPED,
-    MULTIPLIER,
-    NEAR,
-    OWN,
-    REACH,
-    SIZES,
-    UNIT,
+    DECAY_SHIFT,
+    EXTEND_MIN_PROB,
+    FIXED_ONE,
+    HASH_MULTIPLIER,
+    HASHED_NGRAM_SIZES,
+    MAX_LINE_WEIGHT,
+    MAX_MATCH_TOKENS,
+    MAX_OWN_MATCHES,
+    MAX_RANKED_MATCH,
+    PRIOR_ACCEPTED,
+    PRIOR_REJECTED,
+    AcceptanceRecord,
+    DraftCandidate,
     DraftSearch,
-    Offer,
-    Record,
+    SuffixOptions,
     SuffixPool,
-    SuffixRule,
-    stacked,
+    stack_candidates,
 )
 from draftproof.types import End, SlotColumns
 
@@ -43,13 +43,13 @@ class _Place:
 
 
 class ReferenceSuffix(DraftSearch):
-    def suffix(
+    def search_suffix(
         self,
         columns: SlotColumns,
         slots: Tensor,
         budget: Tensor,
         pool: SuffixPool,
-        rule: SuffixRule,
+        options: SuffixOptions,
         begun: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = len(slots), columns.draft.shape[1]
@@ -61,23 +61,23 @@ class ReferenceSuffix(DraftSearch):
             if slot < 0 or wanted <= had or columns.ended[slot] != End.NOT_YET:
                 continue
             text = columns.tokens[slot, : int(columns.length[slot])].tolist() + tokens[b, :had].tolist()
-            places = _own_places(text, rule.smallest)
+            places = _own_places(text, options.min_match)
             places += _pool_places(text, pool, int(pool.slot_owner[slot]))
-            drafts, worth[b] = _follow(text, places, min(wanted, shape[1]) - had, pool, rule)
+            drafts, worth[b] = _follow(text, places, min(wanted, shape[1]) - had, pool, options)
             tokens[b, had : had + len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
             count[b] += len(drafts)
         return tokens, count, worth
 
-    def arbitrate(
+    def select_drafts(
         self,
         columns: SlotColumns,
         slots: Tensor,
         budget: Tensor,
-        record: Record,
-        offers: Sequence[Offer],
+        record: AcceptanceRecord,
+        offers: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, worth, lead = stacked(offers)
+        tokens, count, worth, lead = stack_candidates(offers)
         members, entries, k = tokens.shape
         out = torch.zeros((entries, k), dtype=torch.int64)
         number, room = torch.zeros((2, entries), dtype=torch.int64)
@@ -92,35 +92,39 @@ class ReferenceSuffix(DraftSearch):
             values = [values[m] + (int(lead[m]) if given[m] > 0 else 0) for m in range(members)]
             who = values.index(max(values))
             number[b], out[b], whose[b, : given[who]] = given[who], tokens[who, b], who
-            if search >= 0 and who != search and given[who] and reckoned[who][1] >= REACH:
+            if search >= 0 and who != search and given[who] and reckoned[who][1] >= EXTEND_MIN_PROB:
                 room[b] = budget[b]
             facts = int(columns.seed[slot]), int(columns.length[slot]), given[who], who
             record.last[:, slot] = torch.tensor(facts)
         return out, number, whose, room
 
 
-def _rates(columns: SlotColumns, record: Record, slot: int) -> list[int]:
-    """Of each member, in UNIT; the record is brought up to date."""
+def _rates(columns: SlotColumns, record: AcceptanceRecord, slot: int) -> list[int]:
+    """Of each member, in FIXED_ONE; the record is brought up to date."""
     seed, length, given, who = record.last[:, slot].tolist()
     if seed != int(columns.seed[slot]):
-        record.stood[slot], record.fell[slot], given = 0, 0, 0
+        record.accepted[slot], record.rejected[slot], given = 0, 0, 0
     stood = min(max(int(columns.length[slot]) - length - 1, 0), given)
     rates = []
-    for m in range(record.stood.shape[1]):
-        good, bad = int(record.stood[slot, m]), int(record.fell[slot, m])
-        good, bad = good - (good >> FADES), bad - (bad >> FADES)
+    for m in range(record.accepted.shape[1]):
+        good, bad = int(record.accepted[slot, m]), int(record.rejected[slot, m])
+        good, bad = good - (good >> DECAY_SHIFT), bad - (bad >> DECAY_SHIFT)
         if given and m == who:
-            good, bad = good + stood * UNIT, bad + (stood < given) * UNIT
-        record.stood[slot, m], record.fell[slot, m] = good, bad
-        rates.append((good + HOPED * UNIT) * UNIT // (good + bad + (HOPED + FEARED) * UNIT))
+            good, bad = good + stood * FIXED_ONE, bad + (stood < given) * FIXED_ONE
+        record.accepted[slot, m], record.rejected[slot, m] = good, bad
+        rates.append(
+            (good + PRIOR_ACCEPTED * FIXED_ONE)
+            * FIXED_ONE
+            // (good + bad + (PRIOR_ACCEPTED + PRIOR_REJECTED) * FIXED_ONE)
+        )
     return rates
 
 
 def _reckon(rate: int, count: int) -> tuple[int, int]:
     """What so many drafts are worth, and how likely all of them stand."""
-    chance, worth = UNIT, 0
+    chance, worth = FIXED_ONE, 0
     for _ in range(count):
-        chance = chance * rate // UNIT
+        chance = chance * rate // FIXED_ONE
         worth += chance
     return worth, chance
 
@@ -129,7 +133,7 @@ def bucket_of(owner: int, newest_first: list[int], buckets: int) -> int:
     """Of an n-gram in the table of its size; `buckets` is a power of two."""
     key = owner
     for token in newest_first:
-        key = (key ^ token) * MULTIPLIER % (1 << 64)
+        key = (key ^ token) * HASH_MULTIPLIER % (1 << 64)
     return (key >> 33) & (buckets - 1)
 
 
@@ -141,15 +145,17 @@ def _matched(tokens: list[int], at: int, text: list[int], most: int) -> int:
 
 
 def _own_places(text: list[int], smallest: int) -> list[_Place]:
-    near = [(_matched(text, at, text, NEAR), at) for at in range(1, len(text))]
-    best = sorted((pair for pair in near if pair[0] >= min(smallest, NEAR)), reverse=True)[:OWN]
-    found = [_Place(text, at, _matched(text, at, text, DEPTH), 1) for _, at in best]
+    near = [(_matched(text, at, text, MAX_RANKED_MATCH), at) for at in range(1, len(text))]
+    best = sorted((pair for pair in near if pair[0] >= min(smallest, MAX_RANKED_MATCH)), reverse=True)[
+        :MAX_OWN_MATCHES
+    ]
+    found = [_Place(text, at, _matched(text, at, text, MAX_MATCH_TOKENS), 1) for _, at in best]
     return [place for place in found if place.matched >= smallest]
 
 
 def _pool_places(text: list[int], pool: SuffixPool, owner: int) -> list[_Place]:
     wide = pool.tokens.shape[1]
-    for n, table in reversed(list(zip(SIZES, pool.table, strict=True))):
+    for n, table in reversed(list(zip(HASHED_NGRAM_SIZES, pool.table, strict=True))):
         if n > len(text):
             continue
         found = []
@@ -159,9 +165,9 @@ def _pool_places(text: list[int], pool: SuffixPool, owner: int) -> list[_Place]:
             if entry < 0 or int(pool.owner[line]) != owner:
                 continue
             tokens = pool.tokens[line, : int(pool.filled[line])].tolist()
-            matched = _matched(tokens, at, text, DEPTH) if at <= len(tokens) else 0
+            matched = _matched(tokens, at, text, MAX_MATCH_TOKENS) if at <= len(tokens) else 0
             if matched >= n:
-                weight = min(int(pool.weight[line]), HEAVY)
+                weight = min(int(pool.weight[line]), MAX_LINE_WEIGHT)
                 found.append(_Place(tokens, at, matched, weight, line))
         if found:
             return found
@@ -169,7 +175,7 @@ def _pool_places(text: list[int], pool: SuffixPool, owner: int) -> list[_Place]:
 
 
 def _follow(
-    text: list[int], places: list[_Place], room: int, pool: SuffixPool, rule: SuffixRule
+    text: list[int], places: list[_Place], room: int, pool: SuffixPool, options: SuffixOptions
 ) -> tuple[list[int], int]:
     drafts: list[int] = []
     worth, chance = 0, np.float32(1.0)
@@ -186,12 +192,12 @@ def _follow(
         places = [p for p, t in zip(said, next_of, strict=True) if t == token]
         m = max(p.matched for p in places) + j
         chance = chance * (np.float32(max(support)) / np.float32(sum(votes)))
-        chance = chance * (np.float32(m) / (np.float32(m) + np.float32(rule.doubt)))
-        if chance < np.float32(rule.floor):
+        chance = chance * (np.float32(m) / (np.float32(m) + np.float32(options.match_prior)))
+        if chance < np.float32(options.min_prob):
             break
         if not drafts:
             pool.used[[p.line for p in places if p.line >= 0]] = pool.clock
         drafts.append(token)
         text.append(token)
-        worth += int(chance * np.float32(UNIT))
+        worth += int(chance * np.float32(FIXED_ONE))
     return drafts, worth

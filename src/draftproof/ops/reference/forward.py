@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.reference.step import ReferenceStep
 
 _MASK = 0xFFFFFFFF
@@ -79,7 +79,7 @@ class ReferenceOps(ReferenceStep):
         self,
         qkv: Tensor,
         rows: Rows,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Tensor,
         cache: Tensor,
         q_norm: Tensor | None,
@@ -99,7 +99,7 @@ class ReferenceOps(ReferenceStep):
             out.append(q.reshape(-1))
         return _stack(out, (len(qkv), heads.num_q * heads.dim), qkv.dtype)
 
-    def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
+    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         out = []
         group = heads.num_q // heads.num_kv
         page_size = cache.shape[2]

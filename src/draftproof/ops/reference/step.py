@@ -71,7 +71,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 out.at[logits_row] = row - 1 - num_draft + depth
                 logits_row += 1
 
-    def penalise(self, logits: Tensor, windows: Windows) -> Tensor:
+    def apply_penalties(self, logits: Tensor, windows: Windows) -> Tensor:
         columns, out = windows.columns, logits.clone()
         for r, slot in enumerate(windows.slot.tolist()):
             flags = int(columns.adjust[slot]) if slot >= 0 else 0
@@ -91,7 +91,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 out[r] += columns.bias[slot]
         return out
 
-    def forbid(self, base: Tensor, windows: Windows) -> None:
+    def apply_bans(self, base: Tensor, windows: Windows) -> None:
         columns = windows.columns
         for r, slot in enumerate(windows.slot.tolist()):
             flags = int(columns.adjust[slot]) if slot >= 0 else 0
@@ -102,7 +102,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 if length < int(columns.min_length[slot]):
                     base[r, columns.ends[slot]] = -math.inf
 
-    def mask(self, base: Tensor, windows: Windows) -> None:
+    def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         assert windows.allowed is not None
         for r, slot in enumerate(windows.slot.tolist()):
             if slot < 0 or not int(windows.columns.adjust[slot]) & Adjust.MASK:
@@ -112,7 +112,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 if not words[token // 32] >> token % 32 & 1:
                     base[r, token] = -math.inf
 
-    def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns = windows.columns
         tokens, bad = torch.zeros_like(windows.slot), torch.zeros_like(windows.slot)
         for r, slot in enumerate(windows.slot.tolist()):
@@ -195,7 +195,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
         found = TokenLogprobs(values, ids, ranks)
         return found if out is None else out.put(found)
 
-    def ngram(
+    def search_ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
     ) -> tuple[Tensor, Tensor]:
         tokens = torch.zeros((len(slots), columns.draft.shape[1]), dtype=torch.int64)
@@ -213,7 +213,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
             count[b] = wanted
         return tokens, count
 
-    def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+    def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         vocab = columns.ends.shape[1]
         for b, slot in enumerate(slots.tolist()):
             if slot < 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftproof.ops import Ops
-from draftproof.ops.contract.draft_rounds import Ahead
+from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.types import End, Rows, SlotColumns, Windows
 
 ALIGN = 16  # int64s: each line begins at an address that any kernel likes
@@ -19,7 +19,7 @@ ALIGN = 16  # int64s: each line begins at an address that any kernel likes
 class TorchFollowing(Ops):
     """Compositions of torch ops and of the backend's own primitives."""
 
-    def follow(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
+    def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         slot, after = rows.slots.clamp(min=0), rows.positions + 1
         length = columns.length[slot]
         known = (rows.slots >= 0) & (after < length)
@@ -37,7 +37,7 @@ class TorchFollowing(Ops):
         last[torch.where(known & (after + 1 == length), rows.slots, scrap)] = place
         return shifted, torch.where(slots >= 0, last[slots.clamp(min=0)], -1)
 
-    def ahead(
+    def plan_draft_rows(
         self,
         columns: SlotColumns,
         slots: Tensor,
@@ -46,7 +46,7 @@ class TorchFollowing(Ops):
         rounds: int,
         lag: int,
         page_size: int,
-    ) -> Ahead:
+    ) -> DraftRows:
         size = len(slots)
         slots, budget, last = (pad(column, (0, -size % ALIGN), value=-1) for column in (slots, budget, last))
         line = slots.clamp(min=0)
@@ -59,7 +59,7 @@ class TorchFollowing(Ops):
         positions = torch.where(on, length - 1 - lag + j, 0).clamp(min=0)
         page = columns.page_table[line, positions // page_size].long()
         newest = columns.tokens[line, (length - 1).clamp(0, columns.tokens.shape[1] - 1)]
-        return Ahead(
+        return DraftRows(
             count[:size],
             torch.where(count > 0, newest, 0)[:size],
             torch.where(on, slots, -1)[:, :size],
@@ -69,7 +69,7 @@ class TorchFollowing(Ops):
             slots.new_zeros((columns.draft.shape[1], len(slots)))[:, :size],
         )
 
-    def pick(
+    def lm_head_sample(
         self,
         x: Tensor,
         at: Tensor | None,
@@ -90,7 +90,7 @@ class TorchFollowing(Ops):
         if greedy:
             out.copy_(torch.where(windows.slot >= 0, self.argmax(logits), 0))
         else:
-            out.copy_(self.choose(logits, windows)[0])
+            out.copy_(self.sample(logits, windows)[0])
         if sure is not None:
             heat = windows.columns.temperature[windows.slot.clamp(min=0)]
             law = logits if greedy else logits / torch.where(heat > 0, heat, 1.0)[:, None]

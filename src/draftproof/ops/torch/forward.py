@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.torch.step import Bookkeeping
 
 BLOCK = 8  # rows in one matrix product
@@ -67,7 +67,7 @@ class TorchOps(Bookkeeping):
         self,
         qkv: Tensor,
         rows: Rows,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Tensor,
         cache: Tensor,
         q_norm: Tensor | None,
@@ -87,7 +87,7 @@ class TorchOps(Bookkeeping):
         flat[1, rows.kv_index] = v
         return _rotate(q, cos, sin).reshape(num_rows, heads.num_q * heads.dim)
 
-    def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
+    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         out = torch.empty_like(q)
         _, counts = torch.unique_consecutive(rows.slots, return_counts=True)
         start = 0
@@ -159,7 +159,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(heads.dtype)
 
 
-def _attend(q: Tensor, positions: Tensor, pages: Tensor, heads: Heads, cache: Tensor) -> Tensor:
+def _attend(q: Tensor, positions: Tensor, pages: Tensor, heads: AttentionShape, cache: Tensor) -> Tensor:
     """Up to BLOCK rows of one slot against its keys, in ascending blocks of KEYS."""
     num_rows, group = len(q), heads.num_q // heads.num_kv
     page_size, device = cache.shape[2], q.device

@@ -71,7 +71,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         windows.draft.copy_(torch.where(real & (depth < num_draft[owner]), draft, -1))
         out.at.copy_(torch.where(real, last[owner] + depth, 0))
 
-    def penalise(self, logits: Tensor, windows: Windows) -> Tensor:
+    def apply_penalties(self, logits: Tensor, windows: Windows) -> Tensor:
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         flags = torch.where(windows.slot >= 0, columns.adjust[slot], 0)[:, None]
         seen, counts = _occurrences(windows, logits.shape[1])
@@ -83,7 +83,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         out = torch.where((flags & Adjust.PENALTY) > 0, out, logits)
         return torch.where((flags & Adjust.BIAS) > 0, out + columns.bias[slot], out)
 
-    def forbid(self, base: Tensor, windows: Windows) -> None:
+    def apply_bans(self, base: Tensor, windows: Windows) -> None:
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         flags = torch.where(windows.slot >= 0, columns.adjust[slot], 0)[:, None]
         length = columns.prompt_len[slot] + windows.position
@@ -91,7 +91,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         banned = columns.banned[slot] & ((flags & Adjust.BAN) > 0)
         base.masked_fill_(banned | (columns.ends[slot] & held), -math.inf)
 
-    def mask(self, base: Tensor, windows: Windows) -> None:
+    def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         assert windows.allowed is not None
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         masked = (windows.slot >= 0) & ((columns.adjust[slot] & Adjust.MASK) > 0)
@@ -100,7 +100,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         closed = bits.flatten(1)[:, : base.shape[1]] == 0
         base.masked_fill_(closed & masked[:, None], -math.inf)
 
-    def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         heat = columns.temperature[slot]
         hot = heat > 0
@@ -182,7 +182,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         found = TokenLogprobs(torch.cat([own, values], 1) - norm, ids, self.rank(picked, tokens))
         return found if out is None else out.put(found)
 
-    def ngram(
+    def search_ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
     ) -> tuple[Tensor, Tensor]:
         line = slots.clamp(min=0)
@@ -205,7 +205,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         source = at[:, None] + ahead % period[:, None]
         return tokens.gather(1, source.clamp(max=wide - 1)), count
 
-    def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+    def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         device, vocab = columns.draft.device, columns.ends.shape[1]
         tokens, count = draft.tokens.to(device), draft.count.to(device)  # a host proposer's are not there
         real = (slots >= 0).nonzero()[:, 0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Heads, Layer, Rows
+from draftproof.ops import AttentionShape, Layer, Rows
 from draftproof.ops.triton.draft_rounds import DraftOps
 from draftproof.ops.triton.graphs import Queued
 
@@ -55,8 +55,8 @@ class TritonOps(DraftOps, Queued):
     name: ClassVar[str] = "triton"
     default_seqs: ClassVar[int] = 256
     default_rows: ClassVar[int] = 8192
-    at_once: ClassVar[int] = 96
-    narrows: ClassVar[int] = 1024
+    fused_rows_limit: ClassVar[int] = 96
+    gather_last_layer_from_rows: ClassVar[int] = 1024
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class TritonOps(DraftOps, Queued):
 
     # --- forward pass -----------------------------------------------------------------------------
 
-    def begin(self, rows: Rows) -> None:
+    def begin_pass(self, rows: Rows) -> None:
         self._walk.lists.begin(rows)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> dense.PackedLinear:
@@ -161,7 +161,9 @@ class TritonOps(DraftOps, Queued):
         self._done("silu_mul")
         return out
 
-    def _check_rows(self, rows: Rows, count: int, heads: Heads, cache: Tensor, dtype: torch.dtype) -> None:
+    def _check_rows(
+        self, rows: Rows, count: int, heads: AttentionShape, cache: Tensor, dtype: torch.dtype
+    ) -> None:
         for name in ("positions", "slots", "kv_index"):
             column = getattr(rows, name)
             if column.shape != (count,) or column.dtype != torch.int64 or not column.is_contiguous():
@@ -181,7 +183,7 @@ class TritonOps(DraftOps, Queued):
         self,
         qkv: Tensor,
         rows: Rows,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Tensor,
         cache: Tensor,
         q_norm: Tensor | None,
@@ -211,7 +213,7 @@ class TritonOps(DraftOps, Queued):
         x: Tensor,
         packed: dense.PackedLinear,
         rows: Rows,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Tensor,
         cache: Tensor,
         q_norm: Tensor | None,
@@ -254,7 +256,7 @@ class TritonOps(DraftOps, Queued):
         self._done("linear_silu_mul")
         return out
 
-    def attention(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor) -> Tensor:
+    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         q = runtime.matrix("q", q, heads.num_q * heads.dim)
         self._check_rows(rows, len(q), heads, cache, q.dtype)
         out = torch.empty_like(q)
@@ -263,7 +265,7 @@ class TritonOps(DraftOps, Queued):
         self._done("attention")
         return out
 
-    def attend(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor) -> None:
+    def attend(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor) -> None:
         """`attention` into `out`, which may be fp32."""
         size = len(q), heads, rows.page_table, cache.shape[2]
         few = self._attention.abreast(*size) > 1 and not self._walk.chunk(*size)

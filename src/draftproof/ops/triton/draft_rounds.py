@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Layer, Rows
-from draftproof.ops.contract.draft_rounds import Ahead, Late
+from draftproof.ops.contract.draft_rounds import DraftRows, Late
 from draftproof.ops.triton.step.ops import INTS, StepOps, plain
 from draftproof.types import SlotColumns, Windows
 
@@ -24,11 +24,11 @@ class DraftOps(StepOps):
     def open_drafts(self) -> None:
         self._pick = lm_head_sample.Pick(self.device)
 
-    def follow(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
+    def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         plain("the rows", (rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
         plain("slots", (slots,), len(slots))
-        found = draft_rounds_kernels.follow(rows, columns, slots, self._few(rows.tokens))
-        self._done("follow")
+        found = draft_rounds_kernels.shift_rows(rows, columns, slots, self._few(rows.tokens))
+        self._done("shift_rows")
         return found
 
     def put_off(self, rows: Rows, columns: SlotColumns, features: Tensor, late: Late) -> None:
@@ -37,7 +37,7 @@ class DraftOps(StepOps):
         draft_rounds_kernels.put_off(rows, columns, features, late, self._few(rows.tokens))
         self._done("put_off")
 
-    def ahead(
+    def plan_draft_rows(
         self,
         columns: SlotColumns,
         slots: Tensor,
@@ -46,13 +46,15 @@ class DraftOps(StepOps):
         rounds: int,
         lag: int,
         page_size: int,
-    ) -> Ahead:
+    ) -> DraftRows:
         plain("slots and budget", (slots, budget, last), len(slots))
-        found = draft_rounds_kernels.ahead(columns, slots, budget, last, rounds, lag, page_size, self.pdl)
-        self._done("ahead")
+        found = draft_rounds_kernels.plan_draft_rows(
+            columns, slots, budget, last, rounds, lag, page_size, self.pdl
+        )
+        self._done("plan_draft_rows")
         return found
 
-    def pick(
+    def lm_head_sample(
         self,
         x: Tensor,
         at: Tensor | None,
@@ -66,7 +68,7 @@ class DraftOps(StepOps):
         sure: Tensor | None = None,
     ) -> Tensor:
         if sure is not None or not self._pick.takes(x, len(out), packed):
-            return super().pick(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
+            return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
         x = runtime.matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
         norm = runtime.vector("norm", norm, x.shape[1], (x.dtype,))
         lines = [out, windows.slot, windows.position, *([] if at is None else [at])]
@@ -74,7 +76,7 @@ class DraftOps(StepOps):
         if ids is not None:
             ids = runtime.vector("ids", ids, len(packed.weight), INTS)
         rows = self._pick(x, at, norm, eps, packed, ids, windows, greedy, out, self._few(out))
-        self._done("pick")
+        self._done("lm_head_sample")
         return rows
 
     def first_rows(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.contract.draft_rounds import Ahead, Late
+from draftproof.ops.contract.draft_rounds import DraftRows, Late
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
 from draftproof.types import Rows, SlotColumns
 
@@ -53,7 +53,7 @@ def follow_kernel(
         tl.store(last + e, found.to(tl.int64), mask=e < B)
 
 
-def follow(rows: Rows, columns: SlotColumns, slots: Tensor, pdl: bool) -> tuple[Rows, Tensor]:
+def shift_rows(rows: Rows, columns: SlotColumns, slots: Tensor, pdl: bool) -> tuple[Rows, Tensor]:
     count, size = len(rows.tokens), len(slots)
     plane = -(-count // ALIGN) * ALIGN
     made = torch.empty((4, plane), dtype=torch.int64, device=slots.device)
@@ -146,10 +146,10 @@ def ahead_kernel(
         tl.store(line + (4 * rounds + j) * plane, slot * 0, mask=ok)
 
 
-def ahead(
+def plan_draft_rows(
     columns: SlotColumns, slots: Tensor, budget: Tensor, last: Tensor, rounds: int, lag: int, page_size: int,
     pdl: bool,
-) -> Ahead:  # fmt: skip
+) -> DraftRows:  # fmt: skip
     size, depth = len(slots), columns.draft.shape[1]
     plane = -(-size // ALIGN) * ALIGN
     out = torch.empty((2 + 4 * rounds + depth, plane), dtype=torch.int64, device=slots.device)
@@ -161,4 +161,4 @@ def ahead(
         PAGE=page_size, ENTRIES=entries, **launch_options(pdl, num_warps=1),
     )  # fmt: skip
     parts = out[:, :size].split([1, 1, *[rounds] * 4, depth])
-    return Ahead(parts[0][0], parts[1][0], *parts[2:])
+    return DraftRows(parts[0][0], parts[1][0], *parts[2:])

@@ -10,25 +10,31 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops.contract import draft_search
-from draftproof.ops.contract.draft_search import MOST_OFFERS, Offer, Record, SuffixPool, SuffixRule
+from draftproof.ops.contract.draft_search import (
+    MAX_CANDIDATES,
+    AcceptanceRecord,
+    DraftCandidate,
+    SuffixOptions,
+    SuffixPool,
+)
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
 from draftproof.types import SlotColumns
 
 BLOCK = 2048  # places of the text that are compared at a time
 LANES = tl.constexpr(16)  # places that are followed: those of the text in the first half, the pool's behind
-SIZES = tl.constexpr(draft_search.SIZES)
-WAYS = tl.constexpr(draft_search.WAYS)
-OWN = tl.constexpr(draft_search.OWN)
-NEAR = tl.constexpr(draft_search.NEAR)
-DEPTH = tl.constexpr(draft_search.DEPTH)
-HEAVY = tl.constexpr(draft_search.HEAVY)
-UNIT = tl.constexpr(draft_search.UNIT)
-MULTIPLIER = tl.constexpr(draft_search.MULTIPLIER)
-HOPED = tl.constexpr(draft_search.HOPED * draft_search.UNIT)
-KNOWN = tl.constexpr((draft_search.HOPED + draft_search.FEARED) * draft_search.UNIT)
-FADES = tl.constexpr(draft_search.FADES)
-REACH = tl.constexpr(draft_search.REACH)
-assert draft_search.OWN == 4 and draft_search.WAYS == 8
+HASHED_NGRAM_SIZES = tl.constexpr(draft_search.HASHED_NGRAM_SIZES)
+BUCKET_WAYS = tl.constexpr(draft_search.BUCKET_WAYS)
+MAX_OWN_MATCHES = tl.constexpr(draft_search.MAX_OWN_MATCHES)
+MAX_RANKED_MATCH = tl.constexpr(draft_search.MAX_RANKED_MATCH)
+MAX_MATCH_TOKENS = tl.constexpr(draft_search.MAX_MATCH_TOKENS)
+MAX_LINE_WEIGHT = tl.constexpr(draft_search.MAX_LINE_WEIGHT)
+FIXED_ONE = tl.constexpr(draft_search.FIXED_ONE)
+HASH_MULTIPLIER = tl.constexpr(draft_search.HASH_MULTIPLIER)
+PRIOR_ACCEPTED = tl.constexpr(draft_search.PRIOR_ACCEPTED * draft_search.FIXED_ONE)
+KNOWN = tl.constexpr((draft_search.PRIOR_ACCEPTED + draft_search.PRIOR_REJECTED) * draft_search.FIXED_ONE)
+DECAY_SHIFT = tl.constexpr(draft_search.DECAY_SHIFT)
+EXTEND_MIN_PROB = tl.constexpr(draft_search.EXTEND_MIN_PROB)
+assert draft_search.MAX_OWN_MATCHES == 4 and draft_search.BUCKET_WAYS == 8
 
 
 @triton.jit
@@ -43,16 +49,16 @@ def text_at(line, begun, place, length, mask, BEGUN: tl.constexpr):
 
 @triton.jit
 def own_places(line, begun, length, size, smallest, BEGUN: tl.constexpr, BLOCK: tl.constexpr):
-    """The best keys: matched tokens (up to NEAR) above, place below; 0: none."""
+    """The best keys: matched tokens (up to MAX_RANKED_MATCH) above, place below; 0: none."""
     first = size * 0
     second, third, fourth = first, first, first
-    least = tl.minimum(smallest, NEAR)
+    least = tl.minimum(smallest, MAX_RANKED_MATCH)
     stop = size  # places before this one are not yet looked at; the least is 1
-    while (stop > 1) & ((fourth >> 32) < NEAR):
+    while (stop > 1) & ((fourth >> 32) < MAX_RANKED_MATCH):
         place = stop - BLOCK + tl.arange(0, BLOCK).to(tl.int64)
         still = place >= 1
         matched = tl.zeros((BLOCK,), tl.int64)
-        for n in tl.static_range(1, NEAR + 1):
+        for n in tl.static_range(1, MAX_RANKED_MATCH + 1):
             here = text_at(line, begun, place - n, length, place >= n, BEGUN)
             last = text_at(line, begun, size - n, length, size >= n, BEGUN)
             still = still & (place >= n) & (here == last)
@@ -75,10 +81,10 @@ def own_places(line, begun, length, size, smallest, BEGUN: tl.constexpr, BLOCK: 
 
 @triton.jit
 def depths(before, last, inside):
-    """before [LANES, DEPTH] against last [DEPTH]: how many agree, from the nearest on."""
-    back = tl.arange(0, DEPTH).to(tl.int64)
+    """Return how many tokens of before [LANES, tokens] agree with last [tokens], nearest first."""
+    back = tl.arange(0, MAX_MATCH_TOKENS).to(tl.int64)
     differs = (before != last[None, :]) | (inside == 0)
-    return tl.min(tl.where(differs, back[None, :], DEPTH), axis=1)
+    return tl.min(tl.where(differs, back[None, :], MAX_MATCH_TOKENS), axis=1)
 
 
 @triton.jit
@@ -87,18 +93,22 @@ def pool_places(
 ):
     """Lines, places in them and matched tokens [LANES], of the longest size that has any; 0 matched: none."""
     lane = tl.arange(0, LANES).to(tl.int64)
-    back = tl.arange(0, DEPTH).to(tl.int64)
+    back = tl.arange(0, MAX_MATCH_TOKENS).to(tl.int64)
     where = lane * 0
     at = lane * 0
     matched = lane * 0
     hashed = mine
-    for n in tl.static_range(1, SIZES[2] + 1):
+    for n in tl.static_range(1, HASHED_NGRAM_SIZES[2] + 1):
         token = text_at(line, begun, size - n, said, size >= n, BEGUN)
-        hashed = (hashed ^ token) * MULTIPLIER
-        if n == SIZES[0] or n == SIZES[1] or n == SIZES[2]:
-            which = 0 if n == SIZES[0] else (1 if n == SIZES[1] else 2)
+        hashed = (hashed ^ token) * HASH_MULTIPLIER
+        if n == HASHED_NGRAM_SIZES[0] or n == HASHED_NGRAM_SIZES[1] or n == HASHED_NGRAM_SIZES[2]:
+            which = 0 if n == HASHED_NGRAM_SIZES[0] else (1 if n == HASHED_NGRAM_SIZES[1] else 2)
             bucket = which * BUCKETS + ((hashed >> 33) & (BUCKETS - 1))
-            entry = tl.load(table + bucket * WAYS + lane - WAYS, mask=(lane >= WAYS) & (size >= n), other=-1)
+            entry = tl.load(
+                table + bucket * BUCKET_WAYS + lane - BUCKET_WAYS,
+                mask=(lane >= BUCKET_WAYS) & (size >= n),
+                other=-1,
+            )
             entry = entry.to(tl.int64)
             sound = entry >= 0
             here = tl.where(sound, entry, 0) // LINE
@@ -124,11 +134,11 @@ def follow(
 ):  # fmt: skip
     """The drafts go to `out`; how many, and their worth."""
     lane = tl.arange(0, LANES).to(tl.int64)
-    own = lane < WAYS
-    theirs = (lane >= WAYS) & (matched > 0)
+    own = lane < BUCKET_WAYS
+    theirs = (lane >= BUCKET_WAYS) & (matched > 0)
     ends = tl.load(filled + where, mask=theirs, other=0)
     times = tl.load(weight + where, mask=theirs, other=0)
-    vote = tl.where(own, 1, tl.minimum(times, HEAVY)) * matched * matched
+    vote = tl.where(own, 1, tl.minimum(times, MAX_LINE_WEIGHT)) * matched * matched
     alive = matched > 0
     period = tl.maximum(tl.where(own, size - at, 1), 1)
     chance = 1.0
@@ -155,7 +165,7 @@ def follow(
         if going:
             tl.store(out + made, guess)
             tl.store(used + where, now, mask=alive & (own == 0) & (made == 0))
-            worth += (chance * UNIT).to(tl.int64)
+            worth += (chance * FIXED_ONE).to(tl.int64)
             made += 1
             going = made < room
     return made, worth
@@ -194,7 +204,7 @@ def suffix_kernel(
     key = tl.where(lane == 2, third, key)
     key = tl.where(lane == 3, fourth, key)
     at = key & 0xFFFFFFFF
-    back = tl.arange(0, DEPTH).to(tl.int64)
+    back = tl.arange(0, MAX_MATCH_TOKENS).to(tl.int64)
     last = text_at(line, begun, size - 1 - back, said, back < size, BEGUN)
     inside = (back[None, :] < at[:, None]) & (back[None, :] < size)
     before = text_at(line, begun, at[:, None] - 1 - back[None, :], said, inside, BEGUN)
@@ -203,8 +213,8 @@ def suffix_kernel(
     where, other, depth = pool_places(
         line, begun, said, size, mine, last, pool_tokens, filled, owner, table, LINE, BUCKETS, BEGUN
     )
-    at = tl.where(lane < WAYS, at, other)
-    matched = tl.where(lane < WAYS, matched, depth)
+    at = tl.where(lane < BUCKET_WAYS, at, other)
+    matched = tl.where(lane < BUCKET_WAYS, matched, depth)
     made, worth = follow(
         line, begun, said, size, where, at, matched, pool_tokens, filled, weight, used, tl.load(clock),
         out + had, room, LINE, doubt, floor, BEGUN,
@@ -213,12 +223,12 @@ def suffix_kernel(
     tl.store(worths + me, worth)
 
 
-def suffix(
+def search_suffix(
     columns: SlotColumns,
     slots: Tensor,
     budget: Tensor,
     pool: SuffixPool,
-    rule: SuffixRule,
+    options: SuffixOptions,
     begun: tuple[Tensor, Tensor] | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +240,7 @@ def suffix(
         slots, budget, columns.ended, columns.length, columns.tokens, drafts, number,
         pool.tokens, pool.filled, pool.owner, pool.weight, pool.used, pool.table, pool.slot_owner, pool.clock,
         tokens, counts, worths, wide, k, pool.tokens.shape[1], pool.table.shape[1],
-        rule.smallest, rule.doubt, rule.floor,
+        options.min_match, options.match_prior, options.min_prob,
         BEGUN=begun is not None, DRAFTS=power_of_two(k), BLOCK=min(BLOCK, power_of_two(wide + k)),
         **launch_options(pdl, num_warps=8),
     )  # fmt: skip
@@ -240,11 +250,11 @@ def suffix(
 @triton.jit
 def reckoned(count, rate):
     """What so many drafts are worth, and how likely all of them stand."""
-    chance = count * 0 + UNIT
+    chance = count * 0 + FIXED_ONE
     value = count * 0
     j = count * 0
     while j < count:
-        chance = (chance * rate) // UNIT
+        chance = (chance * rate) // FIXED_ONE
         value += chance
         j += 1
     return value, chance
@@ -287,12 +297,12 @@ def arbitrate_kernel(
         good = tl.where(same, tl.load(stood + slot * M + m, mask=named, other=0), 0)
         bad = tl.where(same, tl.load(fell + slot * M + m, mask=named, other=0), 0)
         its = (giver == m) & (given > 0)
-        good = good - (good >> FADES) + tl.where(its, well * UNIT, 0)
-        bad = bad - (bad >> FADES) + tl.where(its & (well < given), UNIT, 0)
+        good = good - (good >> DECAY_SHIFT) + tl.where(its, well * FIXED_ONE, 0)
+        bad = bad - (bad >> DECAY_SHIFT) + tl.where(its & (well < given), FIXED_ONE, 0)
         if MEMBER < 0:
             tl.store(stood + slot * M + m, good, mask=named)
             tl.store(fell + slot * M + m, bad, mask=named)
-        rate = ((good + HOPED) * UNIT) // (good + bad + KNOWN)
+        rate = ((good + PRIOR_ACCEPTED) * FIXED_ONE) // (good + bad + KNOWN)
         here = tl.maximum(tl.minimum(tl.load(count[m] + me), budget), 0)
         value, chance = reckoned(here, rate)
         if (TOLD >> m) % 2:
@@ -314,7 +324,7 @@ def arbitrate_kernel(
             tl.store(out + me * K + place, chosen, mask=its)
         source = tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8)
         tl.store(whose + me * K + place, source, mask=place < K)
-        goes_on = named & (who != SEARCH) & (made > 0) & (likely >= REACH) & (SEARCH >= 0)
+        goes_on = named & (who != SEARCH) & (made > 0) & (likely >= EXTEND_MIN_PROB) & (SEARCH >= 0)
         tl.store(room + me, tl.where(goes_on, tl.load(budgets + me), 0))
         tl.store(number + me, made)
         tl.store(last + slot, seed, mask=named)
@@ -323,12 +333,12 @@ def arbitrate_kernel(
         tl.store(last + 3 * S + slot, who, mask=named)
 
 
-def arbitrate(
+def select_drafts(
     columns: SlotColumns,
     slots: Tensor,
     budget: Tensor,
-    record: Record,
-    offers: Sequence[Offer],
+    record: AcceptanceRecord,
+    offers: Sequence[DraftCandidate],
     pdl: bool,
     search: int = -1,
     member: int = -1,
@@ -338,16 +348,16 @@ def arbitrate(
     out = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
     number, room = torch.empty((2, entries), dtype=torch.int64, device=slots.device)
     whose = torch.empty((entries, k), dtype=torch.int8, device=slots.device)
-    four = [*offers, *[offers[0]] * (MOST_OFFERS - len(offers))]  # what is beyond their number is not read
+    four = [*offers, *[offers[0]] * (MAX_CANDIDATES - len(offers))]  # what is beyond their number is not read
     strides = [offer.tokens.stride() for offer in four]
     arbitrate_kernel[(entries,)](
-        slots, budget, columns.seed, columns.length, record.last, record.stood, record.fell,
+        slots, budget, columns.seed, columns.length, record.last, record.accepted, record.rejected,
         *(offer.tokens for offer in four), *(offer.count for offer in four),
-        *(offer.count if offer.worth is None else offer.worth for offer in four),
-        out, number, whose, room, record.last.shape[1], k, *(offer.lead for offer in four),
+        *(offer.count if offer.expected_tokens is None else offer.expected_tokens for offer in four),
+        out, number, whose, room, record.last.shape[1], k, *(offer.bonus for offer in four),
         *(down for down, _ in strides), *(across for _, across in strides),
         SEARCH=search, MEMBER=member, M=len(offers),
-        TOLD=sum((offer.worth is not None) << m for m, offer in enumerate(offers)),
+        TOLD=sum((offer.expected_tokens is not None) << m for m, offer in enumerate(offers)),
         DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
     )  # fmt: skip
     return out, number, whose, room

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import Fetched
+from draftproof.ops.contract.types import PendingCopy
 from draftproof.ops.torch.step import Bookkeeping
 
 T = TypeVar("T")
@@ -76,9 +76,9 @@ class Queued(Bookkeeping):
 
         return replay
 
-    def fork(self, function: Callable[[], T]) -> Callable[[], T]:
+    def run_parallel(self, function: Callable[[], T]) -> Callable[[], T]:
         if not self.cuda or not torch.cuda.is_current_stream_capturing():
-            return super().fork(function)
+            return super().run_parallel(function)
         here = torch.cuda.current_stream()
         self._forked.wait_stream(here)
         try:
@@ -124,7 +124,7 @@ class Queued(Bookkeeping):
         self._stages.put(stage)
         return out
 
-    def fetch(self, tensor: Tensor) -> Fetched:
+    def fetch(self, tensor: Tensor) -> PendingCopy:
         if not self.cuda:
             return super().fetch(tensor)
         stage = self._stages.take(tensor)
@@ -140,7 +140,9 @@ class Queued(Bookkeeping):
                 self._stages.put(stage)
             return copies[0]
 
-        return Fetched(read, lambda: bool(copies) or stage.passed.query())  # a stage is used again once read
+        return PendingCopy(
+            read, lambda: bool(copies) or stage.passed.query()
+        )  # a stage is used again once read
 
 
 class Stage:

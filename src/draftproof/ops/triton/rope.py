@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
 
 HEADS = 16  # heads of one program; fixed, so that a head's norm has one tree
@@ -69,7 +69,7 @@ def rope_store_kernel(
 def rope_store(
     qkv: Tensor,
     rows: Rows,
-    heads: Heads,
+    heads: AttentionShape,
     rope: Tensor,
     cache: Tensor,
     q_norm: Tensor | None,

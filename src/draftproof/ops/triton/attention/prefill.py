@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.attention.splitkv import (
     Partials,
@@ -203,7 +203,7 @@ def walk_kernel(
 ):  # fmt: skip
     """q, out [R, heads * D]; grid (NUM_KV, any): a program takes every so many-th tile, the last ones first.
 
-    Heads of a tile run side by side: their keys lie side by side in memory.
+    AttentionShape of a tile run side by side: their keys lie side by side in memory.
     tiles: see `by_keys_kernel` (CHUNKS 1: rows); parts, stats: see `attention_kernel`, if CHUNKS > 1.
     LEAD: the next kernel may be launched early. WAIT: "first" if this one was, "last" if it needs nothing
     of the kernel before it but must not end before that one.
@@ -259,7 +259,7 @@ class Walk:
         self.lists = TileLists()
         self._partials = partials
 
-    def chunk(self, num_rows: int, heads: Heads, table: Tensor, page_size: int) -> int:
+    def chunk(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
         """How many spans a chunk of a tile has, or 0: tiles are not cut."""
         spans = triton.cdiv(table.shape[1] * page_size, splitkv.SPAN)
         pays = num_rows * heads.num_kv >= PROGRAMS and max(16, power_of_two(heads.dim)) in CHUNKED
@@ -267,7 +267,9 @@ class Walk:
             return 0
         return max(num_rows // PER_SPAN, triton.cdiv(spans, CHUNKS), 1)
 
-    def __call__(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor, pdl: bool) -> None:
+    def __call__(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
+    ) -> None:
         count, group = len(q), heads.num_q // heads.num_kv
         width = max(16, power_of_two(heads.dim))
         wide = cache.dtype == torch.float32
@@ -302,7 +304,7 @@ def _shape(shapes: dict[int, Shape], width: int, wide: bool, group: int) -> Shap
 
 
 def _launch(
-    shape: Shape, tiles: Tensor, programs: int, q: Tensor, rows: Rows, heads: Heads, cache: Tensor,
+    shape: Shape, tiles: Tensor, programs: int, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor,
     out: Tensor, scratch: tuple[Tensor, Tensor, Tensor, int, int], **when: Any,
 ) -> None:  # fmt: skip
     """`scratch`: parts, stats, arrived, spans and chunk of the kernel; chunk 0: tiles are not cut."""

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.runtime import launch_options, power_of_two, prefetch
 
 KEYS = 64  # keys of one block: part of the numerics
@@ -252,7 +252,7 @@ class Partials:
         return self.parts, self.stats, self.arrived
 
 
-def scratch_fits(num_rows: int, heads: Heads, spans: int) -> bool:
+def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
     return num_rows * heads.num_q * spans * max(16, power_of_two(heads.dim)) * 4 <= MOST_SCRATCH
 
 
@@ -262,14 +262,16 @@ class Attention:
     def __init__(self, partials: Partials) -> None:
         self._partials = partials
 
-    def abreast(self, num_rows: int, heads: Heads, table: Tensor, page_size: int) -> int:
+    def abreast(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
         """How many spans run side by side; with 1 this kernel has nothing to offer."""
         spans = triton.cdiv(table.shape[1] * page_size, SPAN)
         if not scratch_fits(num_rows, heads, spans):
             return 1
         return max(1, min(spans, PROGRAMS // (num_rows * heads.num_kv)))
 
-    def __call__(self, q: Tensor, rows: Rows, heads: Heads, cache: Tensor, out: Tensor, pdl: bool) -> None:
+    def __call__(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
+    ) -> None:
         num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
         group, width = heads.num_q // heads.num_kv, max(16, power_of_two(heads.dim))
         spans = triton.cdiv(max_pages * page_size, SPAN)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops import Heads, Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.elementwise import gated
 from draftproof.ops.triton.gemm import tiles
 from draftproof.ops.triton.gemm.dense import PackedLinear, early, lines
@@ -155,7 +155,8 @@ def linear_silu_mul(
 
 
 def linear_rope_store(
-    x: Tensor, packed: PackedLinear, rows: Rows, heads: Heads, rope: Tensor, cache: Tensor, out: Tensor,
+    x: Tensor, packed: PackedLinear, rows: Rows, heads: AttentionShape, rope: Tensor, cache: Tensor,
+    out: Tensor,
     pdl: bool, tile: tiles.Tile | None = None,
 ) -> None:  # fmt: skip
     middle = heads.dim // 2
@@ -168,7 +169,7 @@ def linear_rope_store(
 
 def _launch(
     x: Tensor, packed: PackedLinear, out: Tensor, tile: tiles.Tile, columns: int, half: int, apart: int,
-    pdl: bool, rows: Rows | None = None, heads: Heads | None = None, rope: Tensor | None = None,
+    pdl: bool, rows: Rows | None = None, heads: AttentionShape | None = None, rope: Tensor | None = None,
     cache: Tensor | None = None,
 ) -> None:  # fmt: skip
     count, depth = x.shape
@@ -192,5 +193,5 @@ def takes(packed: PackedLinear, rows: int) -> bool:
     return packed.weight.dtype == torch.bfloat16 and 0 < rows <= MOST
 
 
-def takes_heads(packed: PackedLinear, rows: int, heads: Heads) -> bool:
+def takes_heads(packed: PackedLinear, rows: int, heads: AttentionShape) -> bool:
     return takes(packed, rows) and heads.dim % 32 == 0

@@ -90,7 +90,7 @@ def put_draft_kernel(
         tl.store(draft_source + slot * K + at, source, mask=ok)
 
 
-def ngram(
+def search_ngram(
     columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     entries, k, wide = len(slots), columns.draft.shape[1], columns.tokens.shape[1]
@@ -104,7 +104,7 @@ def ngram(
     return tokens, counts
 
 
-def put_draft(columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft, pdl: bool) -> None:
+def store_drafts(columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft, pdl: bool) -> None:
     """Of a draft on the device."""
     k = columns.draft.shape[1]
     own, sources = draft.logprobs, draft.sources

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops import Layout, TokenLogprobs
-from draftproof.ops.contract.draft_search import Offer, Record, SuffixPool, SuffixRule
+from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions, SuffixPool
 from draftproof.ops.torch.step import Bookkeeping
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Plan, SlotColumns, Windows
 
@@ -43,34 +43,34 @@ class StepOps(Bookkeeping):
         layout.layout(plan, columns, page_size, out, self.pdl)
         self._done("layout")
 
-    def penalise(self, logits: Tensor, windows: Windows) -> Tensor:
+    def apply_penalties(self, logits: Tensor, windows: Windows) -> Tensor:
         logits = self._logits(logits, windows)
-        out = penalties.penalise(logits, windows, self._few(logits)) if len(logits) else logits.clone()
-        self._done("penalise")
+        out = penalties.apply_penalties(logits, windows, self._few(logits)) if len(logits) else logits.clone()
+        self._done("apply_penalties")
         return out
 
-    def forbid(self, base: Tensor, windows: Windows) -> None:
+    def apply_bans(self, base: Tensor, windows: Windows) -> None:
         _written(base, windows)
         if len(base):
-            penalties.forbid(base, windows, self._few(base))
-        self._done("forbid")
+            penalties.apply_bans(base, windows, self._few(base))
+        self._done("apply_bans")
 
-    def mask(self, base: Tensor, windows: Windows) -> None:
+    def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         _written(base, windows)
         allowed = windows.allowed
         words = -(-base.shape[1] // 32)
         if allowed is None or allowed.shape[2] != words or not allowed.is_contiguous():
             raise ConfigError(f"masks must have {words} words a row, in one piece")
         if len(base):
-            penalties.mask(base, windows, self._few(base))
-        self._done("mask")
+            penalties.apply_grammar_mask(base, windows, self._few(base))
+        self._done("apply_grammar_mask")
 
-    def choose(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         logits = self._logits(logits, windows)
         if not len(logits):
             return windows.slot.clone(), windows.slot.clone()
-        found = sample.choose(logits, windows, scaled, self._few(logits))
-        self._done("choose")
+        found = sample.sample(logits, windows, scaled, self._few(logits))
+        self._done("sample")
         return found
 
     def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
@@ -106,21 +106,21 @@ class StepOps(Bookkeeping):
         self._done("logprobs")
         return out
 
-    def ngram(
+    def search_ngram(
         self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
     ) -> tuple[Tensor, Tensor]:
         plain("slots and budget", (slots, budget), len(slots))
-        found = ngram.ngram(columns, slots, budget, smallest, largest, self.pdl)
-        self._done("ngram")
+        found = ngram.search_ngram(columns, slots, budget, smallest, largest, self.pdl)
+        self._done("search_ngram")
         return found
 
-    def suffix(
+    def search_suffix(
         self,
         columns: SlotColumns,
         slots: Tensor,
         budget: Tensor,
         pool: SuffixPool,
-        rule: SuffixRule,
+        options: SuffixOptions,
         begun: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         plain("slots and budget", (slots, budget), len(slots))
@@ -128,39 +128,39 @@ class StepOps(Bookkeeping):
             begun = begun[0].contiguous(), begun[1].contiguous()
             plain("drafts begun", (begun[0].view(-1),), len(slots) * columns.draft.shape[1])
             plain("drafts begun", (begun[1],), len(slots))
-        found = draft_search.suffix(columns, slots, budget, pool, rule, begun, self.pdl)
-        self._done("suffix")
+        found = draft_search.search_suffix(columns, slots, budget, pool, options, begun, self.pdl)
+        self._done("search_suffix")
         return found
 
-    def arbitrate(
+    def select_drafts(
         self,
         columns: SlotColumns,
         slots: Tensor,
         budget: Tensor,
-        record: Record,
-        offers: Sequence[Offer],
+        record: AcceptanceRecord,
+        offers: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _offered(columns, slots, budget, offers)
-        found = draft_search.arbitrate(columns, slots, budget, record, offers, self.pdl, search=search)
-        self._done("arbitrate")
+        found = draft_search.select_drafts(columns, slots, budget, record, offers, self.pdl, search=search)
+        self._done("select_drafts")
         return found
 
-    def unbeaten(
+    def winning_budget(
         self,
         columns: SlotColumns,
         slots: Tensor,
         budget: Tensor,
-        record: Record,
-        offers: Sequence[Offer],
+        record: AcceptanceRecord,
+        offers: Sequence[DraftCandidate],
         member: int,
     ) -> Tensor:
         _offered(columns, slots, budget, offers)
-        *_, room = draft_search.arbitrate(columns, slots, budget, record, offers, self.pdl, member=member)
-        self._done("unbeaten")
+        *_, room = draft_search.select_drafts(columns, slots, budget, record, offers, self.pdl, member=member)
+        self._done("winning_budget")
         return room
 
-    def put_draft(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+    def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         plain("slots and budget", (slots, budget), len(slots))
         shape = (len(slots), columns.draft.shape[1])
         if draft.tokens.shape != shape or draft.count.shape != shape[:1]:
@@ -174,8 +174,8 @@ class StepOps(Bookkeeping):
         tokens = draft.tokens.to(columns.draft.device, torch.int64)
         count = there(draft.count, torch.int64)
         made = Draft(tokens, count, logprobs=own, sources=sources)
-        ngram.put_draft(columns, slots, budget, made, self.pdl)
-        self._done("put_draft")
+        ngram.store_drafts(columns, slots, budget, made, self.pdl)
+        self._done("store_drafts")
 
     def _few(self, x: Tensor) -> bool:
         return self.pdl and len(x) <= EARLY
@@ -192,13 +192,15 @@ def _written(base: Tensor, windows: Windows) -> None:
         raise ConfigError(f"base must be [{len(windows.slot)}, V] fp32 in one piece")
 
 
-def _offered(columns: SlotColumns, slots: Tensor, budget: Tensor, offers: Sequence[Offer]) -> None:
+def _offered(columns: SlotColumns, slots: Tensor, budget: Tensor, offers: Sequence[DraftCandidate]) -> None:
     shape = (len(slots), columns.draft.shape[1])
     if wrong := [offer.tokens for offer in offers if offer.tokens.shape != shape]:
         raise ConfigError(f"drafts of {list(shape)} are wanted, not {list(wrong[0].shape)}")
     if any(offer.tokens.dtype != torch.int64 for offer in offers):
         raise ConfigError("drafts are int64")
-    each = [offer.count for offer in offers] + [o.worth for o in offers if o.worth is not None]
+    each = [offer.count for offer in offers] + [
+        o.expected_tokens for o in offers if o.expected_tokens is not None
+    ]
     plain("slots, budget and offers", (slots, budget, *each), len(slots))
 
 

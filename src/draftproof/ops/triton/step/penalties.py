@@ -115,7 +115,7 @@ def mask_kernel(
         tl.store(base + row * V + ids, tl.full((BLOCK,), float("-inf"), tl.float32), mask=ok & closed)
 
 
-def penalise(logits: Tensor, windows: Windows, pdl: bool) -> Tensor:
+def apply_penalties(logits: Tensor, windows: Windows, pdl: bool) -> Tensor:
     columns, (rows, vocab) = windows.columns, logits.shape
     out = torch.empty_like(logits)
     counts = out.view(torch.int32)
@@ -133,7 +133,7 @@ def penalise(logits: Tensor, windows: Windows, pdl: bool) -> Tensor:
     return out
 
 
-def forbid(base: Tensor, windows: Windows, pdl: bool) -> None:
+def apply_bans(base: Tensor, windows: Windows, pdl: bool) -> None:
     columns, (rows, vocab) = windows.columns, base.shape
     forbid_kernel[(rows, triton.cdiv(vocab, BLOCK))](
         base, windows.slot, windows.position, columns.adjust, columns.prompt_len, columns.min_length,
@@ -142,7 +142,7 @@ def forbid(base: Tensor, windows: Windows, pdl: bool) -> None:
     )  # fmt: skip
 
 
-def mask(base: Tensor, windows: Windows, pdl: bool) -> None:
+def apply_grammar_mask(base: Tensor, windows: Windows, pdl: bool) -> None:
     allowed, (rows, vocab) = windows.allowed, base.shape
     assert allowed is not None
     mask_kernel[(rows, triton.cdiv(vocab, BLOCK))](

@@ -60,7 +60,7 @@ def join_choice_kernel(slots, keys, states, tokens, bad, chunks, BLOCK: tl.const
     tl.store(bad + row, why)
 
 
-def choose(logits: Tensor, windows: Windows, scaled: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, windows: Windows, scaled: bool, pdl: bool) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     columns, device = windows.columns, logits.device
     chunks = triton.cdiv(vocab, CHUNK)
