@@ -23,6 +23,7 @@ from draftproof.errors import ConfigError
 from draftproof.ops.contract.draft_rounds import Following
 from draftproof.ops.contract.draft_search import DraftSearch
 from draftproof.ops.contract.types import AttentionShape as AttentionShape
+from draftproof.ops.contract.types import KVLayout as KVLayout
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
 from draftproof.ops.contract.types import PendingCopy as PendingCopy

@@ -1,4 +1,4 @@
-"""Nouns of the ops contract."""
+"""Data types of the ops contract."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftproof.types import Rows, Windows
@@ -55,6 +56,31 @@ class AttentionShape:
     dim: int
     scale: float
     window: int  # keys older than position - window + 1 are not seen; 0 = all are
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape and storage of the paged KV cache of one attention layer."""
+
+    num_pages: int
+    page_size: int  # tokens per page
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one layer's cache: keys, then values."""
+        return 2, self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in one layer's cache."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """Allocate one layer's cache, filled with zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
