@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup demo test lint bench test-gpu test-page
+.PHONY: setup demo test test-fast lint bench test-gpu test-page
 
 setup: $(STAMP)
 
-# The range of torch is asked for first and alone: a plain `torch` would bring gigabytes of CUDA.
+# Torch is installed first, with its range: a plain `torch` would download gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
@@ -25,6 +25,10 @@ lint: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+
+# Inner loop: no download, no slow file.
+test-fast: setup
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow and not network and not gpu"
 
 bench: setup
 	$(BIN)/python bench/cpu.py

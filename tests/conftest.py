@@ -1,4 +1,4 @@
-"""Settings and fixtures that every test shares."""
+"""Settings, markers and fixtures that all tests share."""
 
 from __future__ import annotations
 
@@ -7,18 +7,47 @@ import os
 import pytest
 import torch
 
-# Tiny tensors: threads cost far more than they give. The cpu backend has its own team.
+# Tensors are tiny: threads cost more than they save. The cpu backend has a thread pool of its own.
 torch.set_num_threads(1)
-if "PYTEST_XDIST_WORKER" in os.environ:  # nor do programs that tests start get in the other worker's way
+if "PYTEST_XDIST_WORKER" in os.environ:  # programs that tests start use one thread as well
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Files that take long, the longest first: workers that share the files then end together.
-LONG = ["exact", "transformers_smollm2", "ops_step", "ops_triton", "ops_triton_blocks", "exact_smollm2"]
-LONG += ["grammar_json", "serve_command", "examples", "grammar_text", "supervisor", "soak"]
+# Test files that take longest, in order: xdist workers that share the files then finish together.
+LONGEST_FILES = (
+    "exact",
+    "transformers_smollm2",
+    "ops_step",
+    "ops_triton",
+    "ops_triton_blocks",
+    "exact_smollm2",
+    "grammar_json",
+    "serve_command",
+    "examples",
+    "grammar_text",
+    "supervisor",
+    "soak",
+)
+# Files of tests that take more than a few seconds each; `make test-fast` leaves them out.
+SLOW_FILES = frozenset(LONGEST_FILES)
+# Fixtures and files that need the default model, which is downloaded.
+NETWORK_FIXTURES = frozenset({"smollm2", "smollm2_path"})
+NETWORK_FILES = frozenset({"examples", "exact_smollm2", "transformers_smollm2", "serve_smollm2", "shipped"})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {f"test_{name}": i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+    """Mark tests by file, fixture and docstring, and sort the longest files first."""
+    order = {name: i for i, name in enumerate(LONGEST_FILES)}
+    for item in items:
+        name = item.path.stem.removeprefix("test_")
+        if name in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+        if name in NETWORK_FILES or NETWORK_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.network)
+        if item.path.parent.name == "gpu":
+            item.add_marker(pytest.mark.gpu)
+        doc = getattr(getattr(item, "obj", None), "__doc__", None) or ""
+        if "control" in item.name or doc.startswith("Negative control"):
+            item.add_marker(pytest.mark.control)
+    items.sort(key=lambda item: order.get(item.path.stem.removeprefix("test_"), len(order)))
 
 
 @pytest.fixture(scope="session")

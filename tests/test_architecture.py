@@ -1,9 +1,11 @@
-"""The house rules that a machine can hold: import direction, one place for the device, sizes, names."""
+"""Architecture rules a machine can check: import direction, device access, sizes, vocabulary, documents."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -22,37 +24,63 @@ from draftproof.verify import STRATEGIES
 ROOT = Path(draftproof.__file__).parent
 REPO = ROOT.parent.parent
 
-# A room may import rooms of later lines; rooms on one line never import each other.
+MAX_FILE_LINES = 400
+MAX_CLASS_LINES = 250
+MAX_FUNCTION_LINES = 70
+MAX_FOLDER_FILES = 13  # without __init__.py
+
+# A package may import packages of later lines; packages on one line never import each other.
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"serve", "shown", "simulate", "train"},
-    {"async_llm"},
-    {"driver", "llm"},
-    {"front"},
-    {"jobs"},
-    {"boxes", "engine", "text"},
+    {"serve", "simulate", "train"},
+    {"async_llm", "llm"},
+    {"frontend"},
+    {"engine", "text"},
     {"propose", "verify"},
     {"models"},
     {"ops"},
     {"registry"},
     {"config", "types"},
-    {"metrics", "sampling_params"},
+    {"metrics", "sampling_params", "outputs"},
     {"structured_outputs"},
-    {"errors", "native"},
+    {"errors", "numba_jit", "arrays"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+
+# Words that the field does not use for requests, drafts, steps and processes.
+BANNED_IDENTIFIER_WORDS = re.compile(
+    r"""nobody|somebody|anybody|whoever|newcomers?|tenant|guests?|purse|hopes?|hoped|hopeless|fear|feared|bury|reap
+    |told|tells|hears?|heard|said|says|whom|laws?|wish|wishes|bell|desk|ledger|lessons|brings|asked|asks|asking
+    |dear|judges?|judged|stood|fell|spoke|seated|farewell|teller|thoughts|sureness""",
+    re.X,
+)
+BANNED_PROSE = re.compile(
+    r"\b(nobody|somebody|anybody|whoever|newcomers?|tenants?|purse|hopes?|hoped|feared|bury|buried|reaps?"
+    r"|tells|hears|heard|speaks|sits|wishes|ledger|brings|farewell|judges|judged|stands|stood|fell)\b",
+    re.I,
+)
+BANNED_DOCSTRING_STARTS = ("Of ", "And ", "The same", "Also ", "As ", "Those ", "Whose ")
 
 
 def modules() -> list[Path]:
+    """Return the source files of the package."""
     return sorted(ROOT.rglob("*.py"))
 
 
-def room(path: Path) -> str:
+def written_files() -> list[Path]:
+    """Return all Python files of the repository that people write."""
+    folders = (REPO / name for name in ("src", "tests", "bench", "examples"))
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    """Return the top-level package or module that a source file belongs to."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -61,7 +89,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def wrong_imports(source: str, where: str) -> list[str]:
-    """Imports that go up or sideways, for a module in the room `where`."""
+    """Return imports of a module in package `where` that go up or sideways."""
     found = []
     for name in imports(ast.parse(source)):
         parts = name.split(".")
@@ -74,53 +102,109 @@ def wrong_imports(source: str, where: str) -> list[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_module(path: Path) -> None:
+    """Check imports, device access, file, class and function lengths of one source file."""
     source = path.read_text()
     if path.name == "__init__.py" and path.parent == ROOT:
-        return  # the public names, from everywhere, on first use
-    assert room(path) in LEVEL, f"{room(path)} is a new room: place it in LAYERS"
-    assert not wrong_imports(source, room(path))
-    if room(path) != "ops":
+        return  # public names of all packages, loaded on first use
+    assert package_of(path) in LEVEL, f"{package_of(path)} is a new package: add it to LAYERS"
+    assert not wrong_imports(source, package_of(path))
+    if package_of(path) != "ops":
         assert "torch.cuda" not in source and "import triton" not in source
-    assert len(source.splitlines()) <= 400, "split it"
+    assert len(source.splitlines()) <= MAX_FILE_LINES, "split the file"
     tree = ast.parse(source)
-    assert ast.get_docstring(tree), "say what and why"
+    assert ast.get_docstring(tree), "add a module docstring"
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert not [f for f in calls if isinstance(f, ast.Name) and f.id == "print"]
     kernels = "cpu" in path.parts
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and not kernels:
-            assert node.end_lineno - node.lineno < 70, f"{node.name} is long"
+            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} is too long"
+        if isinstance(node, ast.ClassDef):
+            assert node.end_lineno - node.lineno < MAX_CLASS_LINES, f"{node.name} is too long"
 
 
-def test_a_wrong_import_is_seen() -> None:
-    """Negative control: the check above can fail."""
-    assert wrong_imports("from draftproof.verify import judge", "propose") == ["draftproof.verify"]
+def test_folders_are_small() -> None:
+    """Check that no source folder has more files than a reader can take in."""
+    for folder in {path.parent for path in modules()}:
+        files = [p for p in folder.glob("*.py") if p.name not in ("__init__.py", "__main__.py")]
+        assert len(files) <= MAX_FOLDER_FILES, f"{folder.relative_to(REPO)} has {len(files)} files"
+
+
+def test_wrong_import_is_detected() -> None:
+    """Negative control for the import rule."""
+    assert wrong_imports("from draftproof.verify import base", "propose") == ["draftproof.verify"]
     assert wrong_imports("import draftproof.engine.loop", "models") == ["draftproof.engine.loop"]
     assert not wrong_imports("from draftproof.ops import Ops", "verify")
 
 
-def test_names_stay_in_their_table() -> None:
-    """Capabilities are asked for, never names: no `if method == "ngram"` outside the table."""
+def split(name: str) -> list[str]:
+    """Return the words of an identifier, split at underscores and capitals, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
+
+
+def banned_words(source: str) -> list[str]:
+    """Return identifiers, comments and docstrings outside the field's vocabulary, with their lines."""
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        line = token.start[0]
+        if token.type == tokenize.NAME and any(map(BANNED_IDENTIFIER_WORDS.fullmatch, split(token.string))):
+            found.append(f"{line}: identifier {token.string}")
+        if token.type == tokenize.COMMENT and (match := BANNED_PROSE.search(token.string)):
+            found.append(f"{line}: comment with '{match.group()}'")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text is None:
+                continue
+            line = getattr(node, "lineno", 1)
+            if match := BANNED_PROSE.search(text):
+                found.append(f"{line}: docstring with '{match.group()}'")
+            if text.startswith(BANNED_DOCSTRING_STARTS):
+                found.append(f"{line}: docstring starts with '{text.split()[0]}'")
+    return found
+
+
+@pytest.mark.parametrize("path", written_files(), ids=lambda p: str(p.relative_to(REPO)))
+def test_vocabulary(path: Path) -> None:
+    """Check identifiers, comments and docstrings of one file against the banned words."""
+    if path == Path(__file__):
+        return  # defines the words
+    assert banned_words(path.read_text()) == []
+
+
+def test_banned_words_are_detected() -> None:
+    """Negative control for the vocabulary rule."""
+    assert banned_words("def told(x): pass") == ["1: identifier told"]
+    assert banned_words("askedFor = 1") == ["1: identifier askedFor"]
+    assert banned_words("x = 1  # nobody reads this") == ["1: comment with 'nobody'"]
+    assert banned_words('def f():\n    """Of a request."""') == ["1: docstring starts with 'Of'"]
+    assert not banned_words('def send(x):\n    """Send one request."""  # sent to the worker')
+
+
+def test_method_names_are_compared_in_their_table_only() -> None:
+    """Check that code tests capabilities, never names such as `method == "ngram"`, outside the tables."""
     for names, home in ((PROPOSERS, "propose"), (STRATEGIES, "verify"), (BACKENDS, "ops")):
         for path in modules():
-            if room(path) in (home, "config", "cli"):
+            if package_of(path) in (home, "config", "cli"):
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Compare):
                     values = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-                    said = set(values) & set(names)
-                    assert not said, f"{path}: compares with {said}"
+                    compared = {v for v in values if isinstance(v, str)} & set(names)
+                    assert not compared, f"{path}: compares with {compared}"
 
 
 @pytest.mark.parametrize(
     ("table", "what"), [(PROPOSERS, "proposer"), (STRATEGIES, "strategy"), (BACKENDS, "backend")]
 )
 def test_tables_load(table: dict[str, str], what: str) -> None:
+    """Check that every entry of a table names a class that can be imported."""
     for name in table:
         assert isinstance(lookup(table, name, what), type)
 
 
 def test_public_names() -> None:
+    """Check that all public names load and unknown ones raise AttributeError."""
     assert sorted(draftproof.__all__) == sorted([*draftproof._HOMES, "__version__"])
     for name in draftproof.__all__:
         assert getattr(draftproof, name) is not None
@@ -129,34 +213,33 @@ def test_public_names() -> None:
 
 
 def test_version_and_changelog_agree() -> None:
+    """Check the version number in pyproject.toml and CHANGELOG.md."""
     pyproject = (REPO / "pyproject.toml").read_text()
     assert f'version = "{draftproof.__version__}"' in pyproject
     assert f"## {draftproof.__version__}" in (REPO / "CHANGELOG.md").read_text()
 
 
-def test_every_option_is_in_the_documents() -> None:
-    """Of an engine, of speculation, of a request, and of whatever reads the environment."""
-    told = (REPO / "docs" / "options.md").read_text()
+def test_every_option_is_documented() -> None:
+    """Check that options of engine, speculation, requests and environment are in the documents."""
+    options = (REPO / "docs" / "options.md").read_text()
     kinds = [lookup(table, name, "class") for table in (PROPOSERS, STRATEGIES) for name in table]
     names = {
         f.name for config in (EngineConfig, SpeculativeConfig, StructuredOutputs) for f in fields(config)
     }
     names |= {key for kind in kinds for key in kind.defaults} | set(PROPOSERS) | set(STRATEGIES)
     names |= set(re.findall(r"DRAFTPROOF_(?!CONTINUE)[A-Z_]+", "".join(p.read_text() for p in modules())))
-    names -= {"speculative", "options"}  # where the others are kept
-    assert sorted(name for name in names if f"`{name}`" not in told) == []
+    names -= {"speculative", "options"}  # containers of the others
+    assert sorted(name for name in names if f"`{name}`" not in options) == []
     server = (REPO / "docs" / "server.md").read_text()
-    asked = {f.name for f in fields(SamplingParams)} - {"logits_processors"}  # which no client can send
-    assert sorted(name for name in asked if f"`{name}`" not in server) == []
+    request_options = {f.name for f in fields(SamplingParams)} - {"logits_processors"}  # not sent over HTTP
+    assert sorted(name for name in request_options if f"`{name}`" not in server) == []
 
 
-def test_readme_map_is_the_house() -> None:
-    """Every room and top-level module is on the map, and the map shows nothing else."""
+def test_readme_map_equals_the_tree() -> None:
+    """Check that the code map lists every package and top-level module, and nothing else."""
     text = (REPO / "README.md").read_text()
     tree = re.search(r"src/draftproof/\n(.*?)```", text, re.S)
-    assert tree, "README has a map"
+    assert tree, "README has no code map"
     shown = {m.group(1) for m in re.finditer(r"^ {4}([a-z_]+)(?:/|\.py)\s", tree.group(1), re.M)}
-    real = {room(p) for p in modules()} - {"__init__", "__main__"}
+    real = {package_of(p) for p in modules()} - {"__init__", "__main__"}
     assert shown == real
-    named = set(re.findall(r"`(\w+\.(?:py|sh))`", (REPO / "bench" / "README.md").read_text()))
-    assert named == {p.name for p in (REPO / "bench").iterdir() if p.suffix in (".py", ".sh")}
