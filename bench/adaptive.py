@@ -34,7 +34,7 @@ from prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
 from draftproof import LLM, SamplingParams
 from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.scheduler import Scheduler
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 from draftproof.engine.step.step_results import StepResults
 from draftproof.ops import PendingCopy
 from draftproof.types import NUM_DRAFT, NUM_OUT, Request
@@ -58,12 +58,18 @@ class Lane(Scheduler):
     def like(cls, other: Scheduler) -> Lane:
         budgets = DraftBudgets(len(other.slots.requests), copy.deepcopy(other.budgets.costs))
         budgets.asked_apart = other.budgets.asked_apart
-        caching, sizes = other.prefixes.enabled, (other.page_size, other.max_rows)
+        caching, sizes = other.prefix_cache.enabled, (other.page_size, other.max_rows)
         return cls(
-            other.slots, other.pages, *sizes, budgets, caching, other.lookahead, asks_first=other.asks_first
+            other.slots,
+            other.pages,
+            *sizes,
+            budgets,
+            caching,
+            other.lookahead,
+            drafts_before_plan=other.drafts_before_plan,
         )
 
-    def plan(self, idle: bool = True) -> Planned | None:
+    def plan(self, idle: bool = True) -> StepPlan | None:
         return None if self.rests else super().plan(idle)
 
 
@@ -102,7 +108,7 @@ class Side:
                     self._unread.append(results)
                     self.steps += 1
                     self.drafts += int(results.table[:, NUM_DRAFT].sum())
-                for _ in results.endings:
+                for _ in results.finishes:
                     self._ask(self.bench.tokens)
             lane.rests = False
             self.seconds += self.bench.clock() - begin
@@ -114,7 +120,7 @@ class Side:
         for results in self._unread:
             for i, request in enumerate(results.requests):
                 self.said[request.id] += results.tokens(i)
-                if i in results.endings:
+                if i in results.finishes:
                     self.bench.heard(request.id, self.said.pop(request.id))
         self._unread.clear()
 

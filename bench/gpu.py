@@ -7,7 +7,7 @@ bits, control: the promise, see `gpu_bits.py`. logprobs: what they cost, see `gp
 speed: tokens a second of `LLM.generate`, prefill and detokenising included, sides in turn.
 fast: numerics="fast" against "exact". floor: what the memory allows. profile: where a step's time goes.
 transformers: its speed and its logits, on the same weights.
-Parts that no time is left for are left out and named. Prompts: bench/prompts.py.
+ResultWriter that no time is left for are left out and named. Prompts: bench/prompts.py.
 With dummy weights (--load-format dummy) a config with tied embeddings repeats its last token, so drafts from
 the text stand; with an untied head they fall.
 """

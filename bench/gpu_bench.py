@@ -100,7 +100,7 @@ def kernels_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams])
     llm.generate(prompts, [replace(one, max_tokens=8) for one in params], use_tqdm=False)
     for i, ids in enumerate(prompts):
         engine.add(Request(id=f"profile {i}", prompt_token_ids=ids, params=params[i], seed=i))
-    while engine.loop.scheduler.waiting or engine.loop.scheduler.host.prompt_left.any():
+    while engine.loop.scheduler.waiting or engine.loop.scheduler.mirror.prompt_left.any():
         engine.step()
     alone = steps_of(engine, 100)
     with watch(activities=[ProfilerActivity.CUDA]) as seen:

@@ -46,7 +46,7 @@ class Junk(Proposer):
     def propose(self, batch: ProposeBatch) -> Draft:
         draw = random.Random(sum(batch.lengths))
         vocab = self.env.vocab_size
-        return Draft.of([[draw.randrange(vocab) for _ in range(b)] for b in batch.budget], self.env.k)
+        return Draft.from_lists([[draw.randrange(vocab) for _ in range(b)] for b in batch.budget], self.env.k)
 
 
 def differing(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> int:

@@ -210,7 +210,7 @@ def run(
         spent = time.perf_counter() - begin
     finally:
         for slot in held:
-            slots.stand(slot)
+            slots.free(slot)
     said: Answers = {request.id: [] for request in requests}
     for step in results:
         for i, request in enumerate(step.requests):

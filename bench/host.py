@@ -32,9 +32,9 @@ from measure import finish
 from pretend import Pretence
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.step.device_step import Decided, Ran
-from draftproof.engine.step.result_buffer import Parts
-from draftproof.engine.step.step_results import Ending, LogprobColumns, StepResults
+from draftproof.engine.step.device_step import QueuedStep, StepTensors
+from draftproof.engine.step.result_buffer import ResultWriter
+from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
 from draftproof.types import (
     ENDED,
@@ -43,10 +43,10 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    End,
+    FinishStatus,
+    LogprobKind,
     Outcome,
     Request,
-    Wants,
 )
 
 PARTS = ("generate", "engine", "steps")
@@ -105,7 +105,7 @@ class Scripted:
         table, columns = self.steps[self.at]
         self.at += 1
         last = self.at == len(self.steps)
-        endings = {i: Ending("length") for i in range(len(self.requests))} if last else {}
+        endings = {i: Finish("length") for i in range(len(self.requests))} if last else {}
         return StepResults(list(self.requests), table, columns, self.sources, None, endings)
 
 
@@ -119,21 +119,21 @@ class Instant:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def run(self, planned: Any, *rest: Any) -> Ran:
+    def run(self, planned: Any, *rest: Any) -> QueuedStep:
         host, slots = self.real.slots, planned.slots
-        for sequence in planned.newcomers:
+        for sequence in planned.admitted:
             self.length[sequence.slot] = len(sequence.request.prompt_token_ids)
-        parts = Parts(torch.zeros(1 << 16, dtype=torch.uint8))
+        parts = ResultWriter(torch.zeros(1 << 16, dtype=torch.uint8))
         tensor = parts.add("table", (len(host.requests), TOKENS + 2), torch.int64)
         table = tensor.numpy()
         n = len(slots)
         table[:n, NUM_OUT] = planned.samples
         table[:n, TOKENS] = 7
         self.length[slots] += planned.samples
-        table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], End.LENGTH, 0)
+        table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], FinishStatus.LENGTH, 0)
         outcome = Outcome(tensor, None, None)  # type: ignore[arg-type]
         none = None, None, None, None, None
-        return Ran(Decided(outcome, *none, parts.packed()), None)  # type: ignore[arg-type]
+        return QueuedStep(StepTensors(outcome, *none, parts.packed()), None)  # type: ignore[arg-type]
 
 
 def build(batch: int, **options: Any) -> LLM:
@@ -162,7 +162,7 @@ def made_up(batch: int, tokens: int, top: int | None, drafts: int = 0, halves: f
             count, wide = batch * (int(stood) + 1), next(w for w in (0, 8, 32, 64) if w >= top)
             values = -draw.random((count, wide + 1), np.float32)
             ids, ranks = draw.integers(0, VOCAB, (count, wide)), draw.integers(1, 9, count)
-            columns[Wants.RAW] = LogprobColumns(values, ids, ranks)
+            columns[LogprobKind.RAW] = LogprobColumns(values, ids, ranks)
         steps.append((table, columns))
         done += int(stood) + 1
     return steps
@@ -197,7 +197,7 @@ def engine_only(llm: LLM, batch: int, tokens: int) -> tuple[float, float, float]
     engine = llm.engine
     loop = engine.loop
     instant = loop.device = Instant(loop.device)  # type: ignore[assignment]
-    instant.limit = loop.scheduler.host.max_length  # type: ignore[attr-defined]
+    instant.limit = loop.scheduler.mirror.max_length  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     requests = [
         Request(id=str(i), prompt_token_ids=[3] * 12, params=params, seed=i, eos_token_ids=(2,))

@@ -77,7 +77,7 @@ class Meter:
             loop.pacing.read, self.drafting.asked_for = self.tell, self.asked_for
         rounds = {requests: drafts / k for requests, drafts in each.items()}
         dear = RowCosts(machine.steps, not machine.ahead, learns=machine.ahead, asking=each, rounds=rounds)
-        sunk = loop.scheduler.asks_first
+        sunk = loop.scheduler.drafts_before_plan
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
         self.weighs = llm.engine.loop.proposer is not None and llm.engine.loop.proposer.weighed >= 0
         if machine.ahead and not self.weighs:
@@ -126,7 +126,7 @@ class Meter:
         """As the loop does, by the table instead of the clock: a step is read when its drafts are made."""
         took = self._took.pop(id(flight.ran), None)
         if took is not None:
-            keys = int(self.scheduler.host.length[flight.planned.slots].sum())
+            keys = int(self.scheduler.mirror.length[flight.planned.slots].sum())
             seen = took * (1 + NOISE * abs(self._draw.normal()))
             costs = self.scheduler.budgets.costs
             costs.observe(flight.planned.num_rows, keys, seen, flight.asked, flight.fewer)

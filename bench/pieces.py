@@ -31,7 +31,7 @@ from draftproof.ops.contract.types import PendingCopy
 WAITS = "wait"
 NAMED = 24  # pieces
 USUAL = {"methods": "eagle3,suffix,hybrid", "batches": "8", "rounds": "4", "count": "16"}
-EVENTS = {"admit": "somebody came", "endings": "somebody ended", "pool takes in": "a pool took in"}
+EVENTS = {"admit": "somebody came", "finish": "somebody ended", "pool takes in": "a pool took in"}
 
 
 class Clocks:
@@ -109,12 +109,16 @@ def watched(llm: LLM) -> Clocks:
     pool = next((m.pool for m in (proposer, *getattr(proposer, "members", ())) if hasattr(m, "pool")), None)
     pieces: list[tuple[str, Any, str]] = [
         *(("engine", core, "step"), ("launch", loop, "_launch"), ("plan", loop.scheduler, "plan")),
-        *(("queue", loop, "_queue"), ("grow", loop.slots, "grow"), ("seat", loop.slots, "seat")),
+        *(("queue", loop, "_queue"), ("grow", loop.slots, "grow"), ("fill", loop.slots, "fill")),
         *(("start", loop, "_start"), ("budget", loop.scheduler, "budget"), ("run", loop.device, "run")),
         *(("load", loop.device, "_load"), ("follow", loop.device, "_follow"), ("send", ops, "send")),
         *(("loop settles", loop, "_settle"), ("settle", loop.scheduler, "settle")),
-        *(("pacing", loop.pacing, "read"), ("reap", loop, "_reap"), ("endings", loop, "_endings")),
-        *(("retire", loop.scheduler, "retire"), ("bury", loop.scheduler, "bury")),
+        *(
+            ("pacing", loop.pacing, "read"),
+            ("release", loop, "_release_finished"),
+            ("finish", loop, "_endings"),
+        ),
+        *(("finish", loop.scheduler, "finish_keep_pages"), ("release", loop.scheduler, "release_pages")),
         *(("pool takes in", pool, "_take_in"), ("pool told", pool, "tell"), ("pool sends", pool, "send")),
         *(("weigh", loop.asking, "weigh"), ("hear", loop.asking, "hear"), ("meanwhile", loop, "meanwhile")),
         *(("proposer start", proposer, "start"), ("proposer meanwhile", proposer, "meanwhile")),

@@ -15,10 +15,20 @@ import numpy as np
 import torch
 
 from draftproof.engine.drafting.step_cost import RowCosts
-from draftproof.engine.step.device_step import Decided
-from draftproof.engine.step.result_buffer import Packed, Parts
+from draftproof.engine.step.device_step import StepTensors
+from draftproof.engine.step.result_buffer import PackedResults, ResultWriter
 from draftproof.ops.triton import graphs as queue
-from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, End, Outcome, Traits
+from draftproof.types import (
+    ENDED,
+    NUM_ACCEPTED,
+    NUM_DRAFT,
+    NUM_OUT,
+    PICK,
+    TOKENS,
+    FinishStatus,
+    Outcome,
+    StepFeatures,
+)
 
 # microseconds of a step by rows, as an H200 takes them for a model of 135M parameters
 PRICES = {1: 460, 8: 465, 16: 480, 32: 520, 64: 600, 128: 700, 256: 950, 512: 1500, 1536: 4000}
@@ -47,7 +57,7 @@ class Pretence:
         self._run = self.device.run
         self._planned: Any = None
         self._length = np.zeros(len(self.device.slots.requests), np.int64)
-        self._packed: dict[Any, Packed] = {}
+        self._packed: dict[Any, PackedResults] = {}
         ops = self.ops
         queue.Stage.__init__ = _stage  # type: ignore[assignment,method-assign]
         ops.cuda = ops.asynchronous = True
@@ -79,9 +89,9 @@ class Pretence:
     def _forward(self, rows: int) -> torch.Tensor:
         return torch.zeros((rows, self.device._picked.shape[1]), dtype=self.device._picked.dtype)
 
-    def _decide(self, rows: int, traits: Traits) -> Decided:
-        planned, host = self._planned, self.engine.loop.scheduler.host
-        for sequence in planned.newcomers:
+    def _decide(self, rows: int, traits: StepFeatures) -> StepTensors:
+        planned, host = self._planned, self.engine.loop.scheduler.mirror
+        for sequence in planned.admitted:
             self._length[sequence.slot] = len(sequence.ids)
         slots, n = planned.slots, len(planned.slots)
         table = np.zeros((len(self._length), self.device.width), np.int64)
@@ -93,11 +103,11 @@ class Pretence:
         table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.width - TOKENS))
         table[:n, PICK] = np.cumsum(out) - out
         self._length[slots] += out
-        table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], End.LENGTH, 0)
+        table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], FinishStatus.LENGTH, 0)
         packed = self._pack(rows, traits)
         packed.data[: table.nbytes].copy_(torch.from_numpy(table).view(-1).view(torch.uint8))
         none: Any = None
-        return Decided(Outcome(none, none, none), none, none, none, none, none, packed)
+        return StepTensors(Outcome(none, none, none), none, none, none, none, none, packed)
 
     def _guessed(self, planned: Any) -> tuple[np.ndarray, np.ndarray]:
         """[B] drafts there are, and how many of them stand."""
@@ -105,10 +115,10 @@ class Pretence:
         stood = fell.argmax(1) + np.where(fell.any(1), 0, 99)
         return planned.drafts, np.minimum(stood, planned.drafts)
 
-    def _pack(self, rows: int, traits: Traits) -> Packed:
+    def _pack(self, rows: int, traits: StepFeatures) -> PackedResults:
         key = rows, traits
         if key not in self._packed:
-            parts = Parts(torch.zeros(1 << 22, dtype=torch.uint8))
+            parts = ResultWriter(torch.zeros(1 << 22, dtype=torch.uint8))
             parts.add("table", (len(self._length), self.device.width), torch.int64)
             if (top := traits.raw_top) >= 0:
                 parts.add("raw ids", (rows, top), torch.int64)

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.engine import Engine
-from draftproof.engine.slots import Seat
+from draftproof.engine.slots import SlotInit
 from draftproof.engine.step.device_step import Work
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.config import HeadConfig, Target
@@ -49,7 +49,7 @@ from draftproof.ops.torch.step import Bookkeeping
 from draftproof.propose.head import HeadProposer
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DraftTraits, Request, Traits
+from draftproof.types import DraftSpec, Request, StepFeatures
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9,
@@ -58,7 +58,7 @@ SMOLLM2 = ModelConfig(
 )  # fmt: skip
 
 T = TypeVar("T")
-TRAITS = Traits((0,))
+TRAITS = StepFeatures((0,))
 # ops that do several things at once, and who says how they are done one by one
 ONE_BY_ONE: dict[str, type] = {
     **dict.fromkeys(("blocks", "first_rows"), Ops),
@@ -142,9 +142,11 @@ class Decoding:
             ids = torch.randint(made.config.vocab_size, (length,), generator=random).tolist()
             request = Request(id=str(i), prompt_token_ids=ids, params=params, seed=i)
             mine = range(1 + i * pages, 1 + (i + 1) * pages)  # page 0 is nobody's
-            seats.append(Seat(slots.take(request), request, mine, room, said=ids, computed=options.context))
+            seats.append(
+                SlotInit(slots.take(request), request, mine, room, token_ids=ids, computed=options.context)
+            )
         assert pages * most < drafter.env.num_pages
-        slots.seat(seats)
+        slots.fill(seats)
         self.slots = torch.tensor([seat.slot for seat in seats], device=slots.device)
         torch.manual_seed(3)
         for cache in (*self.engine.runner.caches, *drafter.caches):
@@ -184,7 +186,7 @@ class Decoding:
         """The step that verifies so many drafts of each, and the drafts behind it."""
         rows, entries = self._sizes(batch, drafts)
         step = ("decode", rows, TRAITS), partial(self.device._whole, rows, TRAITS), False
-        return [step, (*self.device._draft(rows, entries, DraftTraits(drafts, later=later)), True)]
+        return [step, (*self.device._draft(rows, entries, DraftSpec(drafts, is_deferred=later)), True)]
 
     def parts(self, batch: int, drafts: int, later: bool = False) -> tuple[Callable[[], Any], ...]:
         return tuple(self.device._graph(*part) for part in self._work(batch, drafts, later))

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.engine.step.step_results import Ending, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
 from draftproof.engine.validation import Limits, check_request
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.serve.ipc.status import WorkerStatus, address_of, write_status
-from draftproof.types import NUM_OUT, PICK, TOKENS, Request, Wants
+from draftproof.types import NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 TOP = 20
 STEPS = 64  # that differ
@@ -84,14 +84,14 @@ class MadeUp:
         for i, (_, left) in enumerate(here):
             left[0] -= 1
             if not left[0]:
-                endings[i] = Ending("length")
+                endings[i] = Finish("length")
         requests = [request for request, _ in here]
         for i in endings:
             del self._requests[requests[i].id]
         self.num_tokens += len(here)
         while time.perf_counter() < end:
             time.sleep(max(end - time.perf_counter(), 0))
-        return StepResults(requests, table, {Wants.RAW: columns}, endings=endings)
+        return StepResults(requests, table, {LogprobKind.RAW: columns}, finishes=endings)
 
 
 def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) -> None:

@@ -46,7 +46,7 @@ class Watch:
         since = pacing._last_read if step.follows else step.started
         self._read(step, asked, late, weighed)
         if not planned.has_prompts and pacing._took:  # else it was nobody's, since the last turn
-            keys = int(pacing.scheduler.host.length[planned.slots].sum())
+            keys = int(pacing.scheduler.mirror.length[planned.slots].sum())
             thought = self.costs.takes(planned.num_rows, keys)
             self.seen[self.costs.size(planned.num_rows)].append((pacing._took, asked - since, thought, late))
 

@@ -265,7 +265,7 @@ class Soak:
         stats, slots = self.target.stats(), loop.slots
         if stats.num_used_pages or stats.num_running or stats.num_waiting or loop._flights or loop._retiring:
             self.wrong.append(f"left behind: {stats}")
-        if slots.num_free != len(slots.requests) or loop.scheduler.num_hosted or self.target._sequences:
+        if slots.num_free != len(slots.requests) or loop.scheduler.num_needing_sync or self.target._sequences:
             self.wrong.append("a slot or an index is not free")
         loop.scheduler.pages.check()
 

@@ -112,7 +112,7 @@ def run(llm: Any, batch: int) -> tuple[int, float]:
     core = llm.engine
     loop = core.loop
     instant = loop.device = host.Instant(loop.device)
-    instant.limit = loop.scheduler.host.max_length
+    instant.limit = loop.scheduler.mirror.max_length
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     for i in range(3 * batch):
         ids = [3 + i % 7] * 12

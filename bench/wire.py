@@ -25,7 +25,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc.decode import Guests, read, results_of
 from draftproof.serve.ipc.encode import Party, Standing, frame_of
 from draftproof.serve.ipc.frame import Bounds
-from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, Request, Wants
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 VOCAB = 49152
 STANDING = EngineStats(256, 0, 0, 1000, 500, 4096, 2000, 100)
@@ -45,7 +45,7 @@ def made_up(batch: int, logprobs: int, k: int, tokens: int) -> StepResults:
     columns = {}
     if logprobs >= 0:
         rows, width = batch * (k + 1), max(8, logprobs)
-        columns[Wants.RAW] = LogprobColumns(
+        columns[LogprobKind.RAW] = LogprobColumns(
             noise.normal(size=(rows, 1 + width)).astype(np.float32),
             noise.integers(0, VOCAB, (rows, width)),
             noise.integers(1, VOCAB, rows),
@@ -106,7 +106,7 @@ def main() -> None:
     results = made_up(options.batch, options.logprobs, options.k, options.tokens)
     bounds = Bounds(VOCAB, options.k, len(results.sources))
     standing = Standing(options.k, 1, 0.005, 1.0, STANDING)
-    kind = Wants.NONE if options.logprobs < 0 else Wants.RAW
+    kind = LogprobKind.NONE if options.logprobs < 0 else LogprobKind.RAW
     party = Party.of(None, [(i, kind, max(options.logprobs, 0)) for i in range(options.batch)])
     quarter = list(range(0, options.batch, 4))
     one_of_four = Party.of(quarter, [(i, kind, max(options.logprobs, 0)) for i in quarter])

@@ -18,7 +18,7 @@ class Echo(Proposer):
             tokens = batch.columns.tokens[slot, :length].tolist()
             seen = [i for i in range(length - 1) if tokens[i] == tokens[-1]]
             guesses.append(tokens[seen[-1] + 1 :][:budget] if seen else [])
-        return Draft.of(guesses, self.env.k)
+        return Draft.from_lists(guesses, self.env.k)
 
 
 if __name__ == "__main__":

@@ -98,24 +98,24 @@ class RequestStats:
 
     num_cached_tokens: int = 0  # of its prompt, not computed when it was first seated: they were there
     num_preemptions: int = 0  # how often it was put aside because pages ran out
-    arrived: float = field(default_factory=lambda: time.monotonic())
-    seated: float | None = None  # for the first time
-    spoke: float | None = None  # its first token was there
+    arrived_at: float = field(default_factory=lambda: time.monotonic())
+    scheduled_at: float | None = None  # for the first time
+    first_token_at: float | None = None  # its first token was there
     ended: float | None = None
 
     @property
     def queue_seconds(self) -> float | None:
-        return None if self.seated is None else self.seated - self.arrived
+        return None if self.scheduled_at is None else self.scheduled_at - self.arrived_at
 
     @property
     def first_token_seconds(self) -> float | None:
         """From its arrival."""
-        return None if self.spoke is None else self.spoke - self.arrived
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @property
     def seconds(self) -> float | None:
         """From its arrival to its end."""
-        return None if self.ended is None else self.ended - self.arrived
+        return None if self.ended is None else self.ended - self.arrived_at
 
 
 @dataclass(slots=True)

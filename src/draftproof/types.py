@@ -63,7 +63,7 @@ class SlotColumns:
     length: Tensor  # [S] int64: committed tokens, prompt included
     prompt_len: Tensor  # [S] int64
     computed: Tensor  # [S] int64: tokens whose KV is stored
-    ended: Tensor  # [S] int64: an `End`; an ended request has no rows, even if a step still names it
+    ended: Tensor  # [S] int64: an `FinishStatus`; an ended request has no rows, even if a step still names it
     draft: Tensor  # [S, K] int64
     num_draft: Tensor  # [S] int64
     draft_logprob: Tensor  # [S, K] fp32, the drafter's own; NaN where it gave none
@@ -79,36 +79,36 @@ class SlotColumns:
     seed: Tensor  # [S] int64
     min_length: Tensor  # [S] int64: below this length no end token may be sampled
     max_length: Tensor  # [S] int64: at this length the request ends
-    adjust: Tensor  # [S] int64: which of `Adjust` the request uses
-    wants: Tensor  # [S] int64: logprobs of its tokens: a `Wants`
+    adjust: Tensor  # [S] int64: which of `LogitAdjust` the request uses
+    logprob_kind: Tensor  # [S] int64: logprobs of its tokens: a `LogprobKind`
     strategy: Tensor  # [S] int64: which of the engine's strategies judges it
     ends: Tensor  # [S, V] bool: end-of-text and stop tokens, unless ignored
-    bias: Tensor  # [S, V] fp32, valid with Adjust.BIAS
-    banned: Tensor  # [S, V] bool: outside allowed_token_ids, valid with Adjust.BAN
+    bias: Tensor  # [S, V] fp32, valid with LogitAdjust.BIAS
+    banned: Tensor  # [S, V] bool: outside allowed_token_ids, valid with LogitAdjust.ALLOWED_IDS
 
 
-class End(IntEnum):
-    """How a request ended, as the device says it. From FORBIDDEN on: nothing could be sampled."""
+class FinishStatus(IntEnum):
+    """How a request ended, as the device says it. From NO_ALLOWED_TOKEN on: nothing could be sampled."""
 
-    NOT_YET = 0
+    RUNNING = 0
     STOP = 1  # an end or stop token was committed
     LENGTH = 2
-    FORBIDDEN = 3  # its options leave no token
+    NO_ALLOWED_TOKEN = 3  # its options leave no token
     NOT_FINITE = 4  # NaN or infinity in the logits
     FAILED = 5  # the user's code raised
 
 
-class Adjust(IntFlag):
+class LogitAdjust(IntFlag):
     """What changes a request's logits before they are sampled from."""
 
     PENALTY = 1
     BIAS = 2
-    BAN = 4
-    HOLD = 8  # min_tokens
+    ALLOWED_IDS = 4
+    MIN_TOKENS = 8  # min_tokens
     MASK = 16  # a grammar
 
 
-class Wants(IntEnum):
+class LogprobKind(IntEnum):
     """Logprobs of committed tokens."""
 
     NONE = 0
@@ -117,7 +117,7 @@ class Wants(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlanColumns:
     """What the host asks of a step, as columns on the device. B entries, as many as there are slots."""
 
     slots: Tensor  # [B] int64; -1: no entry
@@ -126,7 +126,7 @@ class Plan:
     budget: Tensor  # [B] int64: how many it may be given afterwards
 
     @classmethod
-    def of(cls, table: Tensor) -> Plan:
+    def from_table(cls, table: Tensor) -> PlanColumns:
         """From one tensor [4, B]."""
         return cls(*table)
 
@@ -142,30 +142,34 @@ class Rows:
     page_table: Tensor  # [slots, max_pages] int32
 
 
-class Traits(NamedTuple):  # hashed in every step, for which a dataclass takes ten times as long
+class StepFeatures(NamedTuple):  # hashed in every step, for which a dataclass takes ten times as long
     """What the requests of a step use between them: what the step has to compute, and nothing more.
 
     Captured steps are kept by it. A request's bits do not depend on what its neighbours make necessary.
     """
 
     strategies: tuple[int, ...]  # by number, ascending
-    adjusts: bool = False  # some have penalties, bias, bans, min_tokens
-    masks: bool = False  # some have a grammar
-    scales: bool = False  # processed logits are needed as such: truncation, or somebody looks at them
+    has_adjustments: bool = False  # some have penalties, bias, bans, min_tokens
+    has_grammar: bool = False  # some have a grammar
+    needs_processed: bool = (
+        False  # processed logits are needed as such: truncation, or somebody looks at them
+    )
     raw_top: int = -1  # columns of raw logprobs beside the token's own; -1: none wanted
     processed_top: int = -1
-    drafts: bool = False  # some want to know what their drafters thought
+    needs_draft_logprobs: bool = False  # some want to know what their drafters thought
 
 
-class DraftTraits(NamedTuple):
+class DraftSpec(NamedTuple):
     """What is wanted of a proposer that follows the rows; captured drafts are kept by it."""
 
     rounds: int  # drafts of whoever may have most of them, or a few more; 0: keep up, draft nothing
-    prompts: bool = False  # some entries have chunks, and the proposer minds
-    scales: bool = False  # some truncate what they sample from
-    logprobs: bool = False  # the drafter's own are read
-    probs: bool = False  # so are its probabilities, over the whole vocabulary
-    later: bool = False  # without rounds: keeping up is put off, and `DeviceProposer.catch_up` asked for
+    has_prompts: bool = False  # some entries have chunks, and the proposer minds
+    needs_processed: bool = False  # some truncate what they sample from
+    needs_logprobs: bool = False  # the drafter's own are read
+    needs_probs: bool = False  # so are its probabilities, over the whole vocabulary
+    is_deferred: bool = (
+        False  # without rounds: keeping up is put off, and `DeviceProposer.catch_up` asked for
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ class DeviceBatch:
     chunk: Tensor | None = None  # [B] int64: prompt rows that the step computed; 0: the entry decoded
     rows: Rows | None = None  # [R] of the step, with the drafts that it verified
     features: Tensor | None = None  # [R, n * hidden]: of each row the n that the proposer wants, side by side
-    traits: DraftTraits | None = None
+    spec: DraftSpec | None = None
     price: float = 0.0  # of a round of a model, in tokens; 0: it is not to be weighed
     verify: float = 0.0  # likewise of a row more in the next step
     begun: Any = None  # what `DeviceProposer.begin` has made for it
@@ -212,7 +216,7 @@ class Draft:
     sources: Tensor | None = None  # [B, K] int8, index into the proposer's `sources`; None = all 0
 
     @classmethod
-    def of(cls, guesses: Sequence[Sequence[int]], k: int) -> Draft:
+    def from_lists(cls, guesses: Sequence[Sequence[int]], k: int) -> Draft:
         """From plain lists, for proposers that work on the host."""
         import torch
 
@@ -240,7 +244,9 @@ class Windows:
     position: Tensor  # [L] int64: index in the output of the token the row decides: the key of its noise
     draft: Tensor  # [L] int64: the draft that takes the row's place if it stands; -1: none
     draft_probs: Tensor | None = None  # [S, K, V] by slot, of proposers that report them
-    allowed: Tensor | None = None  # [S, K + 1, ceil(V / 32)] int32 by slot and depth, valid with Adjust.MASK
+    allowed: Tensor | None = (
+        None  # [S, K + 1, ceil(V / 32)] int32 by slot and depth, valid with LogitAdjust.MASK
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +271,7 @@ class Outcome:
 NUM_OUT = 0  # committed tokens
 NUM_DRAFT = 1  # drafts verified
 NUM_ACCEPTED = 2  # of the committed tokens, how many were drafts; they come first
-ENDED = 3  # an `End`
+ENDED = 3  # an `FinishStatus`
 FIRST_ROW = 4  # its first logits row
 PICK = 5  # where its tokens begin in `pick_rows`, if its logprobs are wanted
 TOKENS = 6  # K + 1 columns, valid up to NUM_OUT
@@ -283,7 +289,7 @@ class LogprobRow:
     ranks: list[int]
 
     @classmethod
-    def of_columns(
+    def from_columns(
         cls, values: list[list[float]], ids: list[list[int]], ranks: list[int], tokens: list[int], top: int
     ) -> list[LogprobRow]:
         """From columns of at least `top` best: values [n, 1 + _], ids [n, _], ranks [n] of tokens [n]."""

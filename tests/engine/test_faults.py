@@ -167,10 +167,10 @@ def test_nor_are_those_of_whoever_left_meanwhile(when, steps, alone):
     assert served(target, [replace(request, id="4")], stats=stats)["4"] == alone["4"]
 
 
-@pytest.mark.parametrize("broken", ["unlearn", "computed"])
+@pytest.mark.parametrize("broken", ["unpublish", "computed"])
 def test_control_pages_that_were_never_filled_are_found(broken, monkeypatch, alone):
-    if broken == "unlearn":
-        monkeypatch.setattr(Pages, "unlearn", lambda *_: None)
+    if broken == "unpublish":
+        monkeypatch.setattr(Pages, "unpublish", lambda *_: None)
     else:
         whole = Scheduler._wait_again
         monkeypatch.setattr(Scheduler, "_wait_again", lambda self, s, computed: whole(self, s, computed + 24))

@@ -24,7 +24,7 @@ from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.runner import Runner
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
-from draftproof.types import DeviceBatch, Draft, DraftTraits, Rows
+from draftproof.types import DeviceBatch, Draft, DraftSpec, Rows
 from fake_chip import Chip
 from step_cases import PAGE, Size, Step
 
@@ -113,7 +113,7 @@ def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **trait
     step, count = Step(1, size), entries * (K + 1)
     rows = Rows(*torch.zeros((4, count), dtype=torch.int64), step.columns.page_table)
     features = torch.zeros((count, 2 * SMALL["hidden_size"]), dtype=torch.bfloat16)
-    plan, wanted = step.plan, DraftTraits(rounds, **traits)
+    plan, wanted = step.plan, DraftSpec(rounds, **traits)
     batch = DeviceBatch(step.columns, plan.slots, plan.budget, plan.chunk, rows, features, wanted)
     launches: Launches = ops.launches  # type: ignore[attr-defined]
     proposer.draft(batch)  # scratch and tables are made
@@ -146,7 +146,9 @@ def test_keeping_up_takes_few(proposer: Eagle3Proposer) -> None:
     assert found.total() == 5 and "blocks_kernel" not in found, found
 
 
-@pytest.mark.parametrize("traits", [{}, {"scales": True}, {"logprobs": True}, {"probs": True}])
+@pytest.mark.parametrize(
+    "traits", [{}, {"needs_processed": True}, {"needs_logprobs": True}, {"needs_probs": True}]
+)
 @pytest.mark.parametrize("entries", [1, 64])
 def test_nothing_waits_for_the_device(
     proposer: Eagle3Proposer, entries: int, traits: dict[str, bool]

@@ -33,7 +33,7 @@ class Shared(RuleBasedStateMachine):
         found = self.pages.find(known)
         need = -(-len(tokens) // SIZE) - len(found)
         if need > self.pages.num_free:
-            self.pages.give_back(found)
+            self.pages.release(found)
             with pytest.raises(MemoryError):
                 self.pages.take(need + len(found) + self.pages.num_free)
             return
@@ -43,22 +43,22 @@ class Shared(RuleBasedStateMachine):
         for page, digest in zip(found, known, strict=False):
             assert all(page not in p or d[p.index(page)] == digest for p, d in self.held), "another's text"
         for page, digest in zip(own, known[len(found) :], strict=False):
-            self.pages.know(page, digest)
+            self.pages.publish(page, digest)
         self.held.append((found + own, known))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def go(self, data: st.DataObject) -> None:
-        self.pages.give_back(self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))[0])
+        self.pages.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))[0])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def doubt(self, data: st.DataObject) -> None:
         pages, known = self.held[data.draw(st.integers(0, len(self.held) - 1))]
-        self.pages.unlearn(pages)
+        self.pages.unpublish(pages)
         again = self.pages.find(known)
         assert not set(again) & set(pages), "what is doubted was found"
-        self.pages.give_back(again)
+        self.pages.release(again)
 
     @rule()
     def forget(self) -> None:
@@ -136,22 +136,22 @@ def test_control_content_that_stays_after_its_page_was_given_away(monkeypatch):
 def test_a_page_given_back_twice_is_caught():
     pages = Pages(5)
     mine = pages.take(2)
-    pages.give_back(mine)
+    pages.release(mine)
     with pytest.raises(AssertionError, match="given back twice"):
-        pages.give_back(mine)
+        pages.release(mine)
 
 
 def test_what_is_unlearned_is_not_found_whoever_has_it():
     pages = Pages(5)
     mine, yours = pages.take(2)
-    pages.know(mine, b"mine")
-    pages.know(yours, b"yours")
-    pages.give_back([yours])
+    pages.publish(mine, b"mine")
+    pages.publish(yours, b"yours")
+    pages.release([yours])
     assert pages.num_idle == 1
-    pages.unlearn([mine, yours, 4])
+    pages.unpublish([mine, yours, 4])
     pages.check()
     assert pages.num_idle == 0 and pages.num_free == 3 and not pages.find([b"mine"]) + pages.find([b"yours"])
-    pages.give_back([mine])
+    pages.release([mine])
     pages.check()
 
 
@@ -159,9 +159,9 @@ def test_a_page_never_taken_is_caught():
     pages = Pages(5)
     for page in (3, 0):
         with pytest.raises(AssertionError, match="never taken"):
-            pages.give_back([page])
+            pages.release([page])
         with pytest.raises(AssertionError, match="no user"):
-            pages.know(page, b"")
+            pages.publish(page, b"")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_page_never_taken_is_caught():
 def test_the_check_sees_what_is_wrong(spoil, message):
     pages = Pages(8)
     first = pages.take(3)
-    pages.know(first[0], b"x")
-    pages.give_back(first)
+    pages.publish(first[0], b"x")
+    pages.release(first)
     pages.take(2)
     pages.check()
     spoil(pages)
@@ -210,14 +210,14 @@ def test_a_digest_is_of_all_that_comes_before():
 def hold(pages: Pages, tokens: list[int]) -> list[int]:
     mine = pages.take(len(tokens) // SIZE)
     for page, digest in zip(mine, digests(tokens, SIZE), strict=True):
-        pages.know(page, digest)
+        pages.publish(page, digest)
     return mine
 
 
 def num_found(pages: Pages, tokens: list[int]) -> int:
     """Without a lasting effect, but for the order."""
     found = pages.find(list(digests(tokens, SIZE)))
-    pages.give_back(found)
+    pages.release(found)
     return len(found)
 
 
@@ -225,8 +225,8 @@ def test_the_longest_unused_gives_way_and_of_a_text_its_end():
     pages = Pages(7)
     old, new = [1] * 3 * SIZE, [2] * 3 * SIZE
     first, second = hold(pages, old), hold(pages, new)
-    pages.give_back(first)
-    pages.give_back(second)
+    pages.release(first)
+    pages.release(second)
     assert [pages.take(1)[0] for _ in range(6)] == first[::-1] + second[::-1]
 
 
@@ -234,7 +234,7 @@ def test_what_was_found_lately_stays():
     pages = Pages(5)
     old, new = [1] * 2 * SIZE, [2] * 2 * SIZE
     for text in (old, new):
-        pages.give_back(hold(pages, text))
+        pages.release(hold(pages, text))
     assert num_found(pages, old) == 2  # used again: now `new` is the older one
     pages.take(2)
     assert num_found(pages, old) == 2 and num_found(pages, new) == 0
@@ -253,6 +253,6 @@ def test_the_same_text_computed_twice_is_known_once():
     pages = Pages(9)
     first, second = hold(pages, [1] * SIZE), hold(pages, [1] * SIZE)
     assert pages.find(list(digests([1] * SIZE, SIZE))) == first
-    pages.give_back(second)
+    pages.release(second)
     pages.check()
     assert pages.num_idle == 0, "nobody would find it"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftproof.engine.fast_path import Calm
+from draftproof.engine.fast_path import FastPath
 from draftproof.engine.page_pool import digests
 from draftproof.engine.scheduler import Scheduler
 from lives import K, Life, lives, machine
@@ -18,7 +18,7 @@ def test_control_steps_under_way_that_are_forgotten(monkeypatch):
 
     def broken(self, *arguments):
         planned = whole(self, *arguments)
-        self.host.under_way[planned.slots] -= planned.samples
+        self.mirror.in_flight[planned.slots] -= planned.samples
         return planned
 
     monkeypatch.setattr(Scheduler, "_planned", broken)
@@ -32,9 +32,9 @@ def test_control_a_plan_that_goes_on_past_the_end(monkeypatch):
 
     def broken(self, idle=True):
         lines = self._lines.copy()
-        self.host.max_length[lines] += 1
+        self.mirror.max_length[lines] += 1
         planned = whole(self, idle)
-        self.host.max_length[lines] -= 1
+        self.mirror.max_length[lines] -= 1
         return planned
 
     monkeypatch.setattr(Scheduler, "plan", broken)
@@ -69,7 +69,7 @@ def test_control_rows_beyond_the_budget(monkeypatch):
 
 def test_control_room_that_is_used_twice(monkeypatch):
     """Plans are taken again without counting what they may commit."""
-    whole = Calm._again
+    whole = FastPath._again
 
     def broken(self, *arguments):
         room = self._room
@@ -77,20 +77,20 @@ def test_control_room_that_is_used_twice(monkeypatch):
         self._room = room
         return planned
 
-    monkeypatch.setattr(Calm, "_again", broken)
+    monkeypatch.setattr(FastPath, "_again", broken)
     with pytest.raises((AssertionError, IndexError)):  # a row beyond the last page
         lives()
 
 
 def test_control_the_last_plan_again_whoever_runs(monkeypatch):
-    whole = Calm.plan
+    whole = FastPath.plan
 
     def broken(self, running, lines, version):
         if self._plan is not None:
             self._plan.version = version
         return whole(self, running, lines, version)
 
-    monkeypatch.setattr(Calm, "plan", broken)
+    monkeypatch.setattr(FastPath, "plan", broken)
     with pytest.raises(AssertionError):
         lives()
 
@@ -100,18 +100,18 @@ def test_control_the_last_plan_again_whoever_runs(monkeypatch):
 )
 def test_control_those_that_are_looked_at_all_at_once(monkeypatch, column, more):
     """A page that is not there, a token past the end, a prompt that is not done, a draft that nobody has."""
-    whole = Calm._among_themselves
+    whole = FastPath._among_themselves
 
     def broken(self, running, lines, version):
-        kept = getattr(self.host, column).copy()
-        getattr(self.host, column)[lines] = np.maximum(kept[lines] + more, 0)
+        kept = getattr(self.mirror, column).copy()
+        getattr(self.mirror, column)[lines] = np.maximum(kept[lines] + more, 0)
         try:
             return whole(self, running, lines, version)
         finally:
             if column != "num_draft":
-                getattr(self.host, column)[:] = kept
+                getattr(self.mirror, column)[:] = kept
 
-    monkeypatch.setattr(Calm, "_among_themselves", broken)
+    monkeypatch.setattr(FastPath, "_among_themselves", broken)
     with pytest.raises((AssertionError, IndexError)):
         lives()
 
@@ -120,7 +120,7 @@ def test_control_a_tenant_that_is_not_asked_for(monkeypatch):
     whole = Scheduler.settle
 
     def broken(self, planned, *columns):
-        return whole(self, replace(planned, tenants=self.host.tenant[planned.slots]), *columns)
+        return whole(self, replace(planned, generations=self.mirror.generation[planned.slots]), *columns)
 
     monkeypatch.setattr(Scheduler, "settle", broken)
     with pytest.raises(AssertionError):
@@ -134,7 +134,7 @@ def test_control_pages_found_before_they_are_stored(monkeypatch):
     def broken(self, sequence):
         seated = whole(self, sequence)
         if seated:
-            self.prefixes.make_known(sequence, len(sequence.ids))
+            self.prefix_cache.publish_pages(sequence, len(sequence.ids))
         return seated
 
     monkeypatch.setattr(Scheduler, "_admit", broken)
@@ -169,9 +169,9 @@ def test_control_a_victim_whose_pages_are_forgotten(monkeypatch):
 
 def test_control_drafts_that_outgrow_their_pages(monkeypatch):
     monkeypatch.setattr(Scheduler, "_room", lambda self: np.full(len(self._lines), K))
-    whole = Scheduler._short_of
+    whole = Scheduler._missing_pages
     monkeypatch.setattr(
-        Scheduler, "_short_of", lambda self, who, drafts, ahead=0: whole(self, who, 0 * drafts)
+        Scheduler, "_missing_pages", lambda self, who, drafts, ahead=0: whole(self, who, 0 * drafts)
     )
     with pytest.raises(AssertionError, match="rows without a page"):
         lives()
@@ -184,7 +184,7 @@ def test_control_a_page_given_back_twice(monkeypatch):
     def broken(self, sequence):
         shared = [page for page in sequence.pages if self.pages._users.get(page, 0) > 1]
         whole(self, sequence)
-        self.pages.give_back(shared[:1])
+        self.pages.release(shared[:1])
 
     monkeypatch.setattr(Scheduler, "_leave", broken)
     with pytest.raises(AssertionError, match="miscounted|given back twice|KV of another text"):
@@ -195,10 +195,10 @@ def test_control_a_page_given_back_twice(monkeypatch):
 def test_control_an_order_that_is_not_that_of_rank(monkeypatch, name):
     """The best rank is put aside, or the queue is served from its end."""
     if name == "first":
-        whole = Scheduler._put_aside
+        whole = Scheduler._preempt
         monkeypatch.setattr(
             Scheduler,
-            "_put_aside",
+            "_preempt",
             lambda self, _: whole(self, min(self.running, key=lambda s: s.rank)),
         )
     else:

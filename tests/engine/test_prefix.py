@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from draftproof import LLM
-from draftproof.engine.prefix_cache import Prefixes
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.sampling_params import SamplingParams
 from exact import Ask, Company, Where, check_empty, compare, run_solo
 
@@ -143,8 +143,8 @@ def test_what_is_found_was_stored_before():
 
 def test_control_a_page_that_is_known_too_early(monkeypatch):
     """All of a prompt, when the first chunk of it is planned."""
-    whole = Prefixes.make_known
-    monkeypatch.setattr(Prefixes, "make_known", lambda self, s, computed: whole(self, s, len(s.ids)))
+    whole = PrefixCache.publish_pages
+    monkeypatch.setattr(PrefixCache, "publish_pages", lambda self, s, computed: whole(self, s, len(s.ids)))
     assert any("request 1" in line for line in overtaken())
 
 

@@ -223,7 +223,7 @@ def _column(name, add=1):
 
 def _host(name, add=1):
     def spoil(engine, sequence):
-        getattr(engine.loop.scheduler.host, name)[sequence.slot] += add
+        getattr(engine.loop.scheduler.mirror, name)[sequence.slot] += add
 
     return spoil
 
@@ -246,17 +246,17 @@ def _share(engine, sequence):
         (_column("num_draft"), "more drafts than are known of"),
         (_column("prompt_len"), "prompt lengths differ"),
         (_column("ended"), "ended on the device alone"),
-        (_host("under_way"), "a step is missing"),
+        (_host("in_flight"), "a step is missing"),
         (lambda e, s: setattr(s, "max_length", 13), "ran past its end"),
         (lambda e, s: e.loop.slots.requests.__setitem__(s.slot, None), "its slot is another's"),
         (lambda e, s: s.pages.clear(), "pages short"),
         (lambda e, s: s.pages.append(7), "pages miscounted"),
         (_host("num_pages"), "pages miscounted"),
-        (_host("most"), "something is under way"),
+        (_host("max_committed"), "something is under way"),
         (_column("page_table"), "its page table differs"),
         (_share, "shares a page that is written to"),
         (lambda e, s: e.loop.slots.columns.tokens[s.slot].fill_(97), "impossible token"),
-        (lambda e, s: e.loop.scheduler.pages.give_back(s.pages[:1]), "has no user"),
+        (lambda e, s: e.loop.scheduler.pages.release(s.pages[:1]), "has no user"),
     ],
 )
 def test_the_invariants_see_what_is_wrong(spoil, message):
@@ -279,7 +279,7 @@ def test_a_slot_freed_twice_is_caught():
     slot = engine.loop.scheduler.running[0].slot
     engine.abort("0")
     with pytest.raises(AssertionError, match="freed twice"):
-        engine.loop.slots.stand(slot)
+        engine.loop.slots.free(slot)
 
 
 def test_drafts_do_not_keep_a_prompt_out():
@@ -292,7 +292,7 @@ def test_drafts_do_not_keep_a_prompt_out():
     scheduler = busy.loop.scheduler
 
     def prompt_left(sequence):
-        return scheduler.host.prompt_left[sequence.slot]
+        return scheduler.mirror.prompt_left[sequence.slot]
 
     while any(prompt_left(s) for s in scheduler.running) or scheduler.waiting:
         busy.step()

@@ -32,11 +32,11 @@ def test_control_what_the_soak_would_find(bench, monkeypatch):
     """Pages of a request that was put aside are kept, or its text is cut: both are seen."""
     from draftproof.engine.scheduler import Scheduler
 
-    whole = Scheduler._put_aside
+    whole = Scheduler._preempt
 
     def broken(self, sequence):
         self.pages.find(sequence.digests[:1])
         whole(self, sequence)
 
-    monkeypatch.setattr(Scheduler, "_put_aside", broken)
+    monkeypatch.setattr(Scheduler, "_preempt", broken)
     assert bench.soak(60, wave=20)["num_wrong"]

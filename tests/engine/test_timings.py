@@ -53,7 +53,7 @@ def test_times_of_requests_and_of_all(spec, overlap, clock):
     timings = target.stats().timings
     assert target.stats().num_preemptions
     for one in stats.values():
-        assert one.arrived < one.seated < one.spoke < one.ended
+        assert one.arrived_at < one.scheduled_at < one.first_token_at < one.ended
         assert 0 < one.queue_seconds < one.first_token_seconds < one.seconds
     assert timings.queue.count == timings.first_token.count == 6
     assert timings.queue.total == sum(one.queue_seconds for one in stats.values())
@@ -87,5 +87,5 @@ def test_one_that_is_aborted_in_the_queue_has_no_first_token(clock):
     target.abort("1")
     while target.has_work:
         target.step()
-    assert stats[1].queue_seconds is None and stats[1].spoke is None and stats[1].seconds > 0
+    assert stats[1].queue_seconds is None and stats[1].first_token_at is None and stats[1].seconds > 0
     assert target.stats().timings.queue.count == 1

@@ -195,9 +195,9 @@ def test_nobody_waits_for_what_lies_behind_steps(steps, most):
 
 @pytest.mark.parametrize("planted", ["buried", "taught", "sent"])
 def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
-    reap, teach = Loop._reap, Lessons.teach
+    reap, teach = Loop._release_finished, Lessons.teach
     if planted == "buried":
-        monkeypatch.setattr(Loop, "_reap", lambda self, number=0: reap(self))
+        monkeypatch.setattr(Loop, "_release_finished", lambda self, number=0: reap(self))
     elif planted == "taught":
         monkeypatch.setattr(Lessons, "teach", lambda self, proposer, number: teach(self, proposer, 1e9))
     else:

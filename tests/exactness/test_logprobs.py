@@ -65,7 +65,7 @@ def test_several_requests_in_one_pass_equal_each_alone(ops: Any) -> None:
     found = ops.logprobs(logits, torch.tensor(rows), torch.tensor(tokens), 20)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
     for top in (0, 1, 5, 20):
-        lines = LogprobRow.of_columns(*columns, tokens, top)
+        lines = LogprobRow.from_columns(*columns, tokens, top)
         for row, token, line in zip(rows, tokens, lines, strict=True):
             if row >= 0:
                 assert [line] == logprob_rows(ops, logits, Wanted([row], [token], top, ()))

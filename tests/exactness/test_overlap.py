@@ -210,7 +210,7 @@ def test_control_without_the_tenant_check_they_do(spec, monkeypatch):
     whole = Scheduler.settle
 
     def broken(self, planned, *columns):
-        return whole(self, replace(planned, tenants=self.host.tenant[planned.slots]), *columns)
+        return whole(self, replace(planned, generations=self.mirror.generation[planned.slots]), *columns)
 
     monkeypatch.setattr(Scheduler, "settle", broken)
     assert any("after its end" in line for line in inherited(spec))
@@ -222,7 +222,7 @@ def test_control_a_newcomer_whose_count_is_moved_by_its_predecessor(monkeypatch)
 
     def broken(self, planned, num_out, *columns):
         here = whole(self, planned, num_out, *columns)
-        self.host.length[planned.slots[~here]] += num_out[~here]
+        self.mirror.length[planned.slots[~here]] += num_out[~here]
         return here
 
     monkeypatch.setattr(Scheduler, "settle", broken)
@@ -278,7 +278,7 @@ def test_control_a_request_that_is_not_let_go_is_seen(monkeypatch):
     def broken(self, sequence):
         slot = sequence.slot
         whole(self, sequence)
-        self.host.tenant[slot] -= 1
+        self.mirror.generation[slot] -= 1
 
     monkeypatch.setattr(Scheduler, "_leave", broken)
     assert after_the_end(None) and after_the_end(JUNK)

@@ -93,11 +93,11 @@ def test_nobody_waits_for_the_device_but_to_read(method: str | None) -> None:
 
 def test_a_hidden_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what seats newcomers looks at the device."""
-    seat = Slots.seat
+    seat = Slots.fill
 
     def slow(self: Slots, seats: Any) -> None:
         seat(self, seats)
         self.columns.length[0].item()
 
-    monkeypatch.setattr(Slots, "seat", slow)
+    monkeypatch.setattr(Slots, "fill", slow)
     assert waits(None)

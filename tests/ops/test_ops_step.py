@@ -21,7 +21,16 @@ import step_cases
 from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.ops.reference.step import _latest_match
 from draftproof.ops.torch.forward import TorchOps
-from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, End, Outcome, Wants
+from draftproof.types import (
+    ENDED,
+    NUM_ACCEPTED,
+    NUM_DRAFT,
+    NUM_OUT,
+    TOKENS,
+    FinishStatus,
+    LogprobKind,
+    Outcome,
+)
 from opcheck import CPU, importable
 from step_cases import CHECKS, REF, Size, Step
 
@@ -113,7 +122,7 @@ def features(seed: int) -> Counter[str]:
             continue
         line, window = out.table[b].tolist(), int(before.slots[b]) >= 0
         chunk, ended = int(plan.chunk[b]), int(columns.ended[slot])
-        found["ended before"] += ended != End.NOT_YET
+        found["ended before"] += ended != FinishStatus.RUNNING
         found["prompt goes on"] += chunk > 0 and not window and not ended
         found["prompt ends"] += chunk > 0 and window
         found["no budget"] += int(plan.budget[b]) == 0
@@ -126,14 +135,20 @@ def features(seed: int) -> Counter[str]:
             continue
         rows = bad[int(before.first[b]) :][: line[NUM_DRAFT] + 1]
         found["drafts cut by the plan"] += int(columns.num_draft[slot]) > line[NUM_DRAFT]
-        found[f"ends: {End(line[ENDED]).name}"] += 1
-        found["ends within its drafts"] += line[ENDED] == End.STOP and line[NUM_OUT] == line[NUM_ACCEPTED]
-        found["full within its drafts"] += line[ENDED] == End.LENGTH and line[NUM_OUT] == line[NUM_ACCEPTED]
-        found["a bad row that does not matter"] += line[ENDED] < End.FORBIDDEN and bool((rows > 0).any())
+        found[f"ends: {FinishStatus(line[ENDED]).name}"] += 1
+        found["ends within its drafts"] += (
+            line[ENDED] == FinishStatus.STOP and line[NUM_OUT] == line[NUM_ACCEPTED]
+        )
+        found["full within its drafts"] += (
+            line[ENDED] == FinishStatus.LENGTH and line[NUM_OUT] == line[NUM_ACCEPTED]
+        )
+        found["a bad row that does not matter"] += line[ENDED] < FinishStatus.NO_ALLOWED_TOKEN and bool(
+            (rows > 0).any()
+        )
         found["nothing committed"] += line[NUM_OUT] == 0
         found["all stood"] += line[NUM_ACCEPTED] == line[NUM_DRAFT] > 0
         found["one fell"] += line[NUM_ACCEPTED] < line[NUM_DRAFT]
-        found[f"wants {Wants(int(columns.wants[slot])).name}"] += 1
+        found[f"wants {LogprobKind(int(columns.logprob_kind[slot])).name}"] += 1
         found["hot" if columns.temperature[slot] > 0 else "cold"] += 1
     return found
 
@@ -144,8 +159,8 @@ def test_the_cases_have_everything_in_them() -> None:
         found.update(features(seed))
     rare = {name: n for name, n in found.items() if n < 2}
     assert not rare, rare
-    assert {f"ends: {end.name}" for end in End if end != End.FAILED} <= set(found)
-    assert {f"wants {w.name}" for w in Wants} | {"hot", "cold"} <= set(found)
+    assert {f"ends: {end.name}" for end in FinishStatus if end != FinishStatus.FAILED} <= set(found)
+    assert {f"wants {w.name}" for w in LogprobKind} | {"hot", "cold"} <= set(found)
 
 
 def test_the_pools_of_the_cases_are_drafted_from() -> None:

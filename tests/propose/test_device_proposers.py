@@ -149,7 +149,7 @@ class Counting(MtpProposer):
     rounds: Any = []
 
     def draft(self, batch: Any) -> Draft:
-        Counting.rounds.append((batch.traits.rounds, len(batch.rows.tokens), len(batch.slots)))
+        Counting.rounds.append((batch.spec.rounds, len(batch.rows.tokens), len(batch.slots)))
         return super().draft(batch)
 
 

@@ -15,7 +15,7 @@ from draftproof.ops.contract.draft_search import FIXED_ONE, AcceptanceRecord
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, Draft, DraftTraits
+from draftproof.types import DeviceBatch, Draft, DraftSpec
 from exact import Ask, Company, Where, plant, solo
 from proposer_cases import lines, make
 
@@ -170,7 +170,7 @@ def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     proposer.members[0], proposer.weighed = Model(proposer.env, {}), 0
     columns = lines(proposer.env.ops, 4, [[*range(20, 40)], [7]])
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]), price=0.4 * (short == "price"))
-    drafts = proposer.draft(replace(batch, traits=DraftTraits(2 if short == "rounds" else 4)))
+    drafts = proposer.draft(replace(batch, spec=DraftSpec(2 if short == "rounds" else 4)))
     assert calls == [True] + [False] * (short != "never")
     assert drafts.count.item() == {"limit": 2, "price": 2, "rounds": 2}.get(short, 4)
 

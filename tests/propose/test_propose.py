@@ -13,7 +13,7 @@ from draftproof.propose import ngram_sizes
 from draftproof.propose.ngram import NgramProposer
 from draftproof.propose.prediction import GivenProposer, _Cursor
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, End, ProposeBatch
+from draftproof.types import DeviceBatch, FinishStatus, ProposeBatch
 from exact import Ask, Company, Where, solo
 from opcheck import importable
 from proposer_cases import Talk, lines, make
@@ -107,7 +107,7 @@ def test_random_histories_against_the_definition(ops):
 @every
 def test_nobody_and_those_who_ended_are_given_nothing(ops):
     columns = lines(ops, 4, [[7, 8, 7, 8, 7]] * 3)
-    columns.ended[1] = int(End.STOP)
+    columns.ended[1] = int(FinishStatus.STOP)
     slots, budget = torch.tensor([-1, 0, 1, 2, -1]), torch.tensor([4, 4, 4, 0, 4])
     drafts, count = ops.search_ngram(columns, slots, budget, 2, 5)
     assert count.tolist() == [0, 4, 0, 0, 0] and drafts[1].tolist() == [8, 7, 8, 7]

@@ -21,7 +21,7 @@ from draftproof.engine.drafting.draft_gate import Asking
 from draftproof.propose.calibration import FIRM, MANY, RANGES, SHARED, Sureness
 from draftproof.propose.draft_rounds import Rounds
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, Draft, DraftTraits, Request, SlotColumns
+from draftproof.types import DeviceBatch, Draft, DraftSpec, Request, SlotColumns
 from exact import Ask, Company, Where
 from scripted import OPS, PAGE, seated, simulate, strategy
 
@@ -99,8 +99,8 @@ def chains(
     columns: SlotColumns, live: Tensor, price: float, verify: float, k: int, known: Sureness | None = None
 ) -> Draft:
     """Drafts of a Markov chain, by the rounds that a head has."""
-    traits = DraftTraits(k, probs=True)
-    batch = DeviceBatch(columns, live, torch.full_like(live, k), traits=traits, price=price, verify=verify)
+    traits = DraftSpec(k, needs_probs=True)
+    batch = DeviceBatch(columns, live, torch.full_like(live, k), spec=traits, price=price, verify=verify)
     known = known or Sureness(len(columns.length))
     rounds = Rounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, known)
     last = rounds.ahead.last_token
@@ -216,7 +216,7 @@ def test_a_head_alone_is_told_what_its_rounds_cost() -> None:
 
     made = engine()
     asking, drafting = made.loop.asking, made.loop.device.drafting
-    assert asking.priced and not made.loop.scheduler.asks_first
+    assert asking.priced and not made.loop.scheduler.drafts_before_plan
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
     tiny.run(made, [tiny.request(i, params) for i in range(2)])
     assert asking._round > 0 and drafting.price > 0 and sum(counts(drafting.proposer.sureness)) > 0

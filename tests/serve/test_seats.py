@@ -41,18 +41,18 @@ def test_nobody_who_sits_down_makes_the_host_wait(waits: list[Any]) -> None:
     for request in requests:
         engine.add(request)
     planned = engine.loop.scheduler.plan()
-    assert planned is not None and len(planned.newcomers) == len(requests)
+    assert planned is not None and len(planned.admitted) == len(requests)
     with torch.inference_mode():
-        slots.seat([sequence.seat for sequence in planned.newcomers])
+        slots.fill([sequence.slot_init for sequence in planned.admitted])
         slots.grow([(0, 1, 2)])
     assert waits == []
-    for sequence, request in zip(planned.newcomers, requests, strict=True):
+    for sequence, request in zip(planned.admitted, requests, strict=True):
         length, line = len(request.prompt_token_ids), sequence.slot
         assert slots.read(line, length) == list(request.prompt_token_ids)
         assert slots.columns.length[line] == length and slots.columns.seed[line] == request.seed
-    ends = slots.columns.ends[planned.newcomers[0].slot]
-    assert ends[7] and slots.columns.bias[planned.newcomers[0].slot, 5] == 1.0
-    assert (~slots.columns.banned[planned.newcomers[1].slot]).nonzero().flatten().tolist() == [3, 5, 9]
+    ends = slots.columns.ends[planned.admitted[0].slot]
+    assert ends[7] and slots.columns.bias[planned.admitted[0].slot, 5] == 1.0
+    assert (~slots.columns.banned[planned.admitted[1].slot]).nonzero().flatten().tolist() == [3, 5, 9]
 
 
 def test_a_number_that_is_assigned_is_noticed(waits: list[Any]) -> None:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftproof.engine.step.step_results import Ending, Extra, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc import encode
 from draftproof.serve.ipc.decode import Guests, Told, read, results_of
 from draftproof.serve.ipc.encode import Refusal, refusal_frame
 from draftproof.serve.ipc.frame import COLUMNS, HEAD, VERSION, Bounds, FrameError, Status, pack, unpack
-from draftproof.types import NUM_OUT, TOKENS, DraftRecord, LogprobRow, Request, Wants
+from draftproof.types import NUM_OUT, TOKENS, DraftRecord, LogprobKind, LogprobRow, Request
 from frames import STATS, Step, random_step, sealed
 from fuzzing import fuzz
 
@@ -34,11 +34,14 @@ def check_same(step: Step, frame: bytes, at: list[int]) -> None:
     want = [step.results[i] for i in at]
     assert [repr(one) for one in results] == [repr(one) for one in want]
     assert told.handles == [step.handles[i] for i in at] and told.stats(STATS.timings) == STATS
-    assert results.endings == {
-        place: step.results.endings[i] for place, i in enumerate(at) if i in step.results.endings
+    assert results.finishes == {
+        place: step.results.finishes[i] for place, i in enumerate(at) if i in step.results.finishes
     }
     for place, i in enumerate(at):
-        mine, theirs = results.extras.get(place, Extra()), step.results.extras.get(i, Extra())
+        mine, theirs = (
+            results.host_logprobs.get(place, HostLogprobs()),
+            step.results.host_logprobs.get(i, HostLogprobs()),
+        )
         asked = step.results.requests[i].params.include_draft_logprobs and step.results.table[i, NUM_OUT]
         assert repr(mine) == repr(theirs) or (asked and not mine.drafts and not theirs.drafts)
     counts = [(place, step.counts[i]) for place, i in enumerate(at) if i in step.counts]
@@ -186,14 +189,14 @@ def golden_step() -> Step:
         DraftRecord(35, 7, "one", True, -0.75, None),
     ]
     extras = {
-        2: Extra(prompt_logprobs=[LogprobRow([4, 5], [-1.5, -2.5], [7, 1])], drafts=drafts),
-        3: Extra(logprobs=[LogprobRow([37, 3], [-3.5, -float("inf")], [1, 40])]),
+        2: HostLogprobs(prompt_logprobs=[LogprobRow([4, 5], [-1.5, -2.5], [7, 1])], drafts=drafts),
+        3: HostLogprobs(logprobs=[LogprobRow([37, 3], [-3.5, -float("inf")], [1, 40])]),
     }
-    endings = {0: Ending("stop", 32), 1: Ending("error", None, "é"), 3: Ending("length")}
-    columns = {Wants.RAW: raw, Wants.PROCESSED: processed}
+    endings = {0: Finish("stop", 32), 1: Finish("error", None, "é"), 3: Finish("length")}
+    columns = {LogprobKind.RAW: raw, LogprobKind.PROCESSED: processed}
     source = np.array([[1, 0], [0, 0], [0, 1], [0, 0]], np.int8)
     results = StepResults(requests, table, columns, ("one", "two"), source, endings, extras)
-    return Step(results, [9, 8, 2**63, 6], Bounds(40, 2, 2), {1: RequestStats(16, 1, 0.0, seated=2.5)})
+    return Step(results, [9, 8, 2**63, 6], Bounds(40, 2, 2), {1: RequestStats(16, 1, 0.0, scheduled_at=2.5)})
 
 
 def test_golden_bytes() -> None:
@@ -282,7 +285,7 @@ def test_columns_are_held_against_each_other(change: str) -> None:
     for seed in range(40):
         step = random_step(seed, n=12)
         data = changed(step, name, value)
-        runs = step.results.endings.get(0) is None
+        runs = step.results.finishes.get(0) is None
         if data is None or data == step.frame() or (name == "status" and not runs):
             continue
         try:

@@ -141,7 +141,7 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
     Each time some plans `later`, so that in the end also a long prompt without a cache gets through.
     """
     scheduler, plans = target.loop.scheduler, 0
-    plan, short_of, calm = scheduler.plan, scheduler._short_of, scheduler._calm.plan
+    plan, short_of, calm = scheduler.plan, scheduler._missing_pages, scheduler._calm.plan
 
     def counts(*given: Any, **named: Any) -> Any:
         nonlocal plans
@@ -160,7 +160,7 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
     def closer(*arguments: Any) -> Any:
         return None if plans > every else calm(*arguments)  # pages are not looked at in calm steps
 
-    scheduler.plan, scheduler._short_of = counts, short  # type: ignore[method-assign]
+    scheduler.plan, scheduler._missing_pages = counts, short  # type: ignore[method-assign]
     scheduler._calm.plan = closer  # type: ignore[method-assign]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.engine.step.logprob_routing import wants_of
-from draftproof.engine.step.step_results import Ending, Extra, LogprobColumns, StepResults
+from draftproof.engine.step.logprob_routing import logprob_kind_of
+from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.serve.ipc.encode import Party, Standing, frame_of
@@ -23,9 +23,9 @@ from draftproof.types import (
     PICK,
     TOKENS,
     DraftRecord,
+    LogprobKind,
     LogprobRow,
     Request,
-    Wants,
 )
 
 STATS = EngineStats(3, 1, 4, 1, 5, 9, 2, 6)
@@ -50,7 +50,7 @@ class Step:
         for i in range(len(self.handles)) if at is None else at:
             params = self.results.requests[i].params
             vocab = self.bounds.vocab_size
-            asked.append((self.handles[i], wants_of(params, vocab), top_of(params.logprobs, vocab)))
+            asked.append((self.handles[i], logprob_kind_of(params, vocab), top_of(params.logprobs, vocab)))
         return Party.of(at, asked)
 
     def frame(self, sequence: int = 0, at: list[int] | None = None) -> bytes:
@@ -98,13 +98,13 @@ def random_step(
     ]
     sources = sources if k else ()
     table = np.zeros((n, TOKENS + k + 1), np.int64)
-    endings: dict[int, Ending] = {}
-    extras: dict[int, Extra] = {}
-    picks = {Wants.RAW: 0, Wants.PROCESSED: 0}
+    endings: dict[int, Finish] = {}
+    extras: dict[int, HostLogprobs] = {}
+    picks = {LogprobKind.RAW: 0, LogprobKind.PROCESSED: 0}
     for i, request in enumerate(requests):
         params, line = request.params, table[i]
         in_prompt = chance.random() < 0.1
-        extra = Extra()
+        extra = HostLogprobs()
         if params.prompt_logprobs is not None and chance.random() < 0.7:
             extra.prompt_logprobs = random_rows(
                 chance, vocab, chance.randint(1, 4), 1 + params.prompt_logprobs
@@ -116,12 +116,12 @@ def random_step(
             if chance.random() < 0.2:
                 reason = chance.choice(["stop", "length", "error"])
                 stop = chance.choice([None, chance.randrange(vocab)]) if reason == "stop" else None
-                endings[i] = Ending(reason, stop, "it is broken: é" if reason == "error" else None)
+                endings[i] = Finish(reason, stop, "it is broken: é" if reason == "error" else None)
                 out = out if reason != "error" else accepted
             line[NUM_OUT], line[NUM_DRAFT], line[NUM_ACCEPTED] = out, drafted, accepted
             line[TOKENS : TOKENS + out] = noise.integers(0, vocab, out)
-            wants = wants_of(params, vocab)
-            if wants is not Wants.NONE:
+            wants = logprob_kind_of(params, vocab)
+            if wants is not LogprobKind.NONE:
                 line[PICK] = picks[wants]
                 picks[wants] += out
             if params.logprob_token_ids is not None:
@@ -138,11 +138,11 @@ def random_step(
                     )
                     for j in range(drafted)
                 ]
-        if extra != Extra():
+        if extra != HostLogprobs():
             extras[i] = extra
     columns = {}
     for kind, count in picks.items():
-        if any(wants_of(r.params, vocab) is kind for r in requests):
+        if any(logprob_kind_of(r.params, vocab) is kind for r in requests):
             top = min(32, vocab)  # as the engine rounds it up
             columns[kind] = LogprobColumns(
                 noise.normal(size=(count + 3, 1 + top)).astype(np.float32),

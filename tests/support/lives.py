@@ -27,7 +27,7 @@ from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.drafting.step_cost import RowCosts
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.scheduler import Busy, Scheduler
-from draftproof.engine.sequence import Planned, Sequence
+from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.sampling_params import SamplingParams
 from page_configs import STEADY
@@ -64,20 +64,20 @@ class Life:
             *(slots, pages, PAGE, self.max_rows, budgets),
             prefix_caching=self.chance.random() < 0.8,
             lookahead=self.chance.choice([0, K]),
-            asks_first=not overlap and self.chance.random() < 0.5,
+            drafts_before_plan=not overlap and self.chance.random() < 0.5,
         )
         slots.read = lambda slot, length: self.truth[slot].ids[:length]
         self.stored: dict[tuple[int, int], tuple[object, ...]] = {}  # (page, place) -> what was said up to it
         self.patience: dict[str, int] = {}
         self.truth: dict[int, Truth] = {}  # by slot
-        self.flights: list[tuple[Planned, np.ndarray]] = []
+        self.flights: list[tuple[StepPlan, np.ndarray]] = []
         self.todo = [self.request(i) for i in range(14)]
         self.done: dict[str, str] = {}
         self.told: dict[str, int] = {}  # committed tokens that were read
         self.steps = self.num_aside = 0
         self.rush = self.chance.choice([0.3, 0.9])
-        self.shaken, self.whole_short = False, self.scheduler._short_of
-        self.scheduler._short_of = self.short_of
+        self.shaken, self.whole_short = False, self.scheduler._missing_pages
+        self.scheduler._missing_pages = self.short_of
 
     def request(self, index: int) -> Sequence:
         length = self.chance.choice([1, 2, 5, 7, 13, 30])
@@ -99,13 +99,13 @@ class Life:
 
     # --- the device -----------------------------------------------------------------------------------
 
-    def run(self, planned: Planned, budget: np.ndarray) -> np.ndarray:
+    def run(self, planned: StepPlan, budget: np.ndarray) -> np.ndarray:
         """[B, 4]: committed, drafts verified, accepted, ended."""
-        for slot, place, page in planned.grown:
+        for slot, place, page in planned.new_pages:
             assert len(self.truth[slot].pages) == place, "a page in the wrong place"
             self.truth[slot].pages.append(page)
-        for s in planned.newcomers:
-            self.truth[s.slot] = Truth(len(s.ids), s.found, ids=list(s.ids), pages=list(s.pages))
+        for s in planned.admitted:
+            self.truth[s.slot] = Truth(len(s.ids), s.num_cached, ids=list(s.ids), pages=list(s.pages))
         self.read_stored(planned)
         out = np.zeros((len(planned.slots), 4), np.int64)
         rows = 0
@@ -142,7 +142,7 @@ class Life:
             place = truth.pages[at // PAGE], at % PAGE
             self.stored[place] = self.said(sequence, truth, at + 1)
 
-    def read_stored(self, planned: Planned) -> None:
+    def read_stored(self, planned: StepPlan) -> None:
         """All that the rows of a step attend to was stored by steps before it, by whoever said the same."""
         for b, slot in enumerate(planned.slots.tolist()):
             truth = self.truth[slot]
@@ -170,16 +170,16 @@ class Life:
 
     # --- the host -------------------------------------------------------------------------------------
 
-    def check_plan(self, planned: Planned) -> None:
+    def check_plan(self, planned: StepPlan) -> None:
         assert planned.num_rows <= self.max_rows, "the row budget is exceeded"
-        for sequence in planned.newcomers:
+        for sequence in planned.admitted:
             assert all(sequence.rank < s.rank for s in self.scheduler.waiting), "seated before its turn"
         assert len(set(planned.slots.tolist())) == len(planned.slots)
         for b, sequence in enumerate(planned.sequences):
             slot = sequence.slot
             assert slot == planned.slots[b] >= 0, "a request that is not seated"
             if not planned.chunk[b]:
-                assert sequence not in planned.newcomers, "seated without a row"
+                assert sequence not in planned.admitted, "seated without a row"
                 assert self.least(sequence) < sequence.max_length, "planned once it has surely ended"
             assert 0 <= planned.drafts[b] <= sequence.draft_limit
 
@@ -191,7 +191,7 @@ class Life:
         return sure
 
     def check_bounds(self) -> None:
-        host = self.scheduler.host
+        host = self.scheduler.mirror
         written: set[int] = set()
         for sequence in self.scheduler.running:
             slot = sequence.slot
@@ -200,10 +200,10 @@ class Life:
             own = sequence.pages[truth.computed // PAGE :]
             assert not written & set(own), "two write to one page"
             written |= set(own)
-            assert host.most[slot] >= truth.length
+            assert host.max_committed[slot] >= truth.length
             assert host.num_draft[slot] >= truth.drafts, "more drafts than the host counts on"
             if not truth.ended:
-                assert host.length[slot] + host.under_way[slot] <= truth.length
+                assert host.length[slot] + host.in_flight[slot] <= truth.length
                 assert host.prompt_left[slot] == 0 or truth.length == host.length[slot]
         self.scheduler.pages.check()
 
@@ -224,8 +224,8 @@ class Life:
             self.scheduler.remove(sequence)
         else:  # as the loop does it with what a follow-up may ask for
             ids = self.truth[sequence.slot].ids
-            self.scheduler.retire(sequence)
-            self.scheduler.bury(sequence, ids)
+            self.scheduler.finish_keep_pages(sequence)
+            self.scheduler.release_pages(sequence, ids)
 
     def check_patience(self) -> None:
         """The bounds of the scheduler's docstring, in plans."""
@@ -273,7 +273,7 @@ class Life:
             return
         assert first is None or first.slot >= 0, "the first was put aside"
         self.shaken = False
-        self.num_aside += len(scheduler.put_aside)
+        self.num_aside += len(scheduler.preempted)
         self.check_patience()
         if planned is not None:
             best = min(scheduler.running, key=lambda s: s.rank)
@@ -282,7 +282,7 @@ class Life:
             self.check_plan(planned)
             budget = scheduler.budget(planned)
             table = self.run(planned, budget)
-            scheduler.host.num_draft[planned.slots] = budget
+            scheduler.mirror.num_draft[planned.slots] = budget
             self.flights.append((planned, table))
             self.check_bounds()
             if self.overlap and len(self.flights) < self.depth:

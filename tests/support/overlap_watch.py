@@ -25,11 +25,11 @@ class Watch:
         scheduler, columns = self.loop.scheduler, self.loop.slots.columns
         for sequence in scheduler.running:
             slot = sequence.slot
-            host = scheduler.host
+            host = scheduler.mirror
             assert int(columns.num_draft[slot]) <= host.num_draft[slot] <= sequence.draft_limit
-            assert 0 <= host.under_way[slot] <= self.loop.pacing.depth
+            assert 0 <= host.in_flight[slot] <= self.loop.pacing.depth
             if not int(columns.ended[slot]):
-                assert host.length[slot] + host.under_way[slot] <= int(columns.length[slot])
+                assert host.length[slot] + host.in_flight[slot] <= int(columns.length[slot])
             assert int(columns.length[slot]) <= sequence.max_length
 
     def check(self):

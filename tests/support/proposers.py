@@ -42,7 +42,7 @@ class _Scripted(Proposer):
             done = length - len(request.prompt_token_ids)
             truth = list(_Scripted.answers.get(request.id, ())[done : done + budget])
             guesses.append(self.guess(random.Random(f"{request.seed} {length}"), truth, budget))
-        return Draft.of(guesses, self.env.k)
+        return Draft.from_lists(guesses, self.env.k)
 
     def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
         raise NotImplementedError

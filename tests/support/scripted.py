@@ -1,6 +1,6 @@
 """A step without a model: scripted logits in, committed tokens out, many requests at once.
 
-Everything but the logits is the real thing: seats, layout, traits, sampler, commit.
+Everything but the logits is the real thing: seats, layout, features, sampler, commit.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftproof.config import SpeculativeConfig
 from draftproof.engine.sequence import Sequence as Running
-from draftproof.engine.slots import Seat, Slots
-from draftproof.engine.step.step_features import traits_of
+from draftproof.engine.slots import SlotInit, Slots
+from draftproof.engine.step.step_features import features_of
 from draftproof.ops import Layout, Ops, Rows, resolve
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
@@ -26,9 +26,9 @@ from draftproof.types import (
     TOKENS,
     Choice,
     Draft,
-    End,
+    FinishStatus,
     Outcome,
-    Plan,
+    PlanColumns,
     Request,
     SlotColumns,
     Windows,
@@ -58,9 +58,9 @@ def seated(
     seats = []
     for i, request in enumerate(requests):
         limit = min(max_len, len(request.prompt_token_ids) + (request.params.max_tokens or max_len))
-        seats.append(Seat(slots.take(request), request, [], limit, judges[i] if judges else 0))
+        seats.append(SlotInit(slots.take(request), request, [], limit, judges[i] if judges else 0))
     assert [seat.slot for seat in seats] == list(range(len(requests)))
-    slots.seat(seats)
+    slots.fill(seats)
     slots.columns.computed.copy_(slots.columns.length - 1)
     return slots
 
@@ -73,7 +73,7 @@ def put(slots: Slots, drafts: Sequence[Sequence[int]]) -> None:
 
 
 def laid_out(
-    columns: SlotColumns, plan: Plan, rows: int, probs: Tensor | None = None, ops: Ops = OPS
+    columns: SlotColumns, plan: PlanColumns, rows: int, probs: Tensor | None = None, ops: Ops = OPS
 ) -> Windows:
     """The windows of a step of decoding requests, as the backend lays them out."""
 
@@ -89,12 +89,14 @@ def laid_out(
     return layout.windows
 
 
-def decoding(slots: Tensor, k: int) -> Plan:
+def decoding(slots: Tensor, k: int) -> PlanColumns:
     none = torch.zeros_like(slots)
-    return Plan(slots, none, torch.full_like(slots, k), none)
+    return PlanColumns(slots, none, torch.full_like(slots, k), none)
 
 
-def committed(windows: Windows, plan: Plan, choice: Choice, bad: Tensor, k: int, ops: Ops = OPS) -> Outcome:
+def committed(
+    windows: Windows, plan: PlanColumns, choice: Choice, bad: Tensor, k: int, ops: Ops = OPS
+) -> Outcome:
     rows = torch.full((2, len(windows.slot)), -(2**40))
     outcome = Outcome(torch.full((len(plan.slots), TOKENS + k + 1), -(2**40)), *rows)
     ops.commit(plan, windows, choice, bad, outcome)
@@ -105,7 +107,7 @@ def committed(windows: Windows, plan: Plan, choice: Choice, bad: Tensor, k: int,
 class Result:
     tokens: list[list[int]]  # what was committed
     accepted: list[int]  # how many of them were drafts
-    ended: list[End]
+    ended: list[FinishStatus]
     windows: Windows
     sampled: Sampled
     outcome: Outcome
@@ -164,17 +166,17 @@ def stepped(
     running = [Running(r, 0, strategy=int(columns.strategy[i])) for i, r in enumerate(requests)]
     hosted = {i: r for i, r in enumerate(requests) if r.params.logits_processors or r.bad_word_ids}
     for i in hosted:
-        running[i].processed_by_host = True
+        running[i].has_host_processors = True
     plan = decoding(torch.arange(n), k)
     windows = laid_out(columns, plan, len(logits), probs, ops)
-    traits = traits_of(running, judges, slots.vocab)
-    sampled = Sampler(ops, judges, config)(logits, windows, traits, hosted)
+    features = features_of(running, judges, slots.vocab)
+    sampled = Sampler(ops, judges, config)(logits, windows, features, hosted)
     outcome = committed(windows, plan, sampled.choice, sampled.bad, k, ops)
     table = outcome.table
     return Result(
         tokens=[line[TOKENS : TOKENS + line[NUM_OUT]] for line in table.tolist()],
         accepted=table[:, NUM_ACCEPTED].tolist(),
-        ended=[End(number) for number in table[:, ENDED].tolist()],
+        ended=[FinishStatus(number) for number in table[:, ENDED].tolist()],
         windows=windows,
         sampled=sampled,
         outcome=outcome,
@@ -216,9 +218,9 @@ def simulate(
     columns.seed.copy_(seed * 10_000_000 + torch.arange(count))
     probs = torch.zeros((count, k, vocab))
     sampler = Sampler(OPS, [judge])
-    traits = traits_of([Running(request, 0)], [judge], vocab)
+    features = features_of([Running(request, 0)], [judge], vocab)
     while True:
-        live = (columns.ended == End.NOT_YET).nonzero()[:, 0]
+        live = (columns.ended == FinishStatus.RUNNING).nonzero()[:, 0]
         if not len(live):
             assert (columns.length == 1 + length).all()
             return columns.tokens[:, 1 : 1 + length].clone()
@@ -240,6 +242,6 @@ def simulate(
         entry = torch.zeros(count, dtype=torch.int64)
         entry[live] = torch.arange(len(live))
         logits = table[inputs[entry[windows.slot], windows.depth]]
-        sampled = sampler(logits, windows, traits, {})
+        sampled = sampler(logits, windows, features, {})
         choice = sampled.choice if wrong is None else wrong(sampled.choice, windows)
         committed(windows, plan, choice, sampled.bad, k)

@@ -28,14 +28,22 @@ from draftproof.ops.contract.draft_search import (
 from draftproof.ops.reference.draft_search import bucket_of
 from draftproof.ops.reference.forward import ReferenceOps, gumbel
 from draftproof.ops.torch.step import Bookkeeping
-from draftproof.types import TOKENS, Adjust, Choice, Draft, Outcome, Plan, SlotColumns, Windows
+from draftproof.types import TOKENS, Choice, Draft, LogitAdjust, Outcome, PlanColumns, SlotColumns, Windows
 
 POISON = -(2**40)
 INF = math.inf
 CPU = torch.device("cpu")
 REF = ReferenceOps(CPU)
 PAGE = 4
-ADJUST = (0, 0, int(Adjust.PENALTY), int(Adjust.BIAS), int(Adjust.BAN), int(Adjust.HOLD), 15)
+ADJUST = (
+    0,
+    0,
+    int(LogitAdjust.PENALTY),
+    int(LogitAdjust.BIAS),
+    int(LogitAdjust.ALLOWED_IDS),
+    int(LogitAdjust.MIN_TOKENS),
+    15,
+)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -166,16 +174,16 @@ class Step:
         columns.seed[slot] = self.int(0, 2**63 - 2)
         columns.min_length[slot] = length + self.int(-1, size.k)
         columns.adjust[slot] = ADJUST[self.int(0, len(ADJUST) - 1)]
-        columns.wants[slot] = self.int(0, 2)
+        columns.logprob_kind[slot] = self.int(0, 2)
         columns.ends[slot] = torch.rand(size.vocab, generator=self.random) < self.int(0, 2) * 0.12
-        if columns.adjust[slot] & Adjust.BIAS:
+        if columns.adjust[slot] & LogitAdjust.BIAS:
             columns.bias[slot] = self.floats(size.vocab)
         return phase
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> PlanColumns:
         size, columns = self.size, self.columns
         table = torch.full((4, size.entries), POISON, dtype=torch.int64)
-        plan = Plan.of(table)
+        plan = PlanColumns.from_table(table)
         order = torch.randperm(size.entries, generator=self.random).tolist()
         for b, slot in enumerate(order):
             if self.chance(0.25):
@@ -299,7 +307,7 @@ def masked(step: Step, windows: Windows) -> Windows:
             allowed[slot, step.int(0, size.k)] = -kind
         # the column of a free slot is poison: no row may look at it
         if columns.adjust[slot] != POISON:
-            columns.adjust[slot] |= int(Adjust.MASK) * (kind % 2)
+            columns.adjust[slot] |= int(LogitAdjust.MASK) * (kind % 2)
     return replace(windows, allowed=allowed.to(columns.adjust.device))
 
 
@@ -581,7 +589,7 @@ def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     for by in (ref, ops):
         columns, plan, mine = (copied(x, by.device) for x in (step.columns, step.plan, rows))
         shifted, last = by.shift_rows(mine, columns, plan.slots)
-        made = [shifted, Plan(last, last, last, last)]
+        made = [shifted, PlanColumns(last, last, last, last)]
         for rounds, lag in ((0, 1), (1, 0), (k, 1), (max(1, k // 2), 0)):
             made.append(by.plan_draft_rows(columns, plan.slots, plan.budget, last, rounds, lag, PAGE))
         all_same(columns, step.columns, "columns")

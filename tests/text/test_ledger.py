@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.engine.step.step_results import Ending, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.bulk import output_table as ledger_module
 from draftproof.text.bulk.detokenizer import BulkDetokenizer
@@ -33,8 +33,8 @@ from draftproof.types import (
     PICK,
     TOKENS,
     CompletionOutput,
+    LogprobKind,
     Request,
-    Wants,
 )
 
 BYTES = [b"", b"", b"<|end|>", b"<|pad|>", b" a", b" ", b"  b", b"x", b"word", b"\n", b"<0x0A>"]
@@ -83,8 +83,8 @@ def params_of(draw: random.Random) -> SamplingParams:
     )
 
 
-def ending_of(draw: random.Random, last: int | None) -> Ending:
-    kinds = [Ending("length"), Ending("stop"), Ending("stop", last), Ending("error", error="no")]
+def finish_of(draw: random.Random, last: int | None) -> Finish:
+    kinds = [Finish("length"), Finish("stop"), Finish("stop", last), Finish("error", error="no")]
     return draw.choice(kinds if last is not None else kinds[-1:])
 
 
@@ -110,7 +110,7 @@ def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepRe
         out = accepted + draw.choice([0, 1]) if accepted else draw.choice([0, 1, 1, 1])
         tokens = [draw.randrange(VOCAB) for _ in range(out)]
         if draw.random() < ends:
-            endings[i] = ending_of(draw, tokens[-1] if tokens else None)
+            endings[i] = finish_of(draw, tokens[-1] if tokens else None)
         elif out == accepted:  # only an end cuts a window short
             tokens.append(draw.randrange(VOCAB))
             out += 1
@@ -119,7 +119,9 @@ def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepRe
         if request.params.wants_logprobs:
             table[i, PICK] = pick
             pick += out
-    columns = {kind: columns_of(draw, pick) for kind in (Wants.RAW, Wants.PROCESSED)} if pick else {}
+    columns = (
+        {kind: columns_of(draw, pick) for kind in (LogprobKind.RAW, LogprobKind.PROCESSED)} if pick else {}
+    )
     source = np.array([[draw.randrange(2) for _ in range(K)] for _ in requests], np.int8).reshape(n, K)
     return StepResults(requests, table, columns, SOURCES, source if draw.random() < 0.7 else None, endings)
 
@@ -133,7 +135,7 @@ def script(seed: int, steps: int = 60, at_once: int = 5, ends: float = 0.06) -> 
             count += 1
         here = [r for r in running if draw.random() < 0.9]
         results = step_of(draw, here, ends if len(made) < steps else 0.5)
-        gone = {here[i].id for i in results.endings}
+        gone = {here[i].id for i in results.finishes}
         running = [r for r in running if r.id not in gone]
         made.append(results)
     return made
@@ -147,7 +149,7 @@ def alive(results: StepResults, over: Container[str]) -> StepResults:
         requests=[results.requests[i] for i in at],
         table=results.table[at],
         source=None if results.source is None else results.source[at],
-        endings={n: results.endings[i] for n, i in enumerate(at) if i in results.endings},
+        finishes={n: results.finishes[i] for n, i in enumerate(at) if i in results.finishes},
     )
 
 
@@ -177,9 +179,9 @@ def in_bulk(
         now = np.array([answers[r.id].line for r in results.requests], np.int64)
         lines = lines if np.array_equal(lines, now) else now  # as `Jobs` does
         columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
-        ends = {i: ending.reason for i, ending in results.endings.items()}
+        ends = {i: ending.reason for i, ending in results.finishes.items()}
         matched = ledger.add(lines, results.table, results.source, columns, ends)
-        ended = {i: results.endings.get(i, Ending("stop")) for i in {*results.endings, *matched}}
+        ended = {i: results.finishes.get(i, Finish("stop")) for i in {*results.finishes, *matched}}
         over = {results.requests[i].id: ending for i, ending in ended.items()}
         close([(answers[name], e.reason, e.stop, e.error) for name, e in over.items()])
         done.update({name: answers.pop(name).output for name in over})
@@ -254,7 +256,7 @@ def test_the_scripts_have_everything_in_them() -> None:
 def test_an_aborted_answer_keeps_what_it_has() -> None:
     """Whenever it happens, also before its first token."""
     for cut in (0, 1, 7, 30):
-        steps = [replace(r, endings={}) for r in script(7, steps=cut, at_once=1, ends=0.0)[:cut]]
+        steps = [replace(r, finishes={}) for r in script(7, steps=cut, at_once=1, ends=0.0)[:cut]]
         request = Request(id="x", prompt_token_ids=[4], params=SamplingParams(logprobs=2), seed=1)
         builder, ledger = OutputBuilder(0, request, ODD), Ledger(VOCAB, K, SOURCES)
         answer = ledger.answer(0, request, ODD)
@@ -263,7 +265,7 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
                 continue
             table = results.table.copy()
             table[:, PICK] = 0
-            mine = {Wants.RAW: columns_of(random.Random(1), K + 1)}
+            mine = {LogprobKind.RAW: columns_of(random.Random(1), K + 1)}
             told = StepResults([request], table, mine, SOURCES, results.source)
             builder.feed(told[0])
             if answer.line < 0:

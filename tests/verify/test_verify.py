@@ -12,7 +12,7 @@ from draftproof.config import SpeculativeConfig
 from draftproof.errors import ConfigError
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import End
+from draftproof.types import FinishStatus
 from draftproof.verify import STRATEGIES
 from scripted import OPS, Result, decide, seated, stepped, strategy
 from tiny import engine, request, run
@@ -166,7 +166,7 @@ def test_accept_all(name: str, params: SamplingParams) -> None:
     result = decide(logits, [[9, 9, 9]], params, name, policy={"accept_policy": "accept_all"})
     assert result.tokens == [[9, 9, 9, 11]] and result.accepted == [3]
     result = decide(logits, [[9, 7, 9]], params, name, policy={"accept_policy": "accept_all"}, eos=(7,))
-    assert result.tokens == [[9, 7]] and result.ended == [End.STOP]
+    assert result.tokens == [[9, 7]] and result.ended == [FinishStatus.STOP]
 
 
 @every
@@ -174,7 +174,7 @@ def test_reject_all(name: str) -> None:
     """No draft stands, not even a right one; the token is that of plain decoding, an end token too."""
     logits = ranked([3], [8], gap=40)
     result = decide(logits, [[3]], COLD, name, policy={"accept_policy": "reject_all"}, eos=(3,))
-    assert result.tokens == [[3]] and result.accepted == [0] and result.ended == [End.STOP]
+    assert result.tokens == [[3]] and result.accepted == [0] and result.ended == [FinishStatus.STOP]
 
 
 def test_reject_all_samples_as_if_nothing_was_drafted() -> None:

@@ -14,11 +14,11 @@ import torch
 from scipy import stats
 
 from draftproof.config import EngineConfig, SpeculativeConfig
-from draftproof.engine.slots import Seat, Slots
+from draftproof.engine.slots import SlotInit, Slots
 from draftproof.errors import ConfigError
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import NUM_OUT, End, Request, Wants
+from draftproof.types import NUM_OUT, FinishStatus, LogprobKind, Request
 from draftproof.verify import STRATEGIES
 from proposer_cases import Talk
 from scripted import OPS, decide, simulate, stepped, strategy
@@ -142,7 +142,7 @@ def test_length_is_not_over_counted_on_eos() -> None:
     rows = ranked([3], [7], [2], [11], gap=40)
     result = decide(rows, [[3, 7, 2]], COLD, eos=(7,))
     assert result.tokens == [[3, 7]]
-    assert result.outcome.table[:, NUM_OUT].tolist() == [2] and result.ended == [End.STOP]
+    assert result.outcome.table[:, NUM_OUT].tolist() == [2] and result.ended == [FinishStatus.STOP]
     columns = result.slots.columns
     assert columns.length.tolist() == [3] and columns.tokens[0, :3].tolist() == [1, 3, 7]
     assert int(columns.tokens[0, 3]) < 0, "nothing is written beyond the end"
@@ -158,7 +158,7 @@ def test_last_token_at_the_limit_is_not_overwritten_with_eos(limit: int) -> None
     params = SamplingParams(temperature=0, max_tokens=limit)
     result = decide(rows, [[3, 8, 2]], params, eos=(7,))
     assert result.tokens == [[3, 8, 2, 11][:limit]]
-    assert result.ended == [End.LENGTH]
+    assert result.ended == [FinishStatus.LENGTH]
 
 
 @pytest.mark.parametrize("room", (1, 2, 3, 4))
@@ -177,7 +177,7 @@ def test_stop_token_ends_in_its_own_step(place: int) -> None:
     best = [3, 8, 2, 11]
     params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[best[place]])
     result = decide(ranked(*([b] for b in best), gap=40), [best[:3]], params)
-    assert result.tokens == [best[: place + 1]] and result.ended == [End.STOP]
+    assert result.tokens == [best[: place + 1]] and result.ended == [FinishStatus.STOP]
 
 
 def test_a_request_does_not_inherit_what_its_slot_held() -> None:
@@ -196,29 +196,31 @@ def test_a_request_does_not_inherit_what_its_slot_held() -> None:
     )
     used, fresh = Slots(1, 64, 3, 4, V, OPS), Slots(1, 64, 3, 4, V, OPS)
     earlier = request(0, old, 5, seed=77)
-    used.seat([Seat(used.take(earlier), earlier, [1, 2], 30, strategy=1, wants=Wants.PROCESSED)])
+    used.fill(
+        [SlotInit(used.take(earlier), earlier, [1, 2], 30, strategy=1, logprob_kind=LogprobKind.PROCESSED)]
+    )
     for name in ("ended", "num_draft", "computed"):  # as it may leave them
         getattr(used.columns, name).fill_(3)
-    used.stand(0)
+    used.free(0)
     asked = request(1, SamplingParams(), 3, seed=5)
     for slots in (used, fresh):
-        slots.seat([Seat(slots.take(asked), asked, [3], 9)])
+        slots.fill([SlotInit(slots.take(asked), asked, [3], 9)])
     for name in used.columns.__dataclass_fields__:
         if name != "tokens":  # append-only, read up to its length
             assert torch.equal(getattr(used.columns, name), getattr(fresh.columns, name)), name
 
 
 def test_bias_and_bans_of_a_predecessor_are_not_read() -> None:
-    """1.2(c): these planes are written for requests that have them and read where Adjust says so."""
+    """1.2(c): these planes are written for requests that have them and read where LogitAdjust says so."""
     old = SamplingParams(logit_bias={3: 50.0}, allowed_token_ids=[3], min_tokens=9)
     slots = Slots(1, 64, 3, 4, V, OPS)
     for params in (old, SamplingParams(temperature=0, max_tokens=9), replace(COLD, logit_bias={5: -1.0})):
         asked = request(0, params, prompt_token_ids=[1, 9])
-        slots.seat([Seat(slots.take(asked), asked, [1], 30)])
+        slots.fill([SlotInit(slots.take(asked), asked, [1], 30)])
         slots.columns.computed.copy_(slots.columns.length - 1)
         tokens = stepped(slots, ranked([8, 4], gap=1.0), [strategy("target_match")]).tokens
         assert tokens == [[3]] if params is old else [[8]]
-        slots.stand(0)
+        slots.free(0)
 
 
 def test_a_request_cannot_be_made_without_a_seed() -> None:
@@ -232,13 +234,13 @@ def test_end_tokens_are_each_requests_own() -> None:
     slots = Slots(3, 64, 3, 4, 97, OPS)
     wanted = [(7,), (), tuple(range(20, 40))]
     requests = [request(i, SamplingParams(), 3, eos_token_ids=eos) for i, eos in enumerate(wanted)]
-    slots.seat([Seat(slots.take(r), r, [i + 1], 30) for i, r in enumerate(requests)])
+    slots.fill([SlotInit(slots.take(r), r, [i + 1], 30) for i, r in enumerate(requests)])
     held = [tuple(line.nonzero()[:, 0].tolist()) for line in slots.columns.ends]
     assert held == wanted
     best = {7: ranked([7], gap=40), 3: ranked([3], gap=40)}
     params = [SamplingParams(temperature=0, stop_token_ids=[t] if t else []) for t in (7, 3, 0)]
     result = decide(torch.cat([best[7], best[7], best[7]]), [[], [], []], params)
-    assert result.ended == [End.STOP, End.NOT_YET, End.NOT_YET]
+    assert result.ended == [FinishStatus.STOP, FinishStatus.RUNNING, FinishStatus.RUNNING]
 
 
 # --- statistics and configuration ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from draftproof.engine.sequence import Sequence
 from draftproof.engine.sizing import resolve_sizes
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep, Progress
-from draftproof.engine.step.logprob_routing import needs_settling, wants_of
+from draftproof.engine.step.logprob_routing import logprob_kind_of, needs_host_logprobs
 from draftproof.engine.step.step_features import rounded
 from draftproof.engine.step.step_results import StepResults
 from draftproof.engine.validation import Limits, check_request
@@ -34,7 +34,7 @@ from draftproof.ops import resolve, resolve_device
 from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request, Traits
+from draftproof.types import Request, StepFeatures
 from draftproof.verify import PLAIN_STRATEGY, STRATEGIES, Strategy
 from draftproof.verify.grammar_guide import Guide
 from draftproof.verify.sampler import Sampler
@@ -108,7 +108,7 @@ class Engine:
             budgets,
             config.enable_prefix_caching,
             lookahead=sizes.k if proposer and proposer.stores_kv else 0,
-            asks_first=proposer is not None and not ahead and self._asks_for_all(proposer),
+            drafts_before_plan=proposer is not None and not ahead and self._asks_for_all(proposer),
         )
         sampler = Sampler(self.ops, self._judges, config.speculative)
         step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
@@ -130,11 +130,11 @@ class Engine:
         step, limits = self.loop.device, self.limits
         usual = self._judges.index(self.strategy)
         wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
-        traits = Traits((usual,)), Traits((usual,), raw_top=rounded(5, limits.vocab_size))
+        traits = StepFeatures((usual,)), StepFeatures((usual,), raw_top=rounded(5, limits.vocab_size))
         seconds = step.prepare(traits, min(wide, step.max_rows), progress)
         padded = self.ops.asynchronous
         asking = step.asking(seconds)
-        sunk = self.loop.scheduler.asks_first  # what was asked for is there when drafts are chosen
+        sunk = self.loop.scheduler.drafts_before_plan  # what was asked for is there when drafts are chosen
         self.loop.scheduler.budgets.costs = RowCosts(
             seconds,
             between=not padded,
@@ -206,7 +206,7 @@ class Engine:
     def strategy_of(self, params: SamplingParams) -> Strategy:
         return self._strategy(self.strategy_name_of(params))
 
-    def judged_by(self, params: SamplingParams) -> tuple[str, bool]:
+    def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
         """The strategy with its label, and whether it keeps the law of such a request's output."""
         strategy = self.strategy_of(params)
         name = f"{self.strategy_name_of(params)}: {strategy.label}"
@@ -296,9 +296,9 @@ class Engine:
             draft_limit=limit,
             adaptive=self._may_adapt(params) and (self._adaptive if wish.adaptive is None else wish.adaptive),
             strategy=self._judges.index(self.strategy_of(params)),
-            wants=wants_of(params, vocab),
-            processed_by_host=bool(params.logits_processors or request.bad_word_ids),
-            settled_by_host=needs_settling(params, vocab),
+            logprob_kind=logprob_kind_of(params, vocab),
+            has_host_processors=bool(params.logits_processors or request.bad_word_ids),
+            needs_host_logprobs=needs_host_logprobs(params, vocab),
             guide=None if request.grammar is None else Guide(request.grammar),
         )
         self._sequences[request.id] = sequence
@@ -310,7 +310,7 @@ class Engine:
         who leaves a draft out because of that spoils the law that is counted on."""
         proposer = self.loop.proposer
         counts_on_law = self.strategy_of(params).needs_draft_probs and proposer and proposer.reports_probs
-        return not (counts_on_law and self.loop.scheduler.asks_first)
+        return not (counts_on_law and self.loop.scheduler.drafts_before_plan)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not (or no longer) here. What it said may be found again."""
@@ -330,7 +330,7 @@ class Engine:
         except Exception as error:
             self._broken = error
             raise
-        for i in results.endings:
+        for i in results.finishes:
             del self._sequences[results.requests[i].id]
         return results
 

@@ -11,45 +11,45 @@ from __future__ import annotations
 import numpy as np
 
 from draftproof.engine.drafting.budget import DraftBudgets, Ints
-from draftproof.engine.sequence import HostColumns, Planned, Sequence
+from draftproof.engine.sequence import Sequence, SlotMirror, StepPlan
 
 
-class Calm:
+class FastPath:
     """Plans of such steps, until one of them needs a closer look."""
 
     def __init__(
-        self, host: HostColumns, budgets: DraftBudgets, page_size: int, max_rows: int, lookahead: int
+        self, host: SlotMirror, budgets: DraftBudgets, page_size: int, max_rows: int, lookahead: int
     ) -> None:
-        self.host, self.budgets, self.page_size = host, budgets, page_size
+        self.mirror, self.budgets, self.page_size = host, budgets, page_size
         self.max_rows, self.lookahead = max_rows, lookahead
-        self._plan: Planned | None = None  # without drafts; None: the last step was not calm
+        self._plan: StepPlan | None = None  # without drafts; None: the last step was not calm
         self._room = 0  # tokens that anybody can surely have beyond the most it may have now
         self._widest = 0  # drafts that anybody may have
 
-    def plan(self, running: list[Sequence], lines: Ints, version: int) -> Planned | None:
+    def plan(self, running: list[Sequence], lines: Ints, version: int) -> StepPlan | None:
         """The next step of those that run, in these slots, if nobody comes; None: look closer."""
         last = self._plan
         planned = self._again(last) if last is not None and last.version == version else None
         return planned or self._among_themselves(running, lines, version)
 
-    def after(self, planned: Planned | None) -> None:
+    def after(self, planned: StepPlan | None) -> None:
         """A plan was made in which all that run decode; None: they do not."""
         self._plan = None
         if planned is None:
             return
-        host, lines = self.host, planned.slots
-        self._plan = planned.with_drafts(planned.nothing, 0)
+        host, lines = self.mirror, planned.slots
+        self._plan = planned.with_drafts(planned.zeros, 0)
         room = np.minimum(host.num_pages[lines] * self.page_size, host.max_length[lines])
-        self._room = int((room - host.most[lines]).min())
+        self._room = int((room - host.max_committed[lines]).min())
         self._widest = int(self.budgets.limit[lines].max())
 
     def far_from_ends(self, lines: Ints) -> bool:
         """Can nobody in these slots come to an end in the next step, whatever stands?"""
         return self._plan is not None and self._plan.slots is lines and self._room > self._widest
 
-    def _again(self, planned: Planned) -> Planned | None:
+    def _again(self, planned: StepPlan) -> StepPlan | None:
         """The last step once more, with the drafts there are now; None if somebody may be short of room."""
-        host, count, widest = self.host, 0, 0
+        host, count, widest = self.mirror, 0, 0
         lines = planned.slots
         if self._widest:
             drafts = host.num_draft[lines]
@@ -58,23 +58,23 @@ class Calm:
         if self._room < max(1, widest + self.lookahead) or len(lines) + count > self.max_rows:
             return None
         self._room -= 1 + widest
-        host.most[lines] += 1
-        host.under_way[lines] += 1
+        host.max_committed[lines] += 1
+        host.in_flight[lines] += 1
         if count:
             planned = planned.with_drafts(drafts, count)
-            host.most[lines] += drafts
+            host.max_committed[lines] += drafts
             host.num_draft[lines] = 0
         if self._widest:
             self.budgets.pay(lines, planned.drafts, count)
         return planned
 
-    def _among_themselves(self, running: list[Sequence], lines: Ints, version: int) -> Planned | None:
+    def _among_themselves(self, running: list[Sequence], lines: Ints, version: int) -> StepPlan | None:
         """Those that are not about to end. None if there are prompts, or not enough pages or rows."""
-        host, sequences = self.host, list(running)
+        host, sequences = self.mirror, list(running)
         if np.count_nonzero(host.prompt_left[lines]):
             return None
-        ends, most = host.max_length[lines], host.most[lines]
-        decodes = host.length[lines] + host.under_way[lines] < ends
+        ends, most = host.max_length[lines], host.max_committed[lines]
+        decodes = host.length[lines] + host.in_flight[lines] < ends
         all_do = np.count_nonzero(decodes) == len(lines)
         if not all_do:
             at = decodes.nonzero()[0]
@@ -86,13 +86,13 @@ class Calm:
         short = np.count_nonzero(np.minimum(most + self.lookahead, ends) > pages)
         if not sequences or short or len(lines) + count > self.max_rows:
             return None
-        host.most[lines], host.num_draft[lines] = most + 1, 0
-        host.under_way[lines] += 1
+        host.max_committed[lines], host.num_draft[lines] = most + 1, 0
+        host.in_flight[lines] += 1
         self.budgets.pay(lines, drafts, count)
         nothing, requests = np.zeros_like(lines), [s.request for s in sequences]
-        samples, tenants = np.ones(len(lines), np.bool_), host.tenant[lines]
-        planned = Planned(
-            *(sequences, requests, lines, nothing, drafts, samples, tenants, version),
+        samples, generations = np.ones(len(lines), np.bool_), host.generation[lines]
+        planned = StepPlan(
+            *(sequences, requests, lines, nothing, drafts, samples, generations, version),
             *(len(lines) + count, count, False, nothing),
         )
         self.after(planned if all_do else None)

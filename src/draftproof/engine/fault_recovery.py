@@ -16,20 +16,20 @@ import torch
 
 from draftproof.engine.drafting.budget import Ints
 from draftproof.engine.scheduler import Scheduler
-from draftproof.engine.sequence import Planned, Sequence
-from draftproof.engine.step.step_results import Ending, StepResults
+from draftproof.engine.sequence import Sequence, StepPlan
+from draftproof.engine.step.step_results import Finish, StepResults
 from draftproof.ops import Ops
 
 FAULTS = (RuntimeError, MemoryError)  # of devices and allocators; torch's own are kinds of the first
-TRIES = 3  # steps of a request that fail without a token between them: then it does
-HOPELESS = 20  # steps that fail running: then the engine is dead, whatever the device says
+MAX_REQUEST_RETRIES = 3  # steps of a request that fail without a token between them: then it does
+MAX_CONSECUTIVE_FAILURES = 20  # steps that fail running: then the engine is dead, whatever the device says
 
 
 class StepFault(Exception):
     """Steps whose results are lost, with the tokens that each entry had KV of before (None: as one that
     decodes, all that the host knows but the newest); see `__cause__`."""
 
-    def __init__(self, lost: list[tuple[Planned, Ints | None]]) -> None:
+    def __init__(self, lost: list[tuple[StepPlan, Ints | None]]) -> None:
         super().__init__(f"{len(lost)} steps are lost")
         self.lost = lost
 
@@ -42,37 +42,37 @@ def answers(ops: Ops) -> bool:
         return False
 
 
-def take_back(scheduler: Scheduler, lost: Many[tuple[Planned, Ints | None]]) -> list[Sequence]:
+def requeue_lost(scheduler: Scheduler, lost: Many[tuple[StepPlan, Ints | None]]) -> list[Sequence]:
     """Those who took part, and are still here; they wait again."""
     computed: dict[Sequence, int] = {}  # before the first step that is lost
     for planned, before in lost:
-        scheduler.pages.unlearn(planned.known)
-        here = scheduler.host.tenant[planned.slots] == planned.tenants
-        before = scheduler.host.length[planned.slots] - 1 if before is None else before
+        scheduler.pages.unpublish(planned.published)
+        here = scheduler.mirror.generation[planned.slots] == planned.generations
+        before = scheduler.mirror.length[planned.slots] - 1 if before is None else before
         for b in here.nonzero()[0].tolist():
             computed.setdefault(planned.sequences[b], int(before[b]))
     for sequence, count in computed.items():
-        length = int(scheduler.host.length[sequence.slot])
-        if length > sequence.fault_length:  # it has come further since the last one
-            sequence.num_faults, sequence.fault_length = 0, length
-        sequence.num_faults += 1
-        scheduler.take_back(sequence, count)
+        length = int(scheduler.mirror.length[sequence.slot])
+        if length > sequence.length_at_failure:  # it has come further since the last one
+            sequence.num_failures, sequence.length_at_failure = 0, length
+        sequence.num_failures += 1
+        scheduler.requeue(sequence, count)
     return list(computed)
 
 
 def with_failed(results: StepResults, failed: Many[Sequence], width: int, reason: str) -> StepResults:
     """`results`, and the end of those who failed: in their own lines, or in lines of no tokens."""
-    requests, endings = list(results.requests), dict(results.endings)
+    requests, endings = list(results.requests), dict(results.finishes)
     place = {request.id: i for i, request in enumerate(requests)}
     for sequence in failed:
         at = place.get(sequence.request.id, len(requests))
         if at == len(requests):
             requests.append(sequence.request)
-        endings[at] = Ending("error", error=reason)
+        endings[at] = Finish("error", error=reason)
     new = len(requests) - len(results.requests)
     table = np.zeros((len(requests), width), np.int64)
     table[: len(results.requests)] = results.table.reshape(-1, width)
     source = results.source
     if source is not None:
         source = np.concatenate([source, np.zeros((new, source.shape[1]), source.dtype)])
-    return replace(results, requests=requests, table=table, source=source, endings=endings)
+    return replace(results, requests=requests, table=table, source=source, finishes=endings)

@@ -10,7 +10,7 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
     """Nothing is under way: the host's columns agree with the device's, and a decoding slot lacks KV for
     its newest token alone."""
     scheduler.pages.check()
-    columns, host = slots.columns, scheduler.host
+    columns, host = slots.columns, scheduler.mirror
     owned: set[int] = set()
     for sequence in scheduler.running:
         slot, name = sequence.slot, sequence.request.id
@@ -23,12 +23,12 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         assert int(columns.computed[slot]) == computed, f"{name}: KV of {int(columns.computed[slot])} tokens"
         assert num_draft <= int(host.num_draft[slot]), f"{name}: more drafts than are known of"
         assert int(columns.prompt_len[slot]) == prompt, f"{name}: prompt lengths differ"
-        assert host.under_way[slot] == 0, f"{name}: a step is missing"
+        assert host.in_flight[slot] == 0, f"{name}: a step is missing"
         assert length < sequence.max_length, f"{name}: ran past its end"
         assert length + num_draft < sequence.max_length, f"{name}: drafts past its end"
         assert len(sequence.pages) * scheduler.page_size >= computed, f"{name}: pages short"
         assert len(sequence.pages) == host.num_pages[slot], f"{name}: pages miscounted"
-        assert host.most[slot] == length, f"{name}: something is under way"
+        assert host.max_committed[slot] == length, f"{name}: something is under way"
         assert all(scheduler.pages.is_used(page) for page in sequence.pages), f"{name}: a page has no user"
         table = columns.page_table[slot, : len(sequence.pages)].tolist()
         assert table == sequence.pages, f"{name}: its page table differs"

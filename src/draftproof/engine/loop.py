@@ -28,38 +28,38 @@ from draftproof.engine.drafting.run_ahead import Pacing
 from draftproof.engine.drafting.token_feedback import Lessons
 from draftproof.engine.fault_recovery import (
     FAULTS,
-    HOPELESS,
-    TRIES,
+    MAX_CONSECUTIVE_FAILURES,
+    MAX_REQUEST_RETRIES,
     StepFault,
     answers,
-    take_back,
+    requeue_lost,
     with_failed,
 )
 from draftproof.engine.invariants import check_step
 from draftproof.engine.scheduler import Busy, Scheduler
-from draftproof.engine.sequence import Planned, Sequence
+from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
-from draftproof.engine.step.device_step import DeviceStep, Ran
+from draftproof.engine.step.device_step import DeviceStep, QueuedStep
 from draftproof.engine.step.host_logprobs import Extras
-from draftproof.engine.step.step_features import traits_of
-from draftproof.engine.step.step_results import Ending, StepResults, columns_of, ending_of
+from draftproof.engine.step.step_features import features_of
+from draftproof.engine.step.step_results import Finish, StepResults, columns_of, finish_of
 from draftproof.errors import EngineDeadError
 from draftproof.ops import PendingCopy
 from draftproof.propose import Proposer
-from draftproof.types import ENDED, NUM_ACCEPTED, NUM_OUT, End, Traits
+from draftproof.types import ENDED, NUM_ACCEPTED, NUM_OUT, FinishStatus, StepFeatures
 
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class PendingStep:
     """A step that was queued and not read yet; it carries who took part in it."""
 
     number: int
-    planned: Planned
+    planned: StepPlan
     computed: Ints | None  # [B] tokens with KV before it, as far as the host knew; None: all decode
-    ran: Ran
+    ran: QueuedStep
     read: PendingCopy
     waits: bool  # the host is needed before anything else is planned
     follows: bool  # it was queued while another was under way: the device went from one to the next
@@ -88,12 +88,12 @@ class Loop:
         self.overlap = overlap
         self.debug = debug
         self.meanwhile: Callable[[], object] = lambda: None  # while steps are under way, if there is time
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[PendingStep] = deque()
         self._number = 0  # of the last step that was queued
         # whose tokens are still to be read, and the step behind which they come
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
         self.pacing = Pacing(scheduler, device.ops.asynchronous)
-        self._traits: tuple[int, Traits] | None = None
+        self._traits: tuple[int, StepFeatures] | None = None
         self._faults = 0  # steps that failed running
         self.asking = Asking.of(proposer, scheduler, device.drafting)
         self._lessons = Lessons(slots)
@@ -130,7 +130,7 @@ class Loop:
     def end(self, sequence: Sequence) -> None:
         """Remove a request, finished or not; what is still under way of it is nobody's."""
         if sequence.slot >= 0:
-            length = int(self.scheduler.host.length[sequence.slot])
+            length = int(self.scheduler.mirror.length[sequence.slot])
             self._lessons.hear(self.proposer, sequence.slot, length, self._behind)
             self._stop(sequence.slot)
         self.scheduler.remove(sequence)
@@ -138,8 +138,8 @@ class Loop:
 
     def leave(self, sequence: Sequence) -> None:
         """It is told to end, by a stop string or a caller; it may be in the middle of anything."""
-        if sequence.slot >= 0 and self.scheduler.host.prompt_left[sequence.slot] == 0:
-            self._retire(sequence)
+        if sequence.slot >= 0 and self.scheduler.mirror.prompt_left[sequence.slot] == 0:
+            self._finish_keep_pages(sequence)
             self._rest()
         else:
             self.end(sequence)
@@ -164,7 +164,7 @@ class Loop:
         self.device.drafting.lose_track()
         if not answers(self.device.ops):
             raise EngineDeadError(f"the device does not answer any more after {reason}") from error
-        if self._faults > HOPELESS:
+        if self._faults > MAX_CONSECUTIVE_FAILURES:
             raise EngineDeadError(
                 f"{self._faults} steps have failed running, the last by {reason}"
             ) from error
@@ -174,14 +174,14 @@ class Loop:
         except StepFault as earlier:
             lost = earlier.lost + lost
         for sequence, *_ in self._retiring:  # its last step may be among those that are lost
-            self.scheduler.bury(sequence, None)
+            self.scheduler.release_pages(sequence, None)
         self._retiring.clear()
         self._lessons.forget()
         slots = {s: s.slot for s in self.scheduler.running}
-        back = take_back(self.scheduler, lost)
+        back = requeue_lost(self.scheduler, lost)
         for sequence in back:
             self._stop(slots[sequence])
-        failed = [s for s in back if s.num_faults >= TRIES]
+        failed = [s for s in back if s.num_failures >= MAX_REQUEST_RETRIES]
         what = "%s; %d requests try again, %d fail"
         logging.getLogger("draftproof").error(what, reason, len(back) - len(failed), len(failed))
         for sequence in failed:
@@ -193,12 +193,12 @@ class Loop:
     def _host_is_needed(self) -> bool:
         """By a request that runs, or may run in the next step."""
         scheduler = self.scheduler
-        if not scheduler.num_hosted:
+        if not scheduler.num_needing_sync:
             return False
-        return any(s.hosted or s.in_prompt for s in (*scheduler.running, *scheduler.waiting))
+        return any(s.needs_sync or s.needs_prompt_logprobs for s in (*scheduler.running, *scheduler.waiting))
 
-    def _launch(self) -> Flight | None:
-        scheduler, host, started = self.scheduler, self.scheduler.host, time.perf_counter()
+    def _launch(self) -> PendingStep | None:
+        scheduler, host, started = self.scheduler, self.scheduler.mirror, time.perf_counter()
         waits = self._host_drafts or not self.overlap or self._host_is_needed()
         try:
             if waits and self._device_drafts:
@@ -206,7 +206,7 @@ class Loop:
             planned = scheduler.plan(idle=not self._flights, counted=waits and self._device_drafts)
         except FAULTS as error:  # of what was to be read for it; nobody has begun anything
             raise StepFault([]) from error
-        for sequence in scheduler.put_aside:
+        for sequence in scheduler.preempted:
             self._stop(sequence.last_slot)
         if planned is None:
             return None
@@ -223,18 +223,18 @@ class Loop:
             self._give_up(self.device.drafting.failure)
         return flight
 
-    def _queue(self, planned: Planned, computed: Ints | None, waits: bool, started: float) -> Flight:
-        scheduler, host = self.scheduler, self.scheduler.host
-        if planned.grown or planned.newcomers:
-            self.slots.grow(planned.grown)
-            self.slots.seat([sequence.seat for sequence in planned.newcomers])
-        self._start(planned.newcomers)
-        budget = scheduler.budget(planned) if self._device_drafts else planned.nothing
+    def _queue(self, planned: StepPlan, computed: Ints | None, waits: bool, started: float) -> PendingStep:
+        scheduler, host = self.scheduler, self.scheduler.mirror
+        if planned.new_pages or planned.admitted:
+            self.slots.grow(planned.new_pages)
+            self.slots.fill([sequence.slot_init for sequence in planned.admitted])
+        self._start(planned.admitted)
+        budget = scheduler.budget(planned) if self._device_drafts else planned.zeros
         middle = {}
         complaints: grammar_masks.Complaints = {}
-        if scheduler.num_hosted:
+        if scheduler.num_needing_sync:
             complaints = grammar_masks.send_masks(planned, self.slots, self.device)
-            middle = {s.slot: s.request for s in planned.sequences if s.processed_by_host}
+            middle = {s.slot: s.request for s in planned.sequences if s.has_host_processors}
         keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
         if self.asking is not None:
             self.asking.weigh(planned, budget, self.pacing.spare)
@@ -244,25 +244,25 @@ class Loop:
         asked = self.device.drafting.asked_for(planned, budget)
         self._number += 1
         told = planned, computed, ran, read, waits, bool(self._flights), started, complaints, *asked
-        return Flight(self._number, *told)
+        return PendingStep(self._number, *told)
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
         counts = self.device.ops.fetch(self.slots.columns.num_draft)().numpy()
         lines = np.array([s.slot for s in self.scheduler.running], np.int64)
-        self.scheduler.host.num_draft[lines] = counts[lines]
+        self.scheduler.mirror.num_draft[lines] = counts[lines]
 
-    def _traits_now(self) -> Traits:
+    def _traits_now(self) -> StepFeatures:
         """Of all that run: they change seldom."""
         version = self.scheduler.version
         if self._traits is None or self._traits[0] != version:
             given = self.scheduler.running, self.device.sampler.strategies, self.slots.vocab
-            self._traits = version, traits_of(*given)
+            self._traits = version, features_of(*given)
         return self._traits[1]
 
     # --- settling -----------------------------------------------------------------------------------
 
-    def _settle(self, flight: Flight) -> StepResults:
+    def _settle(self, flight: PendingStep) -> StepResults:
         planned = flight.planned
         try:
             asked, late = time.perf_counter(), flight.read.is_ready()
@@ -273,8 +273,8 @@ class Loop:
                 for name in ("draft logprobs", "draft sources")
             )
             extras_of = {}
-            if flight.waits and self.scheduler.num_hosted and flight.computed is not None:
-                starts = self.scheduler.host.length[planned.slots]
+            if flight.waits and self.scheduler.num_needing_sync and flight.computed is not None:
+                starts = self.scheduler.mirror.length[planned.slots]
                 extras_of = self._extras.of(planned, flight.computed, starts, flight.ran, table, own, source)
         except FAULTS as error:  # those that were queued behind it went on from what nobody knows
             lost = [flight, *self._flights]
@@ -283,16 +283,16 @@ class Loop:
         self._faults = 0
         drafting = self.device.drafting.took if self.asking is not None else 0.0
         self.pacing.read(flight, asked, late, drafting)
-        self._reap(flight.number)
+        self._release_finished(flight.number)
         for b, extra in extras_of.items():
-            planned.sequences[b].prompt_scored += len(extra.prompt_logprobs or ())
+            planned.sequences[b].num_prompt_logprobs += len(extra.prompt_logprobs or ())
         same = planned.version == self.scheduler.version  # nobody came or went since it was planned
         here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
         if self.asking is not None:
             k = self.device.drafting.k
             whose = np.zeros((len(table), k), np.int8) if source is None else source
             self.asking.hear(planned, table, whose, here, flight.asked, flight.fewer, flight.waits)
-        if flight.waits and self.scheduler.num_hosted:
+        if flight.waits and self.scheduler.num_needing_sync:
             grammar_masks.take_in(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}
         requests = planned.requests
@@ -311,30 +311,33 @@ class Loop:
         self._rest()
         return results
 
-    def _endings(self, flight: Flight, table: Ints, here: np.ndarray) -> dict[int, Ending]:
+    def _endings(self, flight: PendingStep, table: Ints, here: np.ndarray) -> dict[int, Finish]:
         """Let the ended requests go."""
         sampled, endings = flight.ran.decided.sampled, {}
         errors = sampled.errors if sampled else {}
         for b in (here & (table[:, ENDED] > 0)).nonzero()[0].tolist():
             sequence = flight.planned.sequences[b]
             mine = grammar_masks.errors_of(table[b], errors, flight.complaints.get(b))
-            ending = ending_of(sequence.request, table[b], mine)
+            ending = finish_of(sequence.request, table[b], mine)
             assert ending is not None
             endings[b] = ending
             if ending.reason == "error":
-                if table[b, ENDED] == End.NOT_FINITE:  # nobody shall build on its numbers
-                    self.scheduler.pages.unlearn(sequence.pages)
+                if table[b, ENDED] == FinishStatus.NOT_FINITE:  # nobody shall build on its numbers
+                    self.scheduler.pages.unpublish(sequence.pages)
                 self.end(sequence)
             else:
-                self._retire(sequence)
+                self._finish_keep_pages(sequence)
         return endings
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _finish_keep_pages(self, sequence: Sequence) -> None:
         """It ended by itself: what it said may be asked again. Its pages are free once that is read."""
         scheduler = self.scheduler
-        length = int(scheduler.host.length[sequence.slot])
+        length = int(scheduler.mirror.length[sequence.slot])
         tokens = self.slots.columns.tokens[sequence.slot, :length]
-        if not scheduler.prefixes.enabled or not length // scheduler.page_size > sequence.num_known:
+        if (
+            not scheduler.prefix_cache.enabled
+            or not length // scheduler.page_size > sequence.num_published_pages
+        ):
             self.end(sequence)
             return
         try:
@@ -345,26 +348,26 @@ class Loop:
         self._retiring.append((sequence, read, self._behind))
         self._lessons.hear(self.proposer, sequence.slot, length, self._behind, read)
         self._stop(sequence.slot)
-        scheduler.retire(sequence)
+        scheduler.finish_keep_pages(sequence)
 
     def _rest(self) -> None:
         """Nothing is under way, or nobody is left to whom it matters: leave no page behind."""
         if not self._flights or not (self.scheduler.running or self.scheduler.waiting):
-            self._reap()
+            self._release_finished()
 
     @property
     def _behind(self) -> int:
         """The last of the steps that are under way: what is read from the device now comes behind it."""
         return self._flights[-1].number if self._flights else 0
 
-    def _reap(self, number: float = math.inf) -> None:
+    def _release_finished(self, number: float = math.inf) -> None:
         """Those whose tokens have come by now: the step of this number was read, or nothing is under way."""
         while self._retiring and self._retiring[0][2] <= number:
             sequence, read, _ = self._retiring.popleft()
             ids: list[int] | None = None
             with suppress(*FAULTS):  # then nobody can find it; a device that is gone shows in the next step
                 ids = read().tolist()
-            self.scheduler.bury(sequence, ids)
+            self.scheduler.release_pages(sequence, ids)
         if self.proposer is not None:
             self._tell(self._lessons.teach, self.proposer, number)
 
@@ -383,11 +386,11 @@ class Loop:
         except Exception as error:  # a plug-in's code may raise anything
             self._give_up(error)
 
-    def _propose(self, flight: Flight) -> None:
+    def _propose(self, flight: PendingStep) -> None:
         assert self.proposer is not None
         planned = flight.planned
         here = [i for i, s in enumerate(planned.sequences) if s.slot >= 0]
-        live, lengths = planned.only(here), self.scheduler.host.length
+        live, lengths = planned.only(here), self.scheduler.mirror.length
         try:
             budget = self.scheduler.budget(live, anew=True)  # the device waits anyway
             if not here or not (budget.any() or self.proposer.needs_hidden):

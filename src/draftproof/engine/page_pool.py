@@ -85,14 +85,14 @@ class Pages:
             found.append(page)
         return found
 
-    def know(self, page: int, digest: bytes) -> None:
+    def publish(self, page: int, digest: bytes) -> None:
         """The page is full and will not change. If another holds the same, that one stays the known one."""
         assert page in self._users, f"page {page} has no user"
         if page not in self._content and digest not in self._place:
             self._content[page] = digest
             self._place[digest] = page
 
-    def unlearn(self, pages: Sequence[int]) -> None:
+    def unpublish(self, pages: Sequence[int]) -> None:
         """Their content is not to be found again, whoever uses them."""
         for page in pages:
             if page in self._content:
@@ -101,7 +101,7 @@ class Pages:
                 del self._idle[page]
                 self._empty.append(page)
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """One user less of each; the last pages of a text are the first to give way."""
         users, content, empty = self._users, self._content, self._empty
         for page in reversed(pages):

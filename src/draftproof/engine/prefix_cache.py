@@ -8,7 +8,7 @@ from draftproof.engine.page_pool import Pages, digests
 from draftproof.engine.sequence import Sequence
 
 
-class Prefixes:
+class PrefixCache:
     """Requests and their full pages."""
 
     def __init__(self, pages: Pages, page_size: int, enabled: bool) -> None:
@@ -23,15 +23,15 @@ class Prefixes:
         self.read(sequence)
         return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
 
-    def make_known(self, sequence: Sequence, computed: int) -> list[int]:
+    def publish_pages(self, sequence: Sequence, computed: int) -> list[int]:
         """Its full pages, as far as they are computed, can be found from now on: by the next plan, so that
         no step reads a page that another slot fills in the same step."""
         if not self.enabled:
             return []
-        first, full = sequence.num_known, min(computed // self.page_size, len(sequence.digests))
+        first, full = sequence.num_published_pages, min(computed // self.page_size, len(sequence.digests))
         for i in range(first, full):
-            self.pages.know(sequence.pages[i], sequence.digests[i])
-        sequence.num_known = max(first, full)
+            self.pages.publish(sequence.pages[i], sequence.digests[i])
+        sequence.num_published_pages = max(first, full)
         return sequence.pages[first:full]
 
     def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
@@ -39,7 +39,7 @@ class Prefixes:
         sequence.ids = ids
         if self.enabled:
             self.read(sequence)
-            self.make_known(sequence, computed)
+            self.publish_pages(sequence, computed)
 
     def read(self, sequence: Sequence) -> None:
         """What its full pages hold, of which it may have been read what came first: that stays as it is."""

@@ -25,10 +25,10 @@ from bisect import insort
 import numpy as np
 
 from draftproof.engine.drafting.budget import Bools, DraftBudgets, Ints
-from draftproof.engine.fast_path import Calm
+from draftproof.engine.fast_path import FastPath
 from draftproof.engine.page_pool import Pages
-from draftproof.engine.prefix_cache import Prefixes
-from draftproof.engine.sequence import HostColumns, Planned, Sequence
+from draftproof.engine.prefix_cache import PrefixCache
+from draftproof.engine.sequence import Sequence, SlotMirror, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.metrics import Timings
 
@@ -52,11 +52,11 @@ class Scheduler:
         budgets: DraftBudgets,
         prefix_caching: bool = True,
         lookahead: int = 0,
-        asks_first: bool = False,
+        drafts_before_plan: bool = False,
     ) -> None:
         """`lookahead`: tokens behind the newest that a proposer with KV of its own wants pages for.
 
-        `asks_first`: a step is planned when the drafts there are for it are known, and asking costs nothing.
+        `drafts_before_plan`: a step is planned when its drafts are known, and asking costs nothing.
         So all are asked for, and the plan says which are verified. Else only so many are asked for.
         """
         self.slots = slots
@@ -64,89 +64,91 @@ class Scheduler:
         self.page_size = page_size
         self.max_rows = max_rows
         self.budgets = budgets
-        self.prefixes = Prefixes(pages, page_size, prefix_caching)
+        self.prefix_cache = PrefixCache(pages, page_size, prefix_caching)
         self.lookahead = lookahead
-        self.asks_first = asks_first
-        self.host = HostColumns(len(slots.requests))
+        self.drafts_before_plan = drafts_before_plan
+        self.mirror = SlotMirror(len(slots.requests))
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
-        self.put_aside: list[Sequence] = []  # since the last plan
+        self.preempted: list[Sequence] = []  # since the last plan
         self.version = 0  # changes with `running`
-        self.num_hosted = 0  # requests here that are waited for
+        self.num_needing_sync = 0  # requests here that are waited for
         self.num_preemptions = 0
         self.num_queried = 0  # prompt tokens that were looked for in the cache
         self.num_cached = 0  # and found
         self.timings = Timings()
         self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
-        self._calm = Calm(self.host, budgets, page_size, max_rows, lookahead)
+        self._fast_path = FastPath(self.mirror, budgets, page_size, max_rows, lookahead)
 
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
         self._arrivals += 1
         insort(self.waiting, sequence, key=lambda s: s.rank)
-        self.num_hosted += sequence.waited_for
+        self.num_needing_sync += sequence.may_need_sync
 
     def meanwhile(self) -> None:
         """While there is time: read the one that comes next, who will then be seated sooner."""
         if self.waiting:
-            self.prefixes.read(self.waiting[0])
+            self.prefix_cache.read(self.waiting[0])
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     # --- planning -----------------------------------------------------------------------------------
 
-    def plan(self, idle: bool = True, counted: bool = False) -> Planned | None:
+    def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:
         """The next step; None if there is nothing to do that would not be in vain.
 
         `idle`: nothing is under way. If it must be so and is not: Busy. `counted`: it is known how many
         drafts there are, which may say what was drawn; then none is left out because of their number.
         """
-        self.put_aside.clear()
-        if not self.asks_first and not (self.waiting and self.slots.num_free):  # nobody comes
-            planned = self._calm.plan(self.running, self._lines, self.version)
+        self.preempted.clear()
+        if not self.drafts_before_plan and not (self.waiting and self.slots.num_free):  # nobody comes
+            planned = self._fast_path.plan(self.running, self._lines, self.version)
             if planned is not None:
                 return planned
         while True:
             decodes, drafts = self._decoding()
-            short = self._short_of(decodes, drafts, self.lookahead)
+            short = self._missing_pages(decodes, drafts, self.lookahead)
             if short.sum() > self.pages.num_free:
                 newest = min(self.lookahead, 1)  # a drafter stores the newest token as well
                 drafts = np.minimum(drafts, np.maximum(self._room() - newest, 0))  # guesses go first
-                short = self._short_of(decodes, drafts, newest)
+                short = self._missing_pages(decodes, drafts, newest)
             if short.sum() <= self.pages.num_free:
                 break
             if not idle:
                 raise Busy
-            self._put_aside(max(self.running, key=lambda s: s.rank))
+            self._preempt(max(self.running, key=lambda s: s.rank))
         grown = self._grow(short)
         rows = self.max_rows - int(decodes.sum() + drafts.sum())
-        newcomers = [] if self.put_aside else self._admit_all(rows)
+        newcomers = [] if self.preempted else self._admit_all(rows)
         if newcomers:
             none = np.zeros(len(newcomers), np.int64)
             decodes, drafts = np.append(decodes, none > 0), np.append(drafts, none)
         chunk = self._chunks(rows)
-        if drafts.any() and chunk.any() and not (self.asks_first or counted):  # it may be too large for both
+        if (
+            drafts.any() and chunk.any() and not (self.drafts_before_plan or counted)
+        ):  # it may be too large for both
             drafts = self.budgets.fit(self._lines, drafts, int(decodes.sum() + chunk.sum()))
         takes_part = decodes | (chunk > 0)
         if not takes_part.any():
             return None
         planned = self._planned(takes_part, chunk, drafts, newcomers, grown)
-        self._calm.after(planned if takes_part.all() and not planned.has_prompts else None)
+        self._fast_path.after(planned if takes_part.all() and not planned.has_prompts else None)
         return planned
 
     def _decoding(self) -> tuple[Bools, Ints]:
         """Which of the running ones decode, and with how many drafts."""
-        lines, host = self._lines, self.host
+        lines, host = self._lines, self.mirror
         left = host.prompt_left[lines]
         # one that is under way and may still be short of its end; it may have ended by a stop token as well
-        decodes: Bools = (left == 0) & (host.length[lines] + host.under_way[lines] < host.max_length[lines])
+        decodes: Bools = (left == 0) & (host.length[lines] + host.in_flight[lines] < host.max_length[lines])
         rows = self.max_rows - int(decodes.sum())
         prompts = bool(left.any()) or bool(self.waiting and self.slots.num_free)
         room = rows // 2 if prompts else rows  # guesses must not keep prompts out
         drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
-        if self.asks_first:
+        if self.drafts_before_plan:
             keys = int(host.length[lines].sum())
             drafts[decodes] = self.budgets.take(lines[decodes], drafts[decodes], keys)
         if drafts.sum() > room:
@@ -155,7 +157,7 @@ class Scheduler:
 
     def _chunks(self, rows: int) -> Ints:
         """Prompt rows of each: all that the best rank wants, then the next."""
-        left = self.host.prompt_left[self._lines]
+        left = self.mirror.prompt_left[self._lines]
         chunk = np.zeros_like(left)
         if not left.any():
             return chunk
@@ -166,14 +168,14 @@ class Scheduler:
 
     def _room(self) -> Ints:
         """Tokens that each can surely store on its pages beyond the newest."""
-        lines, host = self._lines, self.host
-        room: Ints = np.maximum(host.num_pages[lines] * self.page_size - host.most[lines], 0)
+        lines, host = self._lines, self.mirror
+        room: Ints = np.maximum(host.num_pages[lines] * self.page_size - host.max_committed[lines], 0)
         return room
 
-    def _short_of(self, decodes: Bools, drafts: Ints, lookahead: int = 0) -> Ints:
+    def _missing_pages(self, decodes: Bools, drafts: Ints, lookahead: int = 0) -> Ints:
         """Pages that each lacks for the rows of this step, if all that is under way has stood."""
-        lines, host = self._lines, self.host
-        rows = np.minimum(host.most[lines] + drafts + lookahead, host.max_length[lines])
+        lines, host = self._lines, self.mirror
+        rows = np.minimum(host.max_committed[lines] + drafts + lookahead, host.max_length[lines])
         need = -(-rows // self.page_size) - host.num_pages[lines]
         short: Ints = np.where(decodes, np.maximum(need, 0), 0)
         return short
@@ -195,7 +197,7 @@ class Scheduler:
             for page in self.pages.take(count):
                 grown.append((slot, len(sequence.pages), page))
                 sequence.pages.append(page)
-            self.host.num_pages[slot] = len(sequence.pages)
+            self.mirror.num_pages[slot] = len(sequence.pages)
         return grown
 
     def _planned(
@@ -205,9 +207,9 @@ class Scheduler:
         drafts: Ints,
         newcomers: list[Sequence],
         grown: list[tuple[int, int, int]],
-    ) -> Planned:
+    ) -> StepPlan:
         """Keep the columns up to date with what is under way from now on."""
-        host = self.host
+        host = self.mirror
         if takes_part.all():
             lines, sequences = self._lines, list(self.running)
         else:
@@ -216,82 +218,82 @@ class Scheduler:
             sequences = [self.running[i] for i in at.tolist()]
         host.prompt_left[lines] -= chunk
         samples = host.prompt_left[lines] == 0
-        host.under_way[lines] += samples
-        host.most[lines] += np.where(samples, 1 + drafts, 0)
+        host.in_flight[lines] += samples
+        host.max_committed[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
         num_drafts = int(drafts.sum())
         self.budgets.pay(lines[chunk == 0], drafts[chunk == 0], num_drafts)  # which no prompt has
         known: list[int] = []
         for i in chunk.nonzero()[0].tolist():
             computed = len(sequences[i].ids) - int(host.prompt_left[lines[i]])
-            known += self.prefixes.make_known(sequences[i], computed)
-        return Planned(
+            known += self.prefix_cache.publish_pages(sequences[i], computed)
+        return StepPlan(
             sequences,
             [s.request for s in sequences],
-            *(lines, chunk, drafts, samples, host.tenant[lines], self.version),
+            *(lines, chunk, drafts, samples, host.generation[lines], self.version),
             num_rows=int(np.maximum(chunk, 1).sum()) + num_drafts,
             num_drafts=num_drafts,
             has_prompts=bool(chunk.any()),
-            nothing=np.zeros_like(lines),
-            newcomers=newcomers,
-            grown=grown,
-            known=known,
+            zeros=np.zeros_like(lines),
+            admitted=newcomers,
+            new_pages=grown,
+            published=known,
         )
 
-    def budget(self, planned: Planned, anew: bool = False) -> Ints:
+    def budget(self, planned: StepPlan, anew: bool = False) -> Ints:
         """[B] drafts to ask for after this step; the last token of a request needs none. `anew`: by all that
         is known now, even if that is worked out once more in every step."""
-        host, lines = self.host, planned.slots
+        host, lines = self.mirror, planned.slots
         limit = self.budgets.limit[lines]
         if not np.count_nonzero(limit):
-            return planned.nothing
-        keys = 0 if self.asks_first else int(host.length[lines].sum())
-        budget = None if anew or self.asks_first else self.budgets.again(lines)
-        if self._calm.far_from_ends(lines) and not self.asks_first:
+            return planned.zeros
+        keys = 0 if self.drafts_before_plan else int(host.length[lines].sum())
+        budget = None if anew or self.drafts_before_plan else self.budgets.again(lines)
+        if self._fast_path.far_from_ends(lines) and not self.drafts_before_plan:
             return self.budgets.take(lines, limit, keys) if budget is None else budget
-        least = host.length[lines] + host.under_way[lines]
+        least = host.length[lines] + host.in_flight[lines]
         room = np.maximum(host.max_length[lines] - least - 1, 0)
         if self.lookahead:  # all but the last draft are stored before they are verified
-            stored = host.num_pages[lines] * self.page_size - host.most[lines]
+            stored = host.num_pages[lines] * self.page_size - host.max_committed[lines]
             room = np.minimum(room, np.maximum(stored + 1, 0))
         allowed: Ints = np.where(planned.samples, np.minimum(limit, room), 0)
-        if self.asks_first:
+        if self.drafts_before_plan:
             return allowed
         if budget is None:
             budget = self.budgets.take(lines, np.where(allowed > 0, limit, 0), keys)
         return np.minimum(budget, allowed)
 
-    def settle(self, planned: Planned, num_out: Ints, accepted: Ints) -> Bools:
+    def settle(self, planned: StepPlan, num_out: Ints, accepted: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
-        host, mine, samples, drafts = self.host, planned.slots, planned.samples, planned.drafts
-        here: Bools = host.tenant[mine] == planned.tenants
+        host, mine, samples, drafts = self.mirror, planned.slots, planned.samples, planned.drafts
+        here: Bools = host.generation[mine] == planned.generations
         if planned.has_prompts:
             self._first_tokens(planned, here & samples & (num_out > 0))
         if planned.version != self.version:  # somebody came or went meanwhile
             mine, num_out, accepted = mine[here], num_out[here], accepted[here]
             samples, drafts = samples[here], drafts[here]
         host.length[mine] += num_out
-        host.under_way[mine] -= samples
+        host.in_flight[mine] -= samples
         fell = 1 + drafts - num_out
-        host.most[mine] -= np.where(samples, fell, 0) if planned.has_prompts else fell
+        host.max_committed[mine] -= np.where(samples, fell, 0) if planned.has_prompts else fell
         if planned.num_drafts:
             self.budgets.record(mine, drafts, accepted)
         return here
 
-    def _first_tokens(self, planned: Planned, told: Bools) -> None:
+    def _first_tokens(self, planned: StepPlan, told: Bools) -> None:
         """Whoever has come to the end of its prompt, unless it was there before it was put aside."""
         for b in (told & (planned.chunk > 0)).nonzero()[0].tolist():
             stats = planned.sequences[b].stats
-            if stats.spoke is None:
-                stats.spoke = time.monotonic()
-                self.timings.first_token.observe(stats.spoke - stats.arrived)
+            if stats.first_token_at is None:
+                stats.first_token_at = time.monotonic()
+                self.timings.first_token.observe(stats.first_token_at - stats.arrived_at)
 
     # --- coming and going ---------------------------------------------------------------------------
 
     def _admit_all(self, rows: int) -> list[Sequence]:
-        """Seat those who wait, as long as the next of them would have one of the rows in this step."""
+        """SlotInit those who wait, as long as the next of them would have one of the rows in this step."""
         newcomers: list[Sequence] = []
-        left = self.host.prompt_left
+        left = self.mirror.prompt_left
         prompts = [(s.rank, int(left[s.slot])) for s in self.running if left[s.slot]] if self.waiting else []
         seated = 0  # rows that newcomers want: each of them comes before whoever waits behind it
         while self.waiting and self.slots.num_free:
@@ -304,57 +306,57 @@ class Scheduler:
         return newcomers
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Seat the first that waits, if there are pages for its tokens and the next one."""
-        found = self.prefixes.find(sequence)
+        """SlotInit the first that waits, if there are pages for its tokens and the next one."""
+        found = self.prefix_cache.find(sequence)
         tokens = min(len(sequence.ids) + 1 + self.lookahead, sequence.max_length)
         need = self.pages_for(tokens) - len(found)
         spare = len(self.running)  # those that run will want a page soon, or the newcomer is out again
         if need + spare > self.pages.num_free:
-            self.pages.give_back(found)
+            self.pages.release(found)
             return False
         del self.waiting[0]
         if (self.pages.num_free - need) // 2 // (spare + 1) >= AHEAD:  # as in `_grow`
             need = min(need + AHEAD, self.pages_for(sequence.max_length) - len(found))
         sequence.pages = found + self.pages.take(need)
-        sequence.num_known, sequence.found = len(found), len(found) * self.page_size
-        if sequence.stats.seated is None:
-            sequence.stats.seated = time.monotonic()
-            self.timings.queue.observe(sequence.stats.seated - sequence.stats.arrived)
-            sequence.stats.num_cached_tokens = sequence.found
-            self.num_queried += len(sequence.ids) if self.prefixes.enabled else 0
-            self.num_cached += sequence.found
+        sequence.num_published_pages, sequence.num_cached = len(found), len(found) * self.page_size
+        if sequence.stats.scheduled_at is None:
+            sequence.stats.scheduled_at = time.monotonic()
+            self.timings.queue.observe(sequence.stats.scheduled_at - sequence.stats.arrived_at)
+            sequence.stats.num_cached_tokens = sequence.num_cached
+            self.num_queried += len(sequence.ids) if self.prefix_cache.enabled else 0
+            self.num_cached += sequence.num_cached
         slot = sequence.slot = sequence.last_slot = self.slots.take(sequence.request)
-        host = self.host
-        host.length[slot] = host.most[slot] = len(sequence.ids)
-        host.prompt_left[slot] = len(sequence.ids) - sequence.found
+        host = self.mirror
+        host.length[slot] = host.max_committed[slot] = len(sequence.ids)
+        host.prompt_left[slot] = len(sequence.ids) - sequence.num_cached
         host.max_length[slot] = sequence.max_length
-        host.under_way[slot] = host.num_draft[slot] = 0
+        host.in_flight[slot] = host.num_draft[slot] = 0
         host.num_pages[slot] = len(sequence.pages)
-        host.tenant[slot] += 1
+        host.generation[slot] += 1
         self.budgets.start(slot, sequence.draft_limit, sequence.adaptive)
         self.running.append(sequence)
         self._lines = np.append(self._lines, slot)
         self.version += 1
         return True
 
-    def _put_aside(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Nothing is under way: its tokens are known, and it goes on from them when its turn comes."""
         slot = sequence.slot
-        length, left = int(self.host.length[slot]), int(self.host.prompt_left[slot])
+        length, left = int(self.mirror.length[slot]), int(self.mirror.prompt_left[slot])
         self._wait_again(sequence, length - left if left else length - 1)
         sequence.stats.num_preemptions += 1
         self.num_preemptions += 1
-        self.put_aside.append(sequence)
+        self.preempted.append(sequence)
 
-    def take_back(self, sequence: Sequence, computed: int) -> None:
+    def requeue(self, sequence: Sequence, computed: int) -> None:
         """A step of it never came to be, and nobody can find what that was to fill. It waits again."""
-        sequence.num_known = min(sequence.num_known, computed // self.page_size)
+        sequence.num_published_pages = min(sequence.num_published_pages, computed // self.page_size)
         self._wait_again(sequence, computed)
 
     def _wait_again(self, sequence: Sequence, computed: int) -> None:
-        length = int(self.host.length[sequence.slot])
+        length = int(self.mirror.length[sequence.slot])
         ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
-        self.prefixes.remember(sequence, ids, computed)
+        self.prefix_cache.remember(sequence, ids, computed)
         self._leave(sequence)
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
@@ -363,34 +365,34 @@ class Scheduler:
 
         A step under way may still write to the pages; whoever gets them writes later.
         """
-        self.num_hosted -= sequence.waited_for
+        self.num_needing_sync -= sequence.may_need_sync
         sequence.stats.ended = time.monotonic()
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
 
-    def retire(self, sequence: Sequence) -> None:
+    def finish_keep_pages(self, sequence: Sequence) -> None:
         """It ended; its pages are kept until `bury`."""
-        self.num_hosted -= sequence.waited_for
+        self.num_needing_sync -= sequence.may_need_sync
         sequence.stats.ended = time.monotonic()
-        pages, known = sequence.pages, sequence.num_known
+        pages, known = sequence.pages, sequence.num_published_pages
         sequence.pages = []
         self._leave(sequence)
-        sequence.pages, sequence.num_known = pages, known
+        sequence.pages, sequence.num_published_pages = pages, known
 
-    def bury(self, sequence: Sequence, ids: list[int] | None) -> None:
+    def release_pages(self, sequence: Sequence, ids: list[int] | None) -> None:
         """`ids` is all it ever said; None: nobody knows."""
         if ids is not None:
-            self.prefixes.remember(sequence, ids, len(ids) - 1)
-        self.pages.give_back(sequence.pages)
+            self.prefix_cache.remember(sequence, ids, len(ids) - 1)
+        self.pages.release(sequence.pages)
         sequence.pages = []
 
     def _leave(self, sequence: Sequence) -> None:
         self.version += 1
         self.running.remove(sequence)
         self._lines = self._lines[self._lines != sequence.slot]
-        self.host.tenant[sequence.slot] += 1
-        self.slots.stand(sequence.slot)
-        self.pages.give_back(sequence.pages)
-        sequence.slot, sequence.pages, sequence.num_known = -1, [], 0
+        self.mirror.generation[sequence.slot] += 1
+        self.slots.free(sequence.slot)
+        self.pages.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.num_published_pages = -1, [], 0

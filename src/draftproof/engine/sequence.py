@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftproof.engine.drafting.budget import Bools, Ints
-from draftproof.engine.slots import Seat
+from draftproof.engine.slots import SlotInit
 from draftproof.metrics import RequestStats
-from draftproof.types import Request, Wants
+from draftproof.types import LogprobKind, Request
 from draftproof.verify.grammar_guide import Guide
 
 
@@ -23,22 +23,22 @@ class Sequence:
     draft_limit: int = 0
     adaptive: bool = True  # or always as many drafts as it may have
     strategy: int = 0
-    wants: Wants = Wants.NONE
-    processed_by_host: bool = False  # the user's code, or bad words, between logits and sampling
-    settled_by_host: bool = False  # logprobs that the device does not keep ready
+    logprob_kind: LogprobKind = LogprobKind.NONE
+    has_host_processors: bool = False  # the user's code, or bad words, between logits and sampling
+    needs_host_logprobs: bool = False  # logprobs that the device does not keep ready
     guide: Guide | None = None  # its place in its grammar: the host makes masks before every step of it
-    traits: int = -1  # number of its own ones, once they were asked for
+    features_id: int = -1  # number of its own ones, once they were asked for
     arrival: int = 0
     slot: int = -1
     last_slot: int = -1
     pages: list[int] = field(default_factory=list)
     ids: Many[int] = ()  # committed tokens when it last sat down: the prompt, later also what it had said
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `ids`
-    found: int = 0  # of `ids`, how many had KV when it sat down
-    num_known: int = 0  # pages that others can find
-    num_faults: int = 0  # steps of it that failed under way, one after the other
-    fault_length: int = 0  # its committed tokens then
-    prompt_scored: int = 0  # prompt tokens whose logprobs were given out
+    num_cached: int = 0  # of `ids`, how many had KV when it sat down
+    num_published_pages: int = 0  # pages that others can find
+    num_failures: int = 0  # steps of it that failed under way, one after the other
+    length_at_failure: int = 0  # its committed tokens then
+    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were given out
     stats: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:
@@ -50,36 +50,36 @@ class Sequence:
         return self.request.params.priority, self.arrival
 
     @property
-    def seat(self) -> Seat:
+    def slot_init(self) -> SlotInit:
         """What its slot is filled with."""
-        return Seat(
+        return SlotInit(
             *(self.slot, self.request, self.pages, self.max_length),
-            *(self.strategy, self.wants, self.ids, self.found),
+            *(self.strategy, self.logprob_kind, self.ids, self.num_cached),
         )
 
     @property
-    def hosted(self) -> bool:
+    def needs_sync(self) -> bool:
         """Is the host needed in every step of it?"""
-        return self.processed_by_host or self.settled_by_host or self.guide is not None
+        return self.has_host_processors or self.needs_host_logprobs or self.guide is not None
 
     @property
-    def waited_for(self) -> bool:
+    def may_need_sync(self) -> bool:
         """Or in some?"""
-        return self.hosted or self.request.params.prompt_logprobs is not None
+        return self.needs_sync or self.request.params.prompt_logprobs is not None
 
     @property
-    def in_prompt(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Are logprobs of its prompt still to be given out?"""
         asked = self.request.params.prompt_logprobs is not None
-        return asked and self.prompt_scored < len(self.request.prompt_token_ids) - 1
+        return asked and self.num_prompt_logprobs < len(self.request.prompt_token_ids) - 1
 
     @property
     def cacheable(self) -> int:
         """Tokens of `ids` that need not be computed if they are found: the newest always is."""
-        return self.prompt_scored if self.in_prompt else len(self.ids) - 1
+        return self.num_prompt_logprobs if self.needs_prompt_logprobs else len(self.ids) - 1
 
 
-class HostColumns:
+class SlotMirror:
     """What the host knows of each slot. Of steps that are under way it knows bounds alone."""
 
     def __init__(self, num_slots: int) -> None:
@@ -87,17 +87,19 @@ class HostColumns:
             return np.zeros(num_slots, np.int64)
 
         self.length = column()  # committed tokens, as of the last step that was read
-        self.most = column()  # committed tokens at most, once all that is under way has been read
+        self.max_committed = column()  # committed tokens at most, once all that is under way has been read
         self.max_length = column()
         self.prompt_left = column()  # tokens to compute, before it decodes, that no step is planned for
-        self.under_way = column()  # steps not read yet that commit tokens of it
+        self.in_flight = column()  # steps not read yet that commit tokens of it
         self.num_draft = column()  # drafts it may have when the next step begins
         self.num_pages = column()
-        self.tenant = column()  # changes with whoever sits there: results of a predecessor are known by it
+        self.generation = (
+            column()
+        )  # changes with whoever sits there: results of a predecessor are known by it
 
 
 @dataclass(slots=True, eq=False)  # freezing it would cost more than filling it
-class Planned:
+class StepPlan:
     """A step: B entries, those that came first in front. Nothing in it ever changes."""
 
     sequences: list[Sequence]  # [B]
@@ -106,39 +108,39 @@ class Planned:
     chunk: Ints  # [B] rows of committed tokens that lack KV; 0: it decodes
     drafts: Ints  # [B] drafts verified at most
     samples: Bools  # [B]: its rows reach its newest committed token
-    tenants: Ints  # [B]
-    version: int  # of those that run: as long as it stays the same, so do the tenants
+    generations: Ints  # [B]
+    version: int  # of those that run: as long as it stays the same, so do the generations
     num_rows: int  # at most
     num_drafts: int
     has_prompts: bool  # some have chunks; else all sample
-    nothing: Ints  # [B] zeros
-    newcomers: list[Sequence] = field(default_factory=list)
-    grown: list[tuple[int, int, int]] = field(default_factory=list)  # slot, place in its page table, page
-    known: list[int] = field(default_factory=list)  # pages that it fills, found from the next plan on
+    zeros: Ints  # [B] zeros
+    admitted: list[Sequence] = field(default_factory=list)
+    new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # slot, place in its page table, page
+    published: list[int] = field(default_factory=list)  # pages that it fills, found from the next plan on
 
-    def with_drafts(self, drafts: Ints, count: int) -> Planned:
+    def with_drafts(self, drafts: Ints, count: int) -> StepPlan:
         """The same in a later step, in which nobody comes; `count` drafts in all."""
-        return Planned(
-            *(self.sequences, self.requests, self.slots, self.chunk, drafts, self.samples, self.tenants),
-            *(self.version, len(self.slots) + count, count, False, self.nothing),
+        return StepPlan(
+            *(self.sequences, self.requests, self.slots, self.chunk, drafts, self.samples, self.generations),
+            *(self.version, len(self.slots) + count, count, False, self.zeros),
         )
 
-    def only(self, at: list[int]) -> Planned:
+    def only(self, at: list[int]) -> StepPlan:
         """Some of its entries."""
         chunk, drafts = self.chunk[at], self.drafts[at]
-        return Planned(
+        return StepPlan(
             [self.sequences[i] for i in at],
             [self.requests[i] for i in at],
             self.slots[at],
             chunk,
             drafts,
             self.samples[at],
-            self.tenants[at],
+            self.generations[at],
             self.version,
             num_rows=int(np.maximum(chunk, 1).sum() + drafts.sum()),
             num_drafts=int(drafts.sum()),
             has_prompts=bool(chunk.any()),
-            nothing=np.zeros_like(chunk),
+            zeros=np.zeros_like(chunk),
         )
 
     @property

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Ops
-from draftproof.types import Adjust, Request, SlotColumns, Wants
+from draftproof.types import LogitAdjust, LogprobKind, Request, SlotColumns
 
 INTS = (
     *("length", "prompt_len", "computed", "ended", "num_draft", "top_k", "seed"),
-    *("min_length", "max_length", "adjust", "wants", "strategy"),
+    *("min_length", "max_length", "adjust", "logprob_kind", "strategy"),
 )
 REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 ALIGN = 16  # lines; a column then begins at an address that any kernel likes
 
 
-class Seat(NamedTuple):
+class SlotInit(NamedTuple):
     """A request and the line it is to have."""
 
     slot: int
@@ -34,13 +34,13 @@ class Seat(NamedTuple):
     pages: Sequence[int]
     max_length: int
     strategy: int = 0
-    wants: Wants = Wants.NONE
-    said: Sequence[int] = ()  # its committed tokens, prompt included, if it was here before
+    logprob_kind: LogprobKind = LogprobKind.NONE
+    token_ids: Sequence[int] = ()  # its committed tokens, prompt included, if it was here before
     computed: int = 0  # committed tokens that have KV on its pages
 
     @property
     def ids(self) -> Sequence[int]:
-        return self.said or self.request.prompt_token_ids
+        return self.token_ids or self.request.prompt_token_ids
 
 
 class Slots:
@@ -83,14 +83,14 @@ class Slots:
         self.requests[slot] = request
         return slot
 
-    def stand(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free the line."""
         if self.requests[slot] is None:
             raise AssertionError(f"slot {slot} is freed twice")
         self.requests[slot] = None
         self._free.append(slot)
 
-    def seat(self, seats: Sequence[Seat]) -> None:
+    def fill(self, seats: Sequence[SlotInit]) -> None:
         """Fill the lines of newcomers."""
         if not seats:
             return
@@ -122,9 +122,9 @@ class Slots:
         if marks:
             c.ends.view(-1).index_fill_(0, ends, True)
         for seat in seats:
-            self._seat_planes(seat)
+            self._fill_planes(seat)
 
-    def _seat_planes(self, seat: Seat) -> None:
+    def _fill_planes(self, seat: SlotInit) -> None:
         params, send = seat.request.params, self.ops.send
         if params.logit_bias:
             line = self.columns.bias[seat.slot].zero_()
@@ -159,23 +159,23 @@ def end_ids(request: Request) -> set[int]:
     return {*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids}
 
 
-def adjustments(request: Request) -> Adjust:
+def adjustments(request: Request) -> LogitAdjust:
     params = request.params
-    found = Adjust(0)
+    found = LogitAdjust(0)
     if params.penalises:
-        found |= Adjust.PENALTY
+        found |= LogitAdjust.PENALTY
     if params.logit_bias:
-        found |= Adjust.BIAS
+        found |= LogitAdjust.BIAS
     if params.allowed_token_ids is not None:
-        found |= Adjust.BAN
+        found |= LogitAdjust.ALLOWED_IDS
     if params.min_tokens:
-        found |= Adjust.HOLD
+        found |= LogitAdjust.MIN_TOKENS
     if request.grammar is not None:
-        found |= Adjust.MASK
+        found |= LogitAdjust.MASK
     return found
 
 
-def _ints(seat: Seat) -> tuple[int, ...]:
+def _ints(seat: SlotInit) -> tuple[int, ...]:
     """In the order of INTS."""
     request, params = seat.request, seat.request.params
     prompt = len(request.prompt_token_ids)
@@ -190,7 +190,7 @@ def _ints(seat: Seat) -> tuple[int, ...]:
         prompt + params.min_tokens,
         seat.max_length,
         int(adjustments(request)),
-        int(seat.wants),
+        int(seat.logprob_kind),
         seat.strategy,
     )
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.logprob_routing import needs_settling
-from draftproof.engine.step.step_results import Ending, StepResults
+from draftproof.engine.step.logprob_routing import needs_host_logprobs
+from draftproof.engine.step.step_results import Finish, StepResults
 from draftproof.engine.validation import Limits
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, SpecStats
@@ -25,7 +25,7 @@ from draftproof.text.streaming_output import OutputBuilder
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import FinishReason, LogprobRow, Request, RequestOutput, TokenEvent
 
-BY_STOP_STRING = Ending("stop")  # the engine knows none: the answer says which
+BY_STOP_STRING = Finish("stop")  # the engine knows none: the answer says which
 Tell = Callable[[Sequence[TokenEvent]], Any]
 
 
@@ -54,7 +54,7 @@ class EngineLike(Protocol):
     def meanwhile(self, work: Callable[[], object]) -> None:
         """`work`, which may be done at any time between two steps, is best done while a device runs one."""
 
-    def judged_by(self, params: SamplingParams) -> tuple[str, bool]: ...
+    def strategy_label(self, params: SamplingParams) -> tuple[str, bool]: ...
     def stats(self) -> EngineStats: ...
     def describe(self) -> str: ...
 
@@ -117,7 +117,7 @@ class Jobs:
         params = job.requests[0].params
         job.max_length = self.engine.check(job.requests[0])
         # nobody sees a token before the answer is complete: then it is built when it is
-        in_bulk = job.tell is None and not needs_settling(params, self.engine.limits.vocab_size)
+        in_bulk = job.tell is None and not needs_host_logprobs(params, self.engine.limits.vocab_size)
         make = self.ledger.answer if in_bulk else OutputBuilder
         job.answers = [make(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
 
@@ -171,7 +171,7 @@ class Jobs:
 
     def result(self, job: Job) -> RequestOutput:
         params = job.requests[0].params
-        strategy, lossless = self.engine.judged_by(params)
+        strategy, lossless = self.engine.strategy_label(params)
         total = SpecStats()
         for answer in job.answers:
             total.add(answer.output.metrics)
@@ -203,7 +203,7 @@ class Jobs:
         if results.requests != company.requests:
             company = self._company = self._meet(results.requests)
         matched = self._write_down(results, company) if len(company.lines) else []
-        for i, extra in results.extras.items():
+        for i, extra in results.host_logprobs.items():
             job, index = self.owners[results.requests[i].id]
             if extra.prompt_logprobs is not None and index == 0:
                 job.prompt_rows.extend(extra.prompt_logprobs)
@@ -218,8 +218,8 @@ class Jobs:
             if builder.finished:
                 self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
                 completed += self._ended(job, index)
-        if results.endings or matched:
-            self._close(results, dict.fromkeys([*results.endings, *matched]))
+        if results.finishes or matched:
+            self._close(results, dict.fromkeys([*results.finishes, *matched]))
         return completed + self._closed()
 
     def _close(self, results: StepResults, ended: Iterable[int]) -> None:
@@ -227,13 +227,13 @@ class Jobs:
         owners = {i: self.owners[results.requests[i].id] for i in ended}
         closing: dict[int, Ended] = {}
         for i, (job, index) in owners.items():
-            answer, how = job.answers[index], results.endings.get(i, BY_STOP_STRING)
+            answer, how = job.answers[index], results.finishes.get(i, BY_STOP_STRING)
             if isinstance(answer, Answer):
                 closing[i] = answer, how.reason, how.stop, how.error
                 self._ending.append((job, index))
         (self.ledger.close_soon if self.patient else self.ledger.close_all)(list(closing.values()))
         for i in closing:
-            if i not in results.endings:
+            if i not in results.finishes:
                 self.engine.abort(results.requests[i].id)
 
     def _closed(self) -> list[Job]:
@@ -269,7 +269,7 @@ class Jobs:
     def _write_down(self, results: StepResults, company: Company) -> list[int]:
         """What a step brought the answers built in bulk; those of them that met a stop string."""
         table, source = results.table, results.source
-        ends = {i: ending.reason for i, ending in results.endings.items()}
+        ends = {i: ending.reason for i, ending in results.finishes.items()}
         if company.singly:
             table, source = table[company.at], None if source is None else source[company.at]
             ends = {n: ends[i] for n, i in enumerate(company.at.tolist()) if i in ends}

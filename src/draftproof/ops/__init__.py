@@ -29,7 +29,7 @@ from draftproof.ops.contract.types import Layout as Layout
 from draftproof.ops.contract.types import PendingCopy as PendingCopy
 from draftproof.ops.contract.types import TokenLogprobs as TokenLogprobs
 from draftproof.registry import lookup
-from draftproof.types import Choice, Draft, Outcome, Plan, SlotColumns, Windows
+from draftproof.types import Choice, Draft, Outcome, PlanColumns, SlotColumns, Windows
 from draftproof.types import Rows as Rows
 
 T = TypeVar("T")
@@ -303,7 +303,7 @@ class Ops(DraftSearch, Following):
     # captured. An entry or row with slot -1 is padding: it changes nothing, and nothing is read for it.
 
     @abstractmethod
-    def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
+    def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
         """The rows of a step from the slots, ragged, in the order of the plan's entries.
 
         An entry that has ended has no rows. One with `chunk` computes so many committed tokens from
@@ -315,7 +315,7 @@ class Ops(DraftSearch, Following):
 
     @abstractmethod
     def apply_penalties(self, logits: Tensor, windows: Windows) -> Tensor:
-        """A copy of logits [L, V] with penalties, then bias, of each row's slot; Adjust says which.
+        """A copy of logits [L, V] with penalties, then bias, of each row's slot; LogitAdjust says which.
 
         With the drafts before the row counted as committed. Repetition looks at prompt and output: a
         token seen has its logit divided by the penalty if positive, multiplied if not. Then frequency
@@ -324,11 +324,14 @@ class Ops(DraftSearch, Following):
 
     @abstractmethod
     def apply_bans(self, base: Tensor, windows: Windows) -> None:
-        """-inf in base [L, V] where Adjust.BAN bans, and at end tokens below min_length (Adjust.HOLD)."""
+        """Write -inf to base [L, V] at banned tokens and at end tokens below min_length.
+
+        The first with LogitAdjust.ALLOWED_IDS, the second with LogitAdjust.MIN_TOKENS.
+        """
 
     @abstractmethod
     def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
-        """-inf in base [L, V] where a row of a slot with Adjust.MASK is not allowed a token.
+        """-inf in base [L, V] where a row of a slot with LogitAdjust.MASK is not allowed a token.
 
         That is in windows.allowed, by the row's slot and depth: bit t % 32 of word t // 32 for token t.
         """
@@ -339,12 +342,12 @@ class Ops(DraftSearch, Following):
 
         argmax where the temperature is 0, else gumbel_argmax of logits / temperature (of the logits as
         they are if `scaled`) with the slot's seed and the row's position, STREAM_SAMPLE. The second is
-        End.FORBIDDEN where all logits are -inf, End.NOT_FINITE where one is NaN or +inf, else 0. The token
-        is 0 where it cannot, and both are at padding.
+        FinishStatus.NO_ALLOWED_TOKEN where all logits are -inf, FinishStatus.NOT_FINITE where one is NaN or
+        +inf, else 0. The token is 0 where it cannot, and both are at padding.
         """
 
     @abstractmethod
-    def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
+    def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         """Judge every window, append what stands to its slot, and say what was done. All of `out` is written.
 
         Drafts stand up to the first that is not accepted; then comes one token more. What is committed

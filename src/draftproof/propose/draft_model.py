@@ -76,8 +76,8 @@ class DraftModelProposer(DeviceProposer):
         return each, weights * dtype.itemsize
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        assert batch.traits is not None
-        runner, count = self.runner, batch.traits.rounds
+        assert batch.spec is not None
+        runner, count = self.runner, batch.spec.rounds
         rows, last = self._behind(batch)
         rounds = Rounds(self.env.ops, batch, self.greedy, last, 0, self.env.page_size, self.sureness)
         hidden, self.asked_rounds = runner.forward(rows), 0
@@ -95,7 +95,7 @@ class DraftModelProposer(DeviceProposer):
         An entry that decoded had all but what this step committed; one with a chunk had what lies before it.
         """
         rows, chunk, columns = batch.rows, batch.chunk, batch.columns
-        assert rows is not None and chunk is not None and batch.traits is not None
+        assert rows is not None and chunk is not None and batch.spec is not None
         scrap, line = len(columns.length), batch.slots.clamp(min=0)
         before = torch.cat([rows.slots.new_full((1,), -1), rows.slots[:-1]])
         first = torch.full((scrap + 1,), -1, dtype=torch.int64, device=line.device)
@@ -106,7 +106,7 @@ class DraftModelProposer(DeviceProposer):
         begin = torch.where(chunk > 0, start, start + 1)
         count = torch.where((batch.slots >= 0) & (start >= 0), (end - begin).clamp(min=0), 0)
         ends = count.cumsum(0)
-        size = len(rows.tokens) + (len(count) if batch.traits.prompts else 0)
+        size = len(rows.tokens) + (len(count) if batch.spec.has_prompts else 0)
         place = torch.arange(size, device=line.device)
         owner = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
         real = place < ends[-1]

@@ -22,7 +22,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops import Ops, Rows
 from draftproof.propose.calibration import Sureness
-from draftproof.types import DeviceBatch, Draft, DraftTraits, Windows
+from draftproof.types import DeviceBatch, Draft, DraftSpec, Windows
 
 SAMPLING = {"draft_sampling": "shared"}  # "argmax": the likeliest token at any temperature
 _WAYS = ("shared", "argmax")
@@ -51,11 +51,11 @@ class Rounds:
         """`last` [B]: below 0 where the model has not seen all that an entry has said: no drafts.
         `lag`: how far behind its own position a draft is stored. `sureness`: what is known of this model's.
         """
-        assert batch.traits is not None
+        assert batch.spec is not None
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
-        self.traits: DraftTraits = batch.traits
+        self.spec: DraftSpec = batch.spec
         self.ahead = ops.plan_draft_rows(
-            batch.columns, batch.slots, batch.budget, last, batch.traits.rounds, lag, page_size
+            batch.columns, batch.slots, batch.budget, last, batch.spec.rounds, lag, page_size
         )
         self._logprobs: list[Tensor] = []
         self._probs: list[Tensor] = []
@@ -74,7 +74,7 @@ class Rounds:
     @property
     def plain(self) -> bool:
         """Nobody truncates, and nobody wants to know more than the drafts."""
-        return not (self.traits.scales or self.traits.logprobs or self.traits.probs)
+        return not (self.spec.needs_processed or self.spec.needs_logprobs or self.spec.needs_probs)
 
     def rows(self, j: int) -> Rows:
         """The rows of round j, one an entry: of draft j - 1, or of the newest committed token."""
@@ -90,13 +90,13 @@ class Rounds:
     def take(self, j: int, logits: Tensor) -> None:
         """Draft j of each from logits [B, V], as plain sampling would take it."""
         windows = self.windows(j)
-        law = self.ops.process_logits(logits, windows) if self.traits.scales else None
+        law = self.ops.process_logits(logits, windows) if self.spec.needs_processed else None
         if self.greedy:
             token = torch.where(windows.slot >= 0, self.ops.argmax(logits), 0)
         else:
             token, _ = self.ops.sample(logits if law is None else law, windows, scaled=law is not None)
         self.ahead.tokens[j].copy_(token)
-        if self.sure is None and not self.traits.logprobs and not self.traits.probs:
+        if self.sure is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
             return
         heat = self.columns.temperature[self.slots.clamp(min=0)]
         if law is None:
@@ -105,9 +105,9 @@ class Rounds:
         own = law.gather(1, token[:, None])[:, 0]
         if self.sure is not None:
             self.sure.copy_(own.exp())
-        if self.traits.logprobs or self.traits.probs:
+        if self.spec.needs_logprobs or self.spec.needs_probs:
             self._logprobs.append(own)
-        if self.traits.probs:
+        if self.spec.needs_probs:
             certain = torch.zeros_like(law).scatter_(1, token[:, None], 1.0)
             sampled = (heat > 0)[:, None] & (not self.greedy)
             self._probs.append(torch.where(sampled, law.exp(), certain))
@@ -115,7 +115,7 @@ class Rounds:
     def goes_on(self, j: int) -> bool:
         """Draft j is made: is another round likely to bring more than it costs, and for whom?"""
         if self._sureness is None or self.sure is None:
-            return j + 1 < self.traits.rounds
+            return j + 1 < self.spec.rounds
         known, gain, leave = self._sureness, 0.0, []
         further, count = known.further(), self._count
         for b, said in enumerate(self.sure.tolist()):

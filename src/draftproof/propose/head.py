@@ -99,8 +99,8 @@ class HeadProposer(DeviceProposer):
 
     def begin(self, batch: DeviceBatch) -> Any:
         """Its rows, [B] the last of each entry's, features; nothing where they are put off."""
-        assert batch.rows is not None and batch.features is not None and batch.traits is not None
-        if batch.traits.later:
+        assert batch.rows is not None and batch.features is not None and batch.spec is not None
+        if batch.spec.is_deferred:
             self.env.ops.put_off(batch.rows, batch.columns, batch.features, self.late)
             return ()
         rows, last = self.env.ops.shift_rows(batch.rows, batch.columns, batch.slots)
@@ -113,8 +113,8 @@ class HeadProposer(DeviceProposer):
         self.late.clear()
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        assert batch.traits is not None
-        ops, model, count = self.env.ops, self.model, batch.traits.rounds
+        assert batch.spec is not None
+        ops, model, count = self.env.ops, self.model, batch.spec.rounds
         begun = self.begin(batch) if batch.begun is None else batch.begun
         if not count:  # whatever the tokens are: there are none of them
             if begun:

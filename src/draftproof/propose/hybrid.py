@@ -126,14 +126,14 @@ class HybridProposer(DeviceProposer):
         if self.search >= 0 and not alone:  # behind its own drafts it has no others
             further = replace(batch, budget=room)
             tokens, count, _ = self.members[self.search].extend(further, (tokens, made))
-        if not (batch.traits and batch.traits.logprobs):  # they are not read
+        if not (batch.spec and batch.spec.needs_logprobs):  # they are not read
             drafts = [replace(draft, logprobs=None) for draft in drafts]
         return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
 
     def _falls_short(self, batch: DeviceBatch) -> bool:
         """May the model have drafts, but fewer than the budget? With as many as there can be, or with none, a
         search behind them would have no room."""
-        rounds = self.env.k if batch.traits is None else batch.traits.rounds
+        rounds = self.env.k if batch.spec is None else batch.spec.rounds
         if self.weighed < 0 or not rounds:
             return False
         few = min(rounds, self.limits[self.weighed]) < self.env.k
@@ -143,7 +143,7 @@ class HybridProposer(DeviceProposer):
         """Its drafts, for whom they will be taken. Where the device is waited for, and nobody is to have any,
         it only keeps up."""
         model, most = self.members[self.weighed], self.limits[self.weighed]
-        most = min(batch.traits.rounds if batch.traits else self.env.k, most)
+        most = min(batch.spec.rounds if batch.spec else self.env.k, most)
         rounds = min(most, self._worth(batch, found)) if batch.price else most
         if rounds and batch.price and model.ends_chains:
             rounds = most  # it looks at them one by one
@@ -153,8 +153,8 @@ class HybridProposer(DeviceProposer):
                 less = replace(less, budget=self._unbeaten(less, found))
             rounds = 0 if batch.price and not less.budget.any() else rounds
         if not rounds:
-            traits = batch.traits and batch.traits._replace(rounds=0)
-            less = replace(batch, budget=self._none[: len(batch.slots)], traits=traits)
+            spec = batch.spec and batch.spec._replace(rounds=0)
+            less = replace(batch, budget=self._none[: len(batch.slots)], spec=spec)
         draft, worth = self._ask(self.weighed, less)
         self.asked_rounds = model.asked_rounds if model.ends_chains else rounds
         if batch.price and model.ends_chains:
@@ -256,8 +256,8 @@ def _at_most(batch: DeviceBatch, count: int) -> DeviceBatch:
     """The same for somebody who may make so many drafts."""
     if count >= batch.columns.draft.shape[1]:
         return batch
-    traits = batch.traits and batch.traits._replace(rounds=min(batch.traits.rounds, count))
-    return replace(batch, budget=batch.budget.clamp(max=count), traits=traits)
+    spec = batch.spec and batch.spec._replace(rounds=min(batch.spec.rounds, count))
+    return replace(batch, budget=batch.budget.clamp(max=count), spec=spec)
 
 
 _ANY = ("needs_hidden", "reports_probs", "stores_kv", "follows_rows", "learns")

@@ -45,7 +45,7 @@ class GivenProposer(Proposer):
                 continue
             cursor.follow(batch.columns.tokens[slot, cursor.seen : length].tolist())
             guesses.append(cursor.ahead(budget))
-        return Draft.of(guesses, self.env.k)
+        return Draft.from_lists(guesses, self.env.k)
 
     def stop(self, slot: int) -> None:
         self._cursors.pop(slot, None)

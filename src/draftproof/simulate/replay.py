@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from draftproof.config import SpeculativeConfig
-from draftproof.engine.slots import Seat, Slots
+from draftproof.engine.slots import SlotInit, Slots
 from draftproof.errors import ConfigError, nearest
 from draftproof.metrics import SpecStats
 from draftproof.ops import resolve
@@ -169,7 +169,7 @@ class Replay:
             )
             self._number += 1
             slot = self.slots.take(request)
-            self.slots.seat([Seat(slot, request, [], len(record.prompt) + len(record.output))])
+            self.slots.fill([SlotInit(slot, request, [], len(record.prompt) + len(record.output))])
             self.running[slot] = _Running(record, request)
             if self.proposer:
                 self.proposer.start(slot, request)
@@ -226,7 +226,7 @@ class Replay:
                 ids = np.array([*mine.record.prompt, *mine.record.output], np.int64)
                 self.proposer.learn(mine.request, ids)
             self.proposer.stop(slot)
-        self.slots.stand(slot)
+        self.slots.free(slot)
 
 
 def replay(

@@ -23,7 +23,7 @@ from draftproof.types import (
     TokenEvent,
 )
 
-Ending = tuple[FinishReason | None, int | str | None, str | None]
+Finish = tuple[FinishReason | None, int | str | None, str | None]
 Drafted = tuple[int, list[DraftRecord] | None]  # how many drafts a step verified; which, if somebody asked
 
 
@@ -47,7 +47,7 @@ class StepEvents(Sequence[TokenEvent]):
         lines: LogprobMaps | None,  # the whole answer's
         begins: list[int] | None,  # the whole answer's offsets
         first: int,  # where these begin in both
-        ending: Ending,
+        ending: Finish,
         drafted: Drafted,
     ) -> None:
         self._index, self._tokens, self._shown, self._origins = index, tokens, shown, origins

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from draftproof.ops import Ops
 from draftproof.sampling_params import ROOM
-from draftproof.types import Request, Traits, Windows
+from draftproof.types import Request, StepFeatures, Windows
 
 
 def process(
-    ops: Ops, logits: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
+    ops: Ops, logits: Tensor, windows: Windows, features: StepFeatures, hosted: Mapping[int, Request]
 ) -> tuple[Tensor, dict[int, str]]:
     """logits [L, V] -> (base [L, V], errors by row). `logits` itself where no option touches it.
 
     `hosted`: the requests, by slot, whose options need the host: it waits for the device here.
     """
     errors: dict[int, str] = {}
-    adjusts = traits.adjusts or bool(hosted)
-    if not adjusts and not traits.masks:
+    adjusts = features.has_adjustments or bool(hosted)
+    if not adjusts and not features.has_grammar:
         return logits, errors
     base = ops.apply_penalties(logits, windows) if adjusts else logits.clone()
     rows = [(i, s) for i, s in enumerate(windows.slot.tolist()) if s in hosted] if hosted else []
@@ -40,7 +40,7 @@ def process(
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     if adjusts:
         ops.apply_bans(base, windows)
-    if traits.masks:
+    if features.has_grammar:
         ops.apply_grammar_mask(base, windows)
     for row, slot in rows:
         if hosted[slot].bad_word_ids:

@@ -33,7 +33,7 @@ def logprob_rows(ops: Ops, logits: Tensor, wanted: Wanted) -> list[LogprobRow]:
     tokens = torch.tensor(wanted.tokens, device=logits.device)
     found = ops.logprobs(logits, rows, tokens, wanted.top)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
-    lines = LogprobRow.of_columns(*columns, wanted.tokens, wanted.top)
+    lines = LogprobRow.from_columns(*columns, wanted.tokens, wanted.top)
     for token in wanted.ids:
         named = ops.logprobs(logits, rows, torch.full_like(tokens, token), 0)
         values, ranks = named.values[:, 0].tolist(), named.ranks.tolist()

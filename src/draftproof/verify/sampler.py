@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.config import SpeculativeConfig
 from draftproof.ops import Ops
-from draftproof.types import Choice, End, Request, Traits, Windows
+from draftproof.types import Choice, FinishStatus, Request, StepFeatures, Windows
 from draftproof.verify import Scores, Strategy, judge, one_for_each
 from draftproof.verify.logits_processing import process
 
@@ -25,7 +25,7 @@ class Sampled:
     """A step's choices, before it is known which of them count."""
 
     choice: Choice
-    bad: Tensor  # [L] int64: an `End` where nothing could be sampled, else 0
+    bad: Tensor  # [L] int64: an `FinishStatus` where nothing could be sampled, else 0
     processed: Tensor  # [L, V]
     errors: dict[int, str]  # by logits row, of the user's code; counts only where the row does
 
@@ -41,24 +41,24 @@ class Sampler:
         self.policy = policy
 
     def __call__(
-        self, logits: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
+        self, logits: Tensor, windows: Windows, features: StepFeatures, hosted: Mapping[int, Request]
     ) -> Sampled:
         """logits [L, V] fp32 (never changed)."""
-        base, errors = process(self.ops, logits, windows, traits, hosted)
-        processed = self.ops.process_logits(base, windows) if traits.scales else base
-        sampled, bad = self.ops.sample(processed, windows, scaled=traits.scales)
-        if traits.scales:
+        base, errors = process(self.ops, logits, windows, features, hosted)
+        processed = self.ops.process_logits(base, windows) if features.needs_processed else base
+        sampled, bad = self.ops.sample(processed, windows, scaled=features.needs_processed)
+        if features.needs_processed:
             bad = _hopeless(base)  # what truncation makes of NaN says nothing
         if errors:
-            bad[torch.tensor(list(errors), device=bad.device)] = int(End.FAILED)
+            bad[torch.tensor(list(errors), device=bad.device)] = int(FinishStatus.FAILED)
         scores = Scores(base, processed, sampled)
-        judges = {i: self.strategies[i] for i in traits.strategies}
+        judges = {i: self.strategies[i] for i in features.strategies}
         choices = {i: judge(strategy, windows, scores, self.policy) for i, strategy in judges.items()}
         return Sampled(one_for_each(choices, windows), bad, processed, errors)
 
 
 def _hopeless(base: Tensor) -> Tensor:
-    """[L, V] -> [L]: the `End` of rows from which nothing can be sampled, else 0."""
+    """[L, V] -> [L]: the `FinishStatus` of rows from which nothing can be sampled, else 0."""
     peak = base.amax(-1)
-    bad = torch.where(torch.isfinite(peak), 0, int(End.NOT_FINITE))
-    return torch.where(peak == -math.inf, int(End.FORBIDDEN), bad)
+    bad = torch.where(torch.isfinite(peak), 0, int(FinishStatus.NOT_FINITE))
+    return torch.where(peak == -math.inf, int(FinishStatus.NO_ALLOWED_TOKEN), bad)

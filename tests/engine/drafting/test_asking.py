@@ -69,7 +69,7 @@ def test_control_one_that_does_not_keep_up(monkeypatch: pytest.MonkeyPatch) -> N
     ask = HybridProposer._ask
 
     def idle(self: HybridProposer, index: int, batch: DeviceBatch) -> Any:
-        if index != self.weighed or (batch.traits and batch.traits.rounds):
+        if index != self.weighed or (batch.spec and batch.spec.rounds):
             return ask(self, index, batch)
         count = torch.zeros_like(batch.budget)
         return Draft(torch.zeros((len(count), self.env.k), dtype=torch.int64), count), count - 1
@@ -202,7 +202,7 @@ class Steps:
     ) -> bool:
         """What is decided after windows of these."""
         planned: Any = SimpleNamespace(
-            slots=np.arange(2), newcomers=newcomers, sequences=self.sequences, num_rows=10, has_prompts=False,
+            slots=np.arange(2), admitted=newcomers, sequences=self.sequences, num_rows=10, has_prompts=False,
             drafts=np.full(2, 4),
             nothing=np.zeros(2, np.int64),
         )  # fmt: skip
@@ -304,7 +304,7 @@ def test_one_that_is_left_does_not_pay_for_those_that_have_gone() -> None:
     for _ in range(80):
         assert steps.step((1, 1), source=0)
     left: Any = SimpleNamespace(
-        slots=np.arange(1), newcomers=(), sequences=steps.sequences[:1], num_rows=5, has_prompts=False
+        slots=np.arange(1), admitted=(), sequences=steps.sequences[:1], num_rows=5, has_prompts=False
     )
     steps.asking.weigh(left, np.full(1, 4))
     assert steps.drafting.asks and steps.asking.price(0.4, 2) > 1.0
@@ -345,7 +345,11 @@ def engine_of(**spec: Any) -> Any:
 def test_prices_are_learned_from_the_clock() -> None:
     engine = engine_of()
     asking = engine.loop.asking
-    assert engine.loop.scheduler.asks_first and asking.priced and engine.loop.scheduler.budgets.asked_apart
+    assert (
+        engine.loop.scheduler.drafts_before_plan
+        and asking.priced
+        and engine.loop.scheduler.budgets.asked_apart
+    )
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7)
     tiny.run(engine, [tiny.request(i, params) for i in range(2)])
     assert asking._round > 0 and asking._spent > 0 and asking.price(asking._round, 1) > 0

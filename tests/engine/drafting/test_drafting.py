@@ -13,7 +13,7 @@ import torch
 import proposers
 from draftproof.engine.drafting.device_proposer import FEW, LATER, Drafting
 from draftproof.ops.triton.graphs import bucket_of
-from draftproof.types import DraftTraits, Traits
+from draftproof.types import DraftSpec, StepFeatures
 
 OPS = SimpleNamespace(asynchronous=True, bucket=bucket_of)
 
@@ -31,7 +31,7 @@ def test_no_more_rounds_than_a_hybrid_wants(asynchronous: bool) -> None:
     budget = np.array([1, 4])
     for most, asks, rounds in ((4, True, 4), (3, True, 3), (2, True, 2), (2, False, 0)):
         drafting.most, drafting.asks = most, asks
-        assert drafting.traits(ops, planned, budget, Traits((0,)), False).rounds == rounds
+        assert drafting.traits(ops, planned, budget, StepFeatures((0,)), False).rounds == rounds
         told = (2 * asks, (4 - rounds) * asynchronous) if asks else (0, 0)
         assert drafting.asked_for(planned, budget) == told
     drafting.asks = True
@@ -54,9 +54,11 @@ def test_kinds_of_drafts_that_are_captured_for_many_and_beside_prompts(
         drafting.slots = SimpleNamespace(ops=OPS)
         chunk = np.full(count, int(prompts))
         planned = SimpleNamespace(slots=np.arange(count), chunk=chunk, num_rows=9, has_prompts=prompts)
-        wanted = drafting.traits(OPS, planned, np.full(count, 4), Traits((0,), scales=scales), False)
+        wanted = drafting.traits(
+            OPS, planned, np.full(count, 4), StepFeatures((0,), needs_processed=scales), False
+        )
         rounds = 2 if weighed == 0 and not scales else 4
-        assert wanted == DraftTraits(rounds, scales=scales)
+        assert wanted == DraftSpec(rounds, needs_processed=scales)
         assert drafting.asked_for(planned, np.full(count, 4)) == (count, 4 - rounds)
         assert drafting.fewer(count, 1, prompts) == 4 - rounds and drafting.fewer(count, 0, prompts) == 0
 
@@ -73,7 +75,7 @@ def test_a_round_is_timed_where_it_can_be_saved(weighed: int, chains: bool) -> N
         drafting.slots, drafting.k = SimpleNamespace(requests=[None] * 16, columns=columns), 4
 
         def seconds(
-            rows: int, entries: int, wanted: DraftTraits, fixed: float = fixed, each: float = each
+            rows: int, entries: int, wanted: DraftSpec, fixed: float = fixed, each: float = each
         ) -> float:
             asked.append((rows, entries, wanted.rounds))
             return fixed + each * wanted.rounds if wanted.rounds else 2.0
@@ -119,10 +121,10 @@ def test_every_step_that_decodes_finds_its_drafts(seats: int, k: int, weighed: i
         for rows in {bucket_of(rows) for rows in range(count, count * (1 + k) + 1)}:
             entries = drafting.entries(OPS, count, rows)
             assert count <= entries <= min(seats, rows)
-            assert (rows, entries, DraftTraits(rounds)) in captured
+            assert (rows, entries, DraftSpec(rounds)) in captured
             assert count > FEW or rows > 128 or (rows, entries, LATER) in captured
         rounds = drafting.captured(count, wanted, prompts=True)
         assert rounds == 0 if not wanted else max(wanted, k // 2) <= rounds <= k
         assert weighed == 0 or rounds in (0, k)
         for rows in {bucket_of(rows) for rows in range(count + 1, count * (1 + k) + 65)}:
-            assert (rows, drafting.entries(OPS, count, rows), DraftTraits(rounds)) in captured
+            assert (rows, drafting.entries(OPS, count, rows), DraftSpec(rounds)) in captured

@@ -18,7 +18,7 @@ from draftproof.engine.drafting.device_proposer import Drafting
 from draftproof.engine.drafting.draft_gate import Asking
 from draftproof.propose.head import HeadProposer
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DraftTraits, Traits
+from draftproof.types import DraftSpec, StepFeatures
 
 HEAD = {"method": "eagle3", **heads.options("eagle3", "llama", "float32")}
 BESIDE = {"method": "hybrid", "proposers": [HEAD, {"method": "suffix", "min_match": 32}]}
@@ -49,7 +49,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     begin, catch_up = HeadProposer.begin, HeadProposer.catch_up
 
     def begun(head: HeadProposer, batch: Any) -> Any:
-        found["put off"] += batch.traits.later
+        found["put off"] += batch.spec.is_deferred
         return begin(head, batch)
 
     def caught_up(head: HeadProposer, columns: Any) -> None:
@@ -85,7 +85,7 @@ def test_control_rows_that_are_never_seen(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(Drafting, "is_late", lambda *given: False)
         assert drafted(HEAD, True, monkeypatch) != usual
     monkeypatch.setattr("draftproof.propose.head.PUTS_OFF", 8)  # some of them have no room
-    monkeypatch.setattr(Drafting, "is_late", lambda drafting, planned, rows, wanted: not wanted.later)
+    monkeypatch.setattr(Drafting, "is_late", lambda drafting, planned, rows, wanted: not wanted.is_deferred)
     assert drafted(HEAD, True, monkeypatch) != usual
 
 
@@ -150,7 +150,7 @@ def test_a_rehearsal_stays_within_short_lines() -> None:
         return made
 
     device.ops.plan_draft_rows = noted
-    assert device._seconds(device.max_rows, 2, DraftTraits(40)) > 0
+    assert device._seconds(device.max_rows, 2, DraftSpec(40)) > 0
     assert max(longest) < 16
 
 
@@ -161,4 +161,4 @@ def test_rows_that_have_no_room_do_not_wait() -> None:
     ops, none = engine.ops, np.zeros(2, np.int64)
     for rows, later in ((8, True), (128, True), (129, False)):
         planned: Any = SimpleNamespace(slots=none, chunk=none, num_rows=rows, has_prompts=False)
-        assert drafting.traits(ops, planned, none, Traits((0,)), False).later == later
+        assert drafting.traits(ops, planned, none, StepFeatures((0,)), False).is_deferred == later

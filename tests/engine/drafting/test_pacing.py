@@ -44,7 +44,7 @@ class Queue:
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(run_ahead, "time", clock)
         self.costs, self.timings = Costs(learns), Timings()
-        host = SimpleNamespace(length=np.array([30, 40]), tenant=np.array([1, 1]))
+        host = SimpleNamespace(length=np.array([30, 40]), generation=np.array([1, 1]))
         self.scheduler = SimpleNamespace(
             timings=self.timings, budgets=SimpleNamespace(costs=self.costs), host=host, version=1
         )
@@ -53,7 +53,11 @@ class Queue:
 
     def queue(self, takes: float = STEP, prompts: bool = False, asked: int = 0, fewer: int = 0) -> None:
         planned = SimpleNamespace(
-            slots=np.array([0, 1]), tenants=np.array([1, 1]), version=1, has_prompts=prompts, num_rows=ROWS
+            slots=np.array([0, 1]),
+            generations=np.array([1, 1]),
+            version=1,
+            has_prompts=prompts,
+            num_rows=ROWS,
         )
         follows, started = bool(self.under_way), self.now
         self.waited += max(0.0, self.now - self.free) * bool(self.under_way)
@@ -207,12 +211,12 @@ def test_steps_of_nobody_that_lay_there_say_nothing(depth, monkeypatch):
     for _ in range(40):
         queue.go(*[HOST] * 8, depth=depth)
         assert len(queue.under_way) == depth - 1
-        queue.scheduler.host.tenant += 1
+        queue.scheduler.mirror.generation += 1
         queue.scheduler.version += 1
         queue.now += 500.0
         while queue.under_way:
             assert queue.read() and not queue.pacing.has_time
-        queue.scheduler.host.tenant -= 1
+        queue.scheduler.mirror.generation -= 1
         queue.scheduler.version -= 1
     assert queue.pacing.depth == 2 and queue.timings.decode_steps.count == 320
     assert queue.timings.decode_steps.mean == pytest.approx(STEP) and max(queue.costs.host) < STEP
@@ -223,7 +227,7 @@ def test_a_step_behind_one_of_nobody_has_no_price(monkeypatch):
     """When that came is not known: the time between the two reads is not the step's."""
     queue = Queue(monkeypatch)
     queue.go(HOST, HOST)
-    queue.under_way[0].planned.tenants = np.array([0, 0])
+    queue.under_way[0].planned.generations = np.array([0, 0])
     queue.under_way[0].planned.version = 0
     queue.now += 0.5
     queue.queue()

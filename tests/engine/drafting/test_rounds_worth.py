@@ -122,7 +122,7 @@ class Steps:
         self.asking = Asking(scheduler, self.drafting, MODEL, searches)
         self.asking.priced = True
         self.planned: Any = SimpleNamespace(
-            slots=np.arange(8), newcomers=(), sequences=[SimpleNamespace(adaptive=True)] * 8, num_rows=40,
+            slots=np.arange(8), admitted=(), sequences=[SimpleNamespace(adaptive=True)] * 8, num_rows=40,
             has_prompts=False, drafts=np.full(8, 4), nothing=np.zeros(8, np.int64),
         )  # fmt: skip
         self.draw = np.random.default_rng(3)

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.drafting.budget import Ints
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
 from draftproof.ops import Ops
 from draftproof.propose import DeviceProposer, Proposer
-from draftproof.types import DeviceBatch, Draft, DraftTraits, End, Plan, Rows, Traits
+from draftproof.types import DeviceBatch, Draft, DraftSpec, FinishStatus, PlanColumns, Rows, StepFeatures
 from draftproof.verify import Strategy
 
 T = TypeVar("T")
 FEW = 8  # entries up to which drafts are captured for any number of rounds, or nearly
-LATER = DraftTraits(0, later=True)
+LATER = DraftSpec(0, is_deferred=True)
 COLD = 128 << 20  # bytes, more than a cache of any chip has
 PROMPTS = 64, 256  # rows of prompts beside full windows, up to which drafts are captured: of few, of many
 
@@ -76,14 +76,14 @@ class Drafting:
         """Drafts are made at the end of a step, from what it has committed."""
         return self.proposer is not None and not self.proposer.follows_rows
 
-    def beside(self, function: Callable[[], T], traits: Traits) -> Callable[[], T]:
+    def beside(self, function: Callable[[], T], traits: StepFeatures) -> Callable[[], T]:
         """What is told of logprobs, beside the drafts that a step ends with, which need nothing of it."""
         ops, some = self.slots.ops, max(traits.raw_top, traits.processed_top) >= 0
         return (
             ops.run_parallel(function) if self.in_step and some else Ops.run_parallel(ops, function)
         )  # that waits for it
 
-    def asked_for(self, planned: Planned, budget: Ints) -> tuple[int, int]:
+    def asked_for(self, planned: StepPlan, budget: Ints) -> tuple[int, int]:
         """For how many requests a model drafts behind the last step, in how many rounds fewer than there can
         be."""
         if not self.follows_rows or not self.asks or not np.count_nonzero(budget):
@@ -102,7 +102,7 @@ class Drafting:
         """[S, K, V], once somebody is judged by them."""
         return None if self._probs is None else self._probs[:-1]
 
-    def expect(self, traits: Traits, strategies: Sequence[Strategy]) -> bool:
+    def expect(self, traits: StepFeatures, strategies: Sequence[Strategy]) -> bool:
         """Are draft probabilities read with these traits? Room for them is made when they first are."""
         wanted = self.reports_probs and any(strategies[i].needs_draft_probs for i in traits.strategies)
         if wanted and self._probs is None:
@@ -117,25 +117,27 @@ class Drafting:
             wanted = (hidden, *tapped) if self.proposer.needs_hidden else tapped
             torch.cat(wanted, 1, out=self._features[: len(hidden)])
 
-    def traits(self, ops: Ops, planned: Planned, budget: Ints, traits: Traits, probs: bool) -> DraftTraits:
+    def traits(
+        self, ops: Ops, planned: StepPlan, budget: Ints, traits: StepFeatures, probs: bool
+    ) -> DraftSpec:
         rounds = min(int(budget.max(initial=0)), self.most) if self.asks else 0
-        self._rare = traits.scales or traits.drafts or probs
+        self._rare = traits.needs_processed or traits.needs_draft_logprobs or probs
         if ops.asynchronous:
             self._queued = rounds = self.captured(len(planned.slots), rounds, planned.has_prompts)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
         few = len(planned.slots) <= FEW and ops.bucket(planned.num_rows) <= self.proposer.puts_off
         later = self.waits and few and not rounds and not planned.has_prompts
-        return DraftTraits(rounds, prompts, traits.scales, traits.drafts, probs, later)
+        return DraftSpec(rounds, prompts, traits.needs_processed, traits.needs_draft_logprobs, probs, later)
 
-    def is_late(self, planned: Planned, rows: int, wanted: DraftTraits) -> bool:
+    def is_late(self, planned: StepPlan, rows: int, wanted: DraftSpec) -> bool:
         """Must the rows that wait be seen to before the drafts of this step? Its own are counted now."""
         waiting, same = self._waiting, planned.version == self._version
         most = self.proposer.puts_off if self.proposer is not None else 0
-        if wanted.later and same and waiting + rows <= most:
+        if wanted.is_deferred and same and waiting + rows <= most:
             self._waiting += rows
             return False
-        self._waiting, self._version = rows if wanted.later else 0, planned.version
+        self._waiting, self._version = rows if wanted.is_deferred else 0, planned.version
         return self.waits and waiting > 0
 
     def lose_track(self) -> None:
@@ -171,33 +173,33 @@ class Drafting:
         power = 1 << (wanted - 1).bit_length()
         return min(self.k, power * 3 // 4 if wanted <= power * 3 // 4 else power)
 
-    def usual(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
+    def usual(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftSpec]]:
         """Rows, entries and traits to capture at start, of steps of these sizes: one that is met later makes
         everybody wait for its capture. Beside a long prompt drafts are a small thing and not captured."""
         num_slots, k = self.slots.columns.draft.shape
-        found: dict[tuple[int, int, DraftTraits], int] = {}
+        found: dict[tuple[int, int, DraftSpec], int] = {}
         for count in range(1, num_slots + 1) if self.follows_rows else ():
             full = ops.bucket(count * (1 + k))
             least, most = ops.bucket(count), ops.bucket(count * (1 + k) + PROMPTS[count > FEW])
             for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
                 entries = self.entries(ops, count, rows)
-                found[rows, entries, DraftTraits(self.captured(count, wanted, rows > full))] = 0
+                found[rows, entries, DraftSpec(self.captured(count, wanted, rows > full))] = 0
                 if self.waits and count <= FEW and self.proposer and rows <= self.proposer.puts_off:
                     found[rows, entries, LATER] = 0
         return list(found)
 
-    def rare(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftTraits]]:
+    def rare(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftSpec]]:
         """Drafts beside longer prompts, some of each kind. They are not captured: it is for their kernels."""
         num_slots, k = self.slots.columns.draft.shape
         rows = {n for n in sizes if n in (128, 256, 512, max(sizes))} if self.follows_rows else ()
         rounds = dict.fromkeys((0, self.captured(1, (k + 1) // 2, True), k))
         return [
-            (size, self.entries(ops, count, size), DraftTraits(number))
+            (size, self.entries(ops, count, size), DraftSpec(number))
             for size, count, number in product(sorted(rows), dict.fromkeys((1, num_slots)), rounds)
         ]
 
     def asking(
-        self, ops: Ops, sizes: Iterable[int], seconds: Callable[[int, int, DraftTraits], float]
+        self, ops: Ops, sizes: Iterable[int], seconds: Callable[[int, int, DraftSpec], float]
     ) -> dict[int, tuple[float, float]]:
         """What drafts cost by the number of entries, if each verified some, and what is saved with a round
         of them (0: there are always as many); `seconds` times a step's."""
@@ -209,16 +211,16 @@ class Drafting:
             rows = ops.bucket(count * (1 + k))
             entries = self.entries(ops, count, rows)
             most = 1 if self.proposer.ends_chains else k  # others pay or are not
-            some, none = (seconds(rows, entries, DraftTraits(rounds)) for rounds in (most, 0))
+            some, none = (seconds(rows, entries, DraftSpec(rounds)) for rounds in (most, 0))
             found[count] = max(0.0, some - none), 0.0
             fewer = self.captured(count, (k + 1) // 2)
             if ops.asynchronous and self.proposer.weighed >= 0 and fewer < most:
-                saved = (some - seconds(rows, entries, DraftTraits(fewer))) / (most - fewer)
+                saved = (some - seconds(rows, entries, DraftSpec(fewer))) / (most - fewer)
                 found[count] = found[count][0], min(max(0.0, saved), found[count][0] / k)
         return found
 
     @contextmanager
-    def rehearsed(self, plan: Plan, rows: Rows, entries: int) -> Iterator[Callable[[], object]]:
+    def rehearsed(self, plan: PlanColumns, rows: Rows, entries: int) -> Iterator[Callable[[], object]]:
         """Meanwhile so many entries have said two tokens and want all drafts they can have, which nobody will
         see: rounds for nobody take no time. K and V go to page 0, which nobody has.
 
@@ -227,7 +229,7 @@ class Drafting:
         columns, k = self.slots.columns, self.slots.columns.draft.shape[1]
         longest = columns.tokens.shape[1]
         size = max(0, min(entries, len(rows.slots))) if longest > 2 else 0
-        values = {"length": 2, "computed": 1, "ended": int(End.NOT_YET), "seed": -1}
+        values = {"length": 2, "computed": 1, "ended": int(FinishStatus.RUNNING), "seed": -1}
         values["max_length"] = min(k + 4, longest)
         values |= dict.fromkeys(("page_table", "num_draft", "draft"), 0)
         lines = [(getattr(columns, name), value) for name, value in values.items()]
@@ -256,7 +258,7 @@ class Drafting:
             return torch.empty(0, dtype=torch.uint8, device=device)
 
     def draft(
-        self, plan: Plan, rows: Rows | None = None, entries: int = -1, traits: DraftTraits | None = None
+        self, plan: PlanColumns, rows: Rows | None = None, entries: int = -1, traits: DraftSpec | None = None
     ) -> None:
         """The next drafts. What was committed does not depend on them, nor on whether the proposer fails."""
         if self.proposer is None:

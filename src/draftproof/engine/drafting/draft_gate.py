@@ -31,7 +31,7 @@ from draftproof.engine.drafting.budget import Bools, Ints
 from draftproof.engine.drafting.device_proposer import Drafting
 from draftproof.engine.drafting.draft_gate_kernels import heard, hoped, worth_it
 from draftproof.engine.scheduler import Scheduler
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 from draftproof.propose import Proposer
 
 FOLLOW = 1 / 32  # of a step in what steps bring and take
@@ -79,10 +79,10 @@ class Asking:
         """What so much time is worth to so many, in tokens."""
         return seconds * requests * self._tokens / self._spent if self.priced and self._spent else 0.0
 
-    def weigh(self, planned: Planned, budget: Ints, late: float = 0.0) -> None:
+    def weigh(self, planned: StepPlan, budget: Ints, late: float = 0.0) -> None:
         """Before a step: shall the model be asked behind it? If that is seen there: at what price? `late`: of
         the steps without it, for how many the device is done before the host."""
-        for sequence in planned.newcomers:
+        for sequence in planned.admitted:
             self._brings[sequence.slot] = max(self._usual, HOPE * self._price)
             self._copies[sequence.slot] = False
         drafting, costs, count = self.drafting, self.scheduler.budgets.costs, len(planned.slots)
@@ -106,7 +106,7 @@ class Asking:
 
     def hear(
         self,
-        planned: Planned,
+        planned: StepPlan,
         table: Ints,
         sources: NDArray[np.int8],
         here: Bools,
@@ -127,14 +127,14 @@ class Asking:
         tokens, windows, brought = heard(
             *(table, sources, planned.slots, here, self.scheduler.budgets.limit, self._model),
             *(was_asked, HOPE * self._price, self._brings, self._copies),
-            *(planned.nothing if waited else planned.drafts, self._chain),
+            *(planned.zeros if waited else planned.drafts, self._chain),
         )
         if windows:
             self._usual += USUAL * (brought / windows - self._usual)
         if not planned.has_prompts:
             spent, scheduler, drafting = now - mark, self.scheduler, self.drafting
             if self._ahead:
-                keys = int(scheduler.host.length[planned.slots].sum())
+                keys = int(scheduler.mirror.length[planned.slots].sum())
                 costs = scheduler.budgets.costs
                 spent = costs.takes(planned.num_rows, keys) + costs.asks(asked, fewer)
             elif drafting.rounds:  # of the last drafts: where steps overlap, not those behind this one

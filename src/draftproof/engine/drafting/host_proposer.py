@@ -8,14 +8,14 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.engine.drafting.budget import Ints
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.types import ProposeBatch
 
 
 def batch_of(
     slots: Slots,
-    planned: Planned,
+    planned: StepPlan,
     here: Many[int],
     computed: Ints,
     lengths: Ints,

@@ -12,7 +12,7 @@ import time
 from typing import Protocol
 
 from draftproof.engine.scheduler import Scheduler
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 
 SPARE = 0.75  # of a step: a host that took no longer for its own part has time for other things
 OFTEN = 0.04  # of the steps: when so many wait for the host, one more is queued
@@ -23,7 +23,7 @@ FADES = 1 / 512  # of what is known of it, with a step that says nothing of it
 class Queued(Protocol):
     """As much of a step that is under way as is needed here."""
 
-    planned: Planned
+    planned: StepPlan
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float
     asked: int
@@ -75,8 +75,8 @@ class Pacing:
             if costs.learns:
                 costs.hosted(asked - since)
         if costs.learns and not planned.has_prompts and not was_late and not self._late:
-            keys = int(self.scheduler.host.length[planned.slots].sum())
+            keys = int(self.scheduler.mirror.length[planned.slots].sum())
             costs.observe(planned.num_rows, keys, took - weighed, 0 if weighed else step.asked, step.fewer)
 
-    def _is_anybodys(self, planned: Planned) -> bool:
-        return bool((self.scheduler.host.tenant[planned.slots] == planned.tenants).any())
+    def _is_anybodys(self, planned: StepPlan) -> bool:
+        return bool((self.scheduler.mirror.generation[planned.slots] == planned.generations).any())

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from draftproof.engine.drafting.budget import Ints
 from draftproof.engine.drafting.device_proposer import Drafting, checked
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 from draftproof.engine.sizing import some_of
 from draftproof.engine.slots import ALIGN, Slots
-from draftproof.engine.step.result_buffer import Packed, Parts, room_for
+from draftproof.engine.step.result_buffer import PackedResults, ResultWriter, room_for
 from draftproof.engine.step.step_features import TOPS
 from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Rows, TokenLogprobs
@@ -35,12 +35,12 @@ from draftproof.types import (
     TOKENS,
     Choice,
     Draft,
-    DraftTraits,
+    DraftSpec,
+    LogprobKind,
     Outcome,
-    Plan,
+    PlanColumns,
     Request,
-    Traits,
-    Wants,
+    StepFeatures,
     Windows,
 )
 from draftproof.verify.sampler import Sampled, Sampler
@@ -53,7 +53,7 @@ NO_BUDGET = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class StepTensors:
     """What a step leaves on the device; valid until the next one."""
 
     outcome: Outcome
@@ -62,14 +62,14 @@ class Decided:
     sampled: Sampled | None
     raw: TokenLogprobs | None  # of the picked rows of requests that want them so
     processed: TokenLogprobs | None
-    packed: Packed  # what the host reads
+    packed: PackedResults  # what the host reads
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class QueuedStep:
     """A step that was queued."""
 
-    decided: Decided
+    decided: StepTensors
     hidden: Tensor | None  # [R, hidden], where it was asked for
 
 
@@ -100,7 +100,7 @@ class DeviceStep:
 
         self._plan = torch.zeros((4, -(-num_slots // ALIGN) * ALIGN), dtype=torch.int64, device=device)
         self._plan[0] = -1
-        self.plan = Plan.of(self._plan[:, :num_slots])
+        self.plan = PlanColumns.from_table(self._plan[:, :num_slots])
         self._told = np.zeros(tuple(self._plan.shape), np.int64)  # the plan as the host tells it
         self._telling = torch.from_numpy(self._told)
         self._sent: bytes | None = None  # as the device has it
@@ -122,17 +122,17 @@ class DeviceStep:
     # --- running ------------------------------------------------------------------------------------
 
     def run(
-        self, planned: Planned, budget: Ints, traits: Traits, hosted: Mapping[int, Request], keep: bool
-    ) -> Ran:
+        self, planned: StepPlan, budget: Ints, traits: StepFeatures, hosted: Mapping[int, Request], keep: bool
+    ) -> QueuedStep:
         """Queue a step. `hosted`: requests, by slot, that need the host in it; `keep`: hidden rows too."""
         rows = self.ops.bucket(planned.num_rows)
-        if traits.masks:
+        if traits.has_grammar:
             self._masks()
         follow = self._follow(rows, planned, budget, traits)
         if not hosted and not keep and not planned.has_prompts:
             step = self._graph(("decode", rows, traits), lambda: self._whole(rows, traits))
             self._load(planned, budget)
-            ran = Ran(step(), None)
+            ran = QueuedStep(step(), None)
             follow()
             return ran
         logits, usual = self.ops.bucket(max(1, planned.num_logits)), self._ends(rows)
@@ -140,7 +140,7 @@ class DeviceStep:
         forward: Callable[[], Tensor] = partial(self._alone, rows, ends)
         if ends == usual:  # others are too seldom and too large to be captured while everybody waits
             forward = self._graph(("forward", rows, ends), forward)
-        judge: Callable[[], Decided] = partial(self._judge, logits, traits, hosted)
+        judge: Callable[[], StepTensors] = partial(self._judge, logits, traits, hosted)
         if not planned.num_logits:
             judge = partial(self._advance, traits)
         elif not hosted:
@@ -151,11 +151,13 @@ class DeviceStep:
             picked.copy_(hidden[:logits])
         else:
             torch.index_select(hidden, 0, self._logits[-1, :logits], out=picked)
-        ran = Ran(judge(), None if ends else hidden)
+        ran = QueuedStep(judge(), None if ends else hidden)
         follow()
         return ran
 
-    def _follow(self, rows: int, planned: Planned, budget: Ints, traits: Traits) -> Callable[[], object]:
+    def _follow(
+        self, rows: int, planned: StepPlan, budget: Ints, traits: StepFeatures
+    ) -> Callable[[], object]:
         """What comes behind the step: the drafts of a proposer that follows its rows."""
         probs = self.drafting.expect(traits, self.sampler.strategies)
         if not self.drafting.follows_rows:
@@ -170,11 +172,11 @@ class DeviceStep:
         first = self._graph("catch up", self.drafting.catch_up, apart=True)
         return lambda: (first(), draft())
 
-    def _draft(self, rows: int, entries: int, wanted: DraftTraits) -> tuple[Hashable, Callable[[], None]]:
+    def _draft(self, rows: int, entries: int, wanted: DraftSpec) -> tuple[Hashable, Callable[[], None]]:
         given, draft = (entries, wanted), self.drafting.draft
         return ("draft", rows, *given), lambda: draft(self.plan, self._layout(rows, 0).rows, *given)
 
-    def put(self, planned: Planned, budget: Ints, draft: Draft) -> None:
+    def put(self, planned: StepPlan, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
         send, columns = self.ops.send, self.slots.columns
         draft = checked(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
@@ -194,7 +196,7 @@ class DeviceStep:
             self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self.slots.device)
         return self._allowed
 
-    def prepare(self, traits: Sequence[Traits], wide: int, tick: Progress) -> dict[int, float]:
+    def prepare(self, traits: Sequence[StepFeatures], wide: int, tick: Progress) -> dict[int, float]:
         """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number.
 
         Returns the seconds of a step by its rows.
@@ -232,7 +234,7 @@ class DeviceStep:
         self._idle()
         return self.drafting.asking(self.ops, sizes, self._seconds)
 
-    def _seconds(self, rows: int, entries: int, wanted: DraftTraits) -> float:
+    def _seconds(self, rows: int, entries: int, wanted: DraftSpec) -> float:
         draft = self._graph(*self._draft(rows := min(rows, self.max_rows), entries, wanted), apart=True)
         with self.drafting.rehearsed(self.plan, self._layout(rows, 0).rows, entries) as cold:
             return self.ops.seconds(lambda: (cold(), draft()), times=3)
@@ -266,7 +268,7 @@ class DeviceStep:
 
     # --- the stages ---------------------------------------------------------------------------------
 
-    def _load(self, planned: Planned | None, budget: Ints = NO_BUDGET) -> None:
+    def _load(self, planned: StepPlan | None, budget: Ints = NO_BUDGET) -> None:
         """The plan into its buffer; none: an empty one, with which a step does nothing.
 
         While nobody comes or goes the next plan is the last one, mostly in the same arrays, and is not sent.
@@ -312,7 +314,7 @@ class DeviceStep:
             at,
         )
 
-    def _whole(self, size: int, traits: Traits) -> Decided:
+    def _whole(self, size: int, traits: StepFeatures) -> StepTensors:
         windows = self._lay_out(size, size).windows  # of entries that decode every row has logits
         return self._tail(self._forward(size), windows, traits, NO_ONE)
 
@@ -340,21 +342,21 @@ class DeviceStep:
         hidden = self._forward(size, ends)
         return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)
 
-    def _judge(self, size: int, traits: Traits, hosted: Mapping[int, Request]) -> Decided:
+    def _judge(self, size: int, traits: StepFeatures, hosted: Mapping[int, Request]) -> StepTensors:
         """Of the rows that were picked."""
         return self._tail(self._picked[:size], self._layout(0, size).windows, traits, hosted)
 
-    def _advance(self, traits: Traits) -> Decided:
+    def _advance(self, traits: StepFeatures) -> StepTensors:
         """No entry has reached the end of its prompt."""
         windows = self._layout(0, 1).windows
         none = torch.zeros_like(windows.slot)
         outcome, parts = self._outcome(len(none))
         self.ops.commit(self.plan, windows, Choice(none), none, outcome)
-        return Decided(outcome, windows, None, None, None, None, self._pack(parts, traits))
+        return StepTensors(outcome, windows, None, None, None, None, self._pack(parts, traits))
 
     def _tail(
-        self, hidden: Tensor, windows: Windows, traits: Traits, hosted: Mapping[int, Request]
-    ) -> Decided:
+        self, hidden: Tensor, windows: Windows, traits: StepFeatures, hosted: Mapping[int, Request]
+    ) -> StepTensors:
         """hidden [L, hidden] of the windows' rows."""
         logits = self.runner.logits(hidden)
         sampled = self.sampler(logits, windows, traits, hosted)
@@ -362,38 +364,44 @@ class DeviceStep:
         self.ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
         told = partial(self._logprobs, parts, windows=windows, outcome=outcome, traits=traits)
         logprobs = self.drafting.beside(
-            lambda: (told(logits, Wants.RAW), told(sampled.processed, Wants.PROCESSED)), traits
+            lambda: (told(logits, LogprobKind.RAW), told(sampled.processed, LogprobKind.PROCESSED)), traits
         )
         packed = self._pack(parts, traits)
         if self.drafting.in_step:
             self.drafting.draft(self.plan)
-        return Decided(outcome, windows, logits, sampled, *logprobs(), packed)
+        return StepTensors(outcome, windows, logits, sampled, *logprobs(), packed)
 
-    def _pack(self, parts: Parts, traits: Traits) -> Packed:
+    def _pack(self, parts: ResultWriter, traits: StepFeatures) -> PackedResults:
         """Before the next drafts are made: what is known of those that were verified is still there."""
         columns = self.slots.columns
-        drafts = {"draft logprobs": columns.draft_logprob} if traits.drafts else {}
+        drafts = {"draft logprobs": columns.draft_logprob} if traits.needs_draft_logprobs else {}
         if self.drafting.several:
             drafts["draft sources"] = columns.draft_source
         for name, column in drafts.items():
             parts.add(name, tuple(column.shape), column.dtype).copy_(column)
         return parts.packed()
 
-    def _outcome(self, size: int) -> tuple[Outcome, Parts]:
+    def _outcome(self, size: int) -> tuple[Outcome, ResultWriter]:
         """Where a step says what it did, and the row of results that begins with it."""
-        parts = Parts(self._results)
+        parts = ResultWriter(self._results)
         table = parts.add("table", (len(self.plan.slots), self.width), torch.int64)
         return Outcome(table, *(line[:size] for line in self._picks)), parts
 
     def _logprobs(
-        self, parts: Parts, logits: Tensor, kind: Wants, windows: Windows, outcome: Outcome, traits: Traits
+        self,
+        parts: ResultWriter,
+        logits: Tensor,
+        kind: LogprobKind,
+        windows: Windows,
+        outcome: Outcome,
+        traits: StepFeatures,
     ) -> TokenLogprobs | None:
-        tops = {Wants.RAW: traits.raw_top, Wants.PROCESSED: traits.processed_top}
+        tops = {LogprobKind.RAW: traits.raw_top, LogprobKind.PROCESSED: traits.processed_top}
         if tops[kind] < 0:
             return None
         rows = outcome.pick_rows
         if min(tops.values()) >= 0:  # both kinds are wanted: of the others' rows nothing is computed
             slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
-            rows = torch.where(windows.columns.wants[slot] == kind, rows, -1)
+            rows = torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
         out = parts.logprobs(kind.name.lower(), len(rows), tops[kind])
         return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind], out)

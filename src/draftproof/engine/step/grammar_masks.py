@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from draftproof.engine.drafting.budget import Bools, Ints
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep
 from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
@@ -20,7 +20,7 @@ from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
 Complaints = Mapping[int, Mapping[int, str]]  # entry -> depth -> what its grammar's code raised
 
 
-def send_masks(planned: Planned, slots: Slots, device: DeviceStep) -> Complaints:
+def send_masks(planned: StepPlan, slots: Slots, device: DeviceStep) -> Complaints:
     """Masks of every window of a request with a grammar. Nothing may be under way."""
     entries = [b for b, s in enumerate(planned.sequences) if s.guide is not None and planned.samples[b]]
     if not entries:
@@ -46,7 +46,7 @@ def send_masks(planned: Planned, slots: Slots, device: DeviceStep) -> Complaints
     return complaints
 
 
-def take_in(planned: Planned, table: Ints, here: Bools) -> None:
+def take_in(planned: StepPlan, table: Ints, here: Bools) -> None:
     """What a step committed is said in the grammars too."""
     for b, sequence in enumerate(planned.sequences):
         if sequence.guide is not None and here[b]:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftproof.engine.drafting.budget import Ints
-from draftproof.engine.sequence import Planned
+from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
-from draftproof.engine.step.device_step import DeviceStep, Ran
+from draftproof.engine.step.device_step import DeviceStep, QueuedStep
 from draftproof.engine.step.logprob_routing import by_host
-from draftproof.engine.step.step_results import Extra
+from draftproof.engine.step.step_results import HostLogprobs
 from draftproof.models.runner import Runner
 from draftproof.ops import Ops
 from draftproof.sampling_params import top_of
@@ -46,14 +46,14 @@ class Extras:
 
     def of(
         self,
-        planned: Planned,
+        planned: StepPlan,
         computed: Ints,
         lengths: Ints,
-        ran: Ran,
+        ran: QueuedStep,
         table: Ints,
         own: NDArray[Any] | None,
         source: NDArray[Any] | None,
-    ) -> dict[int, Extra]:
+    ) -> dict[int, HostLogprobs]:
         """By entry. `computed`, `lengths`: [B] before the step.
 
         own, source [B, K]: what the drafter thought of its drafts, and who it was, if anybody wants to know.
@@ -61,38 +61,38 @@ class Extras:
         found = {}
         for b, sequence in enumerate(planned.sequences):
             prompts = sequence.request.params.prompt_logprobs is not None and planned.chunk[b] > 0
-            if not prompts and not sequence.settled_by_host:
+            if not prompts and not sequence.needs_host_logprobs:
                 continue
-            extra = Extra()
+            extra = HostLogprobs()
             if prompts:
                 extra.prompt_logprobs = self._prompt(planned, int(computed[b]), ran, b) or None
-            if planned.samples[b] and sequence.settled_by_host:
+            if planned.samples[b] and sequence.needs_host_logprobs:
                 names = [0] * table.shape[1] if source is None else source[b].tolist()
                 told = [] if own is None else own[b].tolist()
                 self._tokens(planned, int(lengths[b]), ran, b, table[b], told, names, extra)
-            if extra != Extra():
+            if extra != HostLogprobs():
                 found[b] = extra
         return found
 
-    def _prompt(self, planned: Planned, computed: int, ran: Ran, b: int) -> list[LogprobRow]:
+    def _prompt(self, planned: StepPlan, computed: int, ran: QueuedStep, b: int) -> list[LogprobRow]:
         assert ran.hidden is not None
         rows = np.maximum(planned.chunk, 1) + planned.drafts
         first = int(rows[:b].sum())
         mine = ran.hidden[first : first + int(planned.chunk[b])]
         sequence = planned.sequences[b]
-        told = max(0, sequence.prompt_scored - computed)  # before it was put aside
+        told = max(0, sequence.num_prompt_logprobs - computed)  # before it was put aside
         return prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
 
     def _tokens(
         self,
-        planned: Planned,
+        planned: StepPlan,
         length: int,
-        ran: Ran,
+        ran: QueuedStep,
         b: int,
         line: Ints,
         own: list[float],
         source: list[int],
-        extra: Extra,
+        extra: HostLogprobs,
     ) -> None:
         request, decided, ops = planned.sequences[b].request, ran.decided, self.device.ops
         assert decided.logits is not None and decided.sampled is not None

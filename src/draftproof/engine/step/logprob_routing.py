@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from draftproof.sampling_params import SamplingParams, top_of
-from draftproof.types import Wants
+from draftproof.types import LogprobKind
 
 TOP = 64  # of the best that the device lists
 
 
-def wants_of(params: SamplingParams, vocab: int) -> Wants:
+def logprob_kind_of(params: SamplingParams, vocab: int) -> LogprobKind:
     """What the device computes for a request by itself."""
     if not params.wants_logprobs or by_host(params, vocab):
-        return Wants.NONE
-    return Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
+        return LogprobKind.NONE
+    return LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
 
 
 def by_host(params: SamplingParams, vocab: int) -> bool:
@@ -21,6 +21,6 @@ def by_host(params: SamplingParams, vocab: int) -> bool:
     return params.wants_logprobs and (many or bool(params.logprob_token_ids))
 
 
-def needs_settling(params: SamplingParams, vocab: int) -> bool:
+def needs_host_logprobs(params: SamplingParams, vocab: int) -> bool:
     """Must the host look at every step of it?"""
     return by_host(params, vocab) or params.include_draft_logprobs

@@ -22,7 +22,7 @@ ALIGN = 256  # bytes: any kernel likes to find a tensor there
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedResults:
     data: Tensor  # [bytes] uint8
     forms: tuple[tuple[str, tuple[int, ...], Any, int], ...]  # name, shape, numpy's type, first byte
 
@@ -32,7 +32,7 @@ class Packed:
         return {name: np.ndarray(shape, kind, row, at) for name, shape, kind, at in self.forms}
 
 
-class Parts:
+class ResultWriter:
     """What one step leaves in the row, one part behind the other."""
 
     def __init__(self, row: Tensor) -> None:
@@ -55,8 +55,8 @@ class Parts:
         ranks = self.add(f"{name} ranks", (count,), torch.int64)
         return TokenLogprobs(self.add(name, (count, 1 + top), torch.float32), ids, ranks)
 
-    def packed(self) -> Packed:
-        return Packed(self._row[: self._end], tuple(self._forms))
+    def packed(self) -> PackedResults:
+        return PackedResults(self._row[: self._end], tuple(self._forms))
 
 
 def padded(size: int) -> int:

@@ -25,23 +25,23 @@ from draftproof.types import (
     PICK,
     TOKENS,
     DraftRecord,
-    End,
     FinishReason,
+    FinishStatus,
+    LogprobKind,
     LogprobRow,
     Request,
     StepOutput,
-    Wants,
 )
 
 Ints = NDArray[np.int64]
 
 REASONS = {
-    End.FORBIDDEN: NO_TOKEN_LEFT,
-    End.NOT_FINITE: "the logits are not finite (NaN or infinity)",
+    FinishStatus.NO_ALLOWED_TOKEN: NO_TOKEN_LEFT,
+    FinishStatus.NOT_FINITE: "the logits are not finite (NaN or infinity)",
 }
 KINDS = tuple(
     (kind, (name, f"{name} ids", f"{name} ranks"))
-    for kind, name in ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
+    for kind, name in ((LogprobKind.RAW, "raw"), (LogprobKind.PROCESSED, "processed"))
 )
 Reals = NDArray[np.float32]
 
@@ -55,7 +55,7 @@ class LogprobColumns:
     ranks: Ints  # [N]
 
 
-def columns_of(found: Mapping[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+def columns_of(found: Mapping[str, NDArray[Any]]) -> dict[LogprobKind, LogprobColumns]:
     """Of the kinds that were computed, as they came from the device."""
     return {
         kind: LogprobColumns(*map(found.__getitem__, names)) for kind, names in KINDS if names[0] in found
@@ -63,7 +63,7 @@ def columns_of(found: Mapping[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]
 
 
 @dataclass(slots=True)
-class Extra:
+class HostLogprobs:
     """What one entry asked for that the columns do not hold."""
 
     logprobs: list[LogprobRow] | None = None
@@ -72,7 +72,7 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Finish:
     reason: FinishReason
     stop: int | None = None
     error: str | None = None
@@ -84,11 +84,11 @@ class StepResults(Sequence[StepOutput]):
 
     requests: list[Request]  # [n]
     table: Ints  # [n, …], see types.Outcome
-    columns: dict[Wants, LogprobColumns]
+    columns: dict[LogprobKind, LogprobColumns]
     sources: tuple[str, ...] = ()  # who may have proposed a draft
     source: NDArray[np.int8] | None = None  # [n, K]; None: all are the first
-    endings: dict[int, Ending] = field(default_factory=dict)
-    extras: dict[int, Extra] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    host_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
     # by the id of a job's first request: what an engine that is asked from afar says later than `add`
     refused: dict[str, RequestError | EngineClosedError] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class StepResults(Sequence[StepOutput]):
         return self.table.tolist()  # type: ignore[no-any-return]
 
     @cached_property
-    def _columns(self) -> dict[Wants, tuple[list[list[float]], list[list[int]], list[int]]]:
+    def _columns(self) -> dict[LogprobKind, tuple[list[list[float]], list[list[int]], list[int]]]:
         return {
             kind: (each.values.tolist(), each.ids.tolist(), each.ranks.tolist())
             for kind, each in self.columns.items()
@@ -120,7 +120,7 @@ class StepResults(Sequence[StepOutput]):
 
     def _output(self, i: int) -> StepOutput:
         request, line = self.requests[i], self._lines[i]
-        extra, ending = self.extras.get(i), self.endings.get(i)
+        extra, ending = self.host_logprobs.get(i), self.finishes.get(i)
         accepted = line[NUM_ACCEPTED]
         return StepOutput(
             request_id=request.id,
@@ -141,7 +141,7 @@ class StepResults(Sequence[StepOutput]):
             return [self.sources[0]] * count if count else []
         return [self.sources[number] for number in self.source[i, :count].tolist()]
 
-    def _logprobs(self, i: int, extra: Extra | None) -> list[LogprobRow] | None:
+    def _logprobs(self, i: int, extra: HostLogprobs | None) -> list[LogprobRow] | None:
         params = self.requests[i].params
         if extra is not None and extra.logprobs is not None:
             return extra.logprobs
@@ -150,25 +150,25 @@ class StepResults(Sequence[StepOutput]):
         tokens = self.tokens(i)
         if not tokens:
             return []
-        kind = Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
+        kind = LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
         values, ids, ranks = self._columns[kind]
         top = top_of(params.logprobs, self.columns[kind].ids.shape[1])
         first = self._lines[i][PICK]
         end = first + len(tokens)
-        return LogprobRow.of_columns(values[first:end], ids[first:end], ranks[first:end], tokens, top)
+        return LogprobRow.from_columns(values[first:end], ids[first:end], ranks[first:end], tokens, top)
 
 
-def ending_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Ending | None:
+def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish | None:
     """How a request's line of the table says it ended. End-of-text has no stop; a stop token is its own."""
-    ended = End(int(line[ENDED]))
-    if ended is End.NOT_YET:
+    ended = FinishStatus(int(line[ENDED]))
+    if ended is FinishStatus.RUNNING:
         return None
-    if ended is End.LENGTH:
-        return Ending("length")
-    if ended is End.STOP:
+    if ended is FinishStatus.LENGTH:
+        return Finish("length")
+    if ended is FinishStatus.STOP:
         params = request.params
         last = int(line[TOKENS + int(line[NUM_OUT]) - 1])
         is_eos = last in request.eos_token_ids and not params.ignore_eos
-        return Ending("stop", None if is_eos and last not in params.stop_token_ids else last)
+        return Finish("stop", None if is_eos and last not in params.stop_token_ids else last)
     row = int(line[FIRST_ROW]) + int(line[NUM_OUT])
-    return Ending("error", error=errors.get(row) or REASONS[ended])
+    return Finish("error", error=errors.get(row) or REASONS[ended])

@@ -26,7 +26,7 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Packed matrices in bf16, everything else as it is."""
+    """PackedResults matrices in bf16, everything else as it is."""
     made = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
     for name, matrix in made.items():
         if matrix.dtype != torch.int8:

@@ -14,11 +14,11 @@ from torch import Tensor
 from draftproof.numba_jit import native
 from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.torch.draft_rounds import TorchFollowing
-from draftproof.types import End, Rows, SlotColumns, Windows
+from draftproof.types import FinishStatus, Rows, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
 NOT_YET = 0
-assert End.NOT_YET == NOT_YET
+assert FinishStatus.RUNNING == NOT_YET
 compiled = native(boundscheck=False)
 
 

@@ -18,7 +18,7 @@ from draftproof.ops.contract.draft_search import (
     SuffixPool,
     stack_candidates,
 )
-from draftproof.types import End, SlotColumns
+from draftproof.types import FinishStatus, SlotColumns
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
 SMALL, MIDDLE, LARGE = 3, 6, 12
@@ -58,7 +58,7 @@ assert (
     DECAY_SHIFT,
     EXTEND_MIN_PROB,
 )
-assert End.NOT_YET == NOT_YET
+assert FinishStatus.RUNNING == NOT_YET
 compiled = native(boundscheck=False)
 
 

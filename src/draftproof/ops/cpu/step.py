@@ -14,14 +14,23 @@ from draftproof.ops import STREAM_SAMPLE, Layout
 from draftproof.ops.cpu.draft_rounds import CpuFollowing
 from draftproof.ops.cpu.draft_search import CpuSuffix
 from draftproof.ops.torch.step import Bookkeeping
-from draftproof.types import Adjust, Choice, Draft, End, Outcome, Plan, SlotColumns, Windows
+from draftproof.types import (
+    Choice,
+    Draft,
+    FinishStatus,
+    LogitAdjust,
+    Outcome,
+    PlanColumns,
+    SlotColumns,
+    Windows,
+)
 
 # numba caches compiled loops by this file alone, so what they take from `types` is spelt out here
 NUM_OUT, NUM_DRAFT, NUM_ACCEPTED, ENDED, FIRST_ROW, PICK, TOKENS = range(7)
 NOT_YET, STOP, LENGTH = 0, 1, 2
 MASK = 16
-assert int(Adjust.MASK) == MASK
-assert (NOT_YET, STOP, LENGTH) == (End.NOT_YET, End.STOP, End.LENGTH)
+assert int(LogitAdjust.MASK) == MASK
+assert (NOT_YET, STOP, LENGTH) == (FinishStatus.RUNNING, FinishStatus.STOP, FinishStatus.LENGTH)
 assert (NUM_OUT, PICK, TOKENS) == (types.NUM_OUT, types.PICK, types.TOKENS)
 compiled = native(boundscheck=False)
 
@@ -29,7 +38,7 @@ compiled = native(boundscheck=False)
 class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):
     """Tensors are read and written in place."""
 
-    def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
+    def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
         rows, windows = out.rows, out.windows
         _layout(
             *_arrays(plan.slots, plan.chunk, plan.drafts),
@@ -61,14 +70,16 @@ class CpuBookkeeping(CpuSuffix, CpuFollowing, Bookkeeping):
             tokens = torch.where(warm > 0, self.gumbel_argmax(divided, *keys, STREAM_SAMPLE), tokens)
         return torch.where(windows.slot >= 0, tokens, 0), torch.zeros_like(tokens)
 
-    def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
+    def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         c = windows.columns
         accept = windows.draft == choice.token if choice.accept is None else choice.accept
         recovered = choice.token if choice.recovered is None else choice.recovered
         _commit(
             *_arrays(plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft, windows.draft),
             *_arrays(choice.token, accept, recovered, bad),
-            *_arrays(c.tokens, c.length, c.computed, c.ended, c.num_draft, c.max_length, c.wants, c.ends),
+            *_arrays(
+                c.tokens, c.length, c.computed, c.ended, c.num_draft, c.max_length, c.logprob_kind, c.ends
+            ),
             *_arrays(out.table, out.pick_rows, out.pick_tokens),
         )
 

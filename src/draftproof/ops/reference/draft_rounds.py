@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftproof.ops import Ops
 from draftproof.ops.contract.draft_rounds import DraftRows
-from draftproof.types import End, Rows, SlotColumns, Windows
+from draftproof.types import FinishStatus, Rows, SlotColumns, Windows
 
 
 class ReferenceFollowing(Ops):
@@ -44,7 +44,7 @@ class ReferenceFollowing(Ops):
         owners = slots.new_full((rounds, size), -1)
         outputs, positions, places = (slots.new_zeros((rounds, size)) for _ in range(3))
         for b, slot in enumerate(slots.tolist()):
-            if slot < 0 or last[b] < 0 or columns.ended[slot] != End.NOT_YET:
+            if slot < 0 or last[b] < 0 or columns.ended[slot] != FinishStatus.RUNNING:
                 continue
             length = int(columns.length[slot])
             room = int(columns.max_length[slot]) - length - 1

@@ -28,7 +28,7 @@ from draftproof.ops.contract.draft_search import (
     SuffixPool,
     stack_candidates,
 )
-from draftproof.types import End, SlotColumns
+from draftproof.types import FinishStatus, SlotColumns
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ReferenceSuffix(DraftSearch):
         for b, (slot, wanted) in enumerate(zip(slots.tolist(), budget.tolist(), strict=True)):
             had = 0 if begun is None else int(begun[1][b])
             count[b] = had
-            if slot < 0 or wanted <= had or columns.ended[slot] != End.NOT_YET:
+            if slot < 0 or wanted <= had or columns.ended[slot] != FinishStatus.RUNNING:
                 continue
             text = columns.tokens[slot, : int(columns.length[slot])].tolist() + tokens[b, :had].tolist()
             places = _own_places(text, options.min_match)

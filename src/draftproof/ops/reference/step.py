@@ -18,12 +18,12 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    Adjust,
     Choice,
     Draft,
-    End,
+    FinishStatus,
+    LogitAdjust,
     Outcome,
-    Plan,
+    PlanColumns,
     SlotColumns,
     Windows,
 )
@@ -32,7 +32,7 @@ from draftproof.types import (
 class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
     """Loops; columns are read and written one element at a time."""
 
-    def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
+    def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
         rows, windows = out.rows, out.windows
         for column, padding in (
             (rows.tokens, 0), (rows.positions, 0), (rows.slots, -1), (rows.kv_index, 0),
@@ -42,7 +42,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
         row = logits_row = 0
         for b, slot in enumerate(plan.slots.tolist()):
             windows.slots[b], windows.first[b], windows.num_draft[b] = -1, logits_row, 0
-            if slot < 0 or columns.ended[slot] != End.NOT_YET:
+            if slot < 0 or columns.ended[slot] != FinishStatus.RUNNING:
                 continue
             length, computed = int(columns.length[slot]), int(columns.computed[slot])
             chunk = int(plan.chunk[b])
@@ -75,7 +75,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
         columns, out = windows.columns, logits.clone()
         for r, slot in enumerate(windows.slot.tolist()):
             flags = int(columns.adjust[slot]) if slot >= 0 else 0
-            if flags & Adjust.PENALTY:
+            if flags & LogitAdjust.PENALTY:
                 prompt, depth = int(columns.prompt_len[slot]), int(windows.depth[r])
                 length = prompt + int(windows.position[r]) - depth
                 said = columns.tokens[slot, prompt:length].tolist() + columns.draft[slot, :depth].tolist()
@@ -87,7 +87,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                         x = x / penalty if x > 0 else x * penalty
                     x = x - columns.frequency[slot] * said.count(token)
                     out[r, token] = x - columns.presence[slot] * float(token in said)
-            if flags & Adjust.BIAS:
+            if flags & LogitAdjust.BIAS:
                 out[r] += columns.bias[slot]
         return out
 
@@ -95,9 +95,9 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
         columns = windows.columns
         for r, slot in enumerate(windows.slot.tolist()):
             flags = int(columns.adjust[slot]) if slot >= 0 else 0
-            if flags & Adjust.BAN:
+            if flags & LogitAdjust.ALLOWED_IDS:
                 base[r, columns.banned[slot]] = -math.inf
-            if flags & Adjust.HOLD:
+            if flags & LogitAdjust.MIN_TOKENS:
                 length = int(columns.prompt_len[slot]) + int(windows.position[r])
                 if length < int(columns.min_length[slot]):
                     base[r, columns.ends[slot]] = -math.inf
@@ -105,7 +105,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
     def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         assert windows.allowed is not None
         for r, slot in enumerate(windows.slot.tolist()):
-            if slot < 0 or not int(windows.columns.adjust[slot]) & Adjust.MASK:
+            if slot < 0 or not int(windows.columns.adjust[slot]) & LogitAdjust.MASK:
                 continue
             words = windows.allowed[slot, int(windows.depth[r])].tolist()
             for token in range(base.shape[1]):
@@ -120,9 +120,9 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 continue
             row = logits[r : r + 1]
             if bool((row == -math.inf).all()):
-                bad[r] = End.FORBIDDEN
+                bad[r] = FinishStatus.NO_ALLOWED_TOKEN
             elif bool((row.isnan() | (row == math.inf)).any()):
-                bad[r] = End.NOT_FINITE
+                bad[r] = FinishStatus.NOT_FINITE
             elif columns.temperature[slot] > 0:
                 heated = row if scaled else row / columns.temperature[slot].expand_as(row)
                 key = columns.seed[slot : slot + 1], windows.position[r : r + 1]
@@ -131,7 +131,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 tokens[r] = self.argmax(row)[0]
         return tokens, bad
 
-    def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
+    def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         columns, table = windows.columns, out.table.zero_()
         out.pick_rows.fill_(-1)
         out.pick_tokens.fill_(0)
@@ -145,21 +145,21 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
             first, num_draft = int(windows.first[b]), int(windows.num_draft[b])
             said = _said(windows, choice, first, num_draft)
             accepted, old = len(said) - 1, int(columns.length[slot])
-            ended, kept = End.NOT_YET, 0
+            ended, kept = FinishStatus.RUNNING, 0
             for depth, token in enumerate(said):
                 if old + kept == columns.max_length[slot]:
                     break
                 if bad[first + depth] > 0:
-                    ended = End(int(bad[first + depth]))
+                    ended = FinishStatus(int(bad[first + depth]))
                     break
                 columns.tokens[slot, old + kept] = token
                 table[b, TOKENS + kept] = token
                 kept += 1
                 if columns.ends[slot, token]:
-                    ended = End.STOP
+                    ended = FinishStatus.STOP
                     break
-            if ended != End.STOP and old + kept == columns.max_length[slot]:
-                ended = End.LENGTH
+            if ended != FinishStatus.STOP and old + kept == columns.max_length[slot]:
+                ended = FinishStatus.LENGTH
             columns.length[slot] = old + kept
             columns.computed[slot] = old + kept - 1
             columns.num_draft[slot] = 0
@@ -170,7 +170,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 min(accepted, kept),
             )
             table[b, ENDED], table[b, FIRST_ROW] = ended, first
-            if columns.wants[slot] > 0 and kept:
+            if columns.logprob_kind[slot] > 0 and kept:
                 table[b, PICK] = picks
                 for depth in range(kept):
                     out.pick_rows[picks], out.pick_tokens[picks] = first + depth, said[depth]
@@ -201,7 +201,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
         tokens = torch.zeros((len(slots), columns.draft.shape[1]), dtype=torch.int64)
         count = torch.zeros(len(slots), dtype=torch.int64)
         for b, (slot, wanted) in enumerate(zip(slots.tolist(), budget.tolist(), strict=True)):
-            if slot < 0 or wanted == 0 or columns.ended[slot] != End.NOT_YET:
+            if slot < 0 or wanted == 0 or columns.ended[slot] != FinishStatus.RUNNING:
                 continue
             said = columns.tokens[slot, : int(columns.length[slot])].tolist()
             at = _latest_match(said, smallest, largest)
@@ -224,7 +224,7 @@ class ReferenceStep(ReferenceSuffix, ReferenceFollowing):
                 legal += 1
             room = max(0, int(columns.max_length[slot] - columns.length[slot]) - 1)
             least = max(0, min(int(draft.count[b]), int(budget[b]), legal, room))
-            columns.num_draft[slot] = least if columns.ended[slot] == End.NOT_YET else 0
+            columns.num_draft[slot] = least if columns.ended[slot] == FinishStatus.RUNNING else 0
             for j, token in enumerate(guess):
                 columns.draft[slot, j] = min(max(token, 0), vocab - 1)
                 columns.draft_logprob[slot, j] = math.nan if draft.logprobs is None else draft.logprobs[b, j]

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from draftproof.ops import Ops
 from draftproof.ops.contract.draft_rounds import DraftRows
-from draftproof.types import End, Rows, SlotColumns, Windows
+from draftproof.types import FinishStatus, Rows, SlotColumns, Windows
 
 ALIGN = 16  # int64s: each line begins at an address that any kernel likes
 
@@ -52,7 +52,7 @@ class TorchFollowing(Ops):
         line = slots.clamp(min=0)
         length = columns.length[line]
         room = columns.max_length[line] - length - 1
-        live = (slots >= 0) & (last >= 0) & (columns.ended[line] == End.NOT_YET)
+        live = (slots >= 0) & (last >= 0) & (columns.ended[line] == FinishStatus.RUNNING)
         count = torch.where(live, torch.minimum(budget, room), 0).clamp(0, rounds)
         j = torch.arange(rounds, device=slots.device)[:, None]
         on = count > j  # [rounds, B]

@@ -27,7 +27,7 @@ from draftproof.ops.contract.draft_search import (
     SuffixPool,
     stack_candidates,
 )
-from draftproof.types import End, SlotColumns
+from draftproof.types import FinishStatus, SlotColumns
 
 
 class TorchSuffix(DraftSearch):
@@ -46,7 +46,7 @@ class TorchSuffix(DraftSearch):
         had = torch.zeros_like(slots)
         if begun is not None:
             out, had = begun[0].clone(), begun[1]
-        live = (slots >= 0) & (budget > had) & (columns.ended[slot] == End.NOT_YET)
+        live = (slots >= 0) & (budget > had) & (columns.ended[slot] == FinishStatus.RUNNING)
         room = torch.where(live, budget.clamp(max=k) - had, 0)
         text, size = _texts(columns, slot, out, had)
         at, matched = _own_places(text, size, options.min_match)

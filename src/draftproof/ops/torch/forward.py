@@ -20,7 +20,7 @@ from draftproof.ops.torch.step import Bookkeeping
 BLOCK = 8  # rows in one matrix product
 KEYS = 64  # keys in one attention block
 
-Packed = tuple[Tensor, Tensor | None]
+PackedResults = tuple[Tensor, Tensor | None]
 
 
 class TorchOps(Bookkeeping):
@@ -28,10 +28,10 @@ class TorchOps(Bookkeeping):
 
     name: ClassVar[str] = "torch"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedResults:
         return weight.contiguous(), None if bias is None else bias.float()
 
-    def linear(self, x: Tensor, packed: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: PackedResults, out_dtype: torch.dtype | None = None) -> Tensor:
         weight, bias = packed
         out_dtype = out_dtype or x.dtype
         if out_dtype != x.dtype:  # logits: a bf16 product would round them to bf16 first

@@ -22,14 +22,14 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    Adjust,
     Choice,
     Draft,
-    End,
+    FinishStatus,
+    LogitAdjust,
+    LogprobKind,
     Outcome,
-    Plan,
+    PlanColumns,
     SlotColumns,
-    Wants,
     Windows,
 )
 
@@ -37,10 +37,10 @@ from draftproof.types import (
 class Bookkeeping(TorchSuffix, TorchFollowing):
     """Compositions of torch ops and of the backend's own primitives."""
 
-    def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
+    def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
         rows, windows = out.rows, out.windows
         line = plan.slots.clamp(min=0)
-        live = (plan.slots >= 0) & (columns.ended[line] == End.NOT_YET)
+        live = (plan.slots >= 0) & (columns.ended[line] == FinishStatus.RUNNING)
         length, computed = columns.length[line], columns.computed[line]
         fresh = torch.where(plan.chunk > 0, plan.chunk, length - computed)
         reaches = live & (computed + fresh == length)
@@ -80,21 +80,21 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         out = torch.where(seen, out, logits)
         out = out - columns.frequency[slot][:, None] * counts
         out = out - columns.presence[slot][:, None] * (counts > 0)
-        out = torch.where((flags & Adjust.PENALTY) > 0, out, logits)
-        return torch.where((flags & Adjust.BIAS) > 0, out + columns.bias[slot], out)
+        out = torch.where((flags & LogitAdjust.PENALTY) > 0, out, logits)
+        return torch.where((flags & LogitAdjust.BIAS) > 0, out + columns.bias[slot], out)
 
     def apply_bans(self, base: Tensor, windows: Windows) -> None:
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         flags = torch.where(windows.slot >= 0, columns.adjust[slot], 0)[:, None]
         length = columns.prompt_len[slot] + windows.position
-        held = (length < columns.min_length[slot])[:, None] & ((flags & Adjust.HOLD) > 0)
-        banned = columns.banned[slot] & ((flags & Adjust.BAN) > 0)
+        held = (length < columns.min_length[slot])[:, None] & ((flags & LogitAdjust.MIN_TOKENS) > 0)
+        banned = columns.banned[slot] & ((flags & LogitAdjust.ALLOWED_IDS) > 0)
         base.masked_fill_(banned | (columns.ends[slot] & held), -math.inf)
 
     def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         assert windows.allowed is not None
         columns, slot = windows.columns, windows.slot.clamp(min=0)
-        masked = (windows.slot >= 0) & ((columns.adjust[slot] & Adjust.MASK) > 0)
+        masked = (windows.slot >= 0) & ((columns.adjust[slot] & LogitAdjust.MASK) > 0)
         words = windows.allowed[slot, windows.depth]
         bits = words[:, :, None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
         closed = bits.flatten(1)[:, : base.shape[1]] == 0
@@ -110,13 +110,13 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
             drawn = self.gumbel_argmax(divided, columns.seed[slot], windows.position, STREAM_SAMPLE)
             tokens = torch.where(hot, drawn, tokens)
         peak = logits.amax(-1)  # NaN if one is
-        bad = torch.where(torch.isfinite(peak), 0, int(End.NOT_FINITE))
-        bad = torch.where(peak == -math.inf, int(End.FORBIDDEN), bad)
+        bad = torch.where(torch.isfinite(peak), 0, int(FinishStatus.NOT_FINITE))
+        bad = torch.where(peak == -math.inf, int(FinishStatus.NO_ALLOWED_TOKEN), bad)
         real = windows.slot >= 0
         bad = torch.where(real, bad, 0)
         return torch.where(real & (bad == 0), tokens, 0), bad
 
-    def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
+    def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         columns = windows.columns
         k, vocab = columns.draft.shape[1], columns.ends.shape[1]
         real = windows.slots >= 0
@@ -144,10 +144,10 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         num_out = torch.minimum(torch.minimum(num_out, before_end + 1), torch.minimum(room, limit))
         num_out = torch.where(real, num_out, 0)
         why = bad[rows].gather(1, before_bad.clamp(max=k)[:, None])[:, 0]
-        ended = torch.where(fails & (num_out == limit), why, int(End.NOT_YET))
-        ended = torch.where(num_out == room, int(End.LENGTH), ended)
-        ended = torch.where(before_end < num_out, int(End.STOP), ended)
-        ended = torch.where(real, ended, int(End.NOT_YET))
+        ended = torch.where(fails & (num_out == limit), why, int(FinishStatus.RUNNING))
+        ended = torch.where(num_out == room, int(FinishStatus.LENGTH), ended)
+        ended = torch.where(before_end < num_out, int(FinishStatus.STOP), ended)
+        ended = torch.where(real, ended, int(FinishStatus.RUNNING))
         kept = depth < num_out[:, None]
 
         place = (line[:, None] * columns.tokens.shape[1] + length[:, None] + depth)[kept]
@@ -159,7 +159,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         columns.ended[here] = ended[real]
         columns.computed[there] += plan.chunk[(plan.slots >= 0) & ~real]
 
-        picked = torch.where(columns.wants[line] > Wants.NONE, num_out, 0)
+        picked = torch.where(columns.logprob_kind[line] > LogprobKind.NONE, num_out, 0)
         table = out.table
         table.zero_()
         table[:, NUM_OUT], table[:, NUM_DRAFT] = num_out, torch.where(real, windows.num_draft, 0)
@@ -198,7 +198,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
             matched += still
         best, _ = matched.max(1)
         at = (torch.where(matched == best[:, None], place, 0)).amax(1)  # the latest of the longest
-        found = (best >= smallest) & (slots >= 0) & (columns.ended[line] == End.NOT_YET)
+        found = (best >= smallest) & (slots >= 0) & (columns.ended[line] == FinishStatus.RUNNING)
         count = torch.where(found, budget, 0)
         ahead = torch.arange(columns.draft.shape[1], device=line.device)
         period = (length - at).clamp(min=1)
@@ -214,7 +214,7 @@ class Bookkeeping(TorchSuffix, TorchFollowing):
         room = (columns.max_length[line] - columns.length[line] - 1).clamp(min=0)
         count = torch.minimum(torch.minimum(count[real], legal), torch.minimum(budget[real], room))
         count = count.clamp(min=0)
-        columns.num_draft[line] = torch.where(columns.ended[line] == End.NOT_YET, count, 0)
+        columns.num_draft[line] = torch.where(columns.ended[line] == FinishStatus.RUNNING, count, 0)
         columns.draft[line] = tokens.clamp(0, vocab - 1)  # what is cut off may still be looked up
         own, sources = draft.logprobs, draft.sources
         columns.draft_logprob[line] = math.nan if own is None else own.to(device)[real]

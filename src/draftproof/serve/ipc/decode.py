@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.logprob_routing import by_host, wants_of
-from draftproof.engine.step.step_results import Ending, Extra, LogprobColumns, StepResults
+from draftproof.engine.step.logprob_routing import by_host, logprob_kind_of
+from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
 from draftproof.sampling_params import top_of
@@ -23,9 +23,9 @@ from draftproof.types import (
     TOKENS,
     DraftRecord,
     FinishReason,
+    LogprobKind,
     LogprobRow,
     Request,
-    Wants,
 )
 
 REASONS: dict[Status, FinishReason] = {
@@ -54,11 +54,11 @@ class Told:
     handles: list[int]  # [n]
     wants: NDArray[np.uint8]  # [n]
     table: Ints  # [n, TOKENS + K + 1], see types.Outcome
-    columns: dict[Wants, LogprobColumns]
+    columns: dict[LogprobKind, LogprobColumns]
     source: NDArray[np.int8] | None  # [n, K]
     ends: dict[int, End]
     counted: list[tuple[int, RequestStats]]  # by entry
-    sets: dict[int, Extra] = field(default_factory=dict)
+    sets: dict[int, HostLogprobs] = field(default_factory=dict)
 
     def stats(self, timings: Timings) -> EngineStats:
         return EngineStats(*self.header[5:13], timings=timings)
@@ -73,7 +73,7 @@ def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:
         source = np.zeros((header.requests, bounds.max_drafts), np.int8)
         stood = place < table[owner, NUM_ACCEPTED]
         source[owner[stood], place[stood]] = columns["source"]
-    extras: dict[int, Extra] = {}
+    extras: dict[int, HostLogprobs] = {}
     if header.sets:
         _read_sets(columns, extras)
     if header.drafts:
@@ -99,7 +99,7 @@ class Guests:
     here: list[Request]  # those of them that are not gone
     at: list[int]  # where they are among the n
     wants: NDArray[np.uint8]  # [here] the logprobs that they asked for, by kind,
-    tops: dict[Wants, int]  # with how many of the best
+    tops: dict[LogprobKind, int]  # with how many of the best
     by_host: list[int]  # of the n, those whose logprobs come as rows of their own
     asking: list[int]  # of the n, who wants to hear of drafts
 
@@ -109,11 +109,11 @@ class Guests:
             raise FrameError("it tells of one request twice")
         at = [i for i, handle in enumerate(handles) if handle in known]
         here = [known[handles[i]] for i in at]
-        wants, tops = np.zeros(len(here), np.uint8), {Wants.RAW: 0, Wants.PROCESSED: 0}
+        wants, tops = np.zeros(len(here), np.uint8), {LogprobKind.RAW: 0, LogprobKind.PROCESSED: 0}
         for n, request in enumerate(here):
-            kind = wants[n] = wants_of(request.params, vocab)
-            if kind != Wants.NONE:
-                tops[Wants(kind)] = max(tops[Wants(kind)], top_of(request.params.logprobs, vocab))
+            kind = wants[n] = logprob_kind_of(request.params, vocab)
+            if kind != LogprobKind.NONE:
+                tops[LogprobKind(kind)] = max(tops[LogprobKind(kind)], top_of(request.params.logprobs, vocab))
         hosted = [i for i, r in zip(at, here, strict=True) if by_host(r.params, vocab)]
         asking = [i for i, r in zip(at, here, strict=True) if r.params.include_draft_logprobs]
         return cls(handles, here, at, wants, tops, hosted, asking)
@@ -141,13 +141,13 @@ def results_of(
     guests.check(told)
     table, source, extras = told.table, told.source, told.sets
     endings = {
-        i: Ending(REASONS[end.status], end.stop, end.text)
+        i: Finish(REASONS[end.status], end.stop, end.text)
         for i, end in told.ends.items()
         if end.status in REASONS
     }
     for i in guests.asking:  # they are told of a step without drafts too
         if table[i, NUM_OUT] or i in endings:
-            extra = extras.setdefault(i, Extra())
+            extra = extras.setdefault(i, HostLogprobs())
             extra.drafts = extra.drafts or []
     at = guests.at
     if len(at) < len(guests.handles):
@@ -176,7 +176,7 @@ def _table(header: Header, columns: Mapping[str, NDArray[Any]]) -> tuple[Ints, I
     return table, owner, place
 
 
-def _blocks(header: Header, columns: Mapping[str, NDArray[Any]]) -> dict[Wants, LogprobColumns]:
+def _blocks(header: Header, columns: Mapping[str, NDArray[Any]]) -> dict[LogprobKind, LogprobColumns]:
     found = {}
     for kind, name in BLOCKS:
         rows, width = getattr(header, f"{name}_rows"), getattr(header, f"{name}_columns")
@@ -221,7 +221,7 @@ def _read_counted(columns: Mapping[str, NDArray[Any]]) -> list[tuple[int, Reques
     return found
 
 
-def _read_sets(columns: Mapping[str, NDArray[Any]], extras: dict[int, Extra]) -> None:
+def _read_sets(columns: Mapping[str, NDArray[Any]], extras: dict[int, HostLogprobs]) -> None:
     cells = [columns[f"cell_{name}"].tolist() for name in ("id", "value", "rank")]
     widths, first, row = columns["row_width"].tolist(), 0, 0
     lists = (columns[f"set_{name}"].tolist() for name in ("entry", "kind", "length"))
@@ -231,7 +231,7 @@ def _read_sets(columns: Mapping[str, NDArray[Any]], extras: dict[int, Extra]) ->
             rows.append(LogprobRow(*(cell[first : first + width] for cell in cells)))
             first += width
         row += length
-        extra = extras.setdefault(entry, Extra())
+        extra = extras.setdefault(entry, HostLogprobs())
         if kind == SetKind.PROMPT:
             extra.prompt_logprobs = rows
         else:
@@ -239,12 +239,12 @@ def _read_sets(columns: Mapping[str, NDArray[Any]], extras: dict[int, Extra]) ->
 
 
 def _read_drafts(
-    columns: Mapping[str, NDArray[Any]], extras: dict[int, Extra], sources: Sequence[str]
+    columns: Mapping[str, NDArray[Any]], extras: dict[int, HostLogprobs], sources: Sequence[str]
 ) -> None:
     names = ("entry", "token", "position", "source", "accepted", "has_own", "own", "has_target", "target")
     for line in zip(*(columns[f"draft_{name}"].tolist() for name in names), strict=True):
         entry, token, position, source, accepted, has_own, own, has_target, target = line
-        extra = extras.setdefault(entry, Extra())
+        extra = extras.setdefault(entry, HostLogprobs())
         extra.drafts = extra.drafts or []
         extra.drafts.append(
             DraftRecord(

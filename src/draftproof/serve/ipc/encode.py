@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.step_results import Ending, Extra, StepResults
+from draftproof.engine.step.step_results import Finish, HostLogprobs, StepResults
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.serve.ipc.frame import BLOCKS, Header, SetKind, Status, pack
 from draftproof.types import (
@@ -23,8 +23,8 @@ from draftproof.types import (
     PICK,
     TOKENS,
     DraftRecord,
+    LogprobKind,
     LogprobRow,
-    Wants,
 )
 
 REASONS = {"stop": Status.STOP, "length": Status.LENGTH, "error": Status.ERROR}
@@ -48,14 +48,14 @@ class Party:
     at: NDArray[np.int64] | None  # where in the step's results; None: all of them
     handles: NDArray[np.uint64]  # [n]
     wants: NDArray[np.uint8]  # [n]
-    tops: dict[Wants, int]  # the most of the best that one of them asked for, by the kind of logprobs
+    tops: dict[LogprobKind, int]  # the most of the best that one of them asked for, by the kind of logprobs
 
     @classmethod
-    def of(cls, at: Sequence[int] | None, asked: Sequence[tuple[int, Wants, int]]) -> Party:
+    def of(cls, at: Sequence[int] | None, asked: Sequence[tuple[int, LogprobKind, int]]) -> Party:
         """`asked`: handle, kind of logprobs, and how many of the best."""
-        tops: dict[Wants, int] = {}
+        tops: dict[LogprobKind, int] = {}
         for _, kind, top in asked:
-            if kind is not Wants.NONE:
+            if kind is not LogprobKind.NONE:
                 tops[kind] = max(top, tops.get(kind, 0))
         handles = np.array([handle for handle, *_ in asked], np.uint64)
         kinds = np.array([kind for _, kind, _ in asked], np.uint8)
@@ -123,14 +123,14 @@ def frame_of(
         counts["sourced"] = len(columns["source"])
     if party.tops:
         _add_blocks(columns, counts, results, party, owner, table[owner, PICK] + place)
-    if results.endings or results.extras:
+    if results.finishes or results.host_logprobs:
         places = None if party.at is None else {b: i for i, b in enumerate(party.at.tolist())}
-        ends = _mine(results.endings, places)
+        ends = _mine(results.finishes, places)
         if ends:
             for i, ending in ends.items():
                 columns["status"][i] = REASONS[ending.reason]
             _add_ends(columns, counts, [(i, *_words(ends[i])) for i in sorted(ends)])
-        _add_extras(columns, counts, _mine(results.extras, places), results.sources)
+        _add_extras(columns, counts, _mine(results.host_logprobs, places), results.sources)
     _add_counted(columns, counts, list(counted))
     return pack(standing.header(sequence, **counts), columns)
 
@@ -156,7 +156,7 @@ def _mine(all_of_them: dict[int, Any], places: dict[int, int] | None) -> dict[in
     return {places[b]: value for b, value in all_of_them.items() if b in places}
 
 
-def _words(ending: Ending) -> tuple[int | None, str | None, str | None]:
+def _words(ending: Finish) -> tuple[int | None, str | None, str | None]:
     return ending.stop, ending.error, None
 
 
@@ -217,7 +217,7 @@ def _add_ends(
 
 
 def _add_extras(
-    columns: Arrays, counts: dict[str, int], extras: dict[int, Extra], sources: Sequence[str]
+    columns: Arrays, counts: dict[str, int], extras: dict[int, HostLogprobs], sources: Sequence[str]
 ) -> None:
     sets: list[tuple[int, SetKind, list[LogprobRow]]] = []
     drafts: list[tuple[int, DraftRecord]] = []

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.types import Wants
+from draftproof.types import LogprobKind
 
 MAGIC = b"DPRF"
 VERSION = 1
@@ -91,7 +91,7 @@ COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("num_out", U2, "requests"),  # tokens committed
     ("num_draft", U2, "requests"),  # drafts verified
     ("num_accepted", U2, "requests"),  # drafts that stood; they come first among the tokens
-    ("wants", U1, "requests"),  # a types.Wants: which block its tokens have a row in
+    ("wants", U1, "requests"),  # a types.LogprobKind: which block its tokens have a row in
     ("token", U4, "tokens"),  # of all requests, in their order
     ("source", U1, "sourced"),  # of each accepted draft who proposed it, where there are several who may
     ("raw_value", F4, "raw_values"),  # [raw_rows, raw_columns] logprobs
@@ -137,7 +137,7 @@ _PADDING = [b"\0" * (-i % 8) for i in range(8)]
 
 
 # the blocks of logprobs
-BLOCKS = ((Wants.RAW, "raw"), (Wants.PROCESSED, "processed"))
+BLOCKS = ((LogprobKind.RAW, "raw"), (LogprobKind.PROCESSED, "processed"))
 
 
 class SetKind(IntEnum):
@@ -259,7 +259,7 @@ def _check_requests(header: Header, found: Columns, bounds: Bounds) -> None:
     if not header.requests:
         return
     _check_below("status", found, len(Status))
-    _check_below("wants", found, len(Wants))
+    _check_below("wants", found, len(LogprobKind))
     _check_below("num_draft", found, bounds.max_drafts + 1)
     _check_below("num_out", found, bounds.max_drafts + 2)
     accepted, out = found["num_accepted"], found["num_out"]

@@ -18,7 +18,7 @@ import zmq
 
 from draftproof.metrics import RequestStats
 from draftproof.serve.ipc.encode import Refusal
-from draftproof.types import Request, Wants
+from draftproof.types import LogprobKind, Request
 
 OUTBOX = 64 << 20  # bytes kept for a server that does not read before it counts as stuck
 MOST = 256 << 20  # and before it is given up
@@ -42,7 +42,7 @@ class Entry:
     handle: int
     request: Request
     stats: RequestStats
-    wants: Wants
+    wants: LogprobKind
     top: int  # of the best, with each logprob
 
 

@@ -147,7 +147,7 @@ class RemoteEngine:
     def status(self) -> WorkerStatus:
         return read_status(self._folder)
 
-    def judged_by(self, params: SamplingParams) -> tuple[str, bool]:
+    def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
         facts, wish = self.facts, params.speculation
         name = wish.verify_strategy
         if name is None:
@@ -167,7 +167,7 @@ class RemoteEngine:
             raise self.why_down()
         if request.id in self._handles:
             raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
-        self.judged_by(request.params)
+        self.strategy_label(request.params)
         return check_request(request, self.limits)
 
     def why_down(self) -> EngineClosedError:
@@ -302,7 +302,7 @@ class RemoteEngine:
                     news.num_cached_tokens,
                     news.num_preemptions,
                 )
-                counts.seated, counts.spoke = news.seated, news.spoke
+                counts.scheduled_at, counts.first_token_at = news.scheduled_at, news.first_token_at
         results = results_of(told, self._guests, self.facts.sources, refused)
         for i in told.ends:
             self._forget(told.handles[i])

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from draftproof.engine.step.logprob_routing import wants_of
+from draftproof.engine.step.logprob_routing import logprob_kind_of
 from draftproof.engine.step.step_results import StepResults
 from draftproof.errors import QueueFullError, RequestError
 from draftproof.llm import LLM
@@ -260,7 +260,7 @@ class Worker:
             return  # aborted in the meantime, or the whole server is gone
         client.compiling.discard(add.handle)
         vocab = self.engine.limits.vocab_size
-        wants, top = wants_of(params, vocab), top_of(params.logprobs, vocab)
+        wants, top = logprob_kind_of(params, vocab), top_of(params.logprobs, vocab)
         made: list[Entry] = []
         try:
             for i, request in enumerate(requests_of(add, body, params, f"{client.number}:", grammar)):
@@ -318,12 +318,12 @@ class Worker:
             if self._untold:
                 counted = [(i, e.stats) for i, e in enumerate(entries) if e.request.id in self._untold]
                 self._untold.difference_update(
-                    entries[i].request.id for i, stats in counted if stats.spoke is not None
+                    entries[i].request.id for i, stats in counted if stats.first_token_at is not None
                 )
             frame = frame_of(client.sequence, standing, results, party, counted)
             self._try(client, client.send, self._socket, frame)
         self._told = time.monotonic()
-        for i in results.endings:
+        for i in results.finishes:
             entry = self._entries.get(results.requests[i].id)
             if entry is not None:  # its server may be gone by now
                 self._remove(entry)

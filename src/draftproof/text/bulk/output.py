@@ -11,7 +11,7 @@ from draftproof.text.bulk.stop_strings import Watch
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 from draftproof.text.stop_strings import StopMatch
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import CompletionOutput, FinishReason, LogprobRow, Request, Wants
+from draftproof.types import CompletionOutput, FinishReason, LogprobKind, LogprobRow, Request
 
 
 class Answer:
@@ -21,9 +21,9 @@ class Answer:
         self, index: int, request: Request, tokenizer: Tokenizer | None, pieces: Pieces | None, vocab: int
     ) -> None:
         params = request.params
-        self.wants = Wants.NONE
+        self.wants = LogprobKind.NONE
         if params.wants_logprobs:
-            self.wants = Wants.RAW if params.logprobs_mode == "raw" else Wants.PROCESSED
+            self.wants = LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
         self.top = top_of(params.logprobs, vocab)
         self.max_tokens = params.max_tokens
         self.line = -1
@@ -52,7 +52,7 @@ class Answer:
         if self.watch is not None and reason != "abort":
             self.watch.finish()
             self._cut(self.watch.match)
-        if self.wants is not Wants.NONE:
+        if self.wants is not LogprobKind.NONE:
             rows: Sequence[LogprobRow] = LogprobTable(self.parts) if self.parts else []
             out.logprobs, out.cumulative_logprob = LogprobMaps(rows, self.tokenizer), self.total
         return out

@@ -28,8 +28,8 @@ from draftproof.types import (
     TOKENS,
     CompletionOutput,
     FinishReason,
+    LogprobKind,
     Request,
-    Wants,
 )
 
 Ints = NDArray[np.int64]
@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 Found = tuple[NDArray[np.float32], Ints, Ints]
 Ended = tuple[Answer, FinishReason, int | str | None, str | None]  # why, by which stop, with which error
 # whose lines, their lines of the table, who proposed what, logprobs
-Step = tuple[Ints, Ints, NDArray[np.int8] | None, Mapping[Wants, Found]]
+Step = tuple[Ints, Ints, NDArray[np.int8] | None, Mapping[LogprobKind, Found]]
 
 PAGE = 256  # tokens of a line, at least
 AT_ONCE = 32  # steps that are written down together at most
@@ -99,7 +99,7 @@ class Ledger:
         self._full[line] = self._first_full(line, answer.max_tokens)
         self._wants[line] = answer.wants
         self._num_watched += answer.watch is not None
-        if answer.wants is not Wants.NONE and answer.top > self._logprobs.top:
+        if answer.wants is not LogprobKind.NONE and answer.top > self._logprobs.top:
             self._logprobs.widen(answer.top)
         return line
 
@@ -179,7 +179,7 @@ class Ledger:
         lines: Ints,
         table: Ints,
         source: NDArray[np.int8] | None,
-        columns: Mapping[Wants, Found],
+        columns: Mapping[LogprobKind, Found],
         ends: Mapping[int, FinishReason],
     ) -> list[int]:
         """A step: [n] lines, the table's lines of their requests (types.Outcome), and who proposed what.
@@ -283,7 +283,7 @@ class Ledger:
         where: Ints,
         place: Ints,
         table: Ints,
-        steps: Sequence[Mapping[Wants, Found]],
+        steps: Sequence[Mapping[LogprobKind, Found]],
     ) -> None:
         wants = self._wants[lines]
         begins = step.searchsorted(np.arange(len(steps)))
@@ -339,12 +339,12 @@ class Ledger:
             texts.append(answer.text)
             answer.output.token_ids += ids[begin:end]
             answer.output.provenance += origins[begin:end]
-            if answer.wants is not Wants.NONE:
+            if answer.wants is not LogprobKind.NONE:
                 first = line * self._width
                 answer.parts.append(self._logprobs.take(first, first + end - begin, answer.top))
             begin = end
         self._fill[lines] = 0
-        if (self._wants[lines] != Wants.NONE).any():
+        if (self._wants[lines] != LogprobKind.NONE).any():
             self._add_up(lines, sizes, at - np.repeat(lines * self._width, sizes), at)
         push_all(texts, tokens, ends, unseen)
 
@@ -353,7 +353,7 @@ class Ledger:
         terms = np.zeros((1 + int(sizes.max()), len(lines)))  # zeros behind them change no bit
         terms[0] = self._totals[lines]
         own = self._logprobs.own[at]
-        own[np.repeat(self._wants[lines] == Wants.NONE, sizes)] = 0.0  # of lines that others had
+        own[np.repeat(self._wants[lines] == LogprobKind.NONE, sizes)] = 0.0  # of lines that others had
         terms[1 + place, np.repeat(np.arange(len(lines)), sizes)] = own
         self._totals[lines] = np.add.accumulate(terms)[-1]
 

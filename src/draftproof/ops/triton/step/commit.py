@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftproof import types
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
-from draftproof.types import Choice, End, Outcome, Plan, Windows
+from draftproof.types import Choice, FinishStatus, Outcome, PlanColumns, Windows
 
-STOP, LENGTH = tl.constexpr(int(End.STOP)), tl.constexpr(int(End.LENGTH))
+STOP, LENGTH = tl.constexpr(int(FinishStatus.STOP)), tl.constexpr(int(FinishStatus.LENGTH))
 NUM_OUT, NUM_DRAFT = tl.constexpr(types.NUM_OUT), tl.constexpr(types.NUM_DRAFT)
 NUM_ACCEPTED, ENDED = tl.constexpr(types.NUM_ACCEPTED), tl.constexpr(types.ENDED)
 FIRST_ROW, PICK, TOKENS = (
@@ -135,7 +135,7 @@ def commit_kernel(
         tl.store(pick_tokens + rest, none, mask=(rest >= total) & (rest < P))
 
 
-def commit(plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome, pdl: bool) -> None:
+def commit(plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome, pdl: bool) -> None:
     columns = windows.columns
     entries, k = len(windows.slots), columns.draft.shape[1]
     down, across = power_of_two(entries), power_of_two(k + 1)
@@ -147,7 +147,7 @@ def commit(plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outco
         bad if choice.recovered is None else choice.recovered,
         bad,
         columns.tokens, columns.length, columns.computed, columns.num_draft, columns.ended,
-        columns.max_length, columns.wants, columns.ends.view(torch.uint8),
+        columns.max_length, columns.logprob_kind, columns.ends.view(torch.uint8),
         out.table, out.pick_rows, out.pick_tokens,
         entries, len(bad), len(out.pick_rows), columns.ends.shape[1], columns.tokens.shape[1], k,
         out.table.shape[1],

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from draftproof.ops import Layout
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
-from draftproof.types import Plan, SlotColumns
+from draftproof.types import PlanColumns, SlotColumns
 
 BLOCK = 128  # rows that a program writes at a time
 
@@ -108,7 +108,7 @@ def layout_kernel(
         tl.store(win_at + at, nothing, mask=ok)
 
 
-def layout(plan: Plan, columns: SlotColumns, page_size: int, out: Layout, pdl: bool) -> None:
+def layout(plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout, pdl: bool) -> None:
     rows, windows = out.rows, out.windows
     entries, count, logits = len(plan.slots), len(rows.tokens), len(out.at)
     k = columns.draft.shape[1]

@@ -11,7 +11,7 @@ from draftproof.errors import ConfigError
 from draftproof.ops import Layout, TokenLogprobs
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions, SuffixPool
 from draftproof.ops.torch.step import Bookkeeping
-from draftproof.types import TOKENS, Choice, Draft, Outcome, Plan, SlotColumns, Windows
+from draftproof.types import TOKENS, Choice, Draft, Outcome, PlanColumns, SlotColumns, Windows
 
 try:
     from draftproof.ops.triton import draft_search, runtime
@@ -33,7 +33,7 @@ class StepOps(Bookkeeping):
     def _done(self, op: str) -> None:
         """After every op."""
 
-    def layout(self, plan: Plan, columns: SlotColumns, page_size: int, out: Layout) -> None:
+    def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
         rows, windows = out.rows, out.windows
         plain("the plan", (plan.slots, plan.chunk, plan.drafts), len(plan.slots))
         plain("the rows", (rows.tokens, rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
@@ -73,7 +73,7 @@ class StepOps(Bookkeeping):
         self._done("sample")
         return found
 
-    def commit(self, plan: Plan, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
+    def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         each = [windows.draft, choice.token, bad]
         each += [x for x in (choice.recovered,) if x is not None]
         plain("what was chosen", each, len(windows.draft))

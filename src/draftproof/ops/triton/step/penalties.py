@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
-from draftproof.types import Adjust, Windows
+from draftproof.types import LogitAdjust, Windows
 
 BLOCK = 4096  # ids, or places of a sequence, at a time
 SEEN = tl.constexpr(1 << 30)  # the token is in the prompt; below it stands its count in the output
-PENALTY, BIAS = tl.constexpr(int(Adjust.PENALTY)), tl.constexpr(int(Adjust.BIAS))
-BAN, HOLD = tl.constexpr(int(Adjust.BAN)), tl.constexpr(int(Adjust.HOLD))
-MASK = tl.constexpr(int(Adjust.MASK))
+PENALTY, BIAS = tl.constexpr(int(LogitAdjust.PENALTY)), tl.constexpr(int(LogitAdjust.BIAS))
+BAN, HOLD = tl.constexpr(int(LogitAdjust.ALLOWED_IDS)), tl.constexpr(int(LogitAdjust.MIN_TOKENS))
+MASK = tl.constexpr(int(LogitAdjust.MASK))
 
 
 @triton.jit

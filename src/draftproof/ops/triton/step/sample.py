@@ -15,9 +15,12 @@ from draftproof.ops import STREAM_SAMPLE
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
 from draftproof.ops.triton.sampling.kernels import CHUNK, best_of, best_with_noise
 from draftproof.ops.triton.sampling.sort_key import LOWEST, id_of
-from draftproof.types import End, Windows
+from draftproof.types import FinishStatus, Windows
 
-FORBIDDEN, NOT_FINITE = tl.constexpr(int(End.FORBIDDEN)), tl.constexpr(int(End.NOT_FINITE))
+FORBIDDEN, NOT_FINITE = (
+    tl.constexpr(int(FinishStatus.NO_ALLOWED_TOKEN)),
+    tl.constexpr(int(FinishStatus.NOT_FINITE)),
+)
 
 
 @triton.jit
