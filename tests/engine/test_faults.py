@@ -180,8 +180,8 @@ def test_control_pages_that_were_never_filled_are_found(broken, monkeypatch, alo
 
 def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
     """Nobody is taken back: the tokens that were committed meanwhile are never told."""
-    monkeypatch.setattr(fault_recovery, "take_back", lambda *_: [])
-    monkeypatch.setattr("draftproof.engine.loop.take_back", lambda *_: [])
+    monkeypatch.setattr(fault_recovery, "requeue_lost", lambda *_: [])
+    monkeypatch.setattr("draftproof.engine.loop.requeue_lost", lambda *_: [])
     target, ops = build(debug=False)
     ops.when = lambda _, op, count: op == "read" and count == 10
     with pytest.raises(AssertionError):
