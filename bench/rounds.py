@@ -11,7 +11,6 @@ each:
     plain     a step of one row a request         step      the step that verifies K drafts of each
     drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
     idle      these rounds if they are for nobody
-    later     in place of keeping, if its rows are put off
 
 `share` is drafts / plain. The floor of the drafts: the head's weights and its LM head once a round, the layer
 that joins features once, K and V of all tokens before, at the bandwidth of a large copy measured here. What
@@ -182,20 +181,18 @@ class Decoding:
         ops = self.engine.ops
         return ops.bucket(batch * (1 + drafts)), min(ops.bucket(batch), len(self.slots))
 
-    def _work(self, batch: int, drafts: int, later: bool = False) -> Work:
+    def _work(self, batch: int, drafts: int) -> Work:
         """The step that verifies so many drafts of each, and the drafts behind it."""
         rows, entries = self._sizes(batch, drafts)
         step = ("decode", rows, TRAITS), partial(self.device._whole, rows, TRAITS), False
-        return [step, (*self.device._draft(rows, entries, DraftSpec(drafts, is_deferred=later)), True)]
+        return [step, (*self.device._draft(rows, entries, DraftSpec(drafts)), True)]
 
-    def parts(self, batch: int, drafts: int, later: bool = False) -> tuple[Callable[[], Any], ...]:
-        return tuple(self.device._graph(*part) for part in self._work(batch, drafts, later))
+    def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
+        return tuple(self.device._graph(*part) for part in self._work(batch, drafts))
 
-    def times(
-        self, batch: int, drafts: int, repeat: int, wanted: bool = True, later: bool = False
-    ) -> tuple[float, float]:
+    def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
         """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
-        parts, found = self.parts(batch, drafts, later), []
+        parts, found = self.parts(batch, drafts), []
         for _ in range(repeat + 3):
             with self.engine.ops.step_context():
                 self.put_back(batch, drafts, wanted)
@@ -327,7 +324,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         _, idle = decoding.times(batch, options.k, repeat, wanted=False)
         floor = 1e6 * decoding.floor_bytes(batch) / bandwidth
         line: dict[str, Any] = {"batch": batch, "plain": plain, "step": step, "drafts": drafts}
-        line |= {"idle": idle, "keeping": keeping, "later": decoding.times(batch, 0, repeat, later=True)[1]}
+        line |= {"idle": idle, "keeping": keeping}
         line |= {"floor": floor, "share": drafts / plain, "of floor": drafts / floor}
         line = {name: round(value, 3) for name, value in line.items()}
         print(f"{time.monotonic() - BEGUN:.0f} s: {line}", flush=True)

@@ -167,9 +167,6 @@ class DraftSpec(NamedTuple):
     needs_processed: bool = False  # some truncate what they sample from
     needs_logprobs: bool = False  # the drafter's own are read
     needs_probs: bool = False  # so are its probabilities, over the whole vocabulary
-    is_deferred: bool = (
-        False  # without rounds: keeping up is put off, and `DeviceProposer.catch_up` asked for
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,9 @@ def test_all_that_a_gpu_runs_is_compiled_ahead(
 
     def all_of_it() -> None:
         for batch in options.batches:
-            for drafts, later in ((0, False), (0, True), (decoding.k, False)):
+            for drafts in (0, decoding.k):
                 decoding.put_back(batch, drafts)
-                for part in decoding.parts(batch, drafts, later):
+                for part in decoding.parts(batch, drafts):
                     part()
             decoding.alone(partial(decoding.drafted, batch))
 

@@ -206,32 +206,18 @@ def drafts_made(*order, count=2, chains=True):
 @pytest.mark.parametrize("order", [("head", "suffix"), ("suffix", "head")], ids=" ".join)
 def test_drafts_of_a_model_that_would_lose_are_not_made(order, monkeypatch):
     """What is taken stays the same, as if it had made them all."""
-    made, spared = drafts_made(*order), []
+    made, spared, whole = drafts_made(*order), [], HybridProposer._unbeaten
 
-    def all_of_it(whole, ops, columns, slots, budget, *given):
-        spared.append(int((whole(ops, columns, slots, budget, *given) < budget).sum()))
-        return budget
+    def all_of_it(hybrid, batch, found):
+        spared.append(int((whole(hybrid, batch, found) < batch.budget).sum()))
+        return batch.budget
 
     with monkeypatch.context() as patch:
-        plant(patch, "winning_budget", all_of_it)
+        patch.setattr(HybridProposer, "_unbeaten", all_of_it)
         assert drafts_made(*order) == made and sum(spared) > 20
     assert {source for step in made for _, source in step} == {"mtp", "suffix"}
-    plant(monkeypatch, "winning_budget", lambda whole, ops, columns, slots, budget, *given: 0 * budget)
+    monkeypatch.setattr(HybridProposer, "_unbeaten", lambda hybrid, batch, found: 0 * batch.budget)
     assert drafts_made(*order) != made  # negative control: the winner is spared
-
-
-def test_among_some_nobody_asks_who_would_lose(monkeypatch):
-    asked = []
-
-    def counted(whole, ops, columns, slots, *given):
-        asked.append(len(slots))
-        return whole(ops, columns, slots, *given)
-
-    plant(monkeypatch, "winning_budget", counted)
-    made = drafts_made("head", "suffix", count=4, chains=False)
-    assert not {3, 4} & set(asked) and {source for step in made for _, source in step} == {"mtp", "suffix"}
-    monkeypatch.setattr("draftproof.propose.hybrid.SOME", 0)
-    assert drafts_made("head", "suffix", count=4, chains=False) == made and 4 in asked
 
 
 def test_draft_records_name_everybody():

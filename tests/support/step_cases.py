@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Layout, Ops, Rows
-from draftproof.ops.contract.draft_rounds import Late
 from draftproof.ops.contract.draft_search import (
     BUCKET_WAYS,
     FIXED_ONE,
@@ -479,7 +478,7 @@ def offered(device: torch.device, tokens: Tensor, count: Tensor, worth: Tensor) 
     for m, (mine, number, says) in enumerate(zip(tokens, count, worth, strict=True)):
         mine = mine.t().contiguous().to(device).t() if m == 1 else mine.clone().to(device)
         told = None if bool((says < 0).all()) else says.clone().to(device)
-        found.append(DraftCandidate(mine, number.clone().to(device), told, (0, 5, FIXED_ONE // 2)[m % 3]))
+        found.append(DraftCandidate(mine, number.clone().to(device), told))
     return found
 
 
@@ -512,36 +511,6 @@ def select_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         all_same(records[ops], records[ref], "record")
         step.columns.length[used] += step.ints(1, 3, slots)[used]
         step.columns.seed[used] += step.ints(0, 5, slots)[used] // 5
-
-
-@check
-def winning_budget(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Who has no budget here is not taken, with as many drafts as were thought of or with fewer."""
-    step, members, member = Step(seed, size), 3, seed % 3
-    slots, shape = len(step.columns.length), (3, size.entries)
-    step.columns.seed[step.columns.length > 0] = 1
-    record = AcceptanceRecord(
-        step.ints(0, 2, 4, slots), *(step.ints(0, 3 * FIXED_ONE, slots, members) for _ in range(2))
-    )
-    tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
-    worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * FIXED_ONE, *shape), -1)
-    worth[member] = -1
-    done = []
-    for by in (ref, ops):
-        columns, plan, known = (copied(x, by.device) for x in (step.columns, step.plan, record))
-        offers = offered(by.device, tokens, count, worth)
-        done.append(by.winning_budget(columns, plan.slots, plan.budget, known, offers, member))
-        all_same(columns, step.columns, "columns")
-        all_same(known, record, "record")
-    same(done[1], done[0], "budget")
-    for fewer in (0, 1):
-        count[member] = (count[member] - fewer).clamp(min=0)
-        known, plan = copied(record, CPU), step.plan
-        given = known, offered(CPU, tokens, count, worth), -1
-        _, number, whose, _ = REF.select_drafts(step.columns, plan.slots, plan.budget, *given)
-        taken = (number > 0) & (whose[:, 0] == member)
-        assert not (taken & (done[1].cpu() == 0) & (plan.budget > 0)).any()
-        assert fewer or bool((done[1].cpu() == plan.budget * taken).all())
 
 
 @check
@@ -597,26 +566,6 @@ def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         done.append(made)
     for got, want in zip(done[1], done[0], strict=True):
         all_same(got, want, type(want).__name__)
-
-
-@check
-def put_off(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Steps behind one another, until there is no room; one of padding does nothing."""
-    step, wide = Step(seed, size), 40
-    rows = committed(step, seed)
-    count = len(rows.tokens)
-    features = step.floats(count, wide).to(torch.bfloat16)
-    nobody = replace(rows, slots=torch.full_like(rows.slots, -1))
-    done = []
-    for by in (ref, ops):
-        columns, mine, none = (copied(x, by.device) for x in (step.columns, rows, nobody))
-        late = Late.room_for(2 * count + 3, features[0].to(by.device))
-        for part in (mine, none, mine, mine):
-            by.put_off(part, columns, features.clone().to(by.device), late)
-        all_same(columns, step.columns, "columns")
-        done.append(late)
-    all_same(done[1], done[0], "late")
-    assert int(done[0].filled[0]) == (3 * count if bool((rows.slots >= 0).any()) else 0)
 
 
 @check

@@ -20,7 +20,6 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from draftproof.ops import AttentionShape, Layer, Rows
-from draftproof.ops.contract.draft_rounds import Late
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
@@ -139,7 +138,6 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     given = made.columns, made.plan.slots, made.plan.budget, record, offers
     for search in (-1, 0):
         ops.select_drafts(*given, search)
-    ops.winning_budget(*given, 1)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.store_drafts(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
@@ -154,8 +152,6 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
         made.columns,
         made.plan.slots,
     )
-    features = torch.empty((len(rows.tokens), 3 * hidden), dtype=torch.bfloat16)
-    ops.put_off(rows, made.columns, features, Late.room_for(128, features[0]))
     for rounds in (0, k):
         ahead = ops.plan_draft_rows(made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE)
     line = made.plan.slots

@@ -161,7 +161,6 @@ class Loop:
         error, lost, results = fault.__cause__, fault.lost, NOTHING
         reason = f"{type(error).__name__} in a step: {error}"
         self._faults += 1
-        self.device.drafting.lose_track()
         if not answers(self.device.ops):
             raise EngineDeadError(f"the device does not answer any more after {reason}") from error
         if self._faults > MAX_CONSECUTIVE_FAILURES:

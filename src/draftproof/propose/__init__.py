@@ -20,7 +20,7 @@ from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.model import TargetParts
 from draftproof.ops import Ops
-from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request, SlotColumns
+from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
 PROPOSERS = {
     "ngram": "draftproof.propose.ngram:NgramProposer",
@@ -114,7 +114,6 @@ class DeviceProposer(Proposer):
     asked_rounds: int = 1  # of its model, when it last drafted
     remembers: Sequence[Tensor] = ()  # what it knows of requests, by slot: is put back after a rehearsal
     keeps_to_budget: ClassVar[bool] = False  # what it makes is never more than its budget
-    puts_off: int = 0  # rows that keeping up can wait for, until `catch_up`; with `follows_rows`
 
     def begin(self, batch: DeviceBatch) -> Any:
         """What its drafts need whoever may have some. Whoever asks for it gives it to `draft`, as `begun`."""
@@ -128,10 +127,6 @@ class DeviceProposer(Proposer):
         features are then the last hidden rows (`needs_hidden`, after the norm), and those of its `taps`, side
         by side.
         """
-
-    def catch_up(self, columns: SlotColumns) -> None:
-        """With `puts_off`: see to the rows that have been put off."""
-        return None
 
     def extend(
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None

@@ -22,13 +22,10 @@ from draftproof.models.draft_head.formats import load_head, read_head
 from draftproof.models.draft_head.model import HeadModel
 from draftproof.models.runner import kv_bytes_per_token
 from draftproof.ops import Rows
-from draftproof.ops.contract.draft_rounds import Late
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Sureness
 from draftproof.propose.draft_rounds import SAMPLING, Rounds, drafts_greedily
-from draftproof.types import DeviceBatch, Draft, SlotColumns
-
-PUTS_OFF = 128  # rows
+from draftproof.types import DeviceBatch, Draft
 
 
 class HeadProposer(DeviceProposer):
@@ -63,11 +60,6 @@ class HeadProposer(DeviceProposer):
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
             self.taps = (target.config.num_layers - 1,)
-        wide = (self.needs_hidden + len(self.taps)) * env.hidden_size
-        like = torch.zeros(wide, dtype=target.dtype, device=env.ops.device)
-        # of several layers the later ones would read pages that are another's by then
-        self.puts_off = PUTS_OFF if config.num_layers == 1 else 0
-        self.late = Late.room_for(self.puts_off, like)
         shape = (2, env.num_pages, env.page_size, config.num_kv_heads, config.head_dim)
         self.caches = [
             torch.zeros(shape, dtype=target.dtype, device=env.ops.device) for _ in range(config.num_layers)
@@ -98,27 +90,17 @@ class HeadProposer(DeviceProposer):
         return ()
 
     def begin(self, batch: DeviceBatch) -> Any:
-        """Its rows, [B] the last of each entry's, features; nothing where they are put off."""
-        assert batch.rows is not None and batch.features is not None and batch.spec is not None
-        if batch.spec.is_deferred:
-            self.env.ops.put_off(batch.rows, batch.columns, batch.features, self.late)
-            return ()
+        """Its rows, [B] the last of each entry's, features."""
+        assert batch.rows is not None and batch.features is not None
         rows, last = self.env.ops.shift_rows(batch.rows, batch.columns, batch.slots)
         return rows, last, self.model.feature(batch.features)
-
-    def catch_up(self, columns: SlotColumns) -> None:
-        tokens, positions, slots, places = self.late.rows
-        rows = Rows(tokens, positions, slots, places, columns.page_table)
-        self.model.store(rows, self.model.feature(self.late.features), self.caches)
-        self.late.clear()
 
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.spec is not None
         ops, model, count = self.env.ops, self.model, batch.spec.rounds
         begun = self.begin(batch) if batch.begun is None else batch.begun
         if not count:  # whatever the tokens are: there are none of them
-            if begun:
-                self._store(begun[0], begun[2])
+            self._store(begun[0], begun[2])
             self.asked_rounds = 0
             return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
         rows, last, feature = begun

@@ -32,14 +32,10 @@ from draftproof.ops.contract.draft_search import (
 from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
 from draftproof.propose.suffix_pool import Ints
 from draftproof.registry import lookup
-from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
+from draftproof.types import DeviceBatch, Draft, Request
 
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
 Found = Mapping[int, Said]
-FEW, SOME = 2, 8  # entries: of more than a few and up to some it is not asked who would lose (`_unbeaten`)
-# A token, that others must be better by than a model whose drafts were made for many entries: a search is at
-# times too sure of itself. Among few, rounds that nobody wins are saved, and it need not be.
-LEAD = FIXED_ONE
 
 
 class HybridProposer(DeviceProposer):
@@ -61,7 +57,6 @@ class HybridProposer(DeviceProposer):
             cheap=all(member.cheap for member in self.members),
         )
         self.taps = models[0].taps if models else ()
-        self.puts_off = models[0].puts_off if models else 0
         others = len(self.members) > len(models)
         self.weighed = next((i for i, m in enumerate(self.members) if m.follows_rows and others), -1)
         self.search = next((i for i, m in enumerate(self.members) if m.extends), -1)
@@ -105,10 +100,6 @@ class HybridProposer(DeviceProposer):
 
     # --- the device's -------------------------------------------------------------------------------
 
-    def catch_up(self, columns: SlotColumns) -> None:
-        for member in self.members:
-            member.catch_up(columns)
-
     def draft(self, batch: DeviceBatch) -> Draft:
         others = [i for i in range(len(self.members)) if i != self.weighed]
         asking = self.env.ops.run_parallel(lambda: {i: self._ask(i, batch) for i in others})
@@ -149,7 +140,7 @@ class HybridProposer(DeviceProposer):
             rounds = most  # it looks at them one by one
         if rounds:
             less = _at_most(batch, rounds)
-            if model.ends_chains or batch.price or not FEW < len(batch.slots) <= SOME:
+            if model.ends_chains or batch.price:
                 less = replace(less, budget=self._unbeaten(less, found))
             rounds = 0 if batch.price and not less.budget.any() else rounds
         if not rounds:
@@ -165,8 +156,7 @@ class HybridProposer(DeviceProposer):
 
     def _offer(self, index: int, batch: DeviceBatch, said: Said) -> DraftCandidate:
         draft, worth = said
-        leads = index == self.weighed and len(batch.slots) > FEW and not batch.price
-        return DraftCandidate(draft.tokens, draft.count, worth, LEAD if leads else 0)
+        return DraftCandidate(draft.tokens, draft.count, worth)
 
     def _ask(self, index: int, batch: DeviceBatch) -> Said:
         """Its drafts, and what they are worth, if it says so."""
@@ -187,8 +177,11 @@ class HybridProposer(DeviceProposer):
         offers = {i: self._offer(i, batch, said) for i, said in found.items()}
         mine = Draft(batch.columns.draft[: len(batch.slots)], batch.budget)
         offers[self.weighed] = self._offer(self.weighed, batch, (mine, None))
-        given = batch.columns, batch.slots, batch.budget, self.record, [offers[i] for i in sorted(offers)]
-        return self.env.ops.winning_budget(*given, self.weighed)
+        record = self.record
+        trial = AcceptanceRecord(record.last.clone(), record.accepted.clone(), record.rejected.clone())
+        given = batch.columns, batch.slots, batch.budget, trial, [offers[i] for i in sorted(offers)]
+        _, number, whose, _ = self.env.ops.select_drafts(*given, -1)
+        return batch.budget * ((number > 0) & (whose[:, 0] == self.weighed))
 
     def _worth(self, batch: DeviceBatch, found: Found) -> int:
         """Rounds of the model that are worth their price, beside the drafts that the others have; 0: none.

@@ -7,7 +7,6 @@ kept by their number and by how far anybody may draft.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from draftproof.verify import Strategy
 
 T = TypeVar("T")
 FEW = 8  # entries up to which drafts are captured for any number of rounds, or nearly
-LATER = DraftSpec(0, is_deferred=True)
 COLD = 128 << 20  # bytes, more than a cache of any chip has
 PROMPTS = 64, 256  # rows of prompts beside full windows, up to which drafts are captured: of few, of many
 
@@ -52,10 +50,6 @@ class Drafting:
         self.most = self.k
         self._queued = 0  # rounds behind the last step, where nobody waits for it
         self.took = 0.0  # seconds of the last drafts, where they are waited for
-        # A model that is not asked need not keep up with every step: rows that wait, more while it is not
-        # known how many do, and the scheduler's version then: pages of whoever has gone may be another's
-        self.waits = slots.ops.asynchronous and self.proposer is not None and self.proposer.puts_off > 0
-        self._waiting, self._version = math.inf, -1
         self.num_sources = len(proposer.sources) if proposer is not None else 0
         self.several = self.num_sources > 1
         self.reports_probs = proposer is not None and proposer.reports_probs
@@ -126,27 +120,7 @@ class Drafting:
             self._queued = rounds = self.captured(len(planned.slots), rounds, planned.has_prompts)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
-        few = len(planned.slots) <= FEW and ops.bucket(planned.num_rows) <= self.proposer.puts_off
-        later = self.waits and few and not rounds and not planned.has_prompts
-        return DraftSpec(rounds, prompts, traits.needs_processed, traits.needs_draft_logprobs, probs, later)
-
-    def is_late(self, planned: StepPlan, rows: int, wanted: DraftSpec) -> bool:
-        """Must the rows that wait be seen to before the drafts of this step? Its own are counted now."""
-        waiting, same = self._waiting, planned.version == self._version
-        most = self.proposer.puts_off if self.proposer is not None else 0
-        if wanted.is_deferred and same and waiting + rows <= most:
-            self._waiting += rows
-            return False
-        self._waiting, self._version = rows if wanted.is_deferred else 0, planned.version
-        return self.waits and waiting > 0
-
-    def lose_track(self) -> None:
-        """A step has failed: it is not known any more which rows wait."""
-        self._waiting = math.inf
-
-    def catch_up(self) -> None:
-        if self.proposer is not None:
-            self.proposer.catch_up(self.slots.columns)
+        return DraftSpec(rounds, prompts, traits.needs_processed, traits.needs_draft_logprobs, probs)
 
     def entries(self, ops: Ops, count: int, rows: int) -> int:
         """For how many entries the drafts of `count` are captured, behind a step of `rows` rows: few numbers,
@@ -184,8 +158,6 @@ class Drafting:
             for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
                 entries = self.entries(ops, count, rows)
                 found[rows, entries, DraftSpec(self.captured(count, wanted, rows > full))] = 0
-                if self.waits and count <= FEW and self.proposer and rows <= self.proposer.puts_off:
-                    found[rows, entries, LATER] = 0
         return list(found)
 
     def rare(self, ops: Ops, sizes: Sequence[int]) -> list[tuple[int, int, DraftSpec]]:

@@ -167,10 +167,7 @@ class DeviceStep:
         key, draft = self._draft(rows, entries, wanted)
         if not planned.has_prompts or key in self._graphs:  # else: too many sizes to be captured as they come
             draft = self._graph(key, draft, apart=True)
-        if not self.drafting.is_late(planned, rows, wanted):
-            return draft
-        first = self._graph("catch up", self.drafting.catch_up, apart=True)
-        return lambda: (first(), draft())
+        return draft
 
     def _draft(self, rows: int, entries: int, wanted: DraftSpec) -> tuple[Hashable, Callable[[], None]]:
         given, draft = (entries, wanted), self.drafting.draft
@@ -210,7 +207,6 @@ class DeviceStep:
         sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
         work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, sizes)]
-        work += [("catch up", self.drafting.catch_up, True)] * self.drafting.waits
         for size, ends in ((n, self._ends(n)) for n in sizes):
             work.append((("forward", size, ends), partial(self._alone, size, ends), False))
         for trait, size in product(traits, decoding):

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftproof.types import Rows, SlotColumns, Windows
@@ -29,27 +28,6 @@ class DraftRows:
     tokens: Tensor  # [K, B]: zeros; the drafts are written here
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Rows that a model has not seen yet: room for P of them. The tensors never move."""
-
-    rows: Tensor  # [4, P] int64: the tokens that follow them, positions, slots, places; slot -1: no row
-    features: Tensor  # [P, F]
-    filled: Tensor  # [2] int64: rows that are there; the other is 0 between launches
-
-    @classmethod
-    def room_for(cls, size: int, like: Tensor) -> Late:
-        """`like` [F]: a feature."""
-        rows, filled = (torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((4, size), 2))
-        late = cls(rows, like.new_zeros((size, len(like))), filled)
-        late.clear()
-        return late
-
-    def clear(self) -> None:
-        self.rows[2].fill_(-1)
-        self.filled.zero_()
-
-
 class Following(ABC):
     """A part of the ops contract. Padding, slot -1, changes nothing, and nothing is read for it."""
 
@@ -60,19 +38,6 @@ class Following(ABC):
         A row whose next token is not committed becomes padding: slot -1, the rest 0. The place is that of
         an entry's row before its newest token: -1 if the step had none.
         """
-
-    def put_off(self, rows: Rows, columns: SlotColumns, features: Tensor, late: Late) -> None:
-        """The rows of a step that was committed, as `follow` gives them, and their features [R, F] behind
-        those that are there. Whatever has no room is left out; nothing happens if there are none."""
-        if not bool((rows.slots >= 0).any()):
-            return
-        made, _ = self.shift_rows(rows, columns, rows.slots[:0])
-        first, size = int(late.filled[0]), late.rows.shape[1]
-        count = max(0, min(len(rows.tokens), size - first))
-        lines = torch.stack([made.tokens, made.positions, made.slots, made.kv_index])
-        late.rows[:, first : first + count] = lines[:, :count]
-        late.features[first : first + count] = features[:count]
-        late.filled[0] += len(rows.tokens)
 
     @abstractmethod
     def plan_draft_rows(

@@ -71,7 +71,6 @@ class DraftCandidate:
     tokens: Tensor  # [B, K] int64
     count: Tensor  # [B] int64
     expected_tokens: Tensor | None  # [B] int64, in FIXED_ONE; negative, or None for all: use the record
-    bonus: int = 0  # in FIXED_ONE: added to the score of a candidate that has drafts
 
 
 class DraftSearch(ABC):
@@ -144,36 +143,17 @@ class DraftSearch(ABC):
         rounded down.
 
         A candidate scores rate + rate^2 + ... over its drafts, each product rounded down, or its
-        `expected_tokens`; a candidate with drafts within the budget adds its `bonus`. The highest score
-        wins, the first among equals. Its drafts are cut to the budget and recorded. Later drafts come from
-        `search`: its budget is the entry's budget if another proposer won with at least one draft and all
-        of its drafts are accepted with EXTEND_MIN_PROB, else 0. Padding has no drafts.
+        `expected_tokens`. The highest score wins, the first among equals. Its drafts are cut to the budget
+        and recorded. Later drafts come from `search`: its budget is the entry's budget if another proposer
+        won with at least one draft and all of its drafts are accepted with EXTEND_MIN_PROB, else 0. Padding
+        has no drafts.
         """
 
-    def winning_budget(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,  # [B] int64
-        budget: Tensor,  # [B] int64
-        record: AcceptanceRecord,
-        candidates: Sequence[DraftCandidate],  # tokens are not read
-        member: int,
-    ) -> Tensor:
-        """Return the budget [B] where `select_drafts` would select `member` with that many drafts, else 0.
 
-        The record is not changed. Fewer drafts never score higher, so an entry with 0 here need not run the
-        member at all.
-        """
-        trial = AcceptanceRecord(record.last.clone(), record.accepted.clone(), record.rejected.clone())
-        _, number, source, _ = self.select_drafts(columns, slots, budget, trial, candidates, -1)
-        return budget * ((number > 0) & (source[:, 0] == member))
-
-
-def stack_candidates(candidates: Sequence[DraftCandidate]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stack M candidates: tokens [M, B, K], counts and expected tokens [M, B], bonuses [M]."""
+def stack_candidates(candidates: Sequence[DraftCandidate]) -> tuple[Tensor, Tensor, Tensor]:
+    """Stack M candidates: tokens [M, B, K], counts and expected tokens [M, B]."""
     unknown = torch.full_like(candidates[0].count, -1)
     tokens = torch.stack([one.tokens for one in candidates])
     counts = torch.stack([one.count for one in candidates])
     expected = [unknown if one.expected_tokens is None else one.expected_tokens for one in candidates]
-    bonus = torch.tensor([one.bonus for one in candidates], device=counts.device)
-    return tokens, counts, torch.stack(expected), bonus
+    return tokens, counts, torch.stack(expected)

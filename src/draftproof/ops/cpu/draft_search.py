@@ -97,7 +97,7 @@ class CpuSuffix(DraftSearch):
         offers: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, worth, lead = stack_candidates(offers)
+        tokens, count, worth = stack_candidates(offers)
         _, entries, k = tokens.shape
         out = np.zeros((entries, k), np.int64)
         number, room = np.zeros((2, entries), np.int64)
@@ -105,15 +105,14 @@ class CpuSuffix(DraftSearch):
         _arbitrate(
             columns.seed.numpy(), columns.length.numpy(), slots.numpy(), budget.numpy(),
             record.last.numpy(), record.accepted.numpy(), record.rejected.numpy(),
-            tokens.numpy(), count.numpy(), worth.numpy(), lead.numpy(), search, out, number, whose, room,
+            tokens.numpy(), count.numpy(), worth.numpy(), search, out, number, whose, room,
         )  # fmt: skip
         return tuple(torch.from_numpy(x) for x in (out, number, whose, room))
 
 
 @compiled
 def _arbitrate(  # type: ignore[no-untyped-def]
-    seeds, lengths, slots, budget, last, stood, fell, tokens, count, worth, lead, search, out, number, whose,
-    room,
+    seeds, lengths, slots, budget, last, stood, fell, tokens, count, worth, search, out, number, whose, room,
 ):  # fmt: skip
     members, _, k = tokens.shape
     for b in range(len(slots)):
@@ -142,8 +141,6 @@ def _arbitrate(  # type: ignore[no-untyped-def]
                 value += chance
             if worth[m, b] >= 0:
                 value = worth[m, b]
-            if n > 0:
-                value += lead[m]
             if value > best:
                 best, who, likely = value, m, chance
         n = min(min(count[who, b], budget[b]), k)

@@ -77,7 +77,7 @@ class ReferenceSuffix(DraftSearch):
         offers: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, worth, lead = stack_candidates(offers)
+        tokens, count, worth = stack_candidates(offers)
         members, entries, k = tokens.shape
         out = torch.zeros((entries, k), dtype=torch.int64)
         number, room = torch.zeros((2, entries), dtype=torch.int64)
@@ -89,7 +89,6 @@ class ReferenceSuffix(DraftSearch):
             given = [min(int(count[m, b]), int(budget[b]), k) for m in range(members)]
             reckoned = [_reckon(rate, n) for rate, n in zip(rates, given, strict=True)]
             values = [int(worth[m, b]) if worth[m, b] >= 0 else reckoned[m][0] for m in range(members)]
-            values = [values[m] + (int(lead[m]) if given[m] > 0 else 0) for m in range(members)]
             who = values.index(max(values))
             number[b], out[b], whose[b, : given[who]] = given[who], tokens[who, b], who
             if search >= 0 and who != search and given[who] and reckoned[who][1] >= EXTEND_MIN_PROB:

@@ -69,7 +69,7 @@ class TorchSuffix(DraftSearch):
         offers: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, worth, lead = stack_candidates(offers)
+        tokens, count, worth = stack_candidates(offers)
         real, slot, k = slots >= 0, slots.clamp(min=0), tokens.shape[2]
         rates = _rates(columns, record, real, slot)  # [M, B]
         count = torch.minimum(count, torch.where(real, budget, 0).clamp(0, k))
@@ -78,7 +78,7 @@ class TorchSuffix(DraftSearch):
             chance = chance * rates // FIXED_ONE
             reckoned = reckoned + torch.where(j < count, chance, 0)
             all_stand = torch.where(j < count, chance, all_stand)
-        value = torch.where(worth >= 0, worth, reckoned) + torch.where(count > 0, lead[:, None], 0)
+        value = torch.where(worth >= 0, worth, reckoned)
         order = torch.arange(len(value), device=slot.device)[:, None]
         who = torch.where(value == value.amax(0), order, len(value)).amin(0)
         at = torch.arange(len(who), device=slot.device)

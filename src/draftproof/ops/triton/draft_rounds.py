@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Layer, Rows
-from draftproof.ops.contract.draft_rounds import DraftRows, Late
+from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.triton.step.ops import INTS, StepOps, plain
 from draftproof.types import SlotColumns, Windows
 
@@ -30,12 +30,6 @@ class DraftOps(StepOps):
         found = draft_rounds_kernels.shift_rows(rows, columns, slots, self._few(rows.tokens))
         self._done("shift_rows")
         return found
-
-    def put_off(self, rows: Rows, columns: SlotColumns, features: Tensor, late: Late) -> None:
-        plain("the rows", (rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
-        features = runtime.matrix("features", features, late.features.shape[1], (late.features.dtype,))
-        draft_rounds_kernels.put_off(rows, columns, features, late, self._few(rows.tokens))
-        self._done("put_off")
 
     def plan_draft_rows(
         self,

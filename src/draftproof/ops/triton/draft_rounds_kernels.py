@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.contract.draft_rounds import DraftRows, Late
+from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
 from draftproof.types import Rows, SlotColumns
 
@@ -66,48 +66,6 @@ def shift_rows(rows: Rows, columns: SlotColumns, slots: Tensor, pdl: bool) -> tu
         BLOCK=block, ENTRIES=ENTRIES, **launch_options(pdl, num_warps=4),
     )  # fmt: skip
     return Rows(*made[:, :count], rows.page_table), last
-
-
-@triton.jit(do_not_specialize=["R"])
-def put_off_kernel(
-    positions, slots, kv_index, length, tokens, features, late, late_features, filled, R, WIDE, P, F,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program a row; late [4, P], filled [2]: the last program to be done counts the rows."""
-    begin(PDL)
-    r = tl.arange(0, BLOCK)
-    if tl.max(tl.load(slots + r, mask=r < R, other=-1), axis=0) < 0:  # padding: all programs see it
-        return
-    me, first = tl.program_id(0).to(tl.int64), tl.load(filled)
-    slot = tl.load(slots + me)
-    position = tl.load(positions + me)
-    known = slot >= 0
-    known = known & (position + 1 < tl.load(length + slot, mask=known, other=0))
-    at = first + me
-    fits = at < P
-    tl.store(late + at, tl.load(tokens + slot * WIDE + position + 1, mask=known, other=0), mask=fits)
-    tl.store(late + P + at, tl.where(known, position, 0), mask=fits)
-    tl.store(late + 2 * P + at, tl.where(known, slot, -1), mask=fits)
-    tl.store(late + 3 * P + at, tl.load(kv_index + me, mask=known, other=0), mask=fits)
-    for begun in range(0, F, WIDTH):
-        f = begun + tl.arange(0, WIDTH)
-        inside = (f < F) & fits
-        tl.store(late_features + at * F + f, tl.load(features + me * F + f, mask=inside), mask=inside)
-    tl.debug_barrier()  # every thread has read how many there were
-    done = tl.atomic_add(filled + 1, 1, sem="acq_rel", scope="gpu")
-    if done == R - 1:
-        tl.store(filled, first + R)
-        tl.store(filled + 1, done * 0)
-
-
-def put_off(rows: Rows, columns: SlotColumns, features: Tensor, late: Late, pdl: bool) -> None:
-    count = len(rows.tokens)
-    put_off_kernel[(count,)](
-        rows.positions, rows.slots, rows.kv_index, columns.length, columns.tokens, features,
-        late.rows, late.features, late.filled, count, columns.tokens.shape[1], *late.rows.shape[1:],
-        features.shape[1], BLOCK=power_of_two(count), WIDTH=min(2048, power_of_two(features.shape[1])),
-        **launch_options(pdl, num_warps=4),
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["B", "rounds", "plane"])

@@ -264,18 +264,16 @@ def reckoned(count, rate):
 def arbitrate_kernel(
     slots, budgets, seeds, length, last, stood, fell, tokens_0, tokens_1, tokens_2, tokens_3,
     count_0, count_1, count_2, count_3, worth_0, worth_1, worth_2, worth_3, out, number, whose, room, S, K,
-    lead_0, lead_1, lead_2, lead_3, down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
-    SEARCH: tl.constexpr, MEMBER: tl.constexpr, M: tl.constexpr, TOLD: tl.constexpr, DRAFTS: tl.constexpr,
+    down_0, down_1, down_2, down_3, across_0, across_1, across_2, across_3,
+    SEARCH: tl.constexpr, M: tl.constexpr, TOLD: tl.constexpr, DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Of M offers tokens, which lie `down` from entry to entry and `across` from draft to draft, count [B]
-    and worth [B], if its bit of TOLD is set, and its lead; last [4, S], stood and fell [S, M].
-
-    MEMBER: -1, or whose budget `unbeaten` wants: `room` becomes that, and nothing else is written.
+    and worth [B], if its bit of TOLD is set; last [4, S], stood and fell [S, M].
     """
     begin(PDL)
     tokens, count = (tokens_0, tokens_1, tokens_2, tokens_3), (count_0, count_1, count_2, count_3)
-    worth, lead = (worth_0, worth_1, worth_2, worth_3), (lead_0, lead_1, lead_2, lead_3)
+    worth = (worth_0, worth_1, worth_2, worth_3)
     down, across = (down_0, down_1, down_2, down_3), (across_0, across_1, across_2, across_3)
     me = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, DRAFTS).to(tl.int64)
@@ -299,38 +297,32 @@ def arbitrate_kernel(
         its = (giver == m) & (given > 0)
         good = good - (good >> DECAY_SHIFT) + tl.where(its, well * FIXED_ONE, 0)
         bad = bad - (bad >> DECAY_SHIFT) + tl.where(its & (well < given), FIXED_ONE, 0)
-        if MEMBER < 0:
-            tl.store(stood + slot * M + m, good, mask=named)
-            tl.store(fell + slot * M + m, bad, mask=named)
+        tl.store(stood + slot * M + m, good, mask=named)
+        tl.store(fell + slot * M + m, bad, mask=named)
         rate = ((good + PRIOR_ACCEPTED) * FIXED_ONE) // (good + bad + KNOWN)
         here = tl.maximum(tl.minimum(tl.load(count[m] + me), budget), 0)
         value, chance = reckoned(here, rate)
         if (TOLD >> m) % 2:
             said = tl.load(worth[m] + me)
             value = tl.where(said >= 0, said, value)
-        value += tl.where(here > 0, lead[m], 0)
         better = value > best
         best = tl.where(better, value, best)
         who = tl.where(better, m, who)
         likely = tl.where(better, chance, likely)
         made = tl.where(better, here, made)
-    if MEMBER >= 0:
-        wins = named & (who == MEMBER) & (made > 0)
-        tl.store(room + me, tl.where(wins, tl.load(budgets + me), 0))
-    else:
-        for m in tl.static_range(M):
-            its = (place < K) & (who == m)
-            chosen = tl.load(tokens[m] + me * down[m] + place * across[m], mask=its, other=0)
-            tl.store(out + me * K + place, chosen, mask=its)
-        source = tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8)
-        tl.store(whose + me * K + place, source, mask=place < K)
-        goes_on = named & (who != SEARCH) & (made > 0) & (likely >= EXTEND_MIN_PROB) & (SEARCH >= 0)
-        tl.store(room + me, tl.where(goes_on, tl.load(budgets + me), 0))
-        tl.store(number + me, made)
-        tl.store(last + slot, seed, mask=named)
-        tl.store(last + S + slot, size, mask=named)
-        tl.store(last + 2 * S + slot, made, mask=named)
-        tl.store(last + 3 * S + slot, who, mask=named)
+    for m in tl.static_range(M):
+        its = (place < K) & (who == m)
+        chosen = tl.load(tokens[m] + me * down[m] + place * across[m], mask=its, other=0)
+        tl.store(out + me * K + place, chosen, mask=its)
+    source = tl.where(place < made, who, max(SEARCH, 0)).to(tl.int8)
+    tl.store(whose + me * K + place, source, mask=place < K)
+    goes_on = named & (who != SEARCH) & (made > 0) & (likely >= EXTEND_MIN_PROB) & (SEARCH >= 0)
+    tl.store(room + me, tl.where(goes_on, tl.load(budgets + me), 0))
+    tl.store(number + me, made)
+    tl.store(last + slot, seed, mask=named)
+    tl.store(last + S + slot, size, mask=named)
+    tl.store(last + 2 * S + slot, made, mask=named)
+    tl.store(last + 3 * S + slot, who, mask=named)
 
 
 def select_drafts(
@@ -340,10 +332,9 @@ def select_drafts(
     record: AcceptanceRecord,
     offers: Sequence[DraftCandidate],
     pdl: bool,
-    search: int = -1,
-    member: int = -1,
+    search: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, number, whose and room; of a `member`, room alone."""
+    """Tokens, number, whose and room."""
     entries, k = len(slots), columns.draft.shape[1]
     out = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
     number, room = torch.empty((2, entries), dtype=torch.int64, device=slots.device)
@@ -354,9 +345,9 @@ def select_drafts(
         slots, budget, columns.seed, columns.length, record.last, record.accepted, record.rejected,
         *(offer.tokens for offer in four), *(offer.count for offer in four),
         *(offer.count if offer.expected_tokens is None else offer.expected_tokens for offer in four),
-        out, number, whose, room, record.last.shape[1], k, *(offer.bonus for offer in four),
+        out, number, whose, room, record.last.shape[1], k,
         *(down for down, _ in strides), *(across for _, across in strides),
-        SEARCH=search, MEMBER=member, M=len(offers),
+        SEARCH=search, M=len(offers),
         TOLD=sum((offer.expected_tokens is not None) << m for m, offer in enumerate(offers)),
         DRAFTS=power_of_two(k), **launch_options(pdl, num_warps=1),
     )  # fmt: skip

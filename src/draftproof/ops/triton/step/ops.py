@@ -142,23 +142,9 @@ class StepOps(Bookkeeping):
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _offered(columns, slots, budget, offers)
-        found = draft_search.select_drafts(columns, slots, budget, record, offers, self.pdl, search=search)
+        found = draft_search.select_drafts(columns, slots, budget, record, offers, self.pdl, search)
         self._done("select_drafts")
         return found
-
-    def winning_budget(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        record: AcceptanceRecord,
-        offers: Sequence[DraftCandidate],
-        member: int,
-    ) -> Tensor:
-        _offered(columns, slots, budget, offers)
-        *_, room = draft_search.select_drafts(columns, slots, budget, record, offers, self.pdl, member=member)
-        self._done("winning_budget")
-        return room
 
     def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         plain("slots and budget", (slots, budget), len(slots))
