@@ -28,8 +28,8 @@ from math import comb
 from typing import Any
 
 import torch
-from measure import finish
-from prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
+from common.measure import finish
+from common.prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.drafting.budget import DraftBudgets

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from adaptive import SIDES, TASKS, Bench, K, Side
 from adaptive_replay import H200, MACHINES, Said
+from common.fake_device import Pretence
+from common.measure import finish
 from host import CONFIG
-from measure import finish
-from pretend import Pretence
 
 from draftproof import LLM
 from draftproof.engine import loop

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 from adaptive import FIXED, TASKS, K
-from measure import finish
+from common.measure import finish
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.drafting.step_cost import RowCosts
 
 CPU = {1: 12.5, 8: 13.8, 16: 15.5, 24: 21, 32: 24, 48: 33, 64: 42, 96: 62, 288: 170, 512: 300}
-# as bench/rounds.py found it at 1, 8, 48, 64, 320 and 1536 rows; between them by hand
+# as bench/micro/gpu/draft_rounds.py found it at 1, 8, 48, 64, 320 and 1536 rows; between them by hand
 H200 = {1: 0.46, 8: 0.51, 16: 0.53, 24: 0.56, 32: 0.6, 48: 0.62, 64: 0.76, 80: 0.82, 96: 0.88, 128: 0.96}
 H200 |= {160: 1.02, 192: 1.07, 256: 1.15, 320: 1.21, 384: 1.28, 512: 1.4, 1024: 1.9, 1536: 2.25, 2048: 2.7}
 H200 |= {2560: 3.2, 3072: 3.7, 4096: 4.8}

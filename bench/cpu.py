@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 import torch
-from measure import finish, read_bandwidth
-from peer import load_peer
+from common.measure import finish, read_bandwidth
+from common.transformers_peer import load_peer
 
 from draftproof import LLM, SamplingParams
 from draftproof.models.load import load_checkpoint

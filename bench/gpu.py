@@ -7,7 +7,7 @@ bits, control: the promise, see `gpu_bits.py`. logprobs: what they cost, see `gp
 speed: tokens a second of `LLM.generate`, prefill and detokenising included, sides in turn.
 fast: numerics="fast" against "exact". floor: what the memory allows. profile: where a step's time goes.
 transformers: its speed and its logits, on the same weights.
-ResultWriter that no time is left for are left out and named. Prompts: bench/prompts.py.
+Parts that no time is left for are left out and named. Prompts: bench/common/prompts.py.
 With dummy weights (--load-format dummy) a config with tied embeddings repeats its last token, so drafts from
 the text stand; with an untied head they fall.
 """
@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_bench import SETTINGS, Bench, heat, kernels_of, params_of, timed
-from gpu_bits import bits, control
-from gpu_logprobs import logprobs
-from measure import finish
+from common.gpu_engine import SETTINGS, Bench, heat, kernels_of, params_of, timed
+from common.gpu_exactness import bits, control
+from common.gpu_logprobs import logprobs
+from common.measure import finish
 
 ROUNDS = 3
 READ = 4 << 30  # bytes, at most, that the memory's rate is measured on
@@ -141,7 +141,7 @@ def floor(bench: Bench) -> dict[str, Any]:
 
 def transformers(bench: Bench) -> dict[str, Any]:
     """The same weights in transformers on the same GPU: speed of greedy decoding, and logits."""
-    from peer import side_by_side
+    from common.transformers_peer import side_by_side
 
     llm, kind = bench.llm(), bench.options.load_format
     return side_by_side(llm, bench.prompts("chat", 8), bench.options.tokens, load_format=kind)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import finish, others_seconds, python_us
+from common.measure import finish, others_seconds, python_us
 
 from draftproof import LLM, SamplingParams
 from draftproof.errors import DraftproofError

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import finish
-from pretend import Pretence
+from common.fake_device import Pretence
+from common.measure import finish
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.step.device_step import QueuedStep, StepTensors

@@ -24,7 +24,7 @@ from typing import Any
 
 import head
 import numpy as np
-from measure import finish
+from common.measure import finish
 
 from draftproof import LLM
 from draftproof.engine.drafting import draft_gate

@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from measure import finish
+from common.measure import finish
 
 from draftproof import LLM, SamplingParams
 from draftproof.types import Request

@@ -26,8 +26,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from measure import finish
-from served import NGRAM, ask, cpu_seconds, get, request_bytes, served
+from common.measure import finish
+from common.server_process import NGRAM, ask, cpu_seconds, get, request_bytes, served
 
 EVENT = b"data: {"
 Where = tuple[str, int]
@@ -124,7 +124,7 @@ def made_up(options: argparse.Namespace) -> dict[str, Any]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(4096)
         where = listener.getsockname()[:2]
-        common = [sys.executable, str(here / "serve_stub.py")]
+        common = [sys.executable, str(here / "common" / "stub_worker.py")]
         profile = ["--profile", options.profile + ".worker"] if options.profile else []
         command = [*common, "worker", folder, "--tokenizer", options.tokenizer, *profile]
         command += ["--step-seconds", str(options.step_seconds)]
@@ -182,7 +182,7 @@ def many_streams(options: argparse.Namespace) -> dict[str, Any]:
 
 def beside_llm(options: argparse.Namespace) -> dict[str, Any]:
     """`LLM.generate` here and the server over there, in turn; both have the machine for themselves then."""
-    from prompts import chat_prompts
+    from common.prompts import chat_prompts
 
     from draftproof import LLM, SamplingParams
 

@@ -22,8 +22,8 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from measure import finish
-from served import NGRAM, Program, served
+from common.measure import finish
+from common.server_process import NGRAM, Program, served
 
 from draftproof import LLM, SamplingParams
 from draftproof.text.tokenizer import Tokenizer
@@ -261,7 +261,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tools", type=Path, default=Path(tempfile.gettempdir()) / "draftproof-tools")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "serve_tools")
     parser.add_argument("--only", nargs="+", choices=sorted(WANTED), default=sorted(WANTED))
     parser.add_argument("--requests", type=int, default=24, help="of guidellm, at each concurrency")
     parser.add_argument("--examples", type=int, default=300, help="of schemathesis, for each route")
@@ -285,10 +285,10 @@ def main() -> None:
                     continue
                 with served(options.model, "--speculative-config", config) as program:
                     if "lm_eval" in options.only:
-                        log = results / f"serve_lm_eval_{side}.txt"
+                        log = results / f"lm_eval_{side}.txt"
                         told[side] = lm_eval(program, programs["lm_eval"], work, log)
                     if side == "speculation" and "guidellm" in options.only:
-                        log = results / "serve_guidellm.txt"
+                        log = results / "guidellm.txt"
                         found["guidellm"] = guidellm(
                             program, programs["guidellm"], work, log, options.requests
                         )
@@ -305,7 +305,7 @@ def main() -> None:
         if "schemathesis" in options.only:
             short = ("--max-model-len", "64", "--max-n", "2", "--speculative-config", NGRAM)
             with served(options.model, *short) as program:
-                log = results / "serve_schemathesis.txt"
+                log = results / "schemathesis.txt"
                 found["schemathesis"] = schemathesis(
                     program, programs["schemathesis"], work, log, options.examples, options.fuzz_seconds
                 )

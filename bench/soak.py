@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import finish
+from common.measure import finish
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.engine.engine import Engine

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def bits(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCH))
-    import gpu_bits
+    from common import gpu_exactness
 
-    return gpu_bits
+    return gpu_exactness
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""bench/rounds.py on a small model: it runs where nobody has a GPU, so that no change breaks it unseen."""
+"""Smoke test of bench/micro/gpu/draft_rounds.py on a small model without a GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FEW = ["--device", "cpu", "--vocab", "64", "--k", "3", "--context", "20", "--rep
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import rounds
+    monkeypatch.syspath_prepend(str(BENCH / "micro" / "gpu"))
+    import draft_rounds as rounds
 
     monkeypatch.setattr(rounds, "SMOLLM2", tiny.model_config("llama"))
     return rounds

@@ -1,7 +1,7 @@
 """The triton backend against the definition, under Triton's interpreter, in a process of its own.
 
 `triton_checks` holds the checks; here each is a test. Every kernel runs; bits of a real GPU are what
-`bench/gpu_ops.py` is for.
+`bench/micro/gpu/op_times.py` is for.
 """
 
 from __future__ import annotations

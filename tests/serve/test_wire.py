@@ -298,7 +298,7 @@ def test_columns_are_held_against_each_other(change: str) -> None:
 
 
 def test_fuzzed_frames() -> None:
-    """20,000 of them; `bench/wire_fuzz.py` makes a million."""
+    """20,000 of them; `bench/micro/ipc_frame_fuzz.py` makes a million."""
     found = fuzz(20_000, seed=1)
     assert found.believed == 0 and found.refused > 17_000
     assert found.sealed_refused > 5_000  # with a checksum that is right

@@ -1,7 +1,7 @@
 """The kernel of all layers under Triton's interpreter; `test_ops_triton_blocks` runs this file as a process.
 
 There programs run one after another, so its stages are launched one by one: what the barrier does is the
-GPU's to show (`bench/gpu_ops.py`).
+GPU's to show (`bench/micro/gpu/op_times.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The interpreter has to be chosen before the kernels are imported; numpy has no bf16 and sums a matrix product
 by its shape. So the stand-in for the tensor core below sums in fp64 and rounds once: what is checked here is
-indexing, masks, ties, noise and that no row reaches another. The GPU's own bits: `bench/gpu_ops.py`.
+indexing, masks, ties, noise and that no row reaches another. The GPU's own bits are
+checked by `bench/micro/gpu/op_times.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,132 @@
+"""What the parts of `gpu.py` share: the options, the clock, an engine at a time, a timed call."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from common.prompts import chat_prompts, copy_prompts
+
+from draftproof import LLM, SamplingParams
+from draftproof.types import Request
+
+K = 8
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"speculative": False},
+    "ngram": {"speculative": {"num_speculative_tokens": 5}},
+}
+
+
+class Bench:
+    """The options, the clock, and engines that are built when they are needed."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.until = time.monotonic() + options.seconds
+        self._llm: tuple[Any, LLM] | None = None
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.until
+
+    def llm(self, method: str = "ngram", **changes: Any) -> LLM:
+        """One engine at a time: it takes most of the memory."""
+        key = method, tuple(sorted(changes.items()))
+        if self._llm is None or self._llm[0] != key:
+            self.drop()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            begin, options = time.monotonic(), self.options
+            settings = {
+                "dtype": "bfloat16",
+                "device": options.device,
+                "load_format": options.load_format,
+                "max_model_len": options.max_len,
+                "max_num_seqs": max(options.batches),
+                "enable_prefix_caching": False,  # rounds repeat their prompts
+                "speculative_config": {"method": method, "num_speculative_tokens": K},
+            }
+            self._llm = key, LLM(options.model, **{**settings, **changes})
+            print(f"{self._llm[1].engine.describe()}: {time.monotonic() - begin:.1f} s to start", flush=True)
+        return self._llm[1]
+
+    def drop(self) -> None:
+        """Its memory is wanted, or it was changed for good."""
+        self._llm = None
+        gc.collect()
+
+    def prompts(self, task: str, count: int) -> list[list[int]]:
+        llm = self.llm() if self._llm is None else self._llm[1]
+        make = {"chat": chat_prompts, "copy": copy_prompts}[task]
+        return make(count, llm.engine.limits.vocab_size, llm.tokenizer)
+
+
+def params_of(count: int, tokens: int, **changes: Any) -> list[SamplingParams]:
+    shared = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **changes}
+    return [SamplingParams(seed=i, **shared) for i in range(count)]
+
+
+def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, float]:
+    begin = time.perf_counter()
+    done = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    total = sum(len(o.outputs[0].token_ids) for o in done)
+    steps = sum(o.metrics.num_steps for o in done)
+    return {"tok/s": total / seconds, "acceptance length": total / steps}
+
+
+def heat(seconds: float = 1.0) -> None:
+    """A GPU that was idle, or had little to do, has a lower clock for a while."""
+    if not torch.cuda.is_available():
+        return
+    x = torch.ones((4096, 4096), dtype=torch.bfloat16, device="cuda")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for _ in range(50):
+            x @ x
+        torch.cuda.synchronize()
+
+
+def kernels_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, Any]:
+    """Of a step while all decode: its time, and the microseconds of each kernel and how often it runs."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    engine, steps = llm.engine, 20
+    llm.generate(prompts, [replace(one, max_tokens=8) for one in params], use_tqdm=False)
+    for i, ids in enumerate(prompts):
+        engine.add(Request(id=f"profile {i}", prompt_token_ids=ids, params=params[i], seed=i))
+    while engine.loop.scheduler.waiting or engine.loop.scheduler.mirror.prompt_left.any():
+        engine.step()
+    alone = steps_of(engine, 100)
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        steps_of(engine, steps - 5)
+    for i in range(len(prompts)):
+        engine.abort(f"profile {i}")
+    engine.step()
+    events = sorted(
+        (e for e in seen.key_averages() if e.device_time_total), key=lambda e: -e.device_time_total
+    )
+    kernels = sum(e.device_time_total for e in events) / steps
+    return {
+        "step us": round(alone * 1e6, 1),
+        "sum of kernels us": round(kernels, 1),
+        "sum over step": round(kernels / alone / 1e6, 3),
+        "kernels": {e.key[:60]: [round(e.device_time_total / steps, 1), e.count / steps] for e in events},
+    }
+
+
+def steps_of(engine: Any, count: int) -> float:
+    """Seconds of a step, of `count` in a row."""
+    for _ in range(5):
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        engine.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count

@@ -1,0 +1,115 @@
+"""What logprobs cost in `LLM.generate`, plain and with drafts.
+
+Bars: 0 and 5 within 3 % of none, 20 within 5 %. A machine's speed wanders by more than that, so sides are
+compared within short rounds only: in each every side has its turn, in another order than in the one before,
+and its speed is divided by that of the side without logprobs. Told are the median, the least and the most
+of those. What the engine has learned of drafts and prices is the same at the start of every turn and stays
+as it is, so that all sides draft alike, step by step, which `alike` says.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import torch
+from common.gpu_engine import SETTINGS, Bench, heat, kernels_of, params_of, timed
+
+from draftproof import LLM
+
+BARS = {0: 0.97, 5: 0.97, 20: 0.95}
+SIDES = (None, *BARS)
+LEAST = 4  # rounds
+WEIGHTS = {1: 1.0, 8: 1.0, 64: 1.7, 256: 2.6}  # of the time: a large batch takes longer for a round
+
+
+class Held:
+    """What an engine has learned for its drafts, to begin every turn with; meanwhile it learns no prices."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._budgets = llm.engine.loop.scheduler.budgets
+        self._learns = self._budgets.costs.learns
+        self._budgets.costs.learns = False
+        self._known = deepcopy(vars(self._budgets))
+
+    def put_back(self) -> None:
+        vars(self._budgets).update(deepcopy(self._known))
+
+    def release(self) -> None:
+        self.put_back()
+        self._budgets.costs.learns = self._learns
+
+
+def logprobs(bench: Bench) -> dict[str, Any]:
+    batches = bench.options.batches
+    weights = {batch: WEIGHTS.get(batch, 1.0) for batch in batches}
+    each = bench.options.logprob_seconds / len(SETTINGS) / sum(weights.values())
+    out: dict[str, Any] = {}
+    for batch, name in product(batches, SETTINGS):
+        if not bench.late:
+            found = out[f"{name} {batch}"] = cost(bench, batch, SETTINGS[name], each * weights[batch])
+            print(f"logprobs, {name} {batch}:", found, flush=True)
+    out["within bars"] = all(found["within bars"] for found in out.values())
+    if torch.cuda.is_available() and not bench.late:
+        out["kernels of a plain step, us"] = kernels(bench)
+    return out
+
+
+def cost(bench: Bench, batch: int, changes: dict[str, Any], seconds: float) -> dict[str, Any]:
+    llm, prompts = bench.llm(), bench.prompts("chat", batch)
+    heat()
+    until = time.monotonic() + seconds
+
+    def turn(top: int | None) -> dict[str, float]:
+        params = params_of(batch, bench.options.tokens, logprobs=top, **changes)
+        return timed(llm, prompts, params)
+
+    for _ in range(2):
+        turn(None)  # it learns what steps cost
+    held, rounds = Held(llm), []
+    for top in SIDES:  # steps that are met for the first time are captured
+        held.put_back()
+        turn(top)
+    while len(rounds) < LEAST or time.monotonic() < until:
+        first = len(rounds) % len(SIDES)
+        one = {}
+        for top in SIDES[first:] + SIDES[:first]:
+            held.put_back()
+            one[top] = turn(top)
+        rounds.append(one)
+    held.release()
+    found: dict[str, Any] = {
+        "rounds": len(rounds),
+        "none": round(statistics.median(one[None]["tok/s"] for one in rounds), 1),
+        "alike": len({one[top]["acceptance length"] for one in rounds for top in SIDES}) == 1,
+        "acceptance length": round(rounds[0][None]["acceptance length"], 3),
+    }
+    for top in BARS:
+        ratios = sorted(one[top]["tok/s"] / one[None]["tok/s"] for one in rounds)
+        found[str(top)] = [round(x, 4) for x in (statistics.median(ratios), ratios[0], ratios[-1])]
+    found["within bars"] = all(found[str(top)][0] >= bar for top, bar in BARS.items())
+    return found
+
+
+def kernels(bench: Bench) -> dict[str, dict[str, float]]:
+    """Microseconds of a step's kernels and copies, by how many logprobs are asked for."""
+    llm, out = bench.llm(), {}
+    for batch in bench.options.batches[-2:]:
+        prompts = bench.prompts("chat", batch)
+        for top in SIDES:
+            found = kernels_of(llm, prompts, params_of(batch, 512, speculative=False, logprobs=top))
+            out[f"{batch}, logprobs={top}"] = {
+                "step us": found["step us"],
+                "sum of kernels us": found["sum of kernels us"],
+                **{name: us for name, (us, _) in found["kernels"].items() if is_extra(name)},
+            }
+    print("kernels", out, flush=True)
+    return out
+
+
+def is_extra(name: str) -> bool:
+    """What may grow with logprobs: their kernels, the packing and the copy of results."""
+    return any(part in name for part in ("scan", "finish", "Cat", "cat", "Memcpy"))

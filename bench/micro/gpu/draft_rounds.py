@@ -1,0 +1,377 @@
+"""What a head's drafts cost: K rounds behind a step against the step itself, and the floor from bytes moved.
+
+    python bench/micro/gpu/draft_rounds.py [--model FOLDER --load-format dummy] [--head FOLDER]
+        [--batches 1,8,64,256] [--k 4]
+
+Without --model the target has the shape of SmolLM2-135M, without --head there is a one-layer EAGLE-3 head
+for it with `--vocab` draft ids (`--method hybrid`: beside a suffix search); both have random weights, which
+cost as much as trained ones. One engine has as many seats as the largest batch; every request has `--context`
+tokens. Times are medians of replays of the engine's own captured steps, put back to the same state before
+each:
+
+    plain     a step of one row a request         step      the step that verifies K drafts of each
+    drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
+    idle      these rounds if they are for nobody
+
+`share` is drafts / plain. The floor of the drafts: the head's weights and its LM head once a round, the layer
+that joins features once, K and V of all tokens before, at the bandwidth of a large copy measured here. What
+is small enough to stay in the second-level cache from round to round can be under it. `--check` compares
+drafts, K and V with the ops one by one, bit by bit. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # bench/
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from common.measure import finish
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.engine.engine import Engine
+from draftproof.engine.slots import SlotInit
+from draftproof.engine.step.device_step import Work
+from draftproof.models.config import ModelConfig
+from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.ops import Ops
+from draftproof.ops.torch.step import Bookkeeping
+from draftproof.propose.head import HeadProposer
+from draftproof.propose.hybrid import HybridProposer
+from draftproof.sampling_params import SamplingParams
+from draftproof.types import DraftSpec, Request, StepFeatures
+
+SMOLLM2 = ModelConfig(
+    architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9,
+    num_kv_heads=3, head_dim=64, intermediate_size=1536, norm_eps=1e-5, rope_theta=100000.0,
+    max_position=8192, tie_embeddings=True, eos_token_ids=(2,),
+)  # fmt: skip
+
+T = TypeVar("T")
+TRAITS = StepFeatures((0,))
+# ops that do several things at once, and who says how they are done one by one
+ONE_BY_ONE: dict[str, type] = {
+    **dict.fromkeys(("blocks", "first_rows"), Ops),
+    **dict.fromkeys(("lm_head_sample", "shift_rows", "plan_draft_rows"), Bookkeeping),
+}
+BEGUN = _told = time.monotonic()
+
+
+def checkpoint(options: argparse.Namespace) -> Checkpoint:
+    source = options.model or SMOLLM2
+    how = {} if options.model and options.load_format == "auto" else {"load_format": options.load_format}
+    if not options.model:
+        how = {"load_format": "dummy"}
+    return load_checkpoint(source, dtype="bfloat16", progress=False, **how)
+
+
+def dummy_head(made: Checkpoint, vocab: int, folder: Path) -> str:
+    """A head of one layer with the widths of its model, over every (V / vocab)-th id."""
+    model, random = made.config, torch.Generator().manual_seed(1)
+    layers = model.num_layers
+    config = HeadConfig(
+        kind="eagle3",
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rms_norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        aux_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
+        draft_vocab_size=min(vocab, model.vocab_size),
+        target=Target.of(model, made.tensors),
+    )
+    tensors: dict[str, Tensor] = {}
+    for name, shape in config.tensors().items():
+        tensors[name] = (torch.randn(shape, generator=random) / math.sqrt(shape[-1])).to(torch.bfloat16)
+        if "norm" in name:
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+        if name == "d2t":
+            tensors[name] = torch.arange(shape[0]) * (model.vocab_size // shape[0])
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
+    return str(folder)
+
+
+class Decoding:
+    """An engine with as many seats as the largest batch, all taken by requests in the middle of a text.
+
+    Their tokens, K and V are random: nobody had to compute them, and they cost as much as any others.
+    """
+
+    def __init__(self, options: argparse.Namespace, head: str, made: Checkpoint) -> None:
+        k, most, length = options.k, max(options.batches), options.context + 1
+        spec: dict[str, Any] = {"method": options.method, "model": head}
+        if options.method == "hybrid":
+            spec = {
+                "method": "hybrid",
+                "proposers": [{"method": "eagle3", "model": head}, {"method": "suffix"}],
+            }
+        spec |= {"num_speculative_tokens": k, "adaptive": False}
+        room = length + 2 * (k + 1)
+        config = EngineConfig(
+            model="bench", device=options.device, backend=options.backend, max_model_len=room,
+            max_num_seqs=most, kv_cache_tokens=most * (room + 16), enable_prefix_caching=False, warm_up=False,
+            max_num_batched_tokens=max(512, most * (k + 1)), speculative=SpeculativeConfig.parse(spec),
+        )  # fmt: skip
+        self.engine, self.k = Engine(config, made), k
+        self.device = self.engine.loop.device
+        drafter = self.device.drafting.proposer
+        assert drafter is not None
+        self._known = [(line, line.clone()) for line in drafter.remembers]
+        if isinstance(drafter, HybridProposer):
+            drafter = drafter.members[drafter.weighed]
+        assert isinstance(drafter, HeadProposer)
+        self.drafter = drafter
+        params = SamplingParams(temperature=options.temperature, max_tokens=room, ignore_eos=True)
+        random, slots = torch.Generator().manual_seed(2), self.device.slots
+        pages = -(-room // config.page_size)
+        seats = []
+        for i in range(most):
+            ids = torch.randint(made.config.vocab_size, (length,), generator=random).tolist()
+            request = Request(id=str(i), prompt_token_ids=ids, params=params, seed=i)
+            mine = range(1 + i * pages, 1 + (i + 1) * pages)  # page 0 is nobody's
+            seats.append(
+                SlotInit(slots.take(request), request, mine, room, token_ids=ids, computed=options.context)
+            )
+        assert pages * most < drafter.env.num_pages
+        slots.fill(seats)
+        self.slots = torch.tensor([seat.slot for seat in seats], device=slots.device)
+        torch.manual_seed(3)
+        for cache in (*self.engine.runner.caches, *drafter.caches):
+            cache.normal_()
+        slots.columns.draft.random_(made.config.vocab_size)
+        names = ("length", "computed", "num_draft", "ended", "draft", "tokens")
+        self._state = {name: getattr(slots.columns, name).clone() for name in names}
+        self._stored = [cache.clone() for cache in drafter.caches]
+
+    def ready(self, batches: Sequence[int], check: bool) -> None:
+        """Everything that will be timed is captured, its kernels compiled side by side."""
+        kinds = (0, False), (0, True), (self.k, False)
+        work: Work = [part for batch in batches for kind in kinds for part in self._work(batch, *kind)]
+        alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
+        self.device.ready(work, tell, *alone)
+
+    def put_back(self, batch: int, drafts: int, wanted: bool = True) -> None:
+        columns, plan = self.device.slots.columns, self.device.plan
+        for name, held in self._state.items():
+            getattr(columns, name).copy_(held)
+        columns.num_draft.fill_(drafts)
+        for line, held in self._known:
+            line.copy_(held)
+        self.drafter.late.clear()
+        for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
+            line.fill_(value)
+        plan.slots[:batch] = self.slots[:batch]
+        plan.drafts[:batch], plan.budget[:batch] = drafts, drafts if wanted else 0
+        self.device._sent = None
+
+    def _sizes(self, batch: int, drafts: int) -> tuple[int, int]:
+        """Rows of a step that verifies so many drafts of each, and entries."""
+        ops = self.engine.ops
+        return ops.bucket(batch * (1 + drafts)), min(ops.bucket(batch), len(self.slots))
+
+    def _work(self, batch: int, drafts: int) -> Work:
+        """The step that verifies so many drafts of each, and the drafts behind it."""
+        rows, entries = self._sizes(batch, drafts)
+        step = ("decode", rows, TRAITS), partial(self.device._whole, rows, TRAITS), False
+        return [step, (*self.device._draft(rows, entries, DraftSpec(drafts)), True)]
+
+    def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
+        return tuple(self.device._graph(*part) for part in self._work(batch, drafts))
+
+    def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
+        """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
+        parts, found = self.parts(batch, drafts), []
+        for _ in range(repeat + 3):
+            with self.engine.ops.step_context():
+                self.put_back(batch, drafts, wanted)
+                found.append(clocked(self.engine.ops, parts))
+        self._check_drafter()
+        step, behind = zip(*found[3:], strict=True)
+        return statistics.median(step), statistics.median(behind)
+
+    def floor_bytes(self, batch: int) -> int:
+        """Of the drafts behind a step of full windows."""
+        model, config = self.drafter.model, self.drafter.model.config
+        layer = [
+            (p.weight, p.bias) for one in model.layers for p in (one.qkv, one.out, one.gate_up, one.down)
+        ]
+        sizes = sum(t.nbytes for pair in layer for t in pair if t is not None)
+        once = model.fc.weight.nbytes + batch * (1 + self.k) * model.fc.weight.shape[1] * 2
+        context = int(self._state["length"][:batch].sum())
+        stored = sum(cache[:, 0, 0].nbytes for cache in self.drafter.caches) * context
+        rows = 4 * batch * config.hidden_size * 2
+        return once + self.k * (sizes + model.head.weight.nbytes + stored + rows)
+
+    def drafted(self, batch: int) -> tuple[Tensor, list[Tensor]]:
+        """Drafts and the head's storage after a step, op by op launched anew."""
+        self.put_back(batch, self.k)
+        for cache, held in zip(self.drafter.caches, self._stored, strict=True):
+            cache.copy_(held)
+        for _, part, _ in self._work(batch, self.k):
+            part()
+        columns = self.device.slots.columns
+        return columns.draft[self.slots[:batch]], [cache.clone() for cache in self.drafter.caches]
+
+    def alone(self, function: Callable[[], T]) -> T:
+        """`function` with the ops one by one, as the contract defines those that do several at once."""
+        kind = type(self.engine.ops)
+        own = {name: kind.__dict__.get(name) for name in ONE_BY_ONE}
+        try:
+            for name, owner in ONE_BY_ONE.items():
+                setattr(kind, name, getattr(owner, name))
+            return function()
+        finally:
+            for name, method in own.items():
+                if method is None:
+                    delattr(kind, name)
+                else:
+                    setattr(kind, name, method)
+
+    def check(self, batch: int) -> bool:
+        """Is everything as with the ops one by one?"""
+        mine, stored = self.drafted(batch)
+        theirs, wanted = self.alone(partial(self.drafted, batch))
+        self._check_drafter()
+        pages = [torch.equal(a[:, 1:], b[:, 1:]) for a, b in zip(stored, wanted, strict=True)]
+        news = [bool((a != b).any()) for a, b in zip(stored, self._stored, strict=True)]
+        return torch.equal(mine, theirs) and all(pages) and all(news)
+
+    def _check_drafter(self) -> None:
+        if self.device.drafting.failure is not None:
+            raise self.device.drafting.failure
+
+
+def clocked(ops: Ops, parts: tuple[Callable[[], Any], ...]) -> list[float]:
+    """Microseconds of each, one after the other."""
+    if not ops.asynchronous:
+        marks = [time.perf_counter()]
+        for part in parts:
+            part()
+            marks.append(time.perf_counter())
+        return [1e6 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000)  # all is queued before it begins
+    events[0].record()
+    for part, event in zip(parts, events[1:], strict=True):
+        part()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e3 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def copy_bandwidth(ops: Ops, size: int) -> float:
+    """Bytes a second, read and written."""
+    source = torch.ones(size // 4, device=ops.device)
+    target = torch.empty_like(source)
+    return 2 * size / (min(clocked(ops, (partial(target.copy_, source),))[0] for _ in range(8)) / 1e6)
+
+
+def kernels(
+    decoding: Decoding, batch: int, drafts: int, wanted: bool = True
+) -> list[tuple[str, float, float]]:
+    """Of the drafts behind a step: name, begin and length of each in microseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step, behind = decoding.parts(batch, drafts)
+    decoding.put_back(batch, drafts, wanted)
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        behind()
+        torch.cuda.synchronize()
+    ran = sorted((one.time_range.start, one.time_range.end, one.name) for one in seen.events() or ())
+    first = ran[0][0] if ran else 0
+    return [(name[:40], round(begin - first, 1), round(end - begin, 1)) for begin, end, name in ran]
+
+
+def tell(what: str, done: int, of: int) -> None:
+    """How far it has come, now and then."""
+    global _told
+    now = time.monotonic()
+    if now - _told >= 5 or done == of:
+        _told = now
+        print(f"{now - BEGUN:.0f} s: {what}, {done} of {of}", flush=True)
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        made = checkpoint(options)
+        head = options.head or dummy_head(made, options.vocab, Path(folder))
+        decoding = Decoding(options, head, made)
+    ops = decoding.engine.ops
+    with ops.step_context():
+        decoding.ready(options.batches, options.check)
+    bandwidth = copy_bandwidth(ops, (2 << 30) if ops.asynchronous else options.copy << 20)
+    for batch in options.batches:
+        repeat = options.repeat
+        plain, keeping = decoding.times(batch, 0, repeat)
+        step, drafts = decoding.times(batch, options.k, repeat)
+        _, idle = decoding.times(batch, options.k, repeat, wanted=False)
+        floor = 1e6 * decoding.floor_bytes(batch) / bandwidth
+        line: dict[str, Any] = {"batch": batch, "plain": plain, "step": step, "drafts": drafts}
+        line |= {"idle": idle, "keeping": keeping}
+        line |= {"floor": floor, "share": drafts / plain, "of floor": drafts / floor}
+        line = {name: round(value, 3) for name, value in line.items()}
+        print(f"{time.monotonic() - BEGUN:.0f} s: {line}", flush=True)
+        if options.check:
+            line["as op by op"] = decoding.check(batch)
+        if options.kernels and ops.asynchronous:
+            line["kernels"] = {
+                "drafts": kernels(decoding, batch, options.k),
+                "idle": kernels(decoding, batch, options.k, wanted=False),
+                "keeping": kernels(decoding, batch, 0),
+            }
+        lines.append(line)
+        tell("batches", len(lines), len(options.batches))
+    shape = {"k": options.k, "context": options.context, "temperature": options.temperature}
+    took = round(time.monotonic() - BEGUN, 1)
+    return {**shape, "copy GB/s": round(bandwidth / 1e9, 1), "seconds in all": took, "microseconds": lines}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--head")
+    parser.add_argument("--method", default="eagle3")
+    parser.add_argument("--vocab", type=int, default=16384)
+    parser.add_argument("--batches", type=numbers, default="1,8,64,256")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--context", type=int, default=400)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--copy", type=int, default=256, help="MiB that are copied, where there is no GPU")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    finish("rounds", measure(parsed()))

@@ -1,0 +1,187 @@
+"""What the host does beside a step, piece by piece; the last line of stdout is JSON.
+
+    python bench/micro/host_time.py --prompts spec_bench.jsonl [--device cuda]
+        [--methods eagle3,suffix,hybrid]
+                           [--batches 8] [--rounds 4] [--count 16] [--tasks chat,qa]
+
+The same prompts in every round, task by task, as `head.py` asks them, once more before that is clocked:
+microseconds a step of each piece without those that it calls, waiting for the device apart; what a step
+takes in which somebody came, somebody ended, a pool took something in, or nothing of that; and how often the
+device had nothing left to do when a step was queued. Clocks make every piece some tenths of a microsecond
+longer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import head
+import numpy as np
+import step_time as steps
+from common.measure import finish, python_us
+
+from draftproof import LLM
+from draftproof.ops.contract.types import PendingCopy
+
+WAITS = "wait"
+NAMED = 24  # pieces
+USUAL = {"methods": "eagle3,suffix,hybrid", "batches": "8", "rounds": "4", "count": "16"}
+EVENTS = {"admit": "somebody came", "finish": "somebody ended", "pool takes in": "a pool took in"}
+
+
+class Clocks:
+    """Seconds of named calls, without those of calls that they make."""
+
+    def __init__(self) -> None:
+        self._inner: list[float] = []
+        self.on = False
+        self.forget()
+
+    def forget(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self.steps: list[tuple[frozenset[str], float]] = []  # what happened in it, and the host's seconds
+        self.idle = self.queued = 0
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*given: Any, **named: Any) -> Any:
+            self._inner.append(0.0)
+            begin = time.perf_counter()
+            try:
+                return call(*given, **named)
+            finally:
+                took, inner = time.perf_counter() - begin, self._inner.pop()
+                if self.on:
+                    self.spent[name] += took - inner
+                    self.calls[name] += 1
+                if self._inner:
+                    self._inner[-1] += took
+
+        return clocked
+
+    def step(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Whole steps, and which events they had."""
+
+        def stepped() -> Any:
+            before, waited = dict(self.calls), self.spent[WAITS]
+            begin = time.perf_counter()
+            result = call()
+            took = time.perf_counter() - begin - (self.spent[WAITS] - waited)
+            had = frozenset(event for event in EVENTS if self.calls[event] > before.get(event, 0))
+            if self.on:
+                self.steps.append((had, took))
+            return result
+
+        return stepped
+
+    def told(self) -> dict[str, Any]:
+        steps = max(1, len(self.steps))
+        pieces = sorted(self.spent.items(), key=lambda piece: -piece[1])[:NAMED]
+        kinds: dict[str, list[float]] = defaultdict(list)
+        for had, took in self.steps:
+            kinds[", ".join(EVENTS[event] for event in EVENTS if event in had) or "nothing"].append(took)
+        return {
+            "steps": steps,
+            "host us a step": round(1e6 * float(np.mean([took for _, took in self.steps])), 1),
+            "waits us a step": round(1e6 * self.spent[WAITS] / steps, 1),
+            "device had nothing left": round(self.idle / max(1, self.queued), 3),
+            "us by what happened": {
+                kind: [len(took), *(round(1e6 * one) for one in np.quantile(took, [0.5, 0.9]))]
+                for kind, took in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+            },
+            "pieces": {
+                name: [round(1e6 * spent / steps, 1), round(self.calls[name] / steps, 2)]
+                for name, spent in pieces
+                if name != WAITS
+            },
+        }
+
+
+def watched(llm: LLM) -> Clocks:
+    """From now on the pieces of this engine's steps are clocked."""
+    clocks, core = Clocks(), llm.engine
+    loop, ops, proposer = core.loop, core.loop.device.ops, core.loop.proposer
+    pool = next((m.pool for m in (proposer, *getattr(proposer, "members", ())) if hasattr(m, "pool")), None)
+    pieces: list[tuple[str, Any, str]] = [
+        *(("engine", core, "step"), ("launch", loop, "_launch"), ("plan", loop.scheduler, "plan")),
+        *(("queue", loop, "_queue"), ("grow", loop.slots, "grow"), ("fill", loop.slots, "fill")),
+        *(("start", loop, "_start"), ("budget", loop.scheduler, "budget"), ("run", loop.device, "run")),
+        *(("load", loop.device, "_load"), ("follow", loop.device, "_follow"), ("send", ops, "send")),
+        *(("loop settles", loop, "_settle"), ("settle", loop.scheduler, "settle")),
+        *(
+            ("pacing", loop.pacing, "read"),
+            ("release", loop, "_release_finished"),
+            ("finish", loop, "_endings"),
+        ),
+        *(("finish", loop.scheduler, "finish_keep_pages"), ("release", loop.scheduler, "release_pages")),
+        *(("pool takes in", pool, "_take_in"), ("pool told", pool, "tell"), ("pool sends", pool, "send")),
+        *(("weigh", loop.asking, "weigh"), ("hear", loop.asking, "hear"), ("meanwhile", loop, "meanwhile")),
+        *(("proposer start", proposer, "start"), ("proposer meanwhile", proposer, "meanwhile")),
+        *(("admit", loop.scheduler, "_admit"), ("budgets take", loop.scheduler.budgets, "take")),
+    ]
+    for name, owner, attribute in pieces:
+        if owner is not None and hasattr(owner, attribute):
+            setattr(owner, attribute, clocks.timed(name, getattr(owner, attribute)))
+    core.step = clocks.step(core.step)
+    fetch = clocks.timed("fetch", ops.fetch)
+
+    def fetched(tensor: Any) -> PendingCopy:
+        read = fetch(tensor)
+        return PendingCopy(clocks.timed(WAITS, read.read), read.is_ready)
+
+    ops.fetch = fetched
+    run = loop.device.run
+
+    def ran(*given: Any, **named: Any) -> Any:
+        clocks.queued += clocks.on
+        clocks.idle += clocks.on and (not loop._flights or loop._flights[-1].read.is_ready())
+        return run(*given, **named)
+
+    loop.device.run = ran
+    graphs = loop.device._graphs
+    graphs.update({key: clocks.timed(_kind(key), replay) for key, replay in graphs.items()})
+    graphs.Stage.__init__ = clocks.timed("new stage", graphs.Stage.__init__)  # type: ignore[method-assign]
+    return clocks
+
+
+def _kind(key: Any) -> str:
+    return f"replay {key[0] if isinstance(key, tuple) else key}"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    engines, tasks = steps.some_of(options)
+    found: dict[str, Any] = {}
+    for name in options.methods:
+        llm = engines[name]
+        clocks = watched(llm)
+        for batch, (task, asked) in product(options.batches, tasks.items()):
+            seconds, tokens = [], 0
+            clocks.forget()
+            for number in range(-1, options.rounds):
+                salt = f"{batch} {number}"
+                head.run(llm, asked, batch, 1, salt)  # into the prefix cache
+                clocks.on = number >= 0
+                spent, said, _ = head.run(llm, asked, batch, options.tokens, salt)
+                clocks.on = False
+                seconds += [spent] * (number >= 0)
+                tokens = sum(map(len, said.values()))
+            rate = round(tokens / float(np.median(seconds)))
+            here = {"tok/s": rate, "us of a piece of Python": python_us(), **clocks.told()}
+            found[f"{name}, batch {batch}, {task}"] = here
+            print(f"{name}, batch {batch}, {task}: {json.dumps(here)}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    finish("pieces", measure(steps.parsed(what=__doc__, usual=USUAL)))
