@@ -12,7 +12,7 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import LogprobRow
-from draftproof.verify.logprobs import Wanted, logprob_rows
+from draftproof.verify.logprobs import LogprobQuery, logprob_rows
 from opcheck import bits, importable
 from tiny import VOCAB, Record, engine, prompt, request, run
 
@@ -48,7 +48,7 @@ def test_rows_against_the_definition(ops: Any, top: int) -> None:
     logits[2] = 0.0
     logits[3, 10:] = -torch.inf
     tokens = [0, 3, 60, 4, 30, 31, 2, 1, 9]
-    lines = logprob_rows(ops, logits, Wanted(list(range(9)), tokens, top, ()))
+    lines = logprob_rows(ops, logits, LogprobQuery(list(range(9)), tokens, top, ()))
     for line, row, token in zip(lines, logits, tokens, strict=True):
         ids, values, ranks = rows_from_scratch(row, token, top)
         assert line.token_ids == ids and line.ranks == ranks
@@ -68,8 +68,8 @@ def test_several_requests_in_one_pass_equal_each_alone(ops: Any) -> None:
         lines = LogprobRow.from_columns(*columns, tokens, top)
         for row, token, line in zip(rows, tokens, lines, strict=True):
             if row >= 0:
-                assert [line] == logprob_rows(ops, logits, Wanted([row], [token], top, ()))
-    named = logprob_rows(ops, logits, Wanted([11, 10, 9], [1, 2, 3], 0, (4, 60, 2)))
+                assert [line] == logprob_rows(ops, logits, LogprobQuery([row], [token], top, ()))
+    named = logprob_rows(ops, logits, LogprobQuery([11, 10, 9], [1, 2, 3], 0, (4, 60, 2)))
     assert [line.token_ids[1:] for line in named] == [[4, 60, 2]] * 3
     for line, row in zip(named, (11, 10, 9), strict=True):
         assert (line.token_ids, line.ranks) == pick(logits[row], line.token_ids)
@@ -86,8 +86,8 @@ def test_slack_around_the_rows_is_never_read(ops: Any) -> None:
     buffer = torch.full((40, 61), torch.nan)
     buffer[[7, 8, 20, 39]] = logits
     before = bits(buffer)
-    clean = logprob_rows(ops, logits, Wanted([0, 1, 2, 3], [1, 2, 3, 4], 5, (9,)))
-    assert logprob_rows(ops, buffer, Wanted([7, 8, 20, 39], [1, 2, 3, 4], 5, (9,))) == clean
+    clean = logprob_rows(ops, logits, LogprobQuery([0, 1, 2, 3], [1, 2, 3, 4], 5, (9,)))
+    assert logprob_rows(ops, buffer, LogprobQuery([7, 8, 20, 39], [1, 2, 3, 4], 5, (9,))) == clean
     assert bits(buffer) == before
 
 
@@ -96,7 +96,7 @@ def test_no_rows_no_work() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"{name} was called")
 
-    assert logprob_rows(Nothing(), torch.zeros(3, 5), Wanted([], [], 5, (3,))) == []  # type: ignore[arg-type]
+    assert logprob_rows(Nothing(), torch.zeros(3, 5), LogprobQuery([], [], 5, (3,))) == []  # type: ignore[arg-type]
 
 
 # --- what a request asks for ----------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from draftproof.types import (
     SlotColumns,
     Windows,
 )
-from draftproof.verify import STRATEGIES, Strategy
+from draftproof.verify import STRATEGIES
+from draftproof.verify.base import Strategy
 from draftproof.verify.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")

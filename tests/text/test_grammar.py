@@ -20,7 +20,7 @@ from draftproof.engine.step.device_step import DeviceStep
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Grammar
 from draftproof.verify import STRATEGIES
-from draftproof.verify.grammar_guide import Guide
+from draftproof.verify.grammar_guide import GrammarGuide
 from exact import Ask, Company, Where, compare, plant
 from grammars import EOS, TINY, words
 from words import Breaking
@@ -174,7 +174,7 @@ def test_a_failure_on_a_draft_that_falls_fails_nothing(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", DRAFTED)
-def test_a_grammar_that_cannot_take_back_is_started_again(spec: str) -> None:
+def test_a_grammar_that_cannot_roll_back_is_started_again(spec: str) -> None:
     whole = words(*WORDS)
     plain = served(whole)
     broken = Breaking(whole, lambda name, tokens: name == "rollback" and len(tokens) > 1)
@@ -202,21 +202,21 @@ def test_the_comparison_finds_nothing_in_an_engine_that_is_right() -> None:
 
 
 def test_control_masks_that_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Guide.fill
+    whole = GrammarGuide.fill
 
-    def broken(self: Guide, drafts: Any, rows: torch.Tensor) -> dict[int, str]:
+    def broken(self: GrammarGuide, drafts: Any, rows: torch.Tensor) -> dict[int, str]:
         errors = whole(self, [], rows[:1])
         rows[1:] = rows[0]
         return errors
 
-    monkeypatch.setattr(Guide, "fill", broken)
+    monkeypatch.setattr(GrammarGuide, "fill", broken)
     assert any("request 0: tokens" in line for line in found(PERFECT))
 
 
-def test_control_a_guide_that_does_not_take_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_guide_that_does_not_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the next token still fits nobody notices; where it does not, the place is found again."""
     assert found(FLAKY, COUNTING) == []
-    monkeypatch.setattr(Guide, "_take_back", lambda self, count: None)
+    monkeypatch.setattr(GrammarGuide, "_roll_back", lambda self, count: None)
     assert any("tokens" in line for line in found(FLAKY, COUNTING))
 
 

@@ -24,7 +24,7 @@ from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import Proposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft, ProposeBatch
-from draftproof.verify.grammar_guide import Guide
+from draftproof.verify.grammar_guide import GrammarGuide
 from grammars import EOS, TINY
 
 RUNS = 500
@@ -117,14 +117,14 @@ def test_control_masks_that_ignore_drafts_are_seen(
     monkeypatch: pytest.MonkeyPatch, plain: dict[str, tiny.Record]
 ) -> None:
     proposers.set_answers({name: record.token_ids for name, record in plain.items()})
-    whole = Guide.fill
+    whole = GrammarGuide.fill
 
-    def broken(self: Guide, drafts: Sequence[int], rows: torch.Tensor) -> dict[int, str]:
+    def broken(self: GrammarGuide, drafts: Sequence[int], rows: torch.Tensor) -> dict[int, str]:
         errors = whole(self, [], rows[:1])
         rows[1:] = rows[0]
         return errors
 
-    monkeypatch.setattr(Guide, "fill", broken)
+    monkeypatch.setattr(GrammarGuide, "fill", broken)
     assert wrong(answers("proposers:Flaky", count=50))
 
 

@@ -19,7 +19,7 @@ import grammars
 import tiny
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Grammar
-from draftproof.verify.grammar_guide import OPEN, Guide, is_set
+from draftproof.verify.grammar_guide import OPEN_WORD, GrammarGuide, is_set
 from grammars import EOS, TINY, words
 from words import Words
 
@@ -182,7 +182,7 @@ def test_compiled_elsewhere_is_compiled_here() -> None:
 # --- a guide: masks of a window -------------------------------------------------------------------------
 
 
-def window(guide: Guide, drafts: list[int]) -> Tensor:
+def window(guide: GrammarGuide, drafts: list[int]) -> Tensor:
     rows = torch.zeros((len(drafts) + 1, W), dtype=torch.int32)
     assert guide.fill(drafts, rows) == {}
     return rows
@@ -198,7 +198,7 @@ def guessed(oracle: Words, tokens: list[int], chance: random.Random) -> list[int
     return out
 
 
-def wrong_windows(oracle: Words, guide: Guide, rounds: int, seed: int) -> int:
+def wrong_windows(oracle: Words, guide: GrammarGuide, rounds: int, seed: int) -> int:
     """Windows whose masks are not those of the drafts before each row, in random answers."""
     chance, wrong, tokens = random.Random(seed), 0, []
     for _ in range(rounds):
@@ -225,35 +225,37 @@ def wrong_windows(oracle: Words, guide: Guide, rounds: int, seed: int) -> int:
 def test_rows_of_a_window(name: str, end: str) -> None:
     oracle = words(*CASES[name][1], end=end)
     for seed in range(6):
-        assert wrong_windows(oracle, Guide(compiled(name, end)), 7, seed) == 0
+        assert wrong_windows(oracle, GrammarGuide(compiled(name, end)), 7, seed) == 0
 
 
 def test_rows_after_a_draft_that_breaks_the_grammar_are_open() -> None:
-    guide = Guide(compiled("choice"))
+    guide = GrammarGuide(compiled("choice"))
     r, e = grammars.token_of("r"), grammars.token_of("e")
     rows = window(guide, [r, e, r, e])
     assert allowed(rows[2]) == [grammars.token_of("d")]
-    assert (rows[3:] == OPEN).all()
+    assert (rows[3:] == OPEN_WORD).all()
     rows = window(guide, [EOS, e])
-    assert (rows[1:] == OPEN).all()
+    assert (rows[1:] == OPEN_WORD).all()
 
 
-def never(self: Guide, *given: object) -> None:
+def never(self: GrammarGuide, *given: object) -> None:
     """In place of a method that matters."""
 
 
-def test_control_a_guide_that_does_not_take_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guide, "_take_back", never)
+def test_control_a_guide_that_does_not_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarGuide, "_roll_back", never)
     oracle = words(*CASES["regex"][1])
     with pytest.raises((AssertionError, RuntimeError)):
-        assert sum(wrong_windows(oracle, Guide(compiled("regex")), 7, seed) for seed in range(6)) == 0
+        assert sum(wrong_windows(oracle, GrammarGuide(compiled("regex")), 7, seed) for seed in range(6)) == 0
 
 
 def test_control_a_guide_that_ignores_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Guide.fill
-    monkeypatch.setattr(Guide, "fill", lambda self, drafts, rows: whole(self, [], rows[:1]) or spread(rows))
+    whole = GrammarGuide.fill
+    monkeypatch.setattr(
+        GrammarGuide, "fill", lambda self, drafts, rows: whole(self, [], rows[:1]) or spread(rows)
+    )
     oracle = words(*CASES["regex"][1])
-    assert sum(wrong_windows(oracle, Guide(compiled("regex")), 7, seed) for seed in range(6)) > 0
+    assert sum(wrong_windows(oracle, GrammarGuide(compiled("regex")), 7, seed) for seed in range(6)) > 0
 
 
 def spread(rows: Tensor) -> dict[int, str]:
@@ -262,6 +264,6 @@ def spread(rows: Tensor) -> dict[int, str]:
 
 
 def test_control_a_guide_that_forgets_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guide, "commit", never)
+    monkeypatch.setattr(GrammarGuide, "commit", never)
     oracle = words(*CASES["regex"][1])
-    assert sum(wrong_windows(oracle, Guide(compiled("regex")), 7, seed) for seed in range(6)) > 0
+    assert sum(wrong_windows(oracle, GrammarGuide(compiled("regex")), 7, seed) for seed in range(6)) > 0

@@ -248,6 +248,38 @@ def test_policies_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
         SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 4, **bad})
 
 
+ALL_ACCEPTED = {"accept_policy": "accept_all"}
+AT_RATES = {"accept_policy": "synthetic", "synthetic_acceptance_length": 2.0}
+
+
+@pytest.mark.parametrize("policy", (ALL_ACCEPTED, AT_RATES), ids=lambda p: p["accept_policy"])
+@pytest.mark.parametrize("greedy", (True, False))
+def test_policy_that_commits_unverified_drafts_is_labelled_lossy(
+    policy: dict[str, Any], greedy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine(speculative={"method": "ngram", "num_speculative_tokens": 3, **policy})
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and policy["accept_policy"] in warnings[0] and "LOSSY" in warnings[0]
+    temperature = 0.0 if greedy else 1.0
+    label, lossless = made.strategy_label(SamplingParams(temperature=temperature))
+    assert not lossless and "LOSSY" in label and policy["accept_policy"] in label
+    assert "not seed-exact" in label and "LOSSY" in made.describe()
+    guarantee = made.strategy.guarantee().under_policy(policy["accept_policy"])
+    assert not guarantee.lossless and not guarantee.lossless_greedy and not guarantee.seed_exact
+    # a request without drafts is verified by the strategy alone
+    label, lossless = made.strategy_label(SamplingParams(speculative=False))
+    assert lossless and label == "target_match: lossless and seed-exact"
+
+
+@pytest.mark.parametrize("policy", ("normal", "reject_all"))
+def test_policy_that_commits_verified_tokens_keeps_the_label(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine(speculative={"method": "ngram", "num_speculative_tokens": 3, "accept_policy": policy})
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert made.strategy_label(SamplingParams()) == ("target_match: lossless and seed-exact", True)
+
+
 # --- one batch, many strategies ---------------------------------------------------------------------------
 
 

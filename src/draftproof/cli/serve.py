@@ -259,7 +259,7 @@ def _banner(options: argparse.Namespace, llm: Any, listener: socket.socket, cons
             f"{config.numerics}" + ("" if config.numerics == "exact" else ": bits may hang on the batch"),
         ),
         ("drafts", f"{spec.method}, at most {spec.num_speculative_tokens}" if spec else "none"),
-        ("strategy", f"{strategy}: {llm.strategies[strategy][0]}"),
+        ("strategy", f"{strategy}: {llm.strategies[strategy].label}"),
         ("context", f"{llm.limits.max_model_len} tokens"),
         ("keys", "needed" if options.api_key_file or os.environ.get(KEY_VARIABLE) else "none needed"),
         ("URL", f"http://{shown}:{port}/v1   (page: http://{shown}:{port}/)"),

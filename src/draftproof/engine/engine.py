@@ -35,8 +35,9 @@ from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request, StepFeatures
-from draftproof.verify import PLAIN_STRATEGY, STRATEGIES, Strategy
-from draftproof.verify.grammar_guide import Guide
+from draftproof.verify import PLAIN_STRATEGY, STRATEGIES
+from draftproof.verify.base import Strategy
+from draftproof.verify.grammar_guide import GrammarGuide
 from draftproof.verify.sampler import Sampler
 
 
@@ -168,9 +169,13 @@ class Engine:
                     f"verify_strategy {config.verify_strategy!r}: {hint}"
                 )
         self._strategy_options = {k: v for k, v in config.options.items() if k in judge.defaults}
-        if not self._strategy(self.strategy_name).lossless:
+        guarantee = self._strategy(self.strategy_name).guarantee().under_policy(config.accept_policy)
+        if not guarantee.lossless:
             logging.getLogger("draftproof").warning(
-                "verify_strategy %r: %s", self.strategy_name, self.strategy.label
+                "verify_strategy %r, accept_policy %r: %s",
+                self.strategy_name,
+                config.accept_policy,
+                guarantee.label,
             )
         mine = {k: v for k, v in config.options.items() if k in kind.defaults}
         proposer: Proposer = kind(env, mine)
@@ -207,10 +212,12 @@ class Engine:
         return self._strategy(self.strategy_name_of(params))
 
     def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
-        """The strategy with its label, and whether it keeps the law of such a request's output."""
-        strategy = self.strategy_of(params)
-        name = f"{self.strategy_name_of(params)}: {strategy.label}"
-        return name, strategy.lossless_for(params.greedy)
+        """Return the strategy of a request with its label, and whether its output is lossless."""
+        guarantee = self.strategy_of(params).guarantee()
+        config = self.config.speculative
+        if config is not None and params.speculation.enabled:  # without drafts no policy applies
+            guarantee = guarantee.under_policy(config.accept_policy)
+        return f"{self.strategy_name_of(params)}: {guarantee.label}", guarantee.is_lossless(params.greedy)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -235,7 +242,7 @@ class Engine:
         how = f"{spec.method} drafts, k={spec.num_speculative_tokens}" if spec else "no drafts"
         return (
             f"{self.config.model}, {str(self.dtype).removeprefix('torch.')} on {self.ops.device} "
-            f"({self.ops.name} backend), {how}, {self.strategy_name}: {self.strategy.label}"
+            f"({self.ops.name} backend), {how}, {self.strategy_label(SamplingParams())[0]}"
         )
 
     @property
@@ -299,7 +306,7 @@ class Engine:
             logprob_kind=logprob_kind_of(params, vocab),
             has_host_processors=bool(params.logits_processors or request.bad_word_ids),
             needs_host_logprobs=needs_host_logprobs(params, vocab),
-            guide=None if request.grammar is None else Guide(request.grammar),
+            guide=None if request.grammar is None else GrammarGuide(request.grammar),
         )
         self._sequences[request.id] = sequence
         self.loop.scheduler.add(sequence)

@@ -11,7 +11,7 @@ from draftproof.engine.drafting.budget import Bools, Ints
 from draftproof.engine.slots import SlotInit
 from draftproof.metrics import RequestStats
 from draftproof.types import LogprobKind, Request
-from draftproof.verify.grammar_guide import Guide
+from draftproof.verify.grammar_guide import GrammarGuide
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Sequence:
     logprob_kind: LogprobKind = LogprobKind.NONE
     has_host_processors: bool = False  # the user's code, or bad words, between logits and sampling
     needs_host_logprobs: bool = False  # logprobs that the device does not keep ready
-    guide: Guide | None = None  # its place in its grammar: the host makes masks before every step of it
+    guide: GrammarGuide | None = None  # grammar state; the host fills masks before each step
     features_id: int = -1  # number of its own ones, once they were asked for
     arrival: int = 0
     slot: int = -1

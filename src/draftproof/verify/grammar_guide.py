@@ -1,8 +1,8 @@
-"""Masks of a grammar, row by row: each is that of the committed tokens and the drafts before the row.
+"""Grammar masks by row: each row's mask is that of the committed tokens and the drafts before the row.
 
-The drafts are walked through the grammar and taken back. One that the grammar does not allow is given
-probability 0 by its own row's mask, so it falls under every strategy; rows after it decide nothing and are
-left open.
+The drafts are accepted by the grammar one by one and then rolled back. A draft that the grammar forbids gets
+probability 0 from its own row's mask, so every strategy rejects it. The rows after a forbidden draft are
+never committed; their masks stay open.
 """
 
 from __future__ import annotations
@@ -13,70 +13,78 @@ from torch import Tensor
 
 from draftproof.types import Grammar, GrammarState
 
-OPEN = -1  # a word of a mask with every bit set
+OPEN_WORD = -1  # a word of a mask with every bit set
 
 
-class Guide:
-    """A request's place in its grammar.
+class GrammarGuide:
+    """Position of one request in its grammar.
 
-    What the grammar's code raises fails the row that needed it, which counts only if that row's token would
-    be committed: so a grammar that fails on a draft which falls anyway fails nothing. The place is then found
-    again from the committed tokens.
+    An exception in the grammar's code fails the row whose mask was computed. The error counts only if that
+    row's token is committed, so an exception at a draft that is rejected fails nothing. The grammar state is
+    then rebuilt from the committed tokens.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._state: GrammarState | None = None
-        self._said: list[int] = []  # committed
+        self._committed: list[int] = []
 
     def fill(self, drafts: Sequence[int], rows: Tensor) -> dict[int, str]:
-        """rows [1 + drafts, W] int32 on the host: the masks of a window; errors by row, which is closed."""
-        rows.fill_(OPEN)
+        """Write the masks of a window to `rows` [1 + drafts, W] int32 on the host.
+
+        Return errors by row; the mask of a failed row allows no token.
+        """
+        rows.fill_(OPEN_WORD)
         row = 0
         try:
-            state = self._here()
+            state = self._current_state()
             state.fill(rows[0])
             while row < len(drafts) and is_set(rows[row], drafts[row]):
-                row += 1  # what may go wrong from here on is about the next row
+                row += 1  # an exception from here on belongs to the next row
                 _accept(state, drafts[row - 1])
                 state.fill(rows[row])
-        except Exception as error:  # a grammar is a plug-in: it may raise anything
+        except Exception as error:  # a grammar is a plug-in and may raise anything
             self._state = None
             rows[row] = 0
             return {row: f"the grammar raised {type(error).__name__}: {error}"}
-        self._take_back(row)
+        self._roll_back(row)
         return {}
 
     def commit(self, tokens: Sequence[int]) -> None:
-        self._said += tokens
+        """Append committed tokens."""
+        self._committed += tokens
         if self._state is None:
             return
         try:
             for token in tokens:
                 _accept(self._state, token)
         except Exception:
-            self._state = None  # the next row will hear of it, if there is one
+            self._state = None  # the next `fill` reports it, if there is one
 
-    def _here(self) -> GrammarState:
+    def _current_state(self) -> GrammarState:
+        """Return the state after the committed tokens; replay them if it was lost."""
         if self._state is None:
             state = self._grammar.start()
-            for token in self._said:
+            for token in self._committed:
                 _accept(state, token)
             self._state = state
         return self._state
 
-    def _take_back(self, count: int) -> None:
+    def _roll_back(self, count: int) -> None:
+        """Undo the drafts that were accepted; forget the state if the grammar cannot."""
         assert self._state is not None
         try:
             self._state.rollback(count)
-        except Exception:  # the masks are right; only the place is lost
+        except Exception:  # the masks are valid; only the state is lost
             self._state = None
 
 
 def is_set(mask: Tensor, token: int) -> bool:
+    """Return whether the mask [W] allows the token."""
     return bool(int(mask[token // 32]) >> (token % 32) & 1)
 
 
 def _accept(state: GrammarState, token: int) -> None:
+    """Advance the state by one token; RuntimeError if the grammar rejects it."""
     if not state.accept(token):
-        raise RuntimeError(f"it does not go on by token {token}, which it had allowed")
+        raise RuntimeError(f"it rejects token {token}, which its mask allowed")

@@ -1,10 +1,10 @@
-"""From the model's logits to the ones that are sampled from: penalties, bias, processors, masks.
+"""Logits processing before sampling: penalties, bias, user processors, masks.
 
-Everything is per row, with the drafts before that row counted as if they were committed, so that a row
-sees exactly the context it would see without speculation. The model's own logits are never changed.
+Each row counts the drafts before it as if they were committed. It therefore has the context that it would
+have without speculation. The model's own logits are never changed in place.
 
-Order: repetition, frequency and presence penalty; logit bias; the user's processors; then what is
-forbidden (allowed_token_ids, bad_words, min_tokens, a grammar), so that nothing can allow it again.
+Order: repetition, frequency and presence penalty; logit bias; the user's processors; then forbidden tokens
+(allowed_token_ids, bad_words, min_tokens, a grammar), so that no processor can allow them again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from draftproof.types import Request, StepFeatures, Windows
 def process(
     ops: Ops, logits: Tensor, windows: Windows, features: StepFeatures, hosted: Mapping[int, Request]
 ) -> tuple[Tensor, dict[int, str]]:
-    """logits [L, V] -> (base [L, V], errors by row). `logits` itself where no option touches it.
+    """Return processed logits [L, V] and errors by row; `logits` itself if no option applies.
 
-    `hosted`: the requests, by slot, whose options need the host: it waits for the device here.
+    `hosted`: requests, by slot, with options that run on the host. The host waits for the device for them.
     """
     errors: dict[int, str] = {}
     adjusts = features.has_adjustments or bool(hosted)
@@ -36,7 +36,7 @@ def process(
         if hosted[slot].params.logits_processors:
             try:
                 base[row] = _run_processors(hosted[slot], _context(windows, row), base[row])
-            except Exception as error:  # the user's code may raise anything; it fails this row alone
+            except Exception as error:  # the user's code may raise anything; only this row fails
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     if adjusts:
         ops.apply_bans(base, windows)
@@ -46,18 +46,19 @@ def process(
         if hosted[slot].bad_word_ids:
             _forbid_words(base[row], hosted[slot], _context(windows, row))
         if hosted[slot].params.logits_processors:
-            _bring_near(base[row])
+            _rescale(base[row])
     return base, errors
 
 
 def _context(windows: Windows, row: int) -> list[int]:
-    """Tokens so far at a row: prompt, committed output, and the drafts before the row."""
+    """Return the tokens before a row: prompt, committed output, and the drafts before the row."""
     columns, slot, depth = windows.columns, int(windows.slot[row]), int(windows.depth[row])
     committed: list[int] = columns.tokens[slot, : int(columns.length[slot])].tolist()
     return committed + columns.draft[slot, :depth].tolist()
 
 
 def _run_processors(request: Request, context: list[int], row: Tensor) -> Tensor:
+    """Apply the request's logits processors to one row; TypeError if one returns another shape."""
     shape = row.shape
     for function in request.params.logits_processors:
         row = function(context, row.clone())
@@ -67,14 +68,18 @@ def _run_processors(request: Request, context: list[int], row: Tensor) -> Tensor
 
 
 def _forbid_words(row: Tensor, request: Request, context: list[int]) -> None:
+    """Set the last token of each bad word to -inf where the tokens before it are the end of the context."""
     for word in request.bad_word_ids:
         before = list(word[:-1])
         if not before or context[-len(before) :] == before:
             row[word[-1]] = -math.inf
 
 
-def _bring_near(row: Tensor) -> None:
-    """A processor may say numbers that do not fit fp32 over a temperature. Their law hangs on differences."""
+def _rescale(row: Tensor) -> None:
+    """Shift a row whose values would overflow fp32 when divided by a temperature.
+
+    The distribution depends on differences of logits alone.
+    """
     peak = float(row.amax())
     if ROOM < abs(peak) < math.inf:
         row -= peak

@@ -1,7 +1,8 @@
-"""Logprobs of chosen tokens from their own logits rows: as columns, with no full log-softmax.
+"""Logprobs on the host path: chosen, top and named tokens of single logits rows, without a log-softmax.
 
-A top list is ordered by value down, then id up, so the list for k = 5 is a prefix of that for k = 20 and
-one pass with the largest k asked for serves every request of a step.
+Most logprobs come from `Ops.logprobs` inside the device step. This module serves prompts, drafts and
+`logprob_token_ids`. A top list is ordered by value descending, then id ascending, so the list for k = 5 is
+a prefix of the list for k = 20 and one pass with the largest k serves every request of a step.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from draftproof.types import LogprobRow
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one request asked for at n rows of the logits."""
+class LogprobQuery:
+    """Logprobs that one request needs at n rows of the logits."""
 
     rows: list[int]  # [n] into the logits
     tokens: list[int]  # [n] the token at each row
-    top: int  # how many of the best as well; 0 = none
-    ids: tuple[int, ...]  # other tokens asked for by id
+    top: int  # number of best tokens as well; 0: none
+    ids: tuple[int, ...]  # other tokens, named by id
 
 
-def logprob_rows(ops: Ops, logits: Tensor, wanted: Wanted) -> list[LogprobRow]:
-    """One LogprobRow per row: the token itself, then the best, then the ids named. Waits for the device."""
-    if not wanted.rows:
+def logprob_rows(ops: Ops, logits: Tensor, query: LogprobQuery) -> list[LogprobRow]:
+    """Return one LogprobRow per row: the token itself, the best, then the named ids. Waits for the device."""
+    if not query.rows:
         return []
-    rows = torch.tensor(wanted.rows, device=logits.device)
-    tokens = torch.tensor(wanted.tokens, device=logits.device)
-    found = ops.logprobs(logits, rows, tokens, wanted.top)
+    rows = torch.tensor(query.rows, device=logits.device)
+    tokens = torch.tensor(query.tokens, device=logits.device)
+    found = ops.logprobs(logits, rows, tokens, query.top)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
-    lines = LogprobRow.from_columns(*columns, wanted.tokens, wanted.top)
-    for token in wanted.ids:
+    lines = LogprobRow.from_columns(*columns, query.tokens, query.top)
+    for token in query.ids:
         named = ops.logprobs(logits, rows, torch.full_like(tokens, token), 0)
         values, ranks = named.values[:, 0].tolist(), named.ranks.tolist()
         for line, value, rank in zip(lines, values, ranks, strict=True):

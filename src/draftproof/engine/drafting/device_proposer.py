@@ -24,7 +24,7 @@ from draftproof.errors import ConfigError
 from draftproof.ops import Ops
 from draftproof.propose import DeviceProposer, Proposer
 from draftproof.types import DeviceBatch, Draft, DraftSpec, FinishStatus, PlanColumns, Rows, StepFeatures
-from draftproof.verify import Strategy
+from draftproof.verify.base import Strategy
 
 T = TypeVar("T")
 FEW = 8  # entries up to which drafts are captured for any number of rounds, or nearly

@@ -31,7 +31,7 @@ from draftproof.types import (
     LogprobRow,
     Request,
 )
-from draftproof.verify.logprobs import Wanted, logprob_rows
+from draftproof.verify.logprobs import LogprobQuery, logprob_rows
 
 PROMPT_ROWS = 64  # logits rows held at once for prompt logprobs
 
@@ -113,7 +113,7 @@ def token_logprobs(ops: Ops, request: Request, line: Any, logits: Tensor) -> lis
     tokens = line[TOKENS : TOKENS + count].tolist()
     rows = list(range(first, first + count))
     top = top_of(params.logprobs, logits.shape[1])
-    return logprob_rows(ops, logits, Wanted(rows, tokens, top, tuple(params.logprob_token_ids or ())))
+    return logprob_rows(ops, logits, LogprobQuery(rows, tokens, top, tuple(params.logprob_token_ids or ())))
 
 
 def draft_records(
@@ -124,7 +124,7 @@ def draft_records(
     `start`: index in the output of the window's first token; `own`: the drafter's logprobs.
     """
     count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
-    target = logprob_rows(ops, logits, Wanted(list(range(first, first + count)), drafts, 0, ()))
+    target = logprob_rows(ops, logits, LogprobQuery(list(range(first, first + count)), drafts, 0, ()))
     return [
         DraftRecord(
             token_id=drafts[i],
@@ -152,5 +152,5 @@ def prompt_logprobs(runner: Runner, request: Request, computed: int, hidden: Ten
         at = computed + start + 1
         ids = [int(token) for token in prompt[at : at + size]]
         top = top_of(request.params.prompt_logprobs, logits.shape[1])
-        lines += logprob_rows(runner.ops, logits, Wanted(list(range(size)), ids, top, ()))
+        lines += logprob_rows(runner.ops, logits, LogprobQuery(list(range(size)), ids, top, ()))
     return lines

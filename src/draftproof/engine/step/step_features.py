@@ -8,7 +8,7 @@ from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import adjustments
 from draftproof.sampling_params import top_of
 from draftproof.types import LogitAdjust, LogprobKind, StepFeatures
-from draftproof.verify import Strategy
+from draftproof.verify.base import Strategy
 
 TOPS = (0, 8, 32, 64)  # columns of logprobs that are captured; a longer list begins with the shorter one
 _NUMBERS: dict[StepFeatures, int] = {}  # those seen so far

@@ -19,6 +19,7 @@ from draftproof.sampling_params import MAX_SEED, SamplingParams, SpeculativePara
 from draftproof.serve.ipc.frame import VERSION
 from draftproof.structured_outputs import StructuredOutputs
 from draftproof.types import Request
+from draftproof.verify.guarantee import Guarantee
 
 WELCOME, FAREWELL, TIMINGS = b"DPRW", b"DPRB", b"DPRT"  # a frame begins with wire.MAGIC
 # of SamplingParams: what the server has made ids of, or does itself
@@ -60,7 +61,8 @@ class Welcome(msgspec.Struct, frozen=True):
     options: dict[str, Any]  # of EngineConfig.parse
     limits: Limits
     sources: tuple[str, ...]
-    strategies: dict[str, tuple[str, bool, bool]]  # label; lossless; lossless at temperature 0
+    strategies: dict[str, Guarantee]
+    accept_policy: str  # of requests with speculation
     strategy: str  # with speculation, if a request names none
     plain: str  # and without
     eos_token_ids: tuple[int, ...]

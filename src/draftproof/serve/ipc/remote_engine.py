@@ -148,6 +148,7 @@ class RemoteEngine:
         return read_status(self._folder)
 
     def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
+        """Return the strategy of a request with its label, and whether its output is lossless."""
         facts, wish = self.facts, params.speculation
         name = wish.verify_strategy
         if name is None:
@@ -156,8 +157,10 @@ class RemoteEngine:
             raise RequestError(
                 f"unknown verify_strategy {name!r}: {nearest(str(name), facts.strategies)}", "speculative"
             )
-        label, lossless, if_greedy = facts.strategies[name]
-        return f"{name}: {label}", if_greedy if params.greedy else lossless
+        guarantee = facts.strategies[name]
+        if wish.enabled:  # without drafts no policy applies
+            guarantee = guarantee.under_policy(facts.accept_policy)
+        return f"{name}: {guarantee.label}", guarantee.is_lossless(params.greedy)
 
     # --- requests -----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from draftproof.serve.ipc.remote_engine import CONNECT_SECONDS, RemoteEngine, St
 from draftproof.serve.ipc.status import WorkerStatus
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar, GrammarState
+from draftproof.verify.guarantee import Guarantee
 
 
 class FarGrammar:
@@ -89,9 +90,10 @@ class RemoteLLM(AsyncLLM):
         return error if isinstance(error, EngineDeadError) else None
 
     @property
-    def strategies(self) -> dict[str, tuple[str, bool]]:
-        """Label, and whether it is lossless, by name."""
-        return {name: (label, good) for name, (label, good, _) in self._far.facts.strategies.items()}
+    def strategies(self) -> dict[str, Guarantee]:
+        """Guarantee of each strategy by name, for requests with speculation."""
+        facts = self._far.facts
+        return {name: known.under_policy(facts.accept_policy) for name, known in facts.strategies.items()}
 
 
 def _end(driver: Driver, front: FarFront) -> None:

@@ -366,8 +366,8 @@ def welcome_of(llm: LLM, options: dict[str, Any]) -> Welcome:
     engine = llm.engine
     strategies = {}
     for name in {*STRATEGIES, engine.strategy_name}:
-        strategy = lookup(STRATEGIES, name, "verify_strategy")(engine.ops, {})
-        strategies[name] = (strategy.label, strategy.lossless_for(False), strategy.lossless_for(True))
+        strategies[name] = lookup(STRATEGIES, name, "verify_strategy")(engine.ops, {}).guarantee()
+    speculative = llm.config.speculative
     return Welcome(
         version=VERSION,
         pid=os.getpid(),
@@ -376,6 +376,7 @@ def welcome_of(llm: LLM, options: dict[str, Any]) -> Welcome:
         limits=engine.limits,
         sources=engine.sources,
         strategies=strategies,
+        accept_policy=speculative.accept_policy if speculative else "normal",
         strategy=engine.strategy_name,
         plain=PLAIN_STRATEGY,
         eos_token_ids=engine.eos_token_ids,
