@@ -22,6 +22,7 @@ from common.gpu_engine import Bench, params_of
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.engine import Engine
+from draftproof.models import decoder
 from draftproof.models.config import ModelConfig
 from draftproof.models.load import load_config
 from draftproof.propose import Proposer
@@ -192,30 +193,31 @@ class Products:
     @contextmanager
     def watched(self) -> Iterator[Products]:
         ops = self.ops
-        multiply, blocks, linear = ops.cublas.multiply, ops.blocks, ops.linear
+        multiply, run_layers, linear = ops.cublas.multiply, decoder.run_layers, ops.linear
 
         def count(x: Any, *rest: Any) -> None:
             self.rows[len(x)] += 1
             multiply(x, *rest)
 
-        def all_layers(residual: Any, layers: Any, *rest: Any, **options: Any) -> Any:
+        def all_layers(ops: Any, residual: Any, layers: Any, *rest: Any, **options: Any) -> Any:
             before = self.rows.total()
-            out = blocks(residual, layers, *rest, **options)
+            out = run_layers(ops, residual, layers, *rest, **options)
             self.others += 4 * len(layers) - (self.rows.total() - before)
             return out
 
         def one(x: Any, *rest: Any) -> Any:
             before = self.rows[len(x)]
             out = linear(x, *rest)
-            if self.rows[len(x)] == before:  # in `blocks` it is missed there as well
+            if self.rows[len(x)] == before:  # in `run_layers` it is missed there as well
                 self.others += 1
             return out
 
-        ops.cublas.multiply, ops.blocks, ops.linear = count, all_layers, one
+        ops.cublas.multiply, decoder.run_layers, ops.linear = count, all_layers, one
         try:
             yield self
         finally:
-            del ops.cublas.multiply, ops.blocks, ops.linear  # which hid those of their classes
+            decoder.run_layers = run_layers
+            del ops.cublas.multiply, ops.linear  # which hid those of their classes
 
 
 def by_shape(model: ModelConfig, device: str) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ import tiny
 from draftproof.config import EngineConfig
 from draftproof.engine.sizing import resolve_sizes
 from draftproof.errors import ConfigError
-from draftproof.models.runner import kv_bytes_per_token
+from draftproof.ops import KVLayout
 from draftproof.ops.torch.forward import TorchOps
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
@@ -37,7 +37,7 @@ def sizes(free: int, **options: object):
 
 def test_the_pool_fills_what_is_free_and_no_more() -> None:
     made = tiny.checkpoint()
-    each = kv_bytes_per_token(2, 2, 8, torch.float32)
+    each = KVLayout(2, 2, 8, torch.float32).bytes_per_token
     weights = sum(t.numel() * 4 for t in made.tensors.values())
     logits = 4 * 64 * 2 * tiny.VOCAB * 4
     model = made.config
@@ -64,7 +64,7 @@ def test_rows_and_slots_follow_each_other() -> None:
 def test_a_drafter_takes_its_share() -> None:
     """What it stores for each token, and its weights."""
     config, made = EngineConfig(model="x", max_model_len=256), tiny.checkpoint()
-    each = kv_bytes_per_token(2, 2, 8, torch.float32)
+    each = KVLayout(2, 2, 8, torch.float32).bytes_per_token
     card = Card(4 << 20)
     plain = resolve_sizes(config, made, card)
     twice = resolve_sizes(config, made, card, (each, 0))

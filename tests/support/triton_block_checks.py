@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
-from draftproof.ops import AttentionShape, Layer, Ops
+from draftproof.models.layers import run_layers, run_layers_unfused
+from draftproof.ops import Attention, AttentionShape, Layer, Mlp
 from draftproof.ops.triton.fused import layers as fused_layers
 from draftproof.ops.triton.gemm.dense import PackedLinear
 from opcheck import Paged, bits
@@ -43,14 +44,13 @@ def decoder(
     return [
         Layer(
             attention_norm=randn(hidden, seed=9 * i, dtype=BF16),
-            qkv=packed(total, hidden, 9 * i + 1),
-            q_norm=None,
-            k_norm=None,
-            out=packed(hidden, width, 9 * i + 2),
+            attention=Attention(
+                heads=replace(heads, window=window),
+                qkv=packed(total, hidden, 9 * i + 1),
+                out=packed(hidden, width, 9 * i + 2),
+            ),
             mlp_norm=randn(hidden, seed=9 * i + 3, dtype=BF16),
-            gate_up=packed(2 * inner, hidden, 9 * i + 4),
-            down=packed(hidden, inner, 9 * i + 5),
-            heads=replace(heads, window=window),
+            mlp=Mlp(gate_up=packed(2 * inner, hidden, 9 * i + 4), down=packed(hidden, inner, 9 * i + 5)),
         )
         for i, window in enumerate(windows)
     ]
@@ -78,8 +78,8 @@ def same_bits(
         ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
         ops._blocks.programs = programs
         mixed = ops._blocks._buffer("mixed", fused_layers.MOST * heads.num_q * heads.dim, BF16).fill_(7)
-        made = ops.blocks(x.clone(), layers, norm, rows, rope, ours, 1e-5)
-        wanted = Ops.blocks(ops, x, layers, norm, rows, rope, theirs, 1e-5)
+        made = run_layers(ops, x.clone(), layers, norm, rows, rope, ours, 1e-5)
+        wanted = run_layers_unfused(ops, x, layers, norm, rows, rope, theirs, 1e-5)
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
@@ -99,7 +99,7 @@ def taps_and_a_head() -> None:
     wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
     first = replace(
         layers[0],
-        qkv=PackedLinear(wide, layers[0].qkv.bias, 1),
+        attention=replace(layers[0].attention, qkv=PackedLinear(wide, layers[0].attention.qkv.bias, 1)),
         token_norm=randn(hidden, seed=71, dtype=BF16),
     )
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
@@ -111,16 +111,16 @@ def taps_and_a_head() -> None:
         last = norm if taps else None
         ours, theirs = ([paged.cache.clone() for _ in these] for _ in range(2))
         assert ops._blocks.takes(x, these)
-        made = ops.blocks(x.clone(), these, last, rows, rope, ours, 1e-5, taps, table)
+        made = run_layers(ops, x.clone(), these, last, rows, rope, ours, 1e-5, taps, table)
         real = replace(rows, tokens=rows.tokens.clamp(min=0))
-        wanted = Ops.blocks(ops, x, these, last, real, rope, theirs, 1e-5, taps, table)
+        wanted = run_layers_unfused(ops, x, these, last, real, rope, theirs, 1e-5, taps, table)
         assert len(made) == len(wanted) == 2 + len(taps)
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-1]) == bits(want[:-1])
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True))
     assert bits(made[0]) != bits(x)
     assert not ops._blocks.takes(x, [layers[1], first])
-    assert not ops._blocks.takes(x, [replace(first, norm_around=True)])
+    assert not ops._blocks.takes(x, [replace(first, residual_is_normed=True)])
     assert not ops._blocks.takes(x, [replace(layers[0], attention_norm=None)])
 
 
@@ -140,7 +140,8 @@ def a_round_for_nobody() -> None:
     heads, hidden = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
     layer = decoder(heads, hidden, 256, False, (0,))[0]
     wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
-    layer = replace(layer, qkv=PackedLinear(wide, None, 1), token_norm=randn(hidden, seed=71, dtype=BF16))
+    wide_attention = replace(layer.attention, qkv=PackedLinear(wide, None, 1))
+    layer = replace(layer, attention=wide_attention, token_norm=randn(hidden, seed=71, dtype=BF16))
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
     x, table = randn(6, hidden, seed=3, dtype=BF16), randn(11, hidden, seed=4, dtype=BF16)
 
@@ -154,11 +155,11 @@ def a_round_for_nobody() -> None:
         ours, theirs = [paged.cache.clone()], [paged.cache.clone()]
         mine = x.clone()
         scratch = [ops._blocks._buffer(name, 1, BF16).fill_(7) for name in ("q", "mixed", "inner")]
-        ops.blocks(mine, [layer], None, rows, rope, ours, 1e-5, (), table)
+        run_layers(ops, mine, [layer], None, rows, rope, ours, 1e-5, (), table)
         if live is None:
             idle = all(bool((part == 7).all()) for part in scratch)
             return not idle or bits(mine) != bits(x) or bits(ours[0]) != bits(paged.cache)
-        want = Ops.blocks(ops, x.clone(), [layer], None, rows, rope, theirs, 1e-5, (), table)[0]
+        want = run_layers_unfused(ops, x.clone(), [layer], None, rows, rope, theirs, 1e-5, (), table)[0]
         return bits(mine[live]) != bits(want[live]) or bits(ours[0]) != bits(theirs[0])
 
     assert not any(wrong(live) for live in (None, 0, 2, 5))
@@ -195,9 +196,11 @@ def what_it_leaves_to_others() -> None:
     assert takes(x, [layer, layer])
     assert not takes(x.float(), [layer]) and not takes(x[:0], [layer])
     assert not takes(x.repeat(fused_layers.MOST, 1), [layer])
-    assert not takes(x, [layer, replace(layer, q_norm=x[0])])
-    assert not takes(x, [replace(layer, heads=replace(heads, dim=16))])
-    assert not takes(x, [replace(layer, qkv=replace(layer.qkv, split=2))])
+    attention = layer.attention
+    assert not takes(x, [layer, replace(layer, attention=replace(attention, q_norm=x[0]))])
+    narrow, split = replace(heads, dim=16), replace(attention.qkv, split=2)
+    assert not takes(x, [replace(layer, attention=replace(attention, heads=narrow))])
+    assert not takes(x, [replace(layer, attention=replace(attention, qkv=split))])
     assert not takes(x, decoder(heads, 192, 250, False, (0,)))
     assert not takes(x[:, :96].contiguous(), decoder(heads, 96, 256, False, (0,)))
 

@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from draftproof.ops import AttentionShape, Layer, Rows
+from draftproof.models.layers import run_layers
+from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
@@ -161,10 +162,7 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
     ids = torch.zeros(columns, dtype=torch.int64) if columns < vocab else None
     for at, greedy in ((None, False), (last, False), (None, True)):
         ops.lm_head_sample(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
-    heads = AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
-    layer = Layer(norm, packed, None, None, packed, norm, packed, packed, heads, token_norm=norm)
-    these = Rows(line, line, line, line, made.columns.page_table)
-    ops.first_rows(x, layer, these, torch.empty((vocab, hidden), dtype=torch.bfloat16), 1e-6)
+    ops.embed_norm_concat(line, torch.empty((vocab, hidden), dtype=torch.bfloat16), norm, x, norm, 1e-6)
 
 
 class Chip:
@@ -191,14 +189,14 @@ def all_layers(
     width, norm = heads.num_q * heads.dim, torch.empty(hidden, dtype=torch.bfloat16)
     projections = packed(width + 2 * heads.num_kv * heads.dim, hidden << joined), packed(hidden, width)
     mlp = packed(2 * inner, hidden), packed(hidden, inner)
-    layer = Layer(norm, projections[0], None, None, projections[1], norm, *mlp, heads)
+    layer = Layer(norm, Attention(heads, *projections), norm, Mlp(*mlp))
     layers = [replace(layer, token_norm=norm)] if joined else [layer] * 4
     column, table = torch.zeros(count, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
     cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
     rows, x = Rows(column, column, column, column, table), torch.empty((count, hidden), dtype=torch.bfloat16)
     with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
         given = x, layers, norm, rows, torch.empty((64, heads.dim)), [cache] * len(layers), 1e-6
-        ops.blocks(*given, range(taps), x)
+        run_layers(ops, *given, range(taps), x)
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ T = TypeVar("T")
 TRAITS = StepFeatures((0,))
 # ops that do several things at once, and who says how they are done one by one
 ONE_BY_ONE: dict[str, type] = {
-    **dict.fromkeys(("blocks", "first_rows"), Ops),
+    **dict.fromkeys(("fused_layers", "embed_norm_concat"), Ops),
     **dict.fromkeys(("lm_head_sample", "shift_rows", "plan_draft_rows"), Bookkeeping),
 }
 BEGUN = _told = time.monotonic()

@@ -21,7 +21,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from op_checks import GPU, LARGE_HEADS, SMALL_HEADS, Paged, randn, rope
 
-from draftproof.ops import AttentionShape, Layer, Ops, Rows
+from draftproof.models.layers import run_layers, run_layers_unfused
+from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.fused import layers as fused_layers
 
@@ -43,14 +44,13 @@ def decoder(
     return [
         Layer(
             attention_norm=1 + randn(hidden, seed=9 * i, dtype=BF16) / 4,
-            qkv=packed(total, hidden, 9 * i + 1),
-            q_norm=None,
-            k_norm=None,
-            out=packed(hidden, width, 9 * i + 2),
+            attention=Attention(
+                heads=replace(heads, window=window),
+                qkv=packed(total, hidden, 9 * i + 1),
+                out=packed(hidden, width, 9 * i + 2),
+            ),
             mlp_norm=1 + randn(hidden, seed=9 * i + 3, dtype=BF16) / 4,
-            gate_up=packed(2 * inner, hidden, 9 * i + 4),
-            down=packed(hidden, inner, 9 * i + 5),
-            heads=replace(heads, window=window),
+            mlp=Mlp(gate_up=packed(2 * inner, hidden, 9 * i + 4), down=packed(hidden, inner, 9 * i + 5)),
         )
         for i, window in enumerate(windows)
     ]
@@ -90,8 +90,8 @@ def all_layers_at_once(ops: TritonOps) -> None:
                 x = randn(len(where) + pad, hidden, seed=len(where), dtype=BF16)
                 assert ops._blocks.takes(x, layers)
                 ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
-                got = ops.blocks(x.clone(), layers, norm, rows, table, ours, 1e-5)[0][: len(where)]
-                want = Ops.blocks(ops, x, layers, norm, rows, table, theirs, 1e-5)[0][: len(where)]
+                got = run_layers(ops, x.clone(), layers, norm, rows, table, ours, 1e-5)[0][: len(where)]
+                want = run_layers_unfused(ops, x, layers, norm, rows, table, theirs, 1e-5)[0][: len(where)]
                 assert not want.isnan().any() and torch.equal(got, want), f"hidden {hidden}: {where}"
                 for mine, other in zip(ours, theirs, strict=True):
                     assert torch.equal(mine.view(torch.int16), other.view(torch.int16)), f"K, V: {where}"
@@ -142,9 +142,9 @@ def block_times(ops: TritonOps, steps: tuple[tuple[int, int, int], ...]) -> dict
         begins = [context or 128 + round(50 * 20 ** (s / (slots - 1))) for s in range(slots)]
         rows = paged.rows([(s, begins[s] + i) for s in range(slots) for i in range(window)])
         rest = (layers, norm, rows, table, caches, 1e-5)
-        one = captured(lambda rest=rest, rows=rows: ops.blocks(ops.embed(rows.tokens, embedding), *rest))
+        one = captured(lambda rest=rest, rows=rows: run_layers(ops, ops.embed(rows.tokens, embedding), *rest))
         many = captured(
-            lambda rest=rest, rows=rows: Ops.blocks(ops, ops.embed(rows.tokens, embedding), *rest)
+            lambda rest=rest, rows=rows: run_layers_unfused(ops, ops.embed(rows.tokens, embedding), *rest)
         )
         took = {"all at once": micros(one[0]), "one by one": micros(many[0])}
         one[0].replay()

@@ -305,14 +305,14 @@ def _remote(options: argparse.Namespace, console: Console) -> Answerer:
 def _info(options: argparse.Namespace, console: Console) -> int:
     import torch
 
+    from draftproof.models.decoder import Llama
     from draftproof.models.load import load_config
-    from draftproof.models.runner import kv_bytes_per_token
     from draftproof.models.weights import expected_tensors
     from draftproof.text.tokenizer import load_tokenizer
 
     config, source = load_config(options.model)
     parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
-    kv = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16)
+    kv = Llama.kv_layout(config, torch.bfloat16).bytes_per_token
     table = Table(show_header=False, box=None)
     rows: list[tuple[str, object]] = [
         ("architecture", config.architecture),

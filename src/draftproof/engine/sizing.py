@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from draftproof.config import EngineConfig
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
+from draftproof.models.decoder import Llama
 from draftproof.models.load import Checkpoint
-from draftproof.models.runner import kv_bytes_per_token
 from draftproof.ops import Ops
 
 DEFAULT_MAX_LEN = 8192  # where the model allows more, longer contexts are asked for by max_model_len
@@ -69,8 +69,7 @@ def _max_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _kv_bytes(checkpoint: Checkpoint) -> int:
-    model = checkpoint.config
-    return kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, checkpoint.dtype)
+    return Llama.kv_layout(checkpoint.config, checkpoint.dtype).bytes_per_token
 
 
 def _row_bytes(checkpoint: Checkpoint) -> int:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
+from draftproof.models.layers import run_layers
 from draftproof.models.rope import rope_table
-from draftproof.ops import AttentionShape, Layer, Ops, Rows
+from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Ops, Rows
 
 
 class Llama:
@@ -28,6 +29,11 @@ class Llama:
             ops.pack_linear(self.embedding) if config.tie_embeddings else take.packed(["lm_head"], bias=False)
         )
 
+    @staticmethod
+    def kv_layout(config: ModelConfig, dtype: torch.dtype) -> KVLayout:
+        """Return the storage of K and V that a model of this configuration needs."""
+        return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+
     def forward(
         self, rows: Rows, caches: list[Tensor], taps: Sequence[int] = (), wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
@@ -39,8 +45,9 @@ class Llama:
         ops, eps = self.ops, self.config.norm_eps
         ops.begin_pass(rows)
         embedded = ops.embed(rows.tokens, self.embedding)
-        rest = rows, self.rope, caches, eps, taps, None, wanted
-        hidden, _, *tapped = ops.blocks(embedded, self.layers, self.norm, *rest)
+        hidden, _, *tapped = run_layers(
+            ops, embedded, self.layers, self.norm, rows, self.rope, caches, eps, taps, output_rows=wanted
+        )
         return hidden, *tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -56,19 +63,23 @@ def decoder_layer(
     qk_norm = config.qk_norm
     return Layer(
         attention_norm=take.tensor(f"{at}{input_norm}.weight") if input_norm else None,
-        qkv=take.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
-        q_norm=take.tensor(attention + "q_norm.weight") if qk_norm else None,
-        k_norm=take.tensor(attention + "k_norm.weight") if qk_norm else None,
-        out=take.packed([attention + "o_proj"], config.o_bias),
+        attention=Attention(
+            heads=AttentionShape(
+                num_q=config.num_heads,
+                num_kv=config.num_kv_heads,
+                dim=config.head_dim,
+                scale=config.head_dim**-0.5,
+                window=config.windows[index],
+            ),
+            qkv=take.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
+            q_norm=take.tensor(attention + "q_norm.weight") if qk_norm else None,
+            k_norm=take.tensor(attention + "k_norm.weight") if qk_norm else None,
+            out=take.packed([attention + "o_proj"], config.o_bias),
+        ),
         mlp_norm=take.tensor(at + "post_attention_layernorm.weight"),
-        gate_up=take.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
-        down=take.packed([mlp + "down_proj"], config.mlp_bias),
-        heads=AttentionShape(
-            num_q=config.num_heads,
-            num_kv=config.num_kv_heads,
-            dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            window=config.windows[index],
+        mlp=Mlp(
+            gate_up=take.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
+            down=take.packed([mlp + "down_proj"], config.mlp_bias),
         ),
     )
 

@@ -30,13 +30,11 @@ class Runner:
         taps: Sequence[int] = (),
     ) -> None:
         """`taps`: layers whose residual rows somebody wants to see."""
-        config = model.config
         self.model = model
         self.ops = ops
         self.dtype = dtype
         self.page_size = page_size
-        shape = (2, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        self.caches = [torch.zeros(shape, dtype=dtype, device=ops.device) for _ in range(config.num_layers)]
+        self.caches = model.kv_layout(model.config, dtype).allocate(num_pages, page_size, ops.device)
         self._forward = ops.capture(lambda rows: model.forward(rows, self.caches, taps), max_rows)
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
@@ -60,7 +58,3 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""
         return self.model.logits(hidden)
-
-
-def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize

@@ -22,10 +22,13 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.draft_rounds import Following
 from draftproof.ops.contract.draft_search import DraftSearch
+from draftproof.ops.contract.types import Attention as Attention
 from draftproof.ops.contract.types import AttentionShape as AttentionShape
+from draftproof.ops.contract.types import FusedLayers as FusedLayers
 from draftproof.ops.contract.types import KVLayout as KVLayout
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
+from draftproof.ops.contract.types import Mlp as Mlp
 from draftproof.ops.contract.types import PendingCopy as PendingCopy
 from draftproof.ops.contract.types import TokenLogprobs as TokenLogprobs
 from draftproof.registry import lookup
@@ -140,53 +143,23 @@ class Ops(DraftSearch, Following):
         """`silu_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""
         return self.silu_mul(self.linear(x, packed))
 
-    def blocks(
+    def embed_norm_concat(
         self,
-        residual: Tensor,  # [R, hidden]: the embedded rows, or a head's features
-        layers: list[Layer],
-        norm: Tensor | None,  # [hidden]: after the last layer; None: nobody wants its result
-        rows: Rows,
-        rope: Tensor,
-        caches: list[Tensor],  # one a layer
+        tokens: Tensor,  # [R]
+        table: Tensor,  # [V, D]
+        token_norm: Tensor,  # [D]
+        residual: Tensor,  # [R, D]
+        norm: Tensor,  # [D]
         eps: float,
-        taps: Sequence[int] = (),  # of these layers
-        embedding: Tensor | None = None,  # [V, hidden], for a first layer with `token_norm`
-        wanted: Tensor | None = None,  # [W] int64: the rows that the last layer ends with; None: all of them
-    ) -> tuple[Tensor, ...]:
-        """All layers and the norm after them: its result and what it was taken of, [R, hidden] each; without
-        `norm` that twice. Then the residual rows after each layer of `taps`. Stores K and V of every row.
-        What was given as `residual` may be overwritten."""
-        x, residual = self.first_rows(residual, layers[0], rows, embedding, eps)
-        # where there is no norm, any will do: what it gives is dropped
-        following = [layer.attention_norm for layer in layers[1:]] + [norm]
-        tapped: dict[int, Tensor] = {}
-        for i, (layer, cache, next_norm) in enumerate(zip(layers, caches, following, strict=True)):
-            norms = layer.q_norm, layer.k_norm
-            q = self.linear_rope_store(x, layer.qkv, rows, layer.heads, rope, cache, *norms, eps)
-            x = self.attention(q, rows, layer.heads, cache)
-            if wanted is not None and layer is layers[-1]:  # nobody will see what becomes of the others
-                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-            x = self.linear(x, layer.out)
-            x, residual = self.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self.linear(self.linear_silu_mul(x, layer.gate_up), layer.down)
-            after = layer.mlp_norm if next_norm is None else next_norm
-            x, residual = self.add_rms_norm(x, residual, after, eps)
-            if i in taps:
-                tapped[i] = residual
-        return residual if norm is None else x, residual, *(tapped[i] for i in taps)
+    ) -> Tensor:
+        """Return the normed embedding of `tokens` beside the normed `residual`: [R, 2 D]."""
+        normed = self.rms_norm(residual, norm, eps)
+        return self.concat_columns(self.rms_norm(self.embed(tokens, table), token_norm, eps), normed)
 
-    def first_rows(
-        self, residual: Tensor, layer: Layer, rows: Rows, embedding: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """What the first layer of `blocks` reads, [R, hidden] or twice as wide; what goes around it."""
-        known = residual
-        if layer.attention_norm is not None:
-            known = self.rms_norm(residual, layer.attention_norm, eps)
-        if layer.token_norm is None:
-            return known, residual
-        assert embedding is not None
-        tokens = self.rms_norm(self.embed(rows.tokens, embedding), layer.token_norm, eps)
-        return self.concat_columns(tokens, known), known if layer.norm_around else residual
+    @property
+    def fused_layers(self) -> FusedLayers | None:
+        """Return a kernel that runs all layers in one launch with the same bits, or None."""
+        return None
 
     def begin_pass(self, rows: Rows) -> None:
         """A forward pass over these rows begins: what its layers share may be worked out once.

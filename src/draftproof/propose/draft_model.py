@@ -19,7 +19,7 @@ from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Llama
 from draftproof.models.load import load_checkpoint, load_config
-from draftproof.models.runner import Runner, kv_bytes_per_token
+from draftproof.models.runner import Runner
 from draftproof.models.weights import expected_tensors
 from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
@@ -72,8 +72,7 @@ class DraftModelProposer(DeviceProposer):
             return 0, 0
         config, _ = load_config(options["model"])
         weights = sum(math.prod(shape) for shape in expected_tensors(config).values())
-        each = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-        return each, weights * dtype.itemsize
+        return Llama.kv_layout(config, dtype).bytes_per_token, weights * dtype.itemsize
 
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.spec is not None

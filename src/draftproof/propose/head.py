@@ -20,7 +20,6 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.bundled import shipped_for, shipped_like
 from draftproof.models.draft_head.formats import load_head, read_head
 from draftproof.models.draft_head.model import HeadModel
-from draftproof.models.runner import kv_bytes_per_token
 from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Sureness
@@ -60,10 +59,8 @@ class HeadProposer(DeviceProposer):
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
             self.taps = (target.config.num_layers - 1,)
-        shape = (2, env.num_pages, env.page_size, config.num_kv_heads, config.head_dim)
-        self.caches = [
-            torch.zeros(shape, dtype=target.dtype, device=env.ops.device) for _ in range(config.num_layers)
-        ]
+        layout = config.kv_layout(target.dtype)
+        self.caches = layout.allocate(env.num_pages, env.page_size, env.ops.device)
         self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
         self._forward, self._store = (
             env.ops.capture(function, env.ops.bucket(env.max_rows)) for function in (self._row, self._kv)
@@ -79,8 +76,7 @@ class HeadProposer(DeviceProposer):
         weights = sum(math.prod(shape) for shape in config.tensors().values())
         if config.share_head and config.reduced:
             weights += config.draft_vocab_size * config.hidden_size
-        each = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-        return each, weights * dtype.itemsize
+        return config.kv_layout(dtype).bytes_per_token, weights * dtype.itemsize
 
     def _row(self, rows: Rows, feature: Tensor) -> tuple[Tensor]:
         return (self.model.forward(rows, feature, self.caches),)

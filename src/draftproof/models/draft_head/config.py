@@ -13,6 +13,7 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.weights import linear_shapes
+from draftproof.ops import KVLayout
 
 FEATURES = ("aux", "last", "last_normed")
 FEATURE_NORMS = ("none", "whole", "each")
@@ -162,6 +163,10 @@ class HeadConfig:
             qk_norm=self.qk_norm,
             windows=(self.window,) * self.num_layers,
         )
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """Return the storage of K and V that this draft head needs."""
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of everything that its file holds; see `head_formats` for other people's names."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Weights, decoder_layer
 from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.layers import first_layer_input, run_layers, store_kv
 from draftproof.models.rope import rope_table
 from draftproof.ops import Ops, Rows
 from draftproof.types import Windows
@@ -72,7 +73,7 @@ class HeadModel:
         if join.reads_both:
             of_token = take.tensor("layers.0.input_layernorm.weight")
             around = config.norm_before_residual
-            self.layers[0] = replace(self.layers[0], token_norm=of_token, norm_around=around)
+            self.layers[0] = replace(self.layers[0], token_norm=of_token, residual_is_normed=around)
         self.norm = take.tensor("norm.weight") if config.final_norm else None
         if not config.share_head:
             self.head = take.packed(["lm_head"], bias=False)
@@ -96,7 +97,9 @@ class HeadModel:
         ops, eps = self.ops, self.config.rms_norm_eps
         ops.begin_pass(rows)
         row = self._projected(rows, feature)
-        return ops.blocks(row, self.layers, None, rows, self.rope, caches, eps, (), self.embedding)[0]
+        return run_layers(
+            ops, row, self.layers, None, rows, self.rope, caches, eps, embedding=self.embedding
+        )[0]
 
     def store(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> None:
         """K and V of every row, and nothing else: nobody wants drafts of these."""
@@ -105,9 +108,8 @@ class HeadModel:
             return
         ops, layer, eps = self.ops, self.layers[0], self.config.rms_norm_eps
         row = self._projected(rows, feature)
-        x, _ = ops.first_rows(row, layer, rows, self.embedding, eps)
-        norms = layer.q_norm, layer.k_norm
-        ops.linear_rope_store(x, layer.qkv, rows, layer.heads, self.rope, caches[0], *norms, eps)
+        x, _ = first_layer_input(ops, row, layer, rows, self.embedding, eps)
+        store_kv(ops, layer.attention, x, rows, self.rope, caches[0], eps)
 
     def _projected(self, rows: Rows, feature: Tensor) -> Tensor:
         """The row that its first layer is given: the feature, unless the two are projected to one."""

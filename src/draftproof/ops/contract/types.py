@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,43 +59,79 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """Shape and storage of the paged KV cache of one attention layer."""
+class Attention:
+    """Weights of an attention block, packed by the backend, and its shape."""
 
-    num_pages: int
-    page_size: int  # tokens per page
+    heads: AttentionShape
+    qkv: Any  # [(num_q + 2 num_kv) * dim, hidden]: all q heads, then k, then v
+    out: Any  # [hidden, num_q * dim]
+    q_norm: Tensor | None = None  # [dim]
+    k_norm: Tensor | None = None  # [dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """Weights of a gated MLP, packed by the backend."""
+
+    gate_up: Any  # [2 I, hidden]: gate, then up
+    down: Any  # [hidden, I]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Decoder layer: a normed attention block, then a normed MLP, each added to the residual."""
+
+    attention_norm: Tensor | None  # [hidden]; None: the attention reads the residual without a norm
+    attention: Attention
+    mlp_norm: Tensor  # [hidden]
+    mlp: Mlp
+    # The first layer of an EAGLE-3 draft head reads [normed token embedding, normed residual].
+    token_norm: Tensor | None = None  # [hidden]
+    residual_is_normed: bool = False  # the residual around the attention is the normed row
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Storage of K and V of a model: shape and dtype of one layer's cache, and how many layers have one.
+
+    Cache of a layer: [2, pages, page_size, num_kv_heads, head_dim], K first, then V.
+    """
+
+    num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one layer's cache: keys, then values."""
-        return 2, self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
-
-    @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in one layer's cache."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Return the bytes that one token takes in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """Allocate one layer's cache, filled with zeros."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+    def shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """Return the shape of one layer's cache."""
+        return 2, num_pages, page_size, self.num_kv_heads, self.head_dim
+
+    def allocate(self, num_pages: int, page_size: int, device: torch.device) -> list[Tensor]:
+        """Return zeroed caches, one per layer."""
+        shape = self.shape(num_pages, page_size)
+        return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder block's weights, packed by the backend."""
+class FusedLayers(Protocol):
+    """Kernel of a backend that runs all layers of a pass in one launch."""
 
-    attention_norm: Tensor | None  # [hidden]; None: a head's first layer may read its rows as they are
-    qkv: Any
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
-    out: Any
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Any
-    down: Any
-    heads: AttentionShape
-    # a head's first layer may read two rows side by side: the token's embedding, normed, then its own
-    token_norm: Tensor | None = None  # [hidden]
-    norm_around: bool = False  # what goes around its attention is normed too
+    def __call__(
+        self,
+        residual: Tensor,  # [R, hidden]; may be overwritten
+        layers: Sequence[Layer],
+        rows: Rows,
+        rope: Tensor,  # [max_len, dim]
+        caches: Sequence[Tensor],  # one per layer
+        eps: float,
+        taps: Sequence[int],  # layers whose residual is returned
+        embedding: Tensor | None,  # [V, hidden], for a first layer with `token_norm`
+    ) -> tuple[Tensor, ...] | None:
+        """Return the residual after the last layer, then after each layer of `taps`, [R, hidden] each.
+
+        None: the kernel does not support this pass and has written nothing.
+        """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import AttentionShape, Layer, Rows
+from draftproof.ops import AttentionShape, FusedLayers, Layer, Rows
 from draftproof.ops.triton.draft_rounds import DraftOps
 from draftproof.ops.triton.graphs import Queued
 
@@ -271,30 +271,33 @@ class TritonOps(DraftOps, Queued):
         few = self._attention.abreast(*size) > 1 and not self._walk.chunk(*size)
         (self._attention if few else self._walk)(q, rows, heads, cache, out, self._early(q))
 
-    def blocks(
+    @property
+    def fused_layers(self) -> FusedLayers:
+        return self._run_fused_layers
+
+    def _run_fused_layers(
         self,
         residual: Tensor,
-        layers: list[Layer],
-        norm: Tensor | None,
+        layers: Sequence[Layer],
         rows: Rows,
         rope: Tensor,
-        caches: list[Tensor],
+        caches: Sequence[Tensor],
         eps: float,
-        taps: Sequence[int] = (),
-        embedding: Tensor | None = None,
-        wanted: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+        taps: Sequence[int],
+        embedding: Tensor | None,
+    ) -> tuple[Tensor, ...] | None:
+        """Run all layers in one launch if the fused kernel supports them; see `FusedLayers`."""
         residual = runtime.matrix("residual", residual)
         rope = runtime.matrix("rope", rope, None, FP32)
-        if wanted is None and self.one_launch and self._blocks.takes(residual, layers):
-            for layer, cache in zip(layers, caches, strict=True):
-                self._check_rows(rows, len(residual), layer.heads, cache, residual.dtype)
-            tapped = self._blocks(residual, layers, rows, rope, caches, eps, taps, embedding)
-            if tapped is not None:
-                self._done("blocks")
-                normed = residual if norm is None else self.rms_norm(residual, norm, eps)
-                return normed, residual, *tapped.unbind(1)
-        return super().blocks(residual, layers, norm, rows, rope, caches, eps, taps, embedding, wanted)
+        if not self.one_launch or not self._blocks.takes(residual, layers):
+            return None
+        for layer, cache in zip(layers, caches, strict=True):
+            self._check_rows(rows, len(residual), layer.attention.heads, cache, residual.dtype)
+        tapped = self._blocks(residual, layers, rows, rope, caches, eps, taps, embedding)
+        if tapped is None:
+            return None
+        self._done("fused_layers")
+        return residual, *tapped.unbind(1)
 
     # --- sampling ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.ops import Layer, Rows
+from draftproof.ops import Rows
 from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.triton.step.ops import INTS, StepOps, plain
 from draftproof.types import SlotColumns, Windows
@@ -73,19 +73,22 @@ class DraftOps(StepOps):
         self._done("lm_head_sample")
         return rows
 
-    def first_rows(
-        self, residual: Tensor, layer: Layer, rows: Rows, embedding: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        if layer.token_norm is None or layer.attention_norm is None or layer.norm_around or not len(residual):
-            return super().first_rows(residual, layer, rows, embedding, eps)
-        assert embedding is not None
-        residual, table = runtime.matrix("residual", residual), runtime.matrix("embedding", embedding)
+    def embed_norm_concat(
+        self,
+        tokens: Tensor,
+        table: Tensor,
+        token_norm: Tensor,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        if not len(residual):
+            return super().embed_norm_concat(tokens, table, token_norm, residual, norm, eps)
+        residual, table = runtime.matrix("residual", residual), runtime.matrix("embedding", table)
         wide, kind = residual.shape[1], (residual.dtype,)
-        norms = [
-            runtime.vector("norm", norm, wide, kind) for norm in (layer.token_norm, layer.attention_norm)
-        ]
-        tokens = runtime.vector("tokens", rows.tokens, len(residual), INTS)
+        norms = [runtime.vector("norm", weight, wide, kind) for weight in (token_norm, norm)]
+        tokens = runtime.vector("tokens", tokens, len(residual), INTS)
         out = torch.empty((len(residual), 2 * wide), dtype=residual.dtype, device=residual.device)
         elementwise.joined_norms(tokens, table, residual, *norms, out, eps, self._few(residual))
-        self._done("first_rows")
-        return out, residual
+        self._done("embed_norm_concat")
+        return out

@@ -234,7 +234,8 @@ class Blocks:
         layer: Layer, cache: Tensor, tapped: Tensor, embedding: Tensor | None,
     ) -> None:  # fmt: skip
         count, hidden = x.shape
-        heads, depth, form = layer.heads, layer.down.weight.shape[1], _form(layer, count, hidden)
+        attention, mlp, form = layer.attention, layer.mlp, _form(layer, count, hidden)
+        heads, depth = attention.heads, mlp.down.weight.shape[1]
         assert form is not None, "`takes` has said so"
         width, page_size = heads.num_q * heads.dim, cache.shape[2]
         max_pages, padded = rows.page_table.shape[1], max(16, power_of_two(heads.dim))
@@ -259,9 +260,9 @@ class Blocks:
                 rows.tokens, x if embedding is None else embedding, layer.token_norm if joined else x,
                 count, begin, end, max_pages, cache.stride(0), spans, programs // heads.num_kv,
                 len(embedding) if embedding is not None else 0, eps, heads.scale * splitkv.LOG2_E,
-                STAGE=stage, H=hidden, INNER=depth, PANELS=_panels(layer.down),
-                QKV_BIAS=layer.qkv.bias is not None, OUT_BIAS=layer.out.bias is not None,
-                UP_BIAS=layer.gate_up.bias is not None, DOWN_BIAS=layer.down.bias is not None,
+                STAGE=stage, H=hidden, INNER=depth, PANELS=_panels(mlp.down),
+                QKV_BIAS=attention.qkv.bias is not None, OUT_BIAS=attention.out.bias is not None,
+                UP_BIAS=mlp.gate_up.bias is not None, DOWN_BIAS=mlp.down.bias is not None,
                 NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=padded, PAGE=page_size, WINDOW=heads.window,
                 KEYS=splitkv.KEYS, SPAN=splitkv.SPAN, ONES=splitkv.ONES, TILES=form.tiles, WAVE=WAVE,
                 FOLD=FOLD, BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room,
@@ -277,7 +278,8 @@ def _spans(rows: Rows, cache: Tensor) -> int:
 
 
 def _scratch_fits(layer: Layer, rows: Rows, cache: Tensor) -> bool:
-    size = MOST * layer.heads.num_q * _spans(rows, cache) * max(16, power_of_two(layer.heads.dim)) * 4
+    heads = layer.attention.heads
+    size = MOST * heads.num_q * _spans(rows, cache) * max(16, power_of_two(heads.dim)) * 4
     return size <= splitkv.MOST_SCRATCH
 
 
@@ -287,21 +289,27 @@ def _panels(packed: PackedLinear) -> int:
     return next((n for n in range(1, 9) if depth % (n * 64) == 0 and depth // n <= PANEL), 0)
 
 
+def _projections(layer: Layer) -> tuple[PackedLinear, ...]:
+    """Return the layer's packed weights in the order of its address table."""
+    return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+
+
 def _shape(layer: Layer) -> tuple[object, ...]:
-    packed = (layer.qkv, layer.out, layer.gate_up, layer.down)
-    return layer.heads, layer.token_norm is None, *((p.weight.shape, p.split, p.bias is None) for p in packed)
+    shapes = ((p.weight.shape, p.split, p.bias is None) for p in _projections(layer))
+    return layer.attention.heads, layer.token_norm is None, *shapes
 
 
 def _form(layer: Layer, rows: int, hidden: int) -> Form | None:
     """How this kernel works on so many rows of a layer; None: it does not."""
-    heads, width = layer.heads, layer.heads.num_q * layer.heads.dim
-    if layer.q_norm is not None or layer.k_norm is not None or heads.dim % BN:
+    attention, heads = layer.attention, layer.attention.heads
+    width = heads.num_q * heads.dim
+    if attention.q_norm is not None or attention.k_norm is not None or heads.dim % BN:
         return None
-    if layer.attention_norm is None or layer.norm_around:
+    if layer.attention_norm is None or layer.residual_is_normed:
         return None
-    if hidden % 64 or width % 64 or not _panels(layer.down):
+    if hidden % 64 or width % 64 or not _panels(layer.mlp.down):
         return None
-    if any(p.split > 1 for p in (layer.qkv, layer.out, layer.gate_up, layer.down)):
+    if any(p.split > 1 for p in _projections(layer)):
         return None
     fitting = (f for f in FORMS if rows <= f.most and max(hidden, width) <= f.widest)
     return next(fitting, None)
@@ -310,7 +318,7 @@ def _form(layer: Layer, rows: int, hidden: int) -> Form | None:
 def _addresses(layer: Layer, cache: Tensor) -> list[int]:
     """A layer's line of the table: norm, qkv, out, norm, gate and up, down, cache, four biases."""
     assert layer.attention_norm is not None, "`takes` has said so"
-    packed = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    packed = _projections(layer)
     norms, w = (
         (layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()),
         [p.weight.data_ptr() for p in packed],

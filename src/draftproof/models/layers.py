@@ -1,0 +1,117 @@
+"""Decoder layers over the ops of a backend: an attention block, an MLP, and the loop over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftproof.ops import Attention, Layer, Mlp, Ops, Rows
+
+
+def run_layers(
+    ops: Ops,
+    residual: Tensor,  # [R, hidden]: embedded tokens, or features of a draft head; may be overwritten
+    layers: Sequence[Layer],
+    norm: Tensor | None,  # [hidden]: after the last layer; None: no norm
+    rows: Rows,
+    rope: Tensor,  # [max_len, dim]
+    caches: Sequence[Tensor],  # one per layer
+    eps: float,
+    taps: Sequence[int] = (),  # layers whose residual is returned
+    embedding: Tensor | None = None,  # [V, hidden], for a first layer with `token_norm`
+    output_rows: Tensor | None = None,  # [W] int64: rows to return; None: all
+) -> tuple[Tensor, ...]:
+    """Run all layers and the norm after them, and store K and V of every row.
+
+    Return the normed rows and the residual (the residual twice without `norm`), then the residual after
+    each layer of `taps`: [R, hidden] each, or [W, hidden] with `output_rows`.
+    """
+    if output_rows is None and ops.fused_layers is not None:
+        fused = ops.fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
+        if fused is not None:
+            residual, *tapped = fused
+            normed = residual if norm is None else ops.rms_norm(residual, norm, eps)
+            return normed, residual, *tapped
+    return run_layers_unfused(
+        ops, residual, layers, norm, rows, rope, caches, eps, taps, embedding, output_rows
+    )
+
+
+def run_layers_unfused(
+    ops: Ops,
+    residual: Tensor,
+    layers: Sequence[Layer],
+    norm: Tensor | None,
+    rows: Rows,
+    rope: Tensor,
+    caches: Sequence[Tensor],
+    eps: float,
+    taps: Sequence[int] = (),
+    embedding: Tensor | None = None,
+    output_rows: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Run the layers op by op: the definition of `run_layers`, whose bits a fused kernel must reproduce."""
+    x, residual = first_layer_input(ops, residual, layers[0], rows, embedding, eps)
+    next_norms = [layer.attention_norm for layer in layers[1:]] + [norm]
+    tapped: dict[int, Tensor] = {}
+    for i, (layer, cache, next_norm) in enumerate(zip(layers, caches, next_norms, strict=True)):
+        x = attention_forward(ops, layer.attention, x, rows, rope, cache, eps)
+        if output_rows is not None and layer is layers[-1]:  # K and V are stored: other rows end here
+            x, residual = x.index_select(0, output_rows), residual.index_select(0, output_rows)
+        x = ops.linear(x, layer.attention.out)
+        x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+        x = mlp_forward(ops, layer.mlp, x)
+        # Without a next norm only the sum is used, so the weight does not matter.
+        x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm if next_norm is None else next_norm, eps)
+        if i in taps:
+            tapped[i] = residual
+    return residual if norm is None else x, residual, *(tapped[i] for i in taps)
+
+
+def attention_forward(
+    ops: Ops, attention: Attention, x: Tensor, rows: Rows, rope: Tensor, cache: Tensor, eps: float
+) -> Tensor:
+    """Store K and V of rows x [R, hidden] and attend: [R, num_q * dim], before the output projection."""
+    q = store_kv(ops, attention, x, rows, rope, cache, eps)
+    return ops.attention(q, rows, attention.heads, cache)
+
+
+def store_kv(
+    ops: Ops, attention: Attention, x: Tensor, rows: Rows, rope: Tensor, cache: Tensor, eps: float
+) -> Tensor:
+    """Project rows x [R, hidden], store their K and V in `cache`, and return q [R, num_q * dim]."""
+    return ops.linear_rope_store(
+        x,
+        attention.qkv,
+        rows=rows,
+        heads=attention.heads,
+        rope=rope,
+        cache=cache,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        eps=eps,
+    )
+
+
+def mlp_forward(ops: Ops, mlp: Mlp, x: Tensor) -> Tensor:
+    """Apply the gated MLP to rows x [R, hidden]: [R, hidden]."""
+    return ops.linear(ops.linear_silu_mul(x, mlp.gate_up), mlp.down)
+
+
+def first_layer_input(
+    ops: Ops, residual: Tensor, layer: Layer, rows: Rows, embedding: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return what the first attention reads ([R, hidden] or [R, 2 hidden]) and the residual around it."""
+    if layer.token_norm is None:
+        if layer.attention_norm is None:
+            return residual, residual
+        return ops.rms_norm(residual, layer.attention_norm, eps), residual
+    assert embedding is not None
+    assert layer.attention_norm is not None
+    if not layer.residual_is_normed:
+        norms = {"token_norm": layer.token_norm, "norm": layer.attention_norm}
+        return ops.embed_norm_concat(rows.tokens, embedding, residual=residual, eps=eps, **norms), residual
+    normed = ops.rms_norm(residual, layer.attention_norm, eps)
+    embedded = ops.rms_norm(ops.embed(rows.tokens, embedding), layer.token_norm, eps)
+    return ops.concat_columns(embedded, normed), normed
