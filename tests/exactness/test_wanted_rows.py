@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 class NarrowOps(PaddedOps):
     """Tells passes of 16 rows and more which of them matter; and whether a captured step is being run."""
 
-    narrows = 16
+    gather_last_layer_from_rows = 16
     running: ClassVar[bool] = False
 
     def graph(self, function: Any, apart: bool = False) -> Any:
@@ -72,7 +72,7 @@ def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
     ):
         assert served.differences() == []
     sizes = {len(call.args[1].tokens) for call in (whole if prompt else some).call_args_list}
-    assert max(sizes) >= NarrowOps.narrows
+    assert max(sizes) >= NarrowOps.gather_last_layer_from_rows
 
 
 def captured(served: Company) -> set[bool]:
