@@ -93,7 +93,7 @@ class Program:
         return found
 
     def worker(self) -> int | None:
-        return next(iter(self._running("draftproof.serve.ipc.worker_main")), None)
+        return next(iter(self._running("draftproof.serve.worker.main")), None)
 
     def servers(self) -> list[int]:
         """Those that speak HTTP."""

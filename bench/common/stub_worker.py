@@ -21,8 +21,8 @@ import numpy as np
 
 from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
 from draftproof.engine.validation import Limits, check_request
-from draftproof.metrics import EngineStats, RequestStats
-from draftproof.serve.ipc.status import WorkerStatus, address_of, write_status
+from draftproof.metrics import EngineStats, RequestStats, WorkerStatus
+from draftproof.serve.ipc.status import socket_address, write_status
 from draftproof.types import NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 TOP = 20
@@ -91,11 +91,11 @@ class MadeUp:
         self.num_tokens += len(here)
         while time.perf_counter() < end:
             time.sleep(max(end - time.perf_counter(), 0))
-        return StepResults(requests, table, {LogprobKind.RAW: columns}, finishes=endings)
+        return StepResults(requests, table, {LogprobKind.RAW: columns}, endings=endings)
 
 
 def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) -> None:
-    from draftproof.serve.ipc.worker import Worker
+    from draftproof.serve.worker.worker import Worker
     from draftproof.text.tokenizer import load_tokenizer
 
     vocab = load_tokenizer(tokenizer).vocab_size
@@ -106,7 +106,7 @@ def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) ->
         tokenizer=SimpleNamespace(where=tokenizer),
         grammar_of=None,
     )
-    made: Any = Worker(llm, address_of(folder), {})  # type: ignore[arg-type]
+    made: Any = Worker(llm, socket_address(folder), {})  # type: ignore[arg-type]
     write_status(folder, WorkerStatus("ready", pid=os.getpid(), since=time.time()))
     signal.signal(signal.SIGTERM, lambda *_: made.stop())
     print("ready", flush=True)
@@ -123,7 +123,7 @@ def server(folder: Path, descriptor: int, profile: str | None) -> None:
         print("ready", flush=True)
 
     settings = Settings(max_concurrent=4096, max_concurrent_per_key=4096)
-    _run(lambda: serve_address(address_of(folder), settings, listener, ready), profile)
+    _run(lambda: serve_address(socket_address(folder), settings, listener, ready), profile)
 
 
 def _run(act: Any, profile: str | None) -> None:

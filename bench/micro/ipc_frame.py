@@ -1,16 +1,11 @@
 """What a frame costs: making it in the worker, reading it in a server, and the way between two processes.
 
-    python bench/micro/ipc_frame.py --batch 256 --logprobs 5
+    python bench/wire.py --batch 256 --logprobs 5
 
 The last line is JSON. Times are medians in microseconds of a step of `batch` requests with `logprobs` each.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
 
 import argparse
 import multiprocessing
@@ -22,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import zmq
-from common.measure import finish
+from measure import finish
 
 from draftproof.engine.step.step_results import LogprobColumns, StepResults
 from draftproof.metrics import EngineStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.ipc.decode import Guests, read, results_of
-from draftproof.serve.ipc.encode import Party, Standing, frame_of
+from draftproof.serve.ipc.decode import ReceivedGroup, read, to_step_results
+from draftproof.serve.ipc.encode import EngineSnapshot, RequestGroup, encode_step
 from draftproof.serve.ipc.frame import Bounds
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
@@ -110,16 +105,16 @@ def main() -> None:
     options = parser.parse_args()
     results = made_up(options.batch, options.logprobs, options.k, options.tokens)
     bounds = Bounds(VOCAB, options.k, len(results.sources))
-    standing = Standing(options.k, 1, 0.005, 1.0, STANDING)
+    standing = EngineSnapshot(options.k, 1, 0.005, 1.0, STANDING)
     kind = LogprobKind.NONE if options.logprobs < 0 else LogprobKind.RAW
-    party = Party.of(None, [(i, kind, max(options.logprobs, 0)) for i in range(options.batch)])
+    party = RequestGroup.build(None, [(i, kind, max(options.logprobs, 0)) for i in range(options.batch)])
     quarter = list(range(0, options.batch, 4))
-    one_of_four = Party.of(quarter, [(i, kind, max(options.logprobs, 0)) for i in quarter])
-    frame = frame_of(0, standing, results, party)
-    guests = Guests.of(list(range(options.batch)), dict(enumerate(results.requests)), VOCAB)
+    one_of_four = RequestGroup.build(quarter, [(i, kind, max(options.logprobs, 0)) for i in quarter])
+    frame = encode_step(0, standing, results, party)
+    guests = ReceivedGroup.build(list(range(options.batch)), dict(enumerate(results.requests)), VOCAB)
 
     def receive() -> None:
-        results_of(read(frame, bounds, results.sources), guests, results.sources, {})
+        to_step_results(read(frame, bounds, results.sources), guests, results.sources, {})
 
     receive()
     found = {
@@ -128,8 +123,8 @@ def main() -> None:
         "k": options.k,
         "tokens": options.tokens * options.batch,
         "frame_bytes": len(frame),
-        "make_us": timed(lambda: frame_of(0, standing, results, party)),
-        "make_one_of_four_us": timed(lambda: frame_of(0, standing, results, one_of_four)),
+        "make_us": timed(lambda: encode_step(0, standing, results, party)),
+        "make_one_of_four_us": timed(lambda: encode_step(0, standing, results, one_of_four)),
         "read_us": timed(receive),
         "transfer_us": there_and_back(frame),
     }

@@ -34,7 +34,7 @@ from draftproof.frontend.engine_thread import Driver
 from draftproof.frontend.input_processor import Front, Messages, params_for
 from draftproof.frontend.request_tracker import Job
 from draftproof.frontend.stream_queue import Box
-from draftproof.metrics import EngineStats, SpecStats
+from draftproof.metrics import EngineStats, SpecStats, StepTotals, WorkerStatus
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.prompts import Prompt
@@ -176,6 +176,14 @@ class AsyncLLM:
     def engine_stats(self) -> EngineStats:
         """How the engine stands: who runs and waits, pages, cache hits."""
         return self._llm.engine_stats()
+
+    def worker_status(self) -> WorkerStatus | None:
+        """Return the state of the engine's process; None if the engine is in this process."""
+        return None
+
+    def step_totals(self) -> StepTotals | None:
+        """Return number and duration of the steps of the engine's process; None if it is this one."""
+        return None
 
     def describe(self) -> str:
         return self._llm.engine.describe()

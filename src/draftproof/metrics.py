@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Literal
 
 BOUNDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -146,3 +147,25 @@ class EngineStats:
     num_used_pages: int  # by somebody
     num_cached_pages: int  # by nobody, with content that can be found
     timings: Timings = field(default_factory=Timings, kw_only=True)  # in total; from afar, a second old
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Steps of a worker process since it was started."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+
+
+WorkerState = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """State of the worker process that runs the engine."""
+
+    state: WorkerState
+    restarts: int = 0  # number of restarts so far
+    reason: str | None = None  # why the worker ended last
+    pid: int | None = None
+    since: float = 0.0  # time.time() at which this state began

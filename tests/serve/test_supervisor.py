@@ -1,4 +1,4 @@
-"""The worker as a process: killed, hung, orphaned. Nobody waits in vain, and nothing is left behind."""
+"""Worker process under a supervisor: killed, hung, terminated, orphaned; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from draftproof import ConfigError, EngineDeadError, EngineDownError, LoadError,
 from draftproof.serve import supervisor as supervising
 from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
 from draftproof.serve.supervisor import Supervisor
-from far import wait_for
 from text_pieces import CONFIG, Pieces
+from worker_thread import wait_for
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -42,28 +42,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No process, no thread; whoever else works on this machine does not matter."""
+def no_process_or_thread_is_left() -> Iterator[None]:
+    """Check that the test leaves no worker process and no thread."""
     yield
     wait_for(lambda: not children())
     assert not [t for t in threading.enumerate() if t.name.startswith("draftproof-")]
 
 
 def children() -> list[int]:
-    """Of this process, those that are workers."""
+    """Return the pids of the worker processes that this process started."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if (
-                entry.name.isdigit()
-                and b"draftproof.serve.ipc.worker_main" in (entry / "cmdline").read_bytes()
-            ):
+            if entry.name.isdigit() and b"draftproof.serve.worker.main" in (entry / "cmdline").read_bytes():
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 found += [int(entry.name)] if int(parent) == os.getpid() else []
     return found
 
 
 def alive(pid: int) -> bool:
+    """Return True for a running process that is no zombie."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -71,14 +69,15 @@ def alive(pid: int) -> bool:
 
 
 async def ready(llm: RemoteLLM) -> None:
-    while llm.worker().state != "ready":
+    """Wait until the worker serves."""
+    while llm.worker_status().state != "ready":
         await asyncio.sleep(0.02)
 
 
-def test_killed_in_the_middle_of_streams(
+def test_killed_worker_ends_streams_with_errors_and_is_restarted(
     folder: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 streams and a whole answer end as errors at once; the next worker serves; then it is given up."""
+    """Kill a worker with 32 streams and a whole request; then remove the model, so that restarts fail."""
     monkeypatch.setattr(supervising.log, "disabled", True)
     supervisor = Supervisor(
         str(folder), max_restarts=2, first_delay=0.05, speculative_config={"method": "ngram"}, **OPTIONS
@@ -90,7 +89,7 @@ def test_killed_in_the_middle_of_streams(
         streams = [llm.stream("ab", params(i, **LONG)) for i in range(32)]
         whole = asyncio.create_task(llm.generate("ab", params(99, **LONG)))
         events = [await streams[0].read()]
-        pid = llm.worker().pid
+        pid = llm.worker_status().pid
         assert pid is not None and alive(pid)
         tasks = [asyncio.create_task(collect(stream)) for stream in streams]
         while llm.num_open < 33:
@@ -99,7 +98,9 @@ def test_killed_in_the_middle_of_streams(
         for task in tasks:
             events.append(await task)
         for stream, some in zip(streams, events[1:], strict=True):
-            assert some[-1].finish_reason == "error" and "the engine's process is gone" in str(some[-1].error)
+            assert some[-1].finish_reason == "error" and "the engine's process has ended" in str(
+                some[-1].error
+            )
             assert stream.output is not None and not stream.output.finished
         output = await whole
         assert not output.finished and output.outputs[0].finish_reason == "error"
@@ -107,16 +108,16 @@ def test_killed_in_the_middle_of_streams(
         with pytest.raises(EngineDownError, match="try again"):
             await llm.generate("ab", params())
         await ready(llm)
-        status = llm.worker()
+        status = llm.worker_status()
         assert status.restarts == 1 and status.pid != pid and "SIGKILL" in str(status.reason)
         assert supervisor.status() == status
         assert facts(await llm.generate(*ASKS[0])) == facts(alone[0])
-        # the model is gone: it cannot be started again, and that is said
+        # without the model no restart succeeds
         (folder / "config.json").unlink()
         os.kill(status.pid or 0, signal.SIGKILL)
-        while llm.worker().state != "failed":
+        while llm.worker_status().state != "failed":
             await asyncio.sleep(0.02)
-        assert llm.worker().restarts == 3 - 1 and "3 times in a row" in str(llm.worker().reason)
+        assert llm.worker_status().restarts == 3 - 1 and "3 times in a row" in str(llm.worker_status().reason)
         with pytest.raises(EngineDeadError, match="times in a row"):
             await llm.generate("ab", params())
         assert llm.dead
@@ -133,41 +134,43 @@ def test_killed_in_the_middle_of_streams(
     supervisor.stop()
 
 
-def test_hung_and_terminated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that says nothing any more is ended; one that is told to terminate finishes first."""
+def test_hung_worker_is_killed_and_terminated_worker_finishes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP, then SIGTERM: the second worker finishes its request before it ends."""
     monkeypatch.setattr(supervising.log, "disabled", True)
     with Supervisor(str(folder), first_delay=0.05, hang_seconds=3600, **OPTIONS) as supervisor:
 
         async def main() -> None:
             async with connect(supervisor.address, tokenizer=Pieces()) as llm, asyncio.timeout(120):  # type: ignore[arg-type]
-                pid = llm.worker().pid or 0
+                pid = llm.worker_status().pid or 0
                 stream = llm.stream("ab", params(**LONG))
                 await stream.read()
                 os.kill(pid, signal.SIGSTOP)
-                supervisor._hang_seconds = 0.5  # from now on: a busy machine is no worker that hangs
+                supervisor._hang_seconds = 0.5  # only from now on: a slow start must not count as a hang
                 events = await collect(stream)
                 supervisor._hang_seconds = None
                 assert events[-1].finish_reason == "error"
                 await ready(llm)
-                reason = str(llm.worker().reason)
-                assert "a step took longer" in reason or "it was silent" in reason
+                reason = str(llm.worker_status().reason)
+                assert "a step took longer" in reason or "no report" in reason
                 assert not alive(pid)
-                pid = llm.worker().pid or 0
+                pid = llm.worker_status().pid or 0
                 stream = llm.stream("ab", params(**LONG))
                 await stream.read()
                 os.kill(pid, signal.SIGTERM)
                 events = await collect(stream)
                 assert (events[-1].finish_reason, events[-1].error) == ("length", None)
-                while llm.worker().restarts < 2:
+                while llm.worker_status().restarts < 2:
                     await asyncio.sleep(0.02)
                 await ready(llm)
-                assert "status 0" in str(llm.worker().reason)
+                assert "status 0" in str(llm.worker_status().reason)
 
         asyncio.run(main())
 
 
-def test_the_server_is_killed(folder: Path) -> None:
-    """Its worker goes with it, and its folder, and the process that compiles grammars."""
+def test_worker_and_folder_end_with_a_killed_server(folder: Path) -> None:
+    """The worker, its folder and its grammar process end with the server."""
     program = f"""
 import time
 from draftproof.serve.supervisor import Supervisor
@@ -182,27 +185,29 @@ time.sleep(600)
             assert alive(int(pid)) and Path(run_folder).is_dir()
         finally:
             server.kill()
-    assert server.returncode == -signal.SIGKILL  # and it has not ended before, by itself
+    assert server.returncode == -signal.SIGKILL  # the server did not end by itself before
     wait_for(lambda: not alive(int(pid)) and not Path(run_folder).exists())
 
 
-def test_what_cannot_be_started_is_said_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_or_model_raise_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ConfigError before a process is started, LoadError from the worker."""
     with pytest.raises(ConfigError, match="unknown option 'devise'"):
         Supervisor(str(folder), devise="cpu")
     with pytest.raises(ConfigError, match="cannot be sent"):
         Supervisor(str(folder), speculative_config={"method": "ngram", "proposer": object()})
     shutil.copy(folder / "config.json", folder / "other.json")
     (folder / "config.json").write_text("{")
-    began = Supervisor(str(folder), **OPTIONS)
+    supervisor = Supervisor(str(folder), **OPTIONS)
     with pytest.raises(LoadError, match=r"config\.json"):
-        began.start()
-    assert not began.folder.exists()
+        supervisor.start()
+    assert not supervisor.folder.exists()
 
 
-def test_a_server_process_needs_no_torch() -> None:
+def test_http_process_does_not_import_torch() -> None:
+    """Imports of an HTTP process stay small."""
     program = """
 import sys
 import draftproof.serve.ipc.remote_llm, draftproof.serve.supervisor
-assert not {"torch", "numba", "xgrammar", "transformers"} & set(sys.modules), "it is slow and large"
+assert not {"torch", "numba", "xgrammar", "transformers"} & set(sys.modules), "slow and large imports"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Steps made up at random, as frames and as results, and frames that something happened to."""
+"""Random steps as results and as frames, and random damage to frames."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from draftproof.engine.step.logprob_routing import logprob_kind_of
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.sampling_params import SamplingParams, top_of
-from draftproof.serve.ipc.encode import Party, Standing, frame_of
-from draftproof.serve.ipc.frame import CHECKED, COLUMNS, HEAD, Bounds
+from draftproof.serve.ipc.encode import EngineSnapshot, RequestGroup, encode_step
+from draftproof.serve.ipc.frame import CHECKSUM_START_BYTE, COLUMNS, HEADER_STRUCT, Bounds
 from draftproof.types import (
     NUM_ACCEPTED,
     NUM_DRAFT,
@@ -33,56 +33,62 @@ STATS = EngineStats(3, 1, 4, 1, 5, 9, 2, 6)
 
 @dataclass
 class Step:
-    """A step of n requests: what the engine says of it, and by which handles a server knows them."""
+    """Results of a step of n requests, and the handles of the requests."""
 
     results: StepResults
     handles: list[int]
     bounds: Bounds
-    counts: dict[int, RequestStats]  # by entry
+    stats: dict[int, RequestStats]  # by index
     seconds: float = 0.25
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.bounds.max_drafts, 17, self.seconds, 4.5, STATS)
+    def snapshot(self) -> EngineSnapshot:
+        """State of the engine in the frame."""
+        return EngineSnapshot(self.bounds.max_drafts, 17, self.seconds, 4.5, STATS)
 
-    def party(self, at: list[int] | None = None) -> Party:
-        asked = []
+    def group(self, at: list[int] | None = None) -> RequestGroup:
+        """Return the group of the requests `at`, or of all."""
+        entries = []
         for i in range(len(self.handles)) if at is None else at:
             params = self.results.requests[i].params
             vocab = self.bounds.vocab_size
-            asked.append((self.handles[i], logprob_kind_of(params, vocab), top_of(params.logprobs, vocab)))
-        return Party.of(at, asked)
+            entries.append((self.handles[i], logprob_kind_of(params, vocab), top_of(params.logprobs, vocab)))
+        return RequestGroup.build(at, entries)
 
     def frame(self, sequence: int = 0, at: list[int] | None = None) -> bytes:
-        mine = range(len(self.handles)) if at is None else at
-        counted = [(place, self.counts[i]) for place, i in enumerate(mine) if i in self.counts]
-        return frame_of(sequence, self.standing, self.results, self.party(at), counted)
+        """Encode the step for the requests `at`, or for all."""
+        selected = range(len(self.handles)) if at is None else at
+        new_stats = [(place, self.stats[i]) for place, i in enumerate(selected) if i in self.stats]
+        return encode_step(sequence, self.snapshot, self.results, self.group(at), new_stats)
 
     def known(self) -> dict[int, Request]:
+        """Return the requests by handle."""
         return dict(zip(self.handles, self.results.requests, strict=True))
 
 
-def random_params(chance: random.Random, vocab: int) -> SamplingParams:
-    kind = chance.random()
+def random_params(rng: random.Random, vocab: int) -> SamplingParams:
+    """Return random logprob options."""
+    kind = rng.random()
     options: dict[str, Any] = {}
     if kind < 0.6:
-        options["logprobs"] = chance.choice([0, 1, 5, min(20, vocab)])
-        options["logprobs_mode"] = chance.choice(["raw", "raw", "processed"])
+        options["logprobs"] = rng.choice([0, 1, 5, min(20, vocab)])
+        options["logprobs_mode"] = rng.choice(["raw", "raw", "processed"])
     elif kind < 0.7:
-        options["logprob_token_ids"] = [chance.randrange(vocab) for _ in range(3)]
-    if chance.random() < 0.2:
+        options["logprob_token_ids"] = [rng.randrange(vocab) for _ in range(3)]
+    if rng.random() < 0.2:
         options["include_draft_logprobs"] = True
-    if chance.random() < 0.2:
-        options["prompt_logprobs"] = chance.choice([0, 2])
+    if rng.random() < 0.2:
+        options["prompt_logprobs"] = rng.choice([0, 2])
     return SamplingParams(**options)
 
 
-def random_rows(chance: random.Random, vocab: int, count: int, width: int) -> list[LogprobRow]:
+def random_rows(rng: random.Random, vocab: int, count: int, width: int) -> list[LogprobRow]:
+    """Return `count` random logprob rows."""
     return [
         LogprobRow(
-            [chance.randrange(vocab) for _ in range(width)],
-            [chance.choice([-0.0, -float("inf"), -chance.random() * 9, -1e-300]) for _ in range(width)],
-            [chance.randint(1, vocab) for _ in range(width)],
+            [rng.randrange(vocab) for _ in range(width)],
+            [rng.choice([-0.0, -float("inf"), -rng.random() * 9, -1e-300]) for _ in range(width)],
+            [rng.randint(1, vocab) for _ in range(width)],
         )
         for _ in range(count)
     ]
@@ -91,10 +97,10 @@ def random_rows(chance: random.Random, vocab: int, count: int, width: int) -> li
 def random_step(
     seed: int, n: int = 6, k: int = 5, vocab: int = 97, sources: tuple[str, ...] = ("one", "two")
 ) -> Step:
-    chance, noise = random.Random(seed), np.random.default_rng(seed)
+    """Return a random step of `n` requests with up to `k` drafts."""
+    rng, noise = random.Random(seed), np.random.default_rng(seed)
     requests = [
-        Request(id=str(i), prompt_token_ids=[1], params=random_params(chance, vocab), seed=i)
-        for i in range(n)
+        Request(id=str(i), prompt_token_ids=[1], params=random_params(rng, vocab), seed=i) for i in range(n)
     ]
     sources = sources if k else ()
     table = np.zeros((n, TOKENS + k + 1), np.int64)
@@ -103,20 +109,18 @@ def random_step(
     picks = {LogprobKind.RAW: 0, LogprobKind.PROCESSED: 0}
     for i, request in enumerate(requests):
         params, line = request.params, table[i]
-        in_prompt = chance.random() < 0.1
+        in_prompt = rng.random() < 0.1
         extra = HostLogprobs()
-        if params.prompt_logprobs is not None and chance.random() < 0.7:
-            extra.prompt_logprobs = random_rows(
-                chance, vocab, chance.randint(1, 4), 1 + params.prompt_logprobs
-            )
+        if params.prompt_logprobs is not None and rng.random() < 0.7:
+            extra.prompt_logprobs = random_rows(rng, vocab, rng.randint(1, 4), 1 + params.prompt_logprobs)
         if not in_prompt:
-            drafted = chance.randint(0, k)
-            accepted = chance.randint(0, drafted)
+            drafted = rng.randint(0, k)
+            accepted = rng.randint(0, drafted)
             out = accepted + 1
-            if chance.random() < 0.2:
-                reason = chance.choice(["stop", "length", "error"])
-                stop = chance.choice([None, chance.randrange(vocab)]) if reason == "stop" else None
-                endings[i] = Finish(reason, stop, "it is broken: é" if reason == "error" else None)
+            if rng.random() < 0.2:
+                reason = rng.choice(["stop", "length", "error"])
+                stop = rng.choice([None, rng.randrange(vocab)]) if reason == "stop" else None
+                endings[i] = Finish(reason, stop, "failed: é" if reason == "error" else None)
                 out = out if reason != "error" else accepted
             line[NUM_OUT], line[NUM_DRAFT], line[NUM_ACCEPTED] = out, drafted, accepted
             line[TOKENS : TOKENS + out] = noise.integers(0, vocab, out)
@@ -125,15 +129,15 @@ def random_step(
                 line[PICK] = picks[wants]
                 picks[wants] += out
             if params.logprob_token_ids is not None:
-                extra.logprobs = random_rows(chance, vocab, out, 4)
+                extra.logprobs = random_rows(rng, vocab, out, 4)
             if params.include_draft_logprobs:
                 extra.drafts = [
                     DraftRecord(
-                        chance.randrange(vocab),
+                        rng.randrange(vocab),
                         40 + j,
-                        chance.choice(sources),
+                        rng.choice(sources),
                         j < accepted,
-                        chance.choice([None, -0.5]),
+                        rng.choice([None, -0.5]),
                         -0.0,
                     )
                     for j in range(drafted)
@@ -143,7 +147,7 @@ def random_step(
     columns = {}
     for kind, count in picks.items():
         if any(logprob_kind_of(r.params, vocab) is kind for r in requests):
-            top = min(32, vocab)  # as the engine rounds it up
+            top = min(32, vocab)  # the engine rounds the number of top tokens up
             columns[kind] = LogprobColumns(
                 noise.normal(size=(count + 3, 1 + top)).astype(np.float32),
                 noise.integers(0, vocab, (count + 3, top)),
@@ -152,54 +156,54 @@ def random_step(
     source = noise.integers(0, len(sources), (n, k)).astype(np.int8) if len(sources) > 1 else None
     results = StepResults(requests, table, columns, sources, source, endings, extras)
     handles = [2**40 + 7 * i for i in range(n)]
-    chance.shuffle(handles)
-    counts = {}
+    rng.shuffle(handles)
+    stats = {}
     for i in range(0, n, 2):
-        times = {name: chance.choice([None, 0.0, chance.random()]) for name in ("seated", "spoke")}
-        counts[i] = RequestStats(chance.randint(0, 99), chance.randint(0, 3), 0.0, **times)
-    return Step(results, handles, Bounds(vocab, k, len(sources)), counts)
+        times = {name: rng.choice([None, 0.0, rng.random()]) for name in ("scheduled_at", "first_token_at")}
+        stats[i] = RequestStats(rng.randint(0, 99), rng.randint(0, 3), 0.0, **times)
+    return Step(results, handles, Bounds(vocab, k, len(sources)), stats)
 
 
-# --- what may happen to a frame ---------------------------------------------------------------------------
+# --- damage ---
 
 
 def sealed(data: bytes) -> bytes:
-    """With the size and the checksum that these bytes should have."""
-    if len(data) < HEAD.size:
+    """Return `data` with the size and the checksum corrected."""
+    if len(data) < HEADER_STRUCT.size:
         return data
     body = bytearray(data)
     struct.pack_into("<Q", body, 16, len(body))
-    struct.pack_into("<I", body, 4, zlib.crc32(memoryview(body)[CHECKED:]))
+    struct.pack_into("<I", body, 4, zlib.crc32(memoryview(body)[CHECKSUM_START_BYTE:]))
     return bytes(body)
 
 
-def damaged(chance: random.Random, frame: bytes, other: bytes) -> bytes:
-    """Bits flipped, bytes lost, added, moved, numbers in the header changed, two frames mixed, noise."""
+def damaged(rng: random.Random, frame: bytes, other: bytes) -> bytes:
+    """Flip bits, cut, extend, delete, change header fields, mix two frames, or replace all by noise."""
     data = bytearray(frame)
-    how = chance.randrange(8)
-    if how == 0:
-        for _ in range(chance.randint(1, 8)):
-            at = chance.randrange(len(data))
-            data[at] ^= 1 << chance.randrange(8)
-    elif how == 1:
-        del data[chance.randrange(len(data)) :]
-    elif how == 2:
-        data += chance.randbytes(chance.randint(1, 40))
-    elif how == 3:
-        at = chance.randrange(len(data))
-        del data[at : at + chance.randint(1, 64)]
-    elif how == 4:  # a number of the header
-        at = 8 + 4 * chance.randrange((HEAD.size - 8) // 4)
-        struct.pack_into("<I", data, at, chance.choice([0, 1, 2, 2**31, 2**32 - 1, chance.randrange(2**32)]))
-    elif how == 5:
-        at = chance.randrange(min(len(data), len(other)))
+    kind = rng.randrange(8)
+    if kind == 0:
+        for _ in range(rng.randint(1, 8)):
+            at = rng.randrange(len(data))
+            data[at] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del data[rng.randrange(len(data)) :]
+    elif kind == 2:
+        data += rng.randbytes(rng.randint(1, 40))
+    elif kind == 3:
+        at = rng.randrange(len(data))
+        del data[at : at + rng.randint(1, 64)]
+    elif kind == 4:  # a field of the header
+        at = 8 + 4 * rng.randrange((HEADER_STRUCT.size - 8) // 4)
+        struct.pack_into("<I", data, at, rng.choice([0, 1, 2, 2**31, 2**32 - 1, rng.randrange(2**32)]))
+    elif kind == 5:
+        at = rng.randrange(min(len(data), len(other)))
         data = bytearray(bytes(data[:at]) + other[at:])
-    elif how == 6:
-        data = bytearray(chance.randbytes(chance.choice([0, 3, HEAD.size, len(data)])))
-    else:  # a stretch of a column
-        at = chance.randrange(HEAD.size, len(data)) if len(data) > HEAD.size else 0
-        size = chance.choice([1, 2, 4, 8])
-        data[at : at + size] = chance.choice([b"\xff", b"\0", b"\x7f"]) * len(data[at : at + size])
+    elif kind == 6:
+        data = bytearray(rng.randbytes(rng.choice([0, 3, HEADER_STRUCT.size, len(data)])))
+    else:  # a few bytes of a column
+        at = rng.randrange(HEADER_STRUCT.size, len(data)) if len(data) > HEADER_STRUCT.size else 0
+        size = rng.choice([1, 2, 4, 8])
+        data[at : at + size] = rng.choice([b"\xff", b"\0", b"\x7f"]) * len(data[at : at + size])
     return bytes(data)
 
 

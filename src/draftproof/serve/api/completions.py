@@ -143,7 +143,8 @@ class Answers:
 
     def _problem(self, reason: str | None, error: str | None) -> Problem:
         """An answer was ended from outside."""
-        lost = self._llm.dead or (hasattr(self._llm, "worker") and self._llm.worker().state != "ready")
+        worker = self._llm.worker_status()
+        lost = self._llm.dead or (worker is not None and worker.state != "ready")
         return failure(reason, error, lost)
 
     # --- streams ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Facts:
         await send_json(send, state, 200 if state.status == "ok" else 503)
 
     def _health(self) -> Health:
-        worker = self._llm.worker() if hasattr(self._llm, "worker") else None
+        worker = self._llm.worker_status()
         restarts = worker.restarts if worker else 0
         if self._llm.dead:
             return Health(

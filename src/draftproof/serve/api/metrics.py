@@ -135,8 +135,8 @@ class Meters:
             ("prefix_cache_hits", "Prompt tokens found there.", stats.num_cached_tokens),
         ):
             yield self._counter(f"draftproof:{name}", text, value)
-        if hasattr(self._llm, "worker"):  # the engine has a process of its own
-            worker, steps = self._llm.worker(), self._llm.steps()
+        worker, steps = self._llm.worker_status(), self._llm.step_totals()
+        if worker is not None and steps is not None:  # the engine has a process of its own
             up = int(worker.state == "ready")
             yield self._gauge("draftproof:worker_up", "1 while the engine's process serves.", up)
             for name, text, value in (

@@ -1,4 +1,4 @@
-"""The line to the worker: a socket that is made anew when the worker goes, and a bell that ends a wait."""
+"""Connection of an HTTP process to the worker: a socket that is replaced when the worker disconnects."""
 
 from __future__ import annotations
 
@@ -8,52 +8,57 @@ from enum import Enum
 import zmq
 
 from draftproof.serve.ipc.messages import Hello, encode
-from draftproof.serve.ipc.waker import Bell
+from draftproof.serve.ipc.waker import Waker
 
-QUEUED = 32  # frames under way on either side before the worker keeps them itself
-RETRY = 50, 500  # milliseconds between two tries to connect, growing
+MAX_QUEUED_FRAMES = 32  # in the socket queue of either side, before the worker buffers frames itself
+RECONNECT_MIN_MILLISECONDS, RECONNECT_MAX_MILLISECONDS = 50, 500
 
 
-class News(Enum):
+class ConnectionEvent(Enum):
+    """Reason why `receive` returned without a message."""
+
     WOKEN = 0
-    LOST = 1  # the worker's end is gone; another line is open, and nobody may be there yet
+    DISCONNECTED = 1  # the worker's end was closed; a new socket is open and may not be connected yet
 
 
-class Line:
-    """For one thread at a time, but for `wake`."""
+class WorkerConnection:
+    """ZeroMQ connection to the worker. For one thread at a time, except `wake`."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.Context()
-        self._calls = 0
-        self._bell = Bell()
-        self.wake = self._bell.ring  # from any thread, also after `close`
+        self._num_sockets = 0
+        self._waker = Waker()
+        self.wake = self._waker.wake  # from any thread, also after `close`
         self._open()
 
     def _open(self) -> None:
+        """Open a socket with its monitor and send Hello."""
         made = self._socket = self._context.socket(zmq.DEALER)
         made.linger = 0
-        made.sndhwm = 0  # as many requests as the server lets in: sending never waits
-        made.rcvhwm = QUEUED
-        made.reconnect_ivl, made.reconnect_ivl_max = RETRY
-        # by a name of its own: the usual one is that of a file descriptor, which may have been another's
-        self._calls += 1
-        name = f"inproc://line-{self._calls}"
+        made.sndhwm = 0  # unbounded: the number of requests is limited before, so sending never blocks
+        made.rcvhwm = MAX_QUEUED_FRAMES
+        made.reconnect_ivl = RECONNECT_MIN_MILLISECONDS
+        made.reconnect_ivl_max = RECONNECT_MAX_MILLISECONDS
+        # a unique name: the default one contains a file descriptor, which may have been reused
+        self._num_sockets += 1
+        name = f"inproc://monitor-{self._num_sockets}"
         made.monitor(name, zmq.EVENT_DISCONNECTED)
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.linger = 0
         self._monitor.connect(name)
         self._poller = zmq.Poller()
-        for each in (made, self._monitor, self._bell):
+        for each in (made, self._monitor, self._waker):
             self._poller.register(each, zmq.POLLIN)
         made.connect(self._address)
         self.send(encode(Hello()))
 
     def send(self, *parts: bytes) -> None:
+        """Queue a message; never blocks."""
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
-    def receive(self, seconds: float | None = None) -> bytes | News | None:
-        """What comes next; None if nothing does in so many seconds. What has come goes before a loss."""
+    def receive(self, seconds: float | None = None) -> bytes | ConnectionEvent | None:
+        """Return the next message or event; None after `seconds`. Messages come before a disconnect."""
         while True:
             with contextlib.suppress(zmq.Again):
                 return self._socket.recv(zmq.NOBLOCK)
@@ -61,27 +66,28 @@ class Line:
             if self._socket in ready:
                 continue
             if self._monitor in ready:
-                # what came between the look at the one and the look at the other was there before the end
+                # a message may have arrived between the read above and the disconnect
                 with contextlib.suppress(zmq.Again):
                     return self._socket.recv(zmq.NOBLOCK)
-                self.renew()
-                return News.LOST
-            if self._bell.fileno() in ready:
-                self._bell.hush()
-                return News.WOKEN
+                self.reconnect()
+                return ConnectionEvent.DISCONNECTED
+            if self._waker.fileno() in ready:
+                self._waker.clear()
+                return ConnectionEvent.WOKEN
             return None
 
-    def renew(self) -> None:
-        """Hang up and call again: what was sent and not read is nobody's, on both sides."""
-        self._hang_up()
+    def reconnect(self) -> None:
+        """Replace the socket. Messages that were sent and not read are dropped on both sides."""
+        self._close_socket()
         self._open()
 
-    def _hang_up(self) -> None:
+    def _close_socket(self) -> None:
         self._socket.monitor(None, 0)
         self._monitor.close(0)
         self._socket.close(0)
 
     def close(self) -> None:
-        self._hang_up()
+        """Close the connection for good."""
+        self._close_socket()
         self._context.term()
-        self._bell.close()
+        self._waker.close()

@@ -1,4 +1,4 @@
-"""From a frame to a step's results, as the engine itself would have given them. The server's side."""
+"""Decoder of frames in an HTTP process: from bytes to the same StepResults that the engine returned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobCol
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
 from draftproof.sampling_params import top_of
-from draftproof.serve.ipc.frame import BLOCKS, Bounds, FrameError, Header, SetKind, Status, unpack
+from draftproof.serve.ipc.frame import (
+    LOGPROB_BLOCKS,
+    REASON_BY_STATUS,
+    Bounds,
+    FrameError,
+    Header,
+    RequestStatus,
+    RowSetKind,
+    unpack,
+)
 from draftproof.types import (
     NUM_ACCEPTED,
     NUM_DRAFT,
@@ -22,163 +31,173 @@ from draftproof.types import (
     PICK,
     TOKENS,
     DraftRecord,
-    FinishReason,
     LogprobKind,
     LogprobRow,
     Request,
 )
 
-REASONS: dict[Status, FinishReason] = {
-    Status.STOP: "stop",
-    Status.LENGTH: "length",
-    Status.ERROR: "error",
-}
+Columns = Mapping[str, NDArray[Any]]
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Of a request that does not run any more, or never did."""
+class FinishedEntry:
+    """End of a request, or the reason why it was not admitted."""
 
-    status: Status
-    stop: int | None
-    text: str | None
+    status: RequestStatus
+    stop_token: int | None
+    message: str | None
     param: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A frame, understood: n entries. Nothing of it is known yet to be about requests that are still here."""
+class DecodedFrame:
+    """Decoded frame with n entries. Its handles may belong to requests that were aborted here meanwhile."""
 
     header: Header
     handles: list[int]  # [n]
-    wants: NDArray[np.uint8]  # [n]
+    kinds: NDArray[np.uint8]  # [n] logprob kinds
     table: Ints  # [n, TOKENS + K + 1], see types.Outcome
     columns: dict[LogprobKind, LogprobColumns]
     source: NDArray[np.int8] | None  # [n, K]
-    ends: dict[int, End]
-    counted: list[tuple[int, RequestStats]]  # by entry
-    sets: dict[int, HostLogprobs] = field(default_factory=dict)
+    finished: dict[int, FinishedEntry]  # by entry
+    stats: list[tuple[int, RequestStats]]  # (entry, statistics)
+    extras: dict[int, HostLogprobs] = field(default_factory=dict)  # by entry
 
-    def stats(self, timings: Timings) -> EngineStats:
+    def engine_stats(self, timings: Timings) -> EngineStats:
+        """Return the engine statistics of the header, with `timings`."""
         return EngineStats(*self.header[5:13], timings=timings)
 
 
-def read(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Told:
-    """FrameError if these bytes are no frame. `sources`: `bounds.num_sources` names."""
+def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> DecodedFrame:
+    """Decode a frame. Raises FrameError. `sources`: `bounds.num_sources` names."""
     header, columns = unpack(data, bounds)
-    table, owner, place = _table(header, columns)
+    table, owner, place = _outcome_table(header, columns)
     source = None
     if bounds.num_sources > 1:
         source = np.zeros((header.requests, bounds.max_drafts), np.int8)
-        stood = place < table[owner, NUM_ACCEPTED]
-        source[owner[stood], place[stood]] = columns["source"]
+        accepted = place < table[owner, NUM_ACCEPTED]
+        source[owner[accepted], place[accepted]] = columns["source"]
     extras: dict[int, HostLogprobs] = {}
     if header.sets:
-        _read_sets(columns, extras)
+        _decode_row_sets(columns, extras)
     if header.drafts:
-        _read_drafts(columns, extras, sources)
-    return Told(
-        header,
-        columns["handle"].tolist(),
-        columns["wants"],
-        table,
-        _blocks(header, columns),
-        source,
-        _read_ends(columns) if header.ends else {},
-        _read_counted(columns) if header.counted else [],
-        extras,
+        _decode_drafts(columns, extras, sources)
+    return DecodedFrame(
+        header=header,
+        handles=columns["handle"].tolist(),
+        kinds=columns["logprob_kind"],
+        table=table,
+        columns=_logprob_blocks(header, columns),
+        source=source,
+        finished=_decode_finished(columns) if header.finishes else {},
+        stats=_decode_stats(columns) if header.stats else [],
+        extras=extras,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Guests:
-    """Whom a frame is about, for as long as they stay the same."""
+class ReceivedGroup:
+    """Requests that a frame is about. Reused while the handles stay the same."""
 
     handles: list[int]  # [n]
-    here: list[Request]  # those of them that are not gone
-    at: list[int]  # where they are among the n
-    wants: NDArray[np.uint8]  # [here] the logprobs that they asked for, by kind,
-    tops: dict[LogprobKind, int]  # with how many of the best
-    by_host: list[int]  # of the n, those whose logprobs come as rows of their own
-    asking: list[int]  # of the n, who wants to hear of drafts
+    requests: list[Request]  # those of the n that are still open here
+    at: list[int]  # their indices among the n
+    kinds: NDArray[np.uint8]  # [len(requests)] logprob kind that each requested
+    max_top: dict[LogprobKind, int]  # largest number of top tokens, by logprob kind
+    host_logprobs: list[int]  # indices of requests whose logprobs come as row sets
+    wants_drafts: list[int]  # indices of requests with include_draft_logprobs
 
     @classmethod
-    def of(cls, handles: list[int], known: Mapping[int, Request], vocab: int) -> Guests:
+    def build(cls, handles: list[int], known: Mapping[int, Request], vocab: int) -> ReceivedGroup:
+        """Build the group of a frame's handles; `known`: open requests by handle."""
         if len(set(handles)) < len(handles):
-            raise FrameError("it tells of one request twice")
+            raise FrameError("duplicate handle")
         at = [i for i, handle in enumerate(handles) if handle in known]
-        here = [known[handles[i]] for i in at]
-        wants, tops = np.zeros(len(here), np.uint8), {LogprobKind.RAW: 0, LogprobKind.PROCESSED: 0}
-        for n, request in enumerate(here):
-            kind = wants[n] = logprob_kind_of(request.params, vocab)
+        requests = [known[handles[i]] for i in at]
+        kinds, max_top = np.zeros(len(requests), np.uint8), {LogprobKind.RAW: 0, LogprobKind.PROCESSED: 0}
+        for n, request in enumerate(requests):
+            kind = kinds[n] = logprob_kind_of(request.params, vocab)
             if kind != LogprobKind.NONE:
-                tops[LogprobKind(kind)] = max(tops[LogprobKind(kind)], top_of(request.params.logprobs, vocab))
-        hosted = [i for i, r in zip(at, here, strict=True) if by_host(r.params, vocab)]
-        asking = [i for i, r in zip(at, here, strict=True) if r.params.include_draft_logprobs]
-        return cls(handles, here, at, wants, tops, hosted, asking)
+                max_top[LogprobKind(kind)] = max(
+                    max_top[LogprobKind(kind)], top_of(request.params.logprobs, vocab)
+                )
+        pairs = list(zip(at, requests, strict=True))
+        return cls(
+            handles=handles,
+            requests=requests,
+            at=at,
+            kinds=kinds,
+            max_top=max_top,
+            host_logprobs=[i for i, request in pairs if by_host(request.params, vocab)],
+            wants_drafts=[i for i, request in pairs if request.params.include_draft_logprobs],
+        )
 
-    def check(self, told: Told) -> None:
-        """Does it tell what these asked for?"""
-        wants = told.wants if len(self.at) == len(told.wants) else told.wants[self.at]
-        fits = np.array_equal(wants, self.wants)
-        for kind, found in told.columns.items():
-            fits = fits and (not len(found.ids) or found.ids.shape[1] >= self.tops[kind])
-        for i in self.by_host:
-            extra = told.sets.get(i)
-            fits = fits and (not told.table[i, NUM_OUT] or (extra is not None and extra.logprobs is not None))
-        if not fits:
-            raise FrameError("it tells other logprobs than those that were asked for")
+    def check(self, frame: DecodedFrame) -> None:
+        """Raise FrameError unless the frame has the logprobs that its requests asked for."""
+        kinds = frame.kinds if len(self.at) == len(frame.kinds) else frame.kinds[self.at]
+        matches = np.array_equal(kinds, self.kinds)
+        for kind, found in frame.columns.items():
+            matches = matches and (not len(found.ids) or found.ids.shape[1] >= self.max_top[kind])
+        for i in self.host_logprobs:
+            extra = frame.extras.get(i)
+            has_rows = extra is not None and extra.logprobs is not None
+            matches = matches and (not frame.table[i, NUM_OUT] or has_rows)
+        if not matches:
+            raise FrameError("the logprobs differ from the requested ones")
 
 
-def results_of(
-    told: Told,
-    guests: Guests,
+def to_step_results(
+    frame: DecodedFrame,
+    group: ReceivedGroup,
     sources: tuple[str, ...],
-    refused: dict[str, RequestError | EngineClosedError],
+    failures: dict[str, RequestError | EngineClosedError],
 ) -> StepResults:
-    """FrameError: it is none for these."""
-    guests.check(told)
-    table, source, extras = told.table, told.source, told.sets
+    """Return the results for the open requests of `group`. Raises FrameError if the frame does not match.
+
+    `failures`: errors of requests that were not admitted, by request id.
+    """
+    group.check(frame)
+    table, source, extras = frame.table, frame.source, frame.extras
     endings = {
-        i: Finish(REASONS[end.status], end.stop, end.text)
-        for i, end in told.ends.items()
-        if end.status in REASONS
+        i: Finish(REASON_BY_STATUS[entry.status], entry.stop_token, entry.message)
+        for i, entry in frame.finished.items()
+        if not entry.status.is_admission_failure
     }
-    for i in guests.asking:  # they are told of a step without drafts too
+    for i in group.wants_drafts:  # a step without drafts yields an empty list, not None
         if table[i, NUM_OUT] or i in endings:
             extra = extras.setdefault(i, HostLogprobs())
             extra.drafts = extra.drafts or []
-    at = guests.at
-    if len(at) < len(guests.handles):
-        place = {b: i for i, b in enumerate(at)}
+    at = group.at
+    if len(at) < len(group.handles):
+        index = {b: i for i, b in enumerate(at)}
         table, source = table[at], None if source is None else source[at]
-        endings = {place[i]: ending for i, ending in endings.items() if i in place}
-        extras = {place[i]: extra for i, extra in extras.items() if i in place}
-    return StepResults(guests.here, table, told.columns, sources, source, endings, extras, refused)
+        endings = {index[i]: ending for i, ending in endings.items() if i in index}
+        extras = {index[i]: extra for i, extra in extras.items() if i in index}
+    return StepResults(group.requests, table, frame.columns, sources, source, endings, extras, failures)
 
 
-def _table(header: Header, columns: Mapping[str, NDArray[Any]]) -> tuple[Ints, Ints, Ints]:
-    """And of every token whose it is and which of its step's."""
-    out, wants = columns["num_out"].astype(np.int64), columns["wants"]
+def _outcome_table(header: Header, columns: Columns) -> tuple[Ints, Ints, Ints]:
+    """Rebuild the outcome table; also return each token's request index and position within the step."""
+    out, kinds = columns["num_out"].astype(np.int64), columns["logprob_kind"]
     table = np.zeros((header.requests, TOKENS + header.max_drafts + 1), np.int64)
     table[:, NUM_OUT] = out
     table[:, NUM_DRAFT] = columns["num_draft"]
     table[:, NUM_ACCEPTED] = columns["num_accepted"]
-    for kind, _ in BLOCKS:
-        mine = wants == kind
-        if mine.any():
-            rows = np.where(mine, out, 0)
-            table[:, PICK] += np.where(mine, np.cumsum(rows) - rows, 0)
+    for kind, _ in LOGPROB_BLOCKS:
+        selected = kinds == kind
+        if selected.any():
+            rows = np.where(selected, out, 0)
+            table[:, PICK] += np.where(selected, np.cumsum(rows) - rows, 0)
     owner = np.repeat(np.arange(header.requests), out)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(out) - out, out)
     table[owner, TOKENS + place] = columns["token"]
     return table, owner, place
 
 
-def _blocks(header: Header, columns: Mapping[str, NDArray[Any]]) -> dict[LogprobKind, LogprobColumns]:
+def _logprob_blocks(header: Header, columns: Columns) -> dict[LogprobKind, LogprobColumns]:
     found = {}
-    for kind, name in BLOCKS:
+    for kind, name in LOGPROB_BLOCKS:
         rows, width = getattr(header, f"{name}_rows"), getattr(header, f"{name}_columns")
         if width:
             found[kind] = LogprobColumns(
@@ -189,61 +208,74 @@ def _blocks(header: Header, columns: Mapping[str, NDArray[Any]]) -> dict[Logprob
     return found
 
 
-def _read_ends(columns: Mapping[str, NDArray[Any]]) -> dict[int, End]:
+def _lists(columns: Columns, prefix: str, *names: str) -> zip[tuple[Any, ...]]:
+    """Iterate over the entries of several columns with one prefix."""
+    return zip(*(columns[f"{prefix}_{name}"].tolist() for name in names), strict=True)
+
+
+def _decode_finished(columns: Columns) -> dict[int, FinishedEntry]:
     text, at = columns["text"].tobytes(), 0
-    lists = [columns["status"][columns["end_entry"]].tolist(), columns["end_entry"].tolist()]
-    lists += [
-        columns[f"end_{what}{name}"].tolist() for name in ("stop", "text", "param") for what in ("has_", "")
-    ]
-    ends = {}
-    for status, entry, has_stop, stop, has_text, size, has_param, more in zip(*lists, strict=True):
+    statuses = columns["status"].tolist()
+    names = ("entry", "has_stop_token", "stop_token", "has_message", "message", "has_param", "param")
+    finished = {}
+    for entry, has_stop, stop, has_message, message_size, has_param, param_size in _lists(
+        columns, "finish", *names
+    ):
+        middle, end = at + message_size, at + message_size + param_size
         try:
-            words, param = text[at : at + size].decode(), text[at + size : at + size + more].decode()
+            message, param = text[at:middle].decode(), text[middle:end].decode()
         except UnicodeDecodeError as error:
-            raise FrameError(f"its text is no UTF-8: {error}") from error
-        at += size + more
-        ends[entry] = End(
-            Status(status),
-            stop if has_stop else None,
-            words if has_text else None,
-            param if has_param else None,
+            raise FrameError(f"text is not UTF-8: {error}") from error
+        at = end
+        finished[entry] = FinishedEntry(
+            status=RequestStatus(statuses[entry]),
+            stop_token=stop if has_stop else None,
+            message=message if has_message else None,
+            param=param if has_param else None,
         )
-    return ends
+    return finished
 
 
-def _read_counted(columns: Mapping[str, NDArray[Any]]) -> list[tuple[int, RequestStats]]:
-    names = ("entry", "cached", "preempted", "has_seated", "seated", "has_spoke", "spoke")
+def _decode_stats(columns: Columns) -> list[tuple[int, RequestStats]]:
+    names = ("entry", "cached", "preempted", "has_scheduled", "scheduled", "has_first_token", "first_token")
     found = []
-    for line in zip(*(columns[f"counted_{name}"].tolist() for name in names), strict=True):
-        entry, cached, preempted, has_seated, seated, has_spoke, spoke = line
-        times = {"seated": seated if has_seated else None, "spoke": spoke if has_spoke else None}
-        found.append((entry, RequestStats(cached, preempted, 0.0, **times)))
+    for entry, cached, preempted, has_scheduled, scheduled, has_first, first in _lists(
+        columns, "stats", *names
+    ):
+        stats = RequestStats(
+            cached,
+            preempted,
+            0.0,
+            scheduled_at=scheduled if has_scheduled else None,
+            first_token_at=first if has_first else None,
+        )
+        found.append((entry, stats))
     return found
 
 
-def _read_sets(columns: Mapping[str, NDArray[Any]], extras: dict[int, HostLogprobs]) -> None:
-    cells = [columns[f"cell_{name}"].tolist() for name in ("id", "value", "rank")]
+def _decode_row_sets(columns: Columns, extras: dict[int, HostLogprobs]) -> None:
+    ids, values, ranks = (columns[f"cell_{name}"].tolist() for name in ("id", "value", "rank"))
     widths, first, row = columns["row_width"].tolist(), 0, 0
-    lists = (columns[f"set_{name}"].tolist() for name in ("entry", "kind", "length"))
-    for entry, kind, length in zip(*lists, strict=True):
+    for entry, kind, length in _lists(columns, "set", "entry", "kind", "length"):
         rows = []
         for width in widths[row : row + length]:
-            rows.append(LogprobRow(*(cell[first : first + width] for cell in cells)))
-            first += width
+            end = first + width
+            rows.append(LogprobRow(ids[first:end], values[first:end], ranks[first:end]))
+            first = end
         row += length
         extra = extras.setdefault(entry, HostLogprobs())
-        if kind == SetKind.PROMPT:
+        if kind == RowSetKind.PROMPT:
             extra.prompt_logprobs = rows
         else:
             extra.logprobs = rows
 
 
-def _read_drafts(
-    columns: Mapping[str, NDArray[Any]], extras: dict[int, HostLogprobs], sources: Sequence[str]
-) -> None:
-    names = ("entry", "token", "position", "source", "accepted", "has_own", "own", "has_target", "target")
-    for line in zip(*(columns[f"draft_{name}"].tolist() for name in names), strict=True):
-        entry, token, position, source, accepted, has_own, own, has_target, target = line
+def _decode_drafts(columns: Columns, extras: dict[int, HostLogprobs], sources: Sequence[str]) -> None:
+    names = ("entry", "token", "position", "source", "accepted")
+    logprob_names = ("has_draft_logprob", "draft_logprob", "has_target_logprob", "target_logprob")
+    for entry, token, position, source, accepted, has_draft, draft, has_target, target in _lists(
+        columns, "draft", *names, *logprob_names
+    ):
         extra = extras.setdefault(entry, HostLogprobs())
         extra.drafts = extra.drafts or []
         extra.drafts.append(
@@ -252,7 +284,7 @@ def _read_drafts(
                 position=position,
                 source=sources[source],
                 accepted=bool(accepted),
-                draft_logprob=own if has_own else None,
+                draft_logprob=draft if has_draft else None,
                 target_logprob=target if has_target else None,
             )
         )

@@ -1,6 +1,7 @@
-"""From a step's results to the columns of a frame, for the requests of one server process. The worker's side.
+"""Encoder of frames in the worker: from the results of a step to the columns for one HTTP process.
 
-All requests at once: only those that ended, came, or asked for something rare are looked at one by one.
+All requests are encoded together as columns. Only finished requests, new requests and requests with rare
+options are handled one by one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.step_results import Finish, HostLogprobs, StepResults
+from draftproof.engine.step.step_results import HostLogprobs, StepResults
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.serve.ipc.frame import BLOCKS, Header, SetKind, Status, pack
+from draftproof.serve.ipc.frame import (
+    LOGPROB_BLOCKS,
+    STATUS_BY_REASON,
+    Header,
+    RequestStatus,
+    RowSetKind,
+    pack,
+)
 from draftproof.types import (
     NUM_ACCEPTED,
     NUM_DRAFT,
@@ -27,44 +35,55 @@ from draftproof.types import (
     LogprobRow,
 )
 
-REASONS = {"stop": Status.STOP, "length": Status.LENGTH, "error": Status.ERROR}
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Of a job, by the handle of its first request."""
+class AdmissionFailure:
+    """Requests of one prompt that were not admitted, by the handle of the first."""
 
     handle: int
-    status: Status
-    text: str
+    status: RequestStatus
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEntry:
+    """End of one request."""
+
+    entry: int
+    stop_token: int | None = None
+    message: str | None = None
     param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Party:
-    """Those of a step's requests that one server asked for, for as long as they stay the same."""
+class RequestGroup:
+    """Requests of a step that belong to one HTTP process. Reused while the set stays the same."""
 
-    at: NDArray[np.int64] | None  # where in the step's results; None: all of them
+    at: NDArray[np.int64] | None  # indices in the step's results; None: all of them
     handles: NDArray[np.uint64]  # [n]
-    wants: NDArray[np.uint8]  # [n]
-    tops: dict[LogprobKind, int]  # the most of the best that one of them asked for, by the kind of logprobs
+    kinds: NDArray[np.uint8]  # [n] logprob kinds
+    max_top: dict[LogprobKind, int]  # largest number of top tokens, by logprob kind
 
     @classmethod
-    def of(cls, at: Sequence[int] | None, asked: Sequence[tuple[int, LogprobKind, int]]) -> Party:
-        """`asked`: handle, kind of logprobs, and how many of the best."""
-        tops: dict[LogprobKind, int] = {}
-        for _, kind, top in asked:
+    def build(
+        cls, at: Sequence[int] | None, requests: Sequence[tuple[int, LogprobKind, int]]
+    ) -> RequestGroup:
+        """Build the group of (handle, logprob kind, number of top tokens) of each request."""
+        max_top: dict[LogprobKind, int] = {}
+        for _, kind, top in requests:
             if kind is not LogprobKind.NONE:
-                tops[kind] = max(top, tops.get(kind, 0))
-        handles = np.array([handle for handle, *_ in asked], np.uint64)
-        kinds = np.array([kind for _, kind, _ in asked], np.uint8)
-        return cls(None if at is None else np.array(at, np.int64), handles, kinds, tops)
+                max_top[kind] = max(top, max_top.get(kind, 0))
+        handles = np.array([handle for handle, *_ in requests], np.uint64)
+        kinds = np.array([kind for _, kind, _ in requests], np.uint8)
+        return cls(None if at is None else np.array(at, np.int64), handles, kinds, max_top)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What every frame says of the engine as a whole."""
+class EngineSnapshot:
+    """State of the engine as a whole, which every frame carries."""
 
     max_drafts: int
     num_steps: int
@@ -73,169 +92,179 @@ class Standing:
     stats: EngineStats
 
     def header(self, sequence: int, **counts: int) -> Header:
+        """Return the header of a frame."""
         stats = self.stats
         return Header(
-            self.max_drafts,
-            sequence,
-            self.num_steps,
-            self.step_seconds,
-            self.busy_seconds,
-            stats.num_running,
-            stats.num_waiting,
-            stats.num_preemptions,
-            stats.num_queried_tokens,
-            stats.num_cached_tokens,
-            stats.num_pages,
-            stats.num_used_pages,
-            stats.num_cached_pages,
+            max_drafts=self.max_drafts,
+            sequence=sequence,
+            num_steps=self.num_steps,
+            step_seconds=self.step_seconds,
+            busy_seconds=self.busy_seconds,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_preemptions=stats.num_preemptions,
+            num_queried_tokens=stats.num_queried_tokens,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_pages=stats.num_pages,
+            num_used_pages=stats.num_used_pages,
+            num_cached_pages=stats.num_cached_pages,
             **counts,
         )
 
 
-def frame_of(
+def encode_step(
     sequence: int,
-    standing: Standing,
+    engine: EngineSnapshot,
     results: StepResults,
-    party: Party,
-    counted: Iterable[tuple[int, RequestStats]] = (),
+    group: RequestGroup,
+    new_stats: Iterable[tuple[int, RequestStats]] = (),
 ) -> bytes:
-    """`counted`: whose counts are new, by their place in the party, in order."""
-    table = results.table if party.at is None else results.table[party.at]
+    """Encode one step for one HTTP process.
+
+    `new_stats`: (index in `group`, statistics) of requests whose statistics changed, ascending.
+    """
+    table = results.table if group.at is None else results.table[group.at]
     out = table[:, NUM_OUT]
-    size = len(party.handles)
-    # one entry a token: whose it is and which of its step's
+    size = len(group.handles)
+    # per token: index of its request in the group, and position within the step
     owner = np.repeat(np.arange(size), out)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(out) - out, out)
     columns: Arrays = {
         "status": np.zeros(size, np.uint8),
-        "handle": party.handles,
+        "handle": group.handles,
         "num_out": out,
         "num_draft": table[:, NUM_DRAFT],
         "num_accepted": table[:, NUM_ACCEPTED],
-        "wants": party.wants,
+        "logprob_kind": group.kinds,
         "token": table[owner, TOKENS + place],
     }
     counts = {"requests": size, "tokens": len(owner)}
     if results.source is not None:
-        mine = results.source if party.at is None else results.source[party.at]
-        stood = place < table[owner, NUM_ACCEPTED]
-        columns["source"] = mine[owner[stood], place[stood]]
-        counts["sourced"] = len(columns["source"])
-    if party.tops:
-        _add_blocks(columns, counts, results, party, owner, table[owner, PICK] + place)
+        source = results.source if group.at is None else results.source[group.at]
+        accepted = place < table[owner, NUM_ACCEPTED]
+        columns["source"] = source[owner[accepted], place[accepted]]
+        counts["draft_sources"] = len(columns["source"])
+    if group.max_top:
+        _add_logprob_blocks(columns, counts, results, group, owner, table[owner, PICK] + place)
     if results.finishes or results.host_logprobs:
-        places = None if party.at is None else {b: i for i, b in enumerate(party.at.tolist())}
-        ends = _mine(results.finishes, places)
-        if ends:
-            for i, ending in ends.items():
-                columns["status"][i] = REASONS[ending.reason]
-            _add_ends(columns, counts, [(i, *_words(ends[i])) for i in sorted(ends)])
-        _add_extras(columns, counts, _mine(results.host_logprobs, places), results.sources)
-    _add_counted(columns, counts, list(counted))
-    return pack(standing.header(sequence, **counts), columns)
+        index = None if group.at is None else {b: i for i, b in enumerate(group.at.tolist())}
+        endings = _select(results.finishes, index)
+        if endings:
+            for i, ending in endings.items():
+                columns["status"][i] = STATUS_BY_REASON[ending.reason]
+            finishes = [FinishEntry(i, endings[i].stop, endings[i].error) for i in sorted(endings)]
+            _add_finishes(columns, counts, finishes)
+        _add_extras(columns, counts, _select(results.host_logprobs, index), results.sources)
+    _add_stats(columns, counts, list(new_stats))
+    return pack(engine.header(sequence, **counts), columns)
 
 
-def refusal_frame(sequence: int, standing: Standing, refusals: Sequence[Refusal]) -> bytes:
-    """A frame that tells no step: who was not let in, and why. It may be of nobody."""
-    size = len(refusals)
+def encode_failures(sequence: int, engine: EngineSnapshot, failures: Sequence[AdmissionFailure]) -> bytes:
+    """Encode a frame without a step: requests that were not admitted. May be empty."""
+    size = len(failures)
     counts = {"requests": size}
-    none = np.zeros(size, np.uint8)
+    zeros = np.zeros(size, np.uint8)
     columns: Arrays = {
-        "status": np.array([refusal.status for refusal in refusals], np.uint8),
-        "handle": np.array([refusal.handle for refusal in refusals], np.uint64),
-        **dict.fromkeys(("num_out", "num_draft", "num_accepted", "wants"), none),
+        "status": np.array([failure.status for failure in failures], np.uint8),
+        "handle": np.array([failure.handle for failure in failures], np.uint64),
+        **dict.fromkeys(("num_out", "num_draft", "num_accepted", "logprob_kind"), zeros),
     }
-    if refusals:
-        _add_ends(columns, counts, [(i, None, each.text, each.param) for i, each in enumerate(refusals)])
-    return pack(standing.header(sequence, **counts), columns)
+    if failures:
+        finishes = [FinishEntry(i, None, each.message, each.param) for i, each in enumerate(failures)]
+        _add_finishes(columns, counts, finishes)
+    return pack(engine.header(sequence, **counts), columns)
 
 
-def _mine(all_of_them: dict[int, Any], places: dict[int, int] | None) -> dict[int, Any]:
-    if places is None:
-        return all_of_them
-    return {places[b]: value for b, value in all_of_them.items() if b in places}
+def _select(values: dict[int, Any], index: dict[int, int] | None) -> dict[int, Any]:
+    """Return the values of the group's requests, by index in the group."""
+    if index is None:
+        return values
+    return {index[b]: value for b, value in values.items() if b in index}
 
 
-def _words(ending: Finish) -> tuple[int | None, str | None, str | None]:
-    return ending.stop, ending.error, None
-
-
-def _add_blocks(
+def _add_logprob_blocks(
     columns: Arrays,
     counts: dict[str, int],
     results: StepResults,
-    party: Party,
+    group: RequestGroup,
     owner: NDArray[np.int64],
     rows: NDArray[np.int64],
 ) -> None:
-    for kind, name in BLOCKS:
-        if kind not in party.tops:
+    """Add the logprobs that the device computed. `rows`: row of each token in its block."""
+    for kind, name in LOGPROB_BLOCKS:
+        if kind not in group.max_top:
             continue
-        mine = party.wants[owner] == kind
-        at: Any = rows if mine.all() else rows[mine]
+        selected = group.kinds[owner] == kind
+        at: Any = rows if selected.all() else rows[selected]
         counts[f"{name}_rows"] = len(at)
         found = results.columns.get(kind)
         if found is None:
             assert not len(at)
             counts[f"{name}_columns"] = 1
             continue
-        if len(at) and (np.diff(at) == 1).all():  # mostly they lie one behind the other: nothing is gathered
+        if len(at) and (np.diff(at) == 1).all():  # consecutive rows, the usual case: slice without a copy
             at = slice(int(at[0]), int(at[-1]) + 1)
-        top = min(party.tops[kind], found.ids.shape[1])
+        top = min(group.max_top[kind], found.ids.shape[1])
         counts[f"{name}_columns"] = 1 + top
         columns[f"{name}_value"] = found.values[at, : 1 + top]
         columns[f"{name}_id"] = found.ids[at, :top]
         columns[f"{name}_rank"] = found.ranks[at]
 
 
-def _add_counted(columns: Arrays, counts: dict[str, int], counted: list[tuple[int, RequestStats]]) -> None:
-    if not counted:
+def _add_stats(columns: Arrays, counts: dict[str, int], new_stats: list[tuple[int, RequestStats]]) -> None:
+    if not new_stats:
         return
-    counts["counted"] = len(counted)
-    columns["counted_entry"] = np.array([i for i, _ in counted], np.uint32)
-    columns["counted_cached"] = np.array([stats.num_cached_tokens for _, stats in counted], np.uint32)
-    columns["counted_preempted"] = np.array([stats.num_preemptions for _, stats in counted], np.uint32)
-    for name in ("seated", "spoke"):
-        times = [getattr(stats, name) for _, stats in counted]
-        columns[f"counted_has_{name}"] = np.array([time is not None for time in times], np.uint8)
-        columns[f"counted_{name}"] = np.array([time or 0.0 for time in times], np.float64)
+    counts["stats"] = len(new_stats)
+    columns["stats_entry"] = np.array([i for i, _ in new_stats], np.uint32)
+    columns["stats_cached"] = np.array([stats.num_cached_tokens for _, stats in new_stats], np.uint32)
+    columns["stats_preempted"] = np.array([stats.num_preemptions for _, stats in new_stats], np.uint32)
+    for name, times in (
+        ("scheduled", [stats.scheduled_at for _, stats in new_stats]),
+        ("first_token", [stats.first_token_at for _, stats in new_stats]),
+    ):
+        columns[f"stats_has_{name}"] = np.array([time is not None for time in times], np.uint8)
+        columns[f"stats_{name}"] = np.array([time or 0.0 for time in times], np.float64)
 
 
-def _add_ends(
-    columns: Arrays, counts: dict[str, int], ends: list[tuple[int, int | None, str | None, str | None]]
-) -> None:
-    """Entry, stop token, what was wrong, the option at fault."""
-    texts = [[(piece or "").encode(errors="replace") for piece in words] for _, _, *words in ends]
-    columns["end_entry"] = np.array([end[0] for end in ends], np.uint32)
-    for k, name in enumerate(("stop", "text", "param"), start=1):
-        columns[f"end_has_{name}"] = np.array([end[k] is not None for end in ends], np.uint8)
-    columns["end_stop"] = np.array([end[1] or 0 for end in ends], np.uint32)
-    columns["end_text"] = np.array([len(text) for text, _ in texts], np.uint32)
-    columns["end_param"] = np.array([len(param) for _, param in texts], np.uint32)
-    columns["text"] = np.frombuffer(b"".join(chain.from_iterable(texts)), np.uint8)
-    counts.update(ends=len(ends), text_bytes=len(columns["text"]))
+def _add_finishes(columns: Arrays, counts: dict[str, int], finishes: list[FinishEntry]) -> None:
+    """Add finished requests, ascending by entry."""
+    stop_tokens = [finish.stop_token for finish in finishes]
+    columns["finish_entry"] = np.array([finish.entry for finish in finishes], np.uint32)
+    columns["finish_has_stop_token"] = np.array([token is not None for token in stop_tokens], np.uint8)
+    columns["finish_stop_token"] = np.array([token or 0 for token in stop_tokens], np.uint32)
+    texts: list[list[bytes]] = []
+    for name in ("message", "param"):
+        values = [getattr(finish, name) for finish in finishes]
+        encoded = [(value or "").encode(errors="replace") for value in values]
+        columns[f"finish_has_{name}"] = np.array([value is not None for value in values], np.uint8)
+        columns[f"finish_{name}"] = np.array([len(text) for text in encoded], np.uint32)
+        texts.append(encoded)
+    text = b"".join(chain.from_iterable(zip(*texts, strict=True)))
+    columns["text"] = np.frombuffer(text, np.uint8)
+    counts.update(finishes=len(finishes), text_bytes=len(text))
 
 
 def _add_extras(
     columns: Arrays, counts: dict[str, int], extras: dict[int, HostLogprobs], sources: Sequence[str]
 ) -> None:
-    sets: list[tuple[int, SetKind, list[LogprobRow]]] = []
+    """Add logprobs that the host computed, and drafts."""
+    sets: list[tuple[int, RowSetKind, list[LogprobRow]]] = []
     drafts: list[tuple[int, DraftRecord]] = []
     for i in sorted(extras):
         extra = extras[i]
         if extra.logprobs is not None:
-            sets.append((i, SetKind.TOKENS, extra.logprobs))
+            sets.append((i, RowSetKind.TOKENS, extra.logprobs))
         if extra.prompt_logprobs is not None:
-            sets.append((i, SetKind.PROMPT, extra.prompt_logprobs))
+            sets.append((i, RowSetKind.PROMPT, extra.prompt_logprobs))
         drafts += [(i, record) for record in extra.drafts or ()]
     if sets:
-        _add_sets(columns, counts, sets)
+        _add_row_sets(columns, counts, sets)
     if drafts:
         _add_drafts(columns, counts, drafts, sources)
 
 
-def _add_sets(
-    columns: Arrays, counts: dict[str, int], sets: list[tuple[int, SetKind, list[LogprobRow]]]
+def _add_row_sets(
+    columns: Arrays, counts: dict[str, int], sets: list[tuple[int, RowSetKind, list[LogprobRow]]]
 ) -> None:
     rows = [row for _, _, some in sets for row in some]
     widths = [len(row.token_ids) for row in rows]
@@ -244,10 +273,10 @@ def _add_sets(
     columns["set_kind"] = np.array([kind for _, kind, _ in sets], np.uint8)
     columns["set_length"] = np.array([len(some) for _, _, some in sets], np.uint32)
     columns["row_width"] = np.array(widths, np.uint32)
-    each = chain.from_iterable
-    columns["cell_id"] = np.fromiter(each(row.token_ids for row in rows), np.uint32, cells)
-    columns["cell_rank"] = np.fromiter(each(row.ranks for row in rows), np.uint32, cells)
-    columns["cell_value"] = np.fromiter(each(row.logprobs for row in rows), np.float64, cells)
+    flat = chain.from_iterable
+    columns["cell_id"] = np.fromiter(flat(row.token_ids for row in rows), np.uint32, cells)
+    columns["cell_rank"] = np.fromiter(flat(row.ranks for row in rows), np.uint32, cells)
+    columns["cell_value"] = np.fromiter(flat(row.logprobs for row in rows), np.float64, cells)
     counts.update(sets=len(sets), set_rows=len(rows), set_cells=cells)
 
 
@@ -260,8 +289,8 @@ def _add_drafts(
     columns["draft_position"] = np.array([record.position for record in records], np.uint32)
     columns["draft_source"] = np.array([sources.index(record.source) for record in records], np.uint8)
     columns["draft_accepted"] = np.array([record.accepted for record in records], np.uint8)
-    for name in ("own", "target"):
-        values = [record.draft_logprob if name == "own" else record.target_logprob for record in records]
+    for name in ("draft_logprob", "target_logprob"):
+        values = [getattr(record, name) for record in records]
         columns[f"draft_has_{name}"] = np.array([value is not None for value in values], np.uint8)
         columns[f"draft_{name}"] = np.array([0.0 if value is None else value for value in values], np.float64)
     counts["drafts"] = len(drafts)

@@ -1,12 +1,11 @@
-"""The frame: what a step did for the requests of one server process, as bytes.
+"""Binary frame that carries the results of one step to one HTTP process.
 
-A header of typed fields, then the columns of `COLUMNS`, one behind the other, each padded to eight bytes.
-There are as many of each as the header says and not one more: no largest batch, no sentinels, nothing packed
-into the bits of something else. What it says must add up to the bytes that are there, a checksum covers
-them all, and every column is held against the others before anything is believed. Whatever is wrong is a
-FrameError that says what: there is no such thing as a part of a frame.
+Layout: a header of typed fields, then the columns of `COLUMNS`, each padded to eight bytes. The header gives
+the number of entries of every column, so there is no maximum batch size, no sentinel and no bit packing.
+The stated size must equal the number of bytes, a checksum covers all of them, and every column is checked
+against the others before any of them is used. A violation raises FrameError; a frame is never used in part.
 
-Numbers are little-endian. A change of this file's format is a change of VERSION; tests pin the bytes.
+Numbers are little-endian. A change of the format needs a new VERSION; tests pin the bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.types import LogprobKind
+from draftproof.types import FinishReason, LogprobKind
 
 MAGIC = b"DPRF"
 VERSION = 1
@@ -30,30 +29,44 @@ Columns = Mapping[str, NDArray[Any]]
 
 
 class FrameError(ValueError):
-    """These bytes are no frame."""
+    """Received bytes that are not a valid frame."""
 
 
-class Status(IntEnum):
-    """How a request stands after this frame. Read before anything else of it."""
+class RequestStatus(IntEnum):
+    """State of a request after a frame. Values from INVALID on: the request was not admitted."""
 
-    RUNS = 0
+    RUNNING = 0
     STOP = 1
     LENGTH = 2
     ERROR = 3
-    REFUSED = 4  # from here on: it was never let in. There is something wrong with it,
-    FULL = 5  # or too many wait,
-    CLOSED = 6  # or nothing is taken in at the moment
+    INVALID = 4
+    QUEUE_FULL = 5
+    CLOSED = 6  # the engine is draining and admits no requests
+
+    @property
+    def is_admission_failure(self) -> bool:
+        """Return True for a request that the engine did not admit."""
+        return self >= RequestStatus.INVALID
+
+
+# finish reasons of the engine and their status in a frame
+STATUS_BY_REASON: dict[FinishReason, RequestStatus] = {
+    "stop": RequestStatus.STOP,
+    "length": RequestStatus.LENGTH,
+    "error": RequestStatus.ERROR,
+}
+REASON_BY_STATUS = {status: reason for reason, status in STATUS_BY_REASON.items()}
 
 
 class Header(NamedTuple):
-    """`size` and the counts are filled in by `pack`."""
+    """Header fields of a frame. `pack` adds the size."""
 
-    max_drafts: int  # that a step verifies: the most of num_draft
-    sequence: int  # frames that went to this server before
-    num_steps: int  # of the engine, so far
-    step_seconds: float  # that this one took; 0: this frame tells no step
-    busy_seconds: float  # that all took
-    num_running: int  # metrics.EngineStats, from here on
+    max_drafts: int  # upper bound of num_draft
+    sequence: int  # number of frames sent to this HTTP process before
+    num_steps: int  # steps of the engine so far
+    step_seconds: float  # duration of this step; 0: the frame carries no step
+    busy_seconds: float  # duration of all steps
+    num_running: int  # from here to num_cached_pages: fields of metrics.EngineStats
     num_waiting: int
     num_preemptions: int
     num_queried_tokens: int
@@ -61,15 +74,15 @@ class Header(NamedTuple):
     num_pages: int
     num_used_pages: int
     num_cached_pages: int
-    requests: int = 0  # counts, from here on: n
+    requests: int = 0  # from here on: number of entries, named in COLUMNS
     tokens: int = 0
-    sourced: int = 0  # accepted drafts whose source is told
+    draft_sources: int = 0  # accepted drafts whose source is given
     raw_rows: int = 0
-    raw_columns: int = 0  # the token's own and the best of it; 0: nobody asked
+    raw_columns: int = 0  # the token itself and the top tokens; 0: not requested
     processed_rows: int = 0
     processed_columns: int = 0
-    ends: int = 0
-    counted: int = 0
+    finishes: int = 0
+    stats: int = 0
     sets: int = 0
     set_rows: int = 0
     set_cells: int = 0
@@ -77,77 +90,79 @@ class Header(NamedTuple):
     text_bytes: int = 0
 
 
-# magic, checksum of all that follows, version, kind, then the header with the size behind its first field
-HEAD = struct.Struct("<4sIHHIQQQdd8Q14I")
-CHECKED = 8  # where what the checksum covers begins
-KIND = 1  # of frame; there is no other yet
+# magic, checksum of all that follows, version, kind, then the header with the size after its first field
+HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd8Q14I")
+CHECKSUM_START_BYTE = 8  # offset of the first byte that the checksum covers
+FRAME_KIND = 1  # the only kind so far
 
 U1, U2, U4, U8 = (np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
 F4, F8 = np.dtype("<f4"), np.dtype("<f8")
-# name, type, and the count it has (a field of the header, or of `_counts`)
+# name, type, and number of entries (a field of the header, or of `_counts`)
 COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
-    ("status", U1, "requests"),  # a Status
-    ("handle", U8, "requests"),  # by which the server knows the request
+    ("status", U1, "requests"),  # RequestStatus
+    ("handle", U8, "requests"),  # identifies the request in its HTTP process
     ("num_out", U2, "requests"),  # tokens committed
     ("num_draft", U2, "requests"),  # drafts verified
-    ("num_accepted", U2, "requests"),  # drafts that stood; they come first among the tokens
-    ("wants", U1, "requests"),  # a types.LogprobKind: which block its tokens have a row in
+    ("num_accepted", U2, "requests"),  # accepted drafts; they come first among the tokens
+    ("logprob_kind", U1, "requests"),  # types.LogprobKind: the block that has a row per token of it
     ("token", U4, "tokens"),  # of all requests, in their order
-    ("source", U1, "sourced"),  # of each accepted draft who proposed it, where there are several who may
+    ("source", U1, "draft_sources"),  # proposer of each accepted draft, if there are several
     ("raw_value", F4, "raw_values"),  # [raw_rows, raw_columns] logprobs
-    ("raw_id", U4, "raw_ids"),  # [raw_rows, raw_columns - 1] of the best
-    ("raw_rank", U4, "raw_rows"),  # of the token itself
+    ("raw_id", U4, "raw_ids"),  # [raw_rows, raw_columns - 1] top tokens
+    ("raw_rank", U4, "raw_rows"),  # rank of the token itself
     ("processed_value", F4, "processed_values"),
     ("processed_id", U4, "processed_ids"),
     ("processed_rank", U4, "processed_rows"),
-    ("end_entry", U4, "ends"),  # those whose status is not RUNS, in order
-    ("end_has_stop", U1, "ends"),
-    ("end_stop", U4, "ends"),  # the stop token
-    ("end_has_text", U1, "ends"),
-    ("end_text", U4, "ends"),  # bytes of `text`: what was wrong
-    ("end_has_param", U1, "ends"),
-    ("end_param", U4, "ends"),  # bytes of `text` behind that: the option at fault
-    ("counted_entry", U4, "counted"),  # whose metrics.RequestStats are new
-    ("counted_cached", U4, "counted"),
-    ("counted_preempted", U4, "counted"),
-    ("counted_has_seated", U1, "counted"),
-    ("counted_seated", F8, "counted"),  # by the machine's clock, `time.monotonic`
-    ("counted_has_spoke", U1, "counted"),
-    ("counted_spoke", F8, "counted"),
-    ("set_entry", U4, "sets"),  # rows of logprobs that are not in a block: whose,
-    ("set_kind", U1, "sets"),  # a SetKind,
-    ("set_length", U4, "sets"),  # how many
+    ("finish_entry", U4, "finishes"),  # indices of the requests that are not RUNNING, ascending
+    ("finish_has_stop_token", U1, "finishes"),
+    ("finish_stop_token", U4, "finishes"),
+    ("finish_has_message", U1, "finishes"),
+    ("finish_message", U4, "finishes"),  # length in bytes, in `text`: the error message
+    ("finish_has_param", U1, "finishes"),
+    ("finish_param", U4, "finishes"),  # length in bytes, in `text` after the message: the invalid option
+    ("stats_entry", U4, "stats"),  # indices of the requests with new metrics.RequestStats, ascending
+    ("stats_cached", U4, "stats"),
+    ("stats_preempted", U4, "stats"),
+    ("stats_has_scheduled", U1, "stats"),
+    ("stats_scheduled", F8, "stats"),  # seconds of `time.monotonic`
+    ("stats_has_first_token", U1, "stats"),
+    ("stats_first_token", F8, "stats"),
+    ("set_entry", U4, "sets"),  # logprob rows outside the blocks: index of the request
+    ("set_kind", U1, "sets"),  # RowSetKind
+    ("set_length", U4, "sets"),  # number of rows
     ("row_width", U4, "set_rows"),
     ("cell_id", U4, "set_cells"),
     ("cell_rank", U4, "set_cells"),
     ("cell_value", F8, "set_cells"),
-    ("draft_entry", U4, "drafts"),  # every draft of those who asked, in order
+    ("draft_entry", U4, "drafts"),  # all drafts of requests with include_draft_logprobs, ascending
     ("draft_token", U4, "drafts"),
     ("draft_position", U4, "drafts"),
     ("draft_source", U1, "drafts"),
     ("draft_accepted", U1, "drafts"),
-    ("draft_has_own", U1, "drafts"),
-    ("draft_own", F8, "drafts"),
-    ("draft_has_target", U1, "drafts"),
-    ("draft_target", F8, "drafts"),
+    ("draft_has_draft_logprob", U1, "drafts"),
+    ("draft_draft_logprob", F8, "drafts"),
+    ("draft_has_target_logprob", U1, "drafts"),
+    ("draft_target_logprob", F8, "drafts"),
     ("text", U1, "text_bytes"),  # UTF-8
 )
-_NOTHING = {name: np.zeros(0, dtype) for name, dtype, _ in COLUMNS}
+_EMPTY_COLUMNS = {name: np.zeros(0, dtype) for name, dtype, _ in COLUMNS}
 _PADDING = [b"\0" * (-i % 8) for i in range(8)]
 
 
-# the blocks of logprobs
-BLOCKS = ((LogprobKind.RAW, "raw"), (LogprobKind.PROCESSED, "processed"))
+# blocks of logprobs and the prefix of their columns
+LOGPROB_BLOCKS = ((LogprobKind.RAW, "raw"), (LogprobKind.PROCESSED, "processed"))
 
 
-class SetKind(IntEnum):
-    TOKENS = 0  # logprobs of committed tokens that the host read
+class RowSetKind(IntEnum):
+    """Kind of a set of logprob rows."""
+
+    TOKENS = 0  # logprobs of committed tokens that the host computed
     PROMPT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the receiver knows of the engine beforehand."""
+    """Limits of the engine that the receiver checks a frame against."""
 
     vocab_size: int
     max_drafts: int
@@ -155,6 +170,7 @@ class Bounds:
 
 
 def _counts(header: Header) -> dict[str, int]:
+    """Return the number of entries by name: the header fields and those derived from them."""
     counts = header._asdict()
     for kind in ("raw", "processed"):
         rows, columns = counts[f"{kind}_rows"], counts[f"{kind}_columns"]
@@ -163,11 +179,11 @@ def _counts(header: Header) -> dict[str, int]:
     return counts
 
 
-# --- out --------------------------------------------------------------------------------------------------
+# --- encode ---
 
 
 def pack(header: Header, columns: Columns) -> bytes:
-    """`header` with its counts. A column that is not given is empty."""
+    """Return the frame of `header` and `columns`. Columns with a count of 0 may be missing."""
     counts = _counts(header)
     parts: list[bytes] = [b""]
     for name, dtype, count in COLUMNS:
@@ -175,45 +191,45 @@ def pack(header: Header, columns: Columns) -> bytes:
         if not number:
             continue
         column = columns[name]
-        assert column.size == number, f"{name}: {column.size} and not {number}"
+        assert column.size == number, f"{name}: {column.size} entries instead of {number}"
         part = column.astype(dtype, copy=False).tobytes()
         parts.append(part)
         if len(part) % 8:
             parts.append(_PADDING[len(part) % 8])
-    size = HEAD.size + sum(map(len, parts))
+    size = HEADER_STRUCT.size + sum(map(len, parts))
     drafts, *fields = header
-    head = HEAD.pack(MAGIC, 0, VERSION, KIND, drafts, size, *fields)
-    parts[0] = head[CHECKED:]
+    head = HEADER_STRUCT.pack(MAGIC, 0, VERSION, FRAME_KIND, drafts, size, *fields)
+    parts[0] = head[CHECKSUM_START_BYTE:]
     rest = b"".join(parts)
     return MAGIC + zlib.crc32(rest).to_bytes(4, "little") + rest
 
 
-# --- in ---------------------------------------------------------------------------------------------------
+# --- decode ---
 
 
 def unpack(data: bytes, bounds: Bounds) -> tuple[Header, dict[str, NDArray[Any]]]:
-    """The header and every column, read-only views of `data`; FrameError if anything is not as it must be."""
-    header = _head(data)
+    """Return the header and every column as read-only views of `data`. Raises FrameError."""
+    header = _unpack_header(data)
     counts = _counts(header)
-    found = dict(_NOTHING)
-    at = HEAD.size
+    found = dict(_EMPTY_COLUMNS)
+    at = HEADER_STRUCT.size
     for name, dtype, count in COLUMNS:
         number = counts[count]
         if not number:
             continue
         end = at + number * dtype.itemsize
         if end > len(data):
-            raise FrameError(f"the column {name} of {number} is beyond the end")
+            raise FrameError(f"column {name} with {number} entries exceeds the frame")
         found[name] = np.frombuffer(data, dtype, number, at)
         at = end + -end % 8
     if at != len(data):
-        raise FrameError(f"{len(data) - at} bytes are left over")
+        raise FrameError(f"{len(data) - at} bytes after the last column")
     _check_requests(header, found, bounds)
     _check_tokens(header, found, bounds)
-    if header.ends or found["status"].any():
-        _check_ends(header, found, bounds)
-    if header.counted:
-        _check_counted(header, found)
+    if header.finishes or found["status"].any():
+        _check_finishes(header, found, bounds)
+    if header.stats:
+        _check_stats(header, found)
     if header.sets or header.set_rows or header.set_cells:
         _check_sets(header, found, bounds)
     if header.drafts:
@@ -221,20 +237,21 @@ def unpack(data: bytes, bounds: Bounds) -> tuple[Header, dict[str, NDArray[Any]]
     return header, found
 
 
-def _head(data: bytes) -> Header:
-    if len(data) < HEAD.size:
-        raise FrameError(f"{len(data)} bytes are less than a header")
-    magic, checksum, version, kind, drafts, size, *fields = HEAD.unpack_from(data)
+def _unpack_header(data: bytes) -> Header:
+    """Return the header after checking magic, version, size, checksum and kind."""
+    if len(data) < HEADER_STRUCT.size:
+        raise FrameError(f"{len(data)} bytes are shorter than a header")
+    magic, checksum, version, kind, drafts, size, *fields = HEADER_STRUCT.unpack_from(data)
     if magic != MAGIC:
-        raise FrameError(f"it begins with {magic!r}")
+        raise FrameError(f"wrong magic {magic!r}")
     if version != VERSION:
-        raise FrameError(f"it is of version {version}, and this is version {VERSION}")
+        raise FrameError(f"frame version {version}, expected {VERSION}")
     if size != len(data):
-        raise FrameError(f"it says that it has {size} bytes and has {len(data)}")
-    if zlib.crc32(memoryview(data)[CHECKED:]) != checksum:
-        raise FrameError("its checksum is wrong")
-    if kind != KIND:
-        raise FrameError(f"it is of the unknown kind {kind}")
+        raise FrameError(f"size field is {size}, received {len(data)} bytes")
+    if zlib.crc32(memoryview(data)[CHECKSUM_START_BYTE:]) != checksum:
+        raise FrameError("wrong checksum")
+    if kind != FRAME_KIND:
+        raise FrameError(f"unknown kind {kind}")
     header = Header(drafts, *fields)
     for name in ("step_seconds", "busy_seconds"):
         value = getattr(header, name)
@@ -243,99 +260,110 @@ def _head(data: bytes) -> Header:
     return header
 
 
-def _need(true: Any, otherwise: str) -> None:
-    if not true:
-        raise FrameError(otherwise)
+def _require(condition: Any, message: str) -> None:
+    """Raise FrameError with `message` unless `condition` holds."""
+    if not condition:
+        raise FrameError(message)
 
 
 def _check_below(name: str, found: Columns, limit: int) -> None:
+    """Require every value of a column to be below `limit`."""
     column = found[name]
     if len(column) and int(column.max()) >= limit:
-        raise FrameError(f"{name} holds {int(column.max())}, and {limit - 1} is the largest")
+        raise FrameError(f"{name} holds {int(column.max())}, maximum is {limit - 1}")
 
 
 def _check_requests(header: Header, found: Columns, bounds: Bounds) -> None:
-    _need(header.max_drafts == bounds.max_drafts, f"it is of an engine with {header.max_drafts} drafts")
+    """Check the columns with one value per request."""
+    _require(
+        header.max_drafts == bounds.max_drafts,
+        f"max_drafts is {header.max_drafts}, expected {bounds.max_drafts}",
+    )
     if not header.requests:
         return
-    _check_below("status", found, len(Status))
-    _check_below("wants", found, len(LogprobKind))
+    _check_below("status", found, len(RequestStatus))
+    _check_below("logprob_kind", found, len(LogprobKind))
     _check_below("num_draft", found, bounds.max_drafts + 1)
     _check_below("num_out", found, bounds.max_drafts + 2)
     accepted, out = found["num_accepted"], found["num_out"]
-    _need((accepted <= found["num_draft"]).all(), "more drafts stood than there were")
-    _need((accepted <= out).all(), "more drafts stood than tokens were committed")
+    _require((accepted <= found["num_draft"]).all(), "num_accepted exceeds num_draft")
+    _require((accepted <= out).all(), "num_accepted exceeds num_out")
 
 
 def _check_tokens(header: Header, found: Columns, bounds: Bounds) -> None:
-    out, wants = found["num_out"], found["wants"]
+    """Check tokens, draft sources and logprob blocks against the columns of the requests."""
+    out, kinds = found["num_out"], found["logprob_kind"]
     total = int(out.sum())
-    _need(total == header.tokens, f"{header.tokens} tokens, and the requests have {total}")
+    _require(total == header.tokens, f"{header.tokens} tokens, but num_out adds up to {total}")
     _check_below("token", found, bounds.vocab_size)
-    told = int(found["num_accepted"].sum()) if bounds.num_sources > 1 else 0
-    _need(header.sourced == told, f"{header.sourced} drafts have a source, and {told} should")
+    sources = int(found["num_accepted"].sum()) if bounds.num_sources > 1 else 0
+    _require(header.draft_sources == sources, f"{header.draft_sources} draft sources, expected {sources}")
     _check_below("source", found, bounds.num_sources)
-    for kind, name in BLOCKS:
+    for kind, name in LOGPROB_BLOCKS:
         rows, columns = getattr(header, f"{name}_rows"), getattr(header, f"{name}_columns")
-        if not rows and not columns and not (wants == kind).any():
+        if not rows and not columns and not (kinds == kind).any():
             continue
-        wanted = int(out[wants == kind].sum())
-        _need(rows == wanted, f"{rows} rows of {name} logprobs, and {wanted} tokens have one")
-        _need(columns or not rows, f"{rows} rows of {name} logprobs have no columns")
-        _need(columns <= bounds.vocab_size + 1, f"{columns} columns of {name} logprobs")
+        expected = int(out[kinds == kind].sum())
+        _require(rows == expected, f"{rows} rows of {name} logprobs, expected {expected}")
+        _require(columns or not rows, f"{rows} rows of {name} logprobs have no columns")
+        _require(columns <= bounds.vocab_size + 1, f"{columns} columns of {name} logprobs")
         _check_below(f"{name}_id", found, bounds.vocab_size)
         _check_below(f"{name}_rank", found, bounds.vocab_size + 1)
 
 
-def _check_ends(header: Header, found: Columns, bounds: Bounds) -> None:
+def _check_finishes(header: Header, found: Columns, bounds: Bounds) -> None:
+    """Check the entries of requests that finished or were not admitted."""
     status = found["status"]
-    _need(np.array_equal(found["end_entry"], status.nonzero()[0]), "the ends are not those of the statuses")
-    out = status >= Status.REFUSED
-    if out.any():
-        _need(not found["num_out"][out].any(), "a request that was refused has tokens")
-        _need(not found["num_draft"][out].any(), "a request that was refused has drafts")
-        _need(not found["wants"][out].any(), "a request that was refused has logprobs")
-    for name in ("stop", "text", "param"):
-        has, value = found[f"end_has_{name}"], found[f"end_{name}"]
-        _check_below(f"end_has_{name}", found, 2)
-        _need(not value[has == 0].any(), f"end_{name} is given where there is none")
-    _check_below("end_stop", found, bounds.vocab_size)
-    stops = found["end_has_stop"] > 0
-    _need((status[found["end_entry"]][stops] == Status.STOP).all(), "one has a stop token and did not stop")
-    size = int(found["end_text"].sum(dtype=np.uint64)) + int(found["end_param"].sum(dtype=np.uint64))
-    _need(size == header.text_bytes, f"{header.text_bytes} bytes of text, and the ends have {size}")
+    entries = found["finish_entry"]
+    _require(np.array_equal(entries, status.nonzero()[0]), "finish_entry does not match the statuses")
+    failed = status >= RequestStatus.INVALID
+    if failed.any():
+        for name in ("num_out", "num_draft", "logprob_kind"):
+            _require(not found[name][failed].any(), f"{name} is set for a request that was not admitted")
+    for name in ("stop_token", "message", "param"):
+        has, value = found[f"finish_has_{name}"], found[f"finish_{name}"]
+        _check_below(f"finish_has_{name}", found, 2)
+        _require(not value[has == 0].any(), f"finish_{name} is set without its flag")
+    _check_below("finish_stop_token", found, bounds.vocab_size)
+    stops = found["finish_has_stop_token"] > 0
+    _require((status[entries][stops] == RequestStatus.STOP).all(), "stop token without status STOP")
+    size = int(found["finish_message"].sum(dtype=np.uint64)) + int(found["finish_param"].sum(dtype=np.uint64))
+    _require(size == header.text_bytes, f"{header.text_bytes} bytes of text, expected {size}")
 
 
-def _check_counted(header: Header, found: Columns) -> None:
-    _check_below("counted_entry", found, header.requests)
-    _need((np.diff(found["counted_entry"].astype(np.int64)) > 0).all(), "counted_entry is not in order")
-    for name in ("seated", "spoke"):
-        _check_below(f"counted_has_{name}", found, 2)
-        _need(np.isfinite(found[f"counted_{name}"]).all(), f"counted_{name} is no time")
+def _check_stats(header: Header, found: Columns) -> None:
+    """Check the entries of requests with new statistics."""
+    _check_below("stats_entry", found, header.requests)
+    _require((np.diff(found["stats_entry"].astype(np.int64)) > 0).all(), "stats_entry is not ascending")
+    for name in ("scheduled", "first_token"):
+        _check_below(f"stats_has_{name}", found, 2)
+        _require(np.isfinite(found[f"stats_{name}"]).all(), f"stats_{name} is not finite")
 
 
 def _check_sets(header: Header, found: Columns, bounds: Bounds) -> None:
+    """Check the sets of logprob rows."""
     _check_below("set_entry", found, header.requests)
-    _check_below("set_kind", found, len(SetKind))
-    keys = found["set_entry"].astype(np.int64) * len(SetKind) + found["set_kind"]
-    _need((np.diff(keys) > 0).all(), "the sets of rows are not in order")
+    _check_below("set_kind", found, len(RowSetKind))
+    keys = found["set_entry"].astype(np.int64) * len(RowSetKind) + found["set_kind"]
+    _require((np.diff(keys) > 0).all(), "set_entry and set_kind are not ascending")
     rows = int(found["set_length"].sum(dtype=np.uint64))
-    _need(rows == header.set_rows, f"{header.set_rows} rows, and the sets have {rows}")
+    _require(rows == header.set_rows, f"{header.set_rows} rows, but set_length adds up to {rows}")
     cells = int(found["row_width"].sum(dtype=np.uint64))
-    _need(cells == header.set_cells, f"{header.set_cells} cells, and the rows have {cells}")
-    own = found["set_kind"] == SetKind.TOKENS
+    _require(cells == header.set_cells, f"{header.set_cells} cells, but row_width adds up to {cells}")
+    own = found["set_kind"] == RowSetKind.TOKENS
     out = found["num_out"][found["set_entry"][own]]
-    _need(np.array_equal(found["set_length"][own], out), "a set has not as many rows as there are tokens")
+    _require(np.array_equal(found["set_length"][own], out), "set_length differs from num_out")
     _check_below("cell_id", found, bounds.vocab_size)
     _check_below("cell_rank", found, bounds.vocab_size + 1)
 
 
 def _check_drafts(header: Header, found: Columns, bounds: Bounds) -> None:
+    """Check the list of drafts."""
     _check_below("draft_entry", found, header.requests)
-    _need((np.diff(found["draft_entry"].astype(np.int64)) >= 0).all(), "the drafts are not in order")
+    _require((np.diff(found["draft_entry"].astype(np.int64)) >= 0).all(), "draft_entry is not ascending")
     counts = np.bincount(found["draft_entry"], minlength=header.requests)
-    _need(((counts == 0) | (counts == found["num_draft"])).all(), "not every draft of a request is told")
+    _require(((counts == 0) | (counts == found["num_draft"])).all(), "the drafts of a request are incomplete")
     _check_below("draft_token", found, bounds.vocab_size)
     _check_below("draft_source", found, bounds.num_sources)
-    for name in ("accepted", "has_own", "has_target"):
+    for name in ("accepted", "has_draft_logprob", "has_target_logprob"):
         _check_below(f"draft_{name}", found, 2)

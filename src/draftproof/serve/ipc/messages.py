@@ -1,7 +1,7 @@
-"""What a server process says to the worker, and what the worker says beside frames. Typed, checked when read.
+"""Typed messages between an HTTP process and the worker, other than frames. Decoding validates them.
 
-A request crosses as token ids and options; text stays in the server. Its options are checked there, with the
-worker's limits, and once more in the worker, which builds them anew.
+A request is sent as token ids and options; text stays in the HTTP process. The HTTP process validates the
+options against the worker's limits, and the worker validates them again when it rebuilds them.
 """
 
 from __future__ import annotations
@@ -21,39 +21,46 @@ from draftproof.structured_outputs import StructuredOutputs
 from draftproof.types import Request
 from draftproof.verify.guarantee import Guarantee
 
-WELCOME, FAREWELL, TIMINGS = b"DPRW", b"DPRB", b"DPRT"  # a frame begins with wire.MAGIC
-# of SamplingParams: what the server has made ids of, or does itself
-TEXT = ("stop", "bad_words", "prediction", "logits_processors")
+# first bytes of a message of the worker; a frame begins with frame.MAGIC
+ENGINE_INFO, GOODBYE, TIMINGS = b"DPRW", b"DPRB", b"DPRT"
+# options of SamplingParams that the HTTP process converts to token ids, or handles itself
+TEXT_OPTIONS = ("stop", "bad_words", "prediction", "logits_processors")
 
 
 Handle = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+    """First message of an HTTP process."""
+
     version: int = VERSION
 
 
-class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """All requests of a job; they are let in together or not at all. What they share follows as a `Body`."""
+class AddRequests(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """All requests of one prompt, admitted together or not at all. A RequestBody follows."""
 
-    handle: Handle  # of the first; the others follow
+    handle: Handle  # of the first request; the others count up from it
     seeds: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)]], msgspec.Meta(min_length=1)]
 
 
-class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """Requests to abort."""
+
     handles: list[Handle]
 
 
-class Body(msgspec.Struct, array_like=True, frozen=True):
+class RequestBody(msgspec.Struct, array_like=True, frozen=True):
+    """Fields that the requests of one prompt share."""
+
     prompt: list[int]
-    params: dict[str, Any]  # those that are not as they would be without saying so
+    params: dict[str, Any]  # options that differ from their defaults
     bad_words: list[list[int]]
     prediction: list[int]
     eos: list[int]
 
 
-class Welcome(msgspec.Struct, frozen=True):
-    """What a server must know of the engine to check requests and make text of its answers."""
+class EngineInfo(msgspec.Struct, frozen=True):
+    """Properties of the engine that an HTTP process needs to validate requests and to build text."""
 
     version: int
     pid: int
@@ -63,33 +70,32 @@ class Welcome(msgspec.Struct, frozen=True):
     sources: tuple[str, ...]
     strategies: dict[str, Guarantee]
     accept_policy: str  # of requests with speculation
-    strategy: str  # with speculation, if a request names none
-    plain: str  # and without
+    default_strategy: str  # with speculation, for a request that names none
+    plain_strategy: str  # without speculation
     eos_token_ids: tuple[int, ...]
     tokenizer: str | None  # a folder or file
     description: str
 
 
-class Farewell(msgspec.Struct, frozen=True):
+class Goodbye(msgspec.Struct, frozen=True):
+    """Last message of the worker to an HTTP process."""
+
     reason: str
 
 
-_encoder = msgspec.msgpack.Encoder()
-_notes = msgspec.msgpack.Decoder(Hello | Add | Abort)
-_bodies = msgspec.msgpack.Decoder(Body)
-_welcomes = msgspec.msgpack.Decoder(Welcome)
-_farewells = msgspec.msgpack.Decoder(Farewell)
-_timings = msgspec.msgpack.Decoder(Timings)
-encode = _encoder.encode
-read_note = _notes.decode
-read_body = _bodies.decode
-read_welcome = _welcomes.decode
-read_farewell = _farewells.decode
-read_timings = _timings.decode
+encode = msgspec.msgpack.Encoder().encode
+decode_message = msgspec.msgpack.Decoder(Hello | AddRequests | AbortRequests).decode
+decode_body = msgspec.msgpack.Decoder(RequestBody).decode
+decode_engine_info = msgspec.msgpack.Decoder(EngineInfo).decode
+decode_goodbye = msgspec.msgpack.Decoder(Goodbye).decode
+decode_timings = msgspec.msgpack.Decoder(Timings).decode
 
 
-def body_of(request: Request) -> bytes:
-    """Of a job, by one of its requests. RequestError: it holds what cannot leave this process."""
+def encode_body(request: Request) -> bytes:
+    """Encode what a request shares with the others of its prompt.
+
+    Raises RequestError if an option cannot be sent to another process.
+    """
     params = request.params
     if params.logits_processors:
         raise RequestError(
@@ -99,40 +105,41 @@ def body_of(request: Request) -> bytes:
         )
     try:
         return encode(
-            Body(
-                list(request.prompt_token_ids),
-                wish_of(params),
-                [list(word) for word in request.bad_word_ids],
-                list(request.prediction_ids),
-                list(request.eos_token_ids),
+            RequestBody(
+                prompt=list(request.prompt_token_ids),
+                params=changed_params(params),
+                bad_words=[list(word) for word in request.bad_word_ids],
+                prediction=list(request.prediction_ids),
+                eos=list(request.eos_token_ids),
             )
         )
-    except (TypeError, ValueError, OverflowError) as error:  # a number beyond 64 bits, a text that is none
+    except (TypeError, ValueError, OverflowError) as error:  # an integer beyond 64 bits, invalid Unicode
         raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 
 
-def wish_of(params: SamplingParams) -> dict[str, Any]:
-    wish = {}
+def changed_params(params: SamplingParams) -> dict[str, Any]:
+    """Return the options that differ from their defaults, without those of TEXT_OPTIONS."""
+    changed = {}
     for name, default in _DEFAULTS.items():
         value = getattr(params, name)
         if value != default:
-            wish[name] = value
+            changed[name] = value
     if params.speculation != SpeculativeParams():
-        wish["speculative"] = _given(params.speculation)
+        changed["speculative"] = _changed_fields(params.speculation)
     if params.structure is not None:
-        wish["structured_outputs"] = _given(params.structure)
-    return wish
+        changed["structured_outputs"] = _changed_fields(params.structure)
+    return changed
 
 
-def params_of(wish: dict[str, Any]) -> SamplingParams:
-    """RequestError as SamplingParams raises it."""
+def build_params(changed: dict[str, Any]) -> SamplingParams:
+    """Rebuild SamplingParams from `changed_params`. Raises RequestError."""
     try:
-        return SamplingParams(**wish)
+        return SamplingParams(**changed)
     except TypeError as error:  # an option of another version
         raise RequestError(f"the engine's process cannot read these options: {error}") from error
 
 
-def _given(value: SpeculativeParams | StructuredOutputs) -> dict[str, Any]:
+def _changed_fields(value: SpeculativeParams | StructuredOutputs) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
 
 
@@ -140,15 +147,17 @@ def _default(field: Any) -> Any:
     return field.default if field.default is not MISSING else field.default_factory()
 
 
-_APART = (*TEXT, "speculative", "structured_outputs", "seed")
-_DEFAULTS = {f.name: _default(f) for f in fields(SamplingParams) if f.name not in _APART}
+_EXCLUDED_OPTIONS = (*TEXT_OPTIONS, "speculative", "structured_outputs", "seed")
+_DEFAULTS = {f.name: _default(f) for f in fields(SamplingParams) if f.name not in _EXCLUDED_OPTIONS}
 
 
-def requests_of(add: Add, body: Body, params: SamplingParams, name: str, grammar: Any) -> Sequence[Request]:
-    """As the worker serves them."""
+def build_requests(
+    add: AddRequests, body: RequestBody, params: SamplingParams, id_prefix: str, grammar: Any
+) -> Sequence[Request]:
+    """Rebuild the requests of one prompt in the worker."""
     return [
         Request(
-            id=f"{name}{add.handle + i}",
+            id=f"{id_prefix}{add.handle + i}",
             prompt_token_ids=body.prompt,
             params=params,
             seed=seed,

@@ -1,14 +1,14 @@
-"""An engine in another process, with the surface that jobs and their driver use.
+"""Engine in another process, with the interface that the frontend uses.
 
-Requests go out as messages; frames come in and are read as the results that the engine would have given.
-What the worker alone can know, that its queue is full or a grammar is none, comes back as a refusal.
+Requests are sent as messages. Received frames are decoded to the results that the engine returned. Errors
+that only the worker can find, a full queue or an invalid grammar, arrive later as admission failures.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -23,315 +23,270 @@ from draftproof.errors import (
     RequestError,
     nearest,
 )
-from draftproof.metrics import EngineStats, RequestStats, Timings
+from draftproof.metrics import EngineStats, RequestStats, StepTotals, Timings, WorkerStatus
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.ipc.connection import Line, News
-from draftproof.serve.ipc.decode import End, Guests, Told, read, results_of
-from draftproof.serve.ipc.frame import VERSION, Bounds, FrameError, Status
-from draftproof.serve.ipc.messages import (
-    FAREWELL,
-    TIMINGS,
-    WELCOME,
-    Abort,
-    Add,
-    Welcome,
-    body_of,
-    encode,
-    read_farewell,
-    read_timings,
-    read_welcome,
+from draftproof.serve.ipc.connection import ConnectionEvent, WorkerConnection
+from draftproof.serve.ipc.decode import (
+    DecodedFrame,
+    FinishedEntry,
+    ReceivedGroup,
+    decode_frame,
+    to_step_results,
 )
-from draftproof.serve.ipc.status import WorkerStatus, folder_of, read_status
+from draftproof.serve.ipc.frame import VERSION, Bounds, FrameError, RequestStatus
+from draftproof.serve.ipc.messages import (
+    ENGINE_INFO,
+    GOODBYE,
+    TIMINGS,
+    EngineInfo,
+    decode_engine_info,
+    decode_goodbye,
+    decode_timings,
+)
+from draftproof.serve.ipc.remote_requests import RemoteRequests
+from draftproof.serve.ipc.status import read_status, status_folder
 from draftproof.types import Request
 
 CONNECT_SECONDS = 60.0
-NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
-NOBODY = Guests.of([], {}, 1)
-IDLE = EngineStats(*[0] * 8)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTotals:
-    """Of the worker, since it was started."""
-
-    num_steps: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Held:
-    """A job's requests that are not sent yet: one message takes them all."""
-
-    ids: object  # the very list of its prompt's ids, which the requests of one job share
-    handle: int
-    seeds: list[int]
-    body: bytes
+NO_RESULTS = StepResults([], np.zeros((0, 0), np.int64), {})
+EMPTY_GROUP = ReceivedGroup.build([], {}, 1)
+ZERO_STATS = EngineStats(*[0] * 8)
 
 
 class RemoteEngine:
-    """The surface of `Engine` that jobs use. `step` waits for a frame."""
+    """Engine behind a connection. `step` waits for a frame.
+
+    `on_step` is called with the seconds of each step that had results for this process.
+    """
 
     waits = True
 
-    def __init__(self, address: str, seconds: float = CONNECT_SECONDS) -> None:
-        self.on_step: Callable[[float], object] | None = None
+    def __init__(
+        self,
+        address: str,
+        seconds: float = CONNECT_SECONDS,
+        on_step: Callable[[float], object] | None = None,
+    ) -> None:
         self.totals = StepTotals()
-        self._folder = folder_of(address)
-        self._stats, self._timings = IDLE, Timings()
-        self._known: dict[int, Request] = {}
-        self._counts: dict[int, RequestStats] = {}
-        self._handles: dict[str, int] = {}
-        self._jobs: dict[int, range] = {}  # by the first handle
-        self._next = 1
-        self._held: Held | None = None
-        self._gone: list[int] = []  # handles to abort, not sent yet
-        self._guests = NOBODY
+        self._on_step = on_step
+        self._folder = status_folder(address)
+        self._stats, self._timings = ZERO_STATS, Timings()
+        self._open = RemoteRequests()
+        self._group, self._group_version = EMPTY_GROUP, 0
         self._sequence = 0
-        self._up = False
-        self._line = Line(address)
+        self._is_connected = False
+        self._connection = WorkerConnection(address)
         try:
-            self.facts = self._meet(seconds)
+            self.info = self._connect(seconds)
         except BaseException:
-            self._line.close()
+            self._connection.close()
             raise
         self._bounds = Bounds(
-            self.facts.limits.vocab_size, self.facts.limits.speculative_tokens, len(self.facts.sources)
+            self.info.limits.vocab_size, self.info.limits.speculative_tokens, len(self.info.sources)
         )
 
-    def _meet(self, seconds: float) -> Welcome:
-        """The worker's first words."""
-        while not self._up:
-            news = self._line.receive(seconds)
-            if news is None:
-                raise EngineDownError(f"the engine's process does not answer within {seconds:g} s")
-            if isinstance(news, bytes) and news.startswith(WELCOME):
-                return self._welcomed(news)
-        raise AssertionError
+    def _connect(self, seconds: float) -> EngineInfo:
+        """Wait for the worker's first message."""
+        while True:
+            received = self._connection.receive(seconds)
+            if received is None:
+                raise EngineDownError(f"the engine's process does not respond within {seconds:g} s")
+            if isinstance(received, bytes) and received.startswith(ENGINE_INFO):
+                return self._on_engine_info(received)
 
-    def _welcomed(self, data: bytes) -> Welcome:
-        facts = read_welcome(data[len(WELCOME) :])
-        if facts.version != VERSION:
-            raise EngineDeadError(f"the engine speaks version {facts.version} of the wire, this is {VERSION}")
-        self._up, self._sequence = True, 0
-        return facts
+    def _on_engine_info(self, data: bytes) -> EngineInfo:
+        info = decode_engine_info(data[len(ENGINE_INFO) :])
+        if info.version != VERSION:
+            raise EngineDeadError(
+                f"the engine uses version {info.version} of the wire format, this process {VERSION}"
+            )
+        self._is_connected, self._sequence = True, 0
+        return info
 
-    # --- facts --------------------------------------------------------------------------------------
+    # --- properties ---
 
     @property
     def limits(self) -> Limits:
-        return self.facts.limits
+        """Limits that requests are validated against."""
+        return self.info.limits
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return self.facts.sources
+        """Names of the proposers."""
+        return self.info.sources
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return self.facts.eos_token_ids
+        """End-of-text tokens of the model."""
+        return self.info.eos_token_ids
 
     @property
-    def up(self) -> bool:
-        return self._up
+    def is_connected(self) -> bool:
+        """Return True while a worker is connected."""
+        return self._is_connected
 
     @property
     def has_work(self) -> bool:
-        return bool(self._known)
+        """Return True while requests are open."""
+        return bool(self._open.requests)
 
     def stats(self) -> EngineStats:
-        """As of the last frame: all servers' requests together."""
+        """Return the statistics of the last frame, over all HTTP processes."""
         return self._stats
 
     def describe(self) -> str:
-        return self.facts.description
+        """Return the engine's own description."""
+        return self.info.description
 
     def status(self) -> WorkerStatus:
+        """Return the status that the supervisor wrote."""
         return read_status(self._folder)
 
     def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
-        """Return the strategy of a request with its label, and whether its output is lossless."""
-        facts, wish = self.facts, params.speculation
-        name = wish.verify_strategy
+        """Return the verification strategy of a request with its label, and whether it is lossless."""
+        info, speculation = self.info, params.speculation
+        name = speculation.verify_strategy
         if name is None:
-            name = facts.strategy if wish.enabled else facts.plain
-        if not isinstance(name, str) or name not in facts.strategies:
+            name = info.default_strategy if speculation.enabled else info.plain_strategy
+        if not isinstance(name, str) or name not in info.strategies:
             raise RequestError(
-                f"unknown verify_strategy {name!r}: {nearest(str(name), facts.strategies)}", "speculative"
+                f"unknown verify_strategy {name!r}: {nearest(str(name), info.strategies)}", "speculative"
             )
-        guarantee = facts.strategies[name]
-        if wish.enabled:  # without drafts no policy applies
-            guarantee = guarantee.under_policy(facts.accept_policy)
+        guarantee = info.strategies[name]
+        if speculation.enabled:  # without drafts no policy applies
+            guarantee = guarantee.under_policy(info.accept_policy)
         return f"{name}: {guarantee.label}", guarantee.is_lossless(params.greedy)
 
-    # --- requests -----------------------------------------------------------------------------------
+    # --- requests ---
 
     def check(self, request: Request) -> int:
-        """As the engine would; what only the worker knows comes back later, as a refusal."""
-        if not self._up:
-            raise self.why_down()
-        if request.id in self._handles:
+        """Validate a request as the engine does, except for what only the worker can check."""
+        if not self._is_connected:
+            raise self.down_error()
+        if request.id in self._open:
             raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
         self.strategy_label(request.params)
         return check_request(request, self.limits)
 
-    def why_down(self) -> EngineClosedError:
+    def down_error(self) -> EngineClosedError:
+        """Return the error for a request while no worker is connected."""
         status = self.status()
         reason = f" ({status.reason})" if status.reason else ""
         if status.state in ("failed", "stopped"):
-            return EngineDeadError(f"the engine is not there any more{reason}")
-        return EngineDownError(f"the engine is being started again{reason}: try again in a moment")
+            return EngineDeadError(f"the engine has stopped for good{reason}")
+        return EngineDownError(f"the engine is being restarted{reason}: try again in a moment")
 
     def add(self, request: Request, max_length: int | None = None) -> RequestStats:
+        """Queue a request. `max_length`: the result of `check`, if it was called."""
         if max_length is None:
             self.check(request)
-        held = self._held
-        if held is None or held.ids is not request.prompt_token_ids:
-            self._flush()
-            body = body_of(request)
-            held = self._held = Held(request.prompt_token_ids, self._next, [], body)
-        handle = held.handle + len(held.seeds)
-        held.seeds.append(request.seed)
-        self._next = handle + 1
-        self._jobs[held.handle] = range(held.handle, self._next)
-        self._known[handle], self._handles[request.id] = request, handle
-        stats = self._counts[handle] = RequestStats()
-        return stats
+        return self._open.add(request, self._send)
 
     def abort(self, request_id: str) -> bool:
-        handle = self._handles.get(request_id)
-        if handle is None:
-            return False
-        if self._held is not None and handle >= self._held.handle:
-            self._flush()
-        self._forget(handle)
-        self._gone.append(handle)
-        return True
+        """Abort a request; return False if it is not open."""
+        return self._open.abort(request_id, self._send)
 
-    def _forget(self, handle: int) -> Request | None:
-        request = self._known.pop(handle, None)
-        if request is not None:
-            del self._handles[request.id], self._counts[handle]
-            self._guests = NOBODY
-        self._jobs.pop(handle, None)
-        return request
+    def _send(self, *parts: bytes) -> None:
+        """Send a message; dropped without a worker, because open requests fail then anyway."""
+        if self._is_connected:
+            self._connection.send(*parts)
 
-    def _flush(self) -> None:
-        """Send what is due. There may be nobody to send it to: then it is lost with the rest."""
-        if self._gone:
-            gone, self._gone = self._gone, []
-            if self._up:
-                self._line.send(encode(Abort(gone)))
-        if self._held is not None:
-            held, self._held = self._held, None
-            if self._up:
-                self._line.send(encode(Add(held.handle, held.seeds)), held.body)
-
-    # --- results ------------------------------------------------------------------------------------
+    # --- results ---
 
     def wake(self) -> None:
-        self._line.wake()
+        """End the wait of `step`, from any thread."""
+        self._connection.wake()
 
     def meanwhile(self, work: Callable[[], object]) -> None:
-        """No device is here that could be kept waiting."""
+        """Ignore `work`: there is no device here to overlap it with."""
 
     def step(self) -> StepResults:
-        """The next frame's results; nothing, if it was woken. EngineDownError: the worker is gone."""
-        self._flush()
-        news = self._line.receive()
-        if isinstance(news, bytes):
-            return self._hear(news)
-        if news is News.LOST:
-            return self._lost("the engine's process is gone")
-        return NOTHING
+        """Return the results of the next frame; empty after `wake`. EngineDownError: disconnected."""
+        self._open.flush(self._send)
+        received = self._connection.receive()
+        if isinstance(received, bytes):
+            return self._on_message(received)
+        if received is ConnectionEvent.DISCONNECTED:
+            return self._on_disconnect("the engine's process has ended")
+        return NO_RESULTS
 
-    def _hear(self, data: bytes) -> StepResults:
+    def _on_message(self, data: bytes) -> StepResults:
         try:
-            return self._understand(data)
+            return self._decode(data)
         except (FrameError, msgspec.MsgspecError) as error:
-            logging.getLogger("draftproof").critical("what the engine sent cannot be read: %s", error)
-            self._line.renew()
-            return self._lost(f"what the engine sent cannot be read: {error}")
+            logging.getLogger("draftproof").critical("cannot decode a message of the engine: %s", error)
+            self._connection.reconnect()
+            return self._on_disconnect(f"a message of the engine cannot be decoded: {error}")
 
-    def _understand(self, data: bytes) -> StepResults:
-        if data.startswith(WELCOME):
-            facts = self._welcomed(data)
-            if _kind(facts) != _kind(self.facts):
-                self._up = False
-                raise EngineDeadError("the engine that was started again is another one")
-            self.facts = facts
-            return NOTHING
+    def _decode(self, data: bytes) -> StepResults:
+        if data.startswith(ENGINE_INFO):
+            info = self._on_engine_info(data)
+            if _without_pid(info) != _without_pid(self.info):
+                self._is_connected = False
+                raise EngineDeadError("the restarted engine has other properties")
+            self.info = info
+            return NO_RESULTS
         if data.startswith(TIMINGS):
-            self._timings = read_timings(data[len(TIMINGS) :])
+            self._timings = decode_timings(data[len(TIMINGS) :])
             self._stats = replace(self._stats, timings=self._timings)
-            return NOTHING
-        if data.startswith(FAREWELL):
-            reason = read_farewell(data[len(FAREWELL) :]).reason
-            self._line.renew()
-            return self._lost(f"the engine has stopped: {reason}")
-        told = read(data, self._bounds, self.facts.sources)
-        if told.header.sequence != self._sequence:
-            raise FrameError(f"it is number {told.header.sequence}, and {self._sequence} was due")
+            return NO_RESULTS
+        if data.startswith(GOODBYE):
+            reason = decode_goodbye(data[len(GOODBYE) :]).reason
+            self._connection.reconnect()
+            return self._on_disconnect(f"the engine has stopped: {reason}")
+        frame = decode_frame(data, self._bounds, self.info.sources)
+        if frame.header.sequence != self._sequence:
+            raise FrameError(f"frame number {frame.header.sequence}, expected {self._sequence}")
         self._sequence += 1
-        return self._take(told)
+        return self._apply_frame(frame)
 
-    def _lost(self, reason: str) -> StepResults:
-        """Everything that is open here has come to nothing."""
-        was_up, self._up = self._up, False
-        self._held, self._gone, self._guests = None, [], NOBODY
-        self._stats, self.totals, self._timings = IDLE, StepTotals(), Timings()
-        for table in (self._known, self._counts, self._handles, self._jobs):
-            table.clear()
-        if was_up:
-            raise EngineDownError(f"{reason}; what was not finished is lost: try again")
-        return NOTHING
+    def _on_disconnect(self, reason: str) -> StepResults:
+        """Drop all open requests. EngineDownError if a worker was connected."""
+        was_connected, self._is_connected = self._is_connected, False
+        self._open.clear()
+        self._group = EMPTY_GROUP
+        self._stats, self.totals, self._timings = ZERO_STATS, StepTotals(), Timings()
+        if was_connected:
+            raise EngineDownError(f"{reason}; unfinished requests are lost: try again")
+        return NO_RESULTS
 
-    def _take(self, told: Told) -> StepResults:
-        header = told.header
-        self._stats, self.totals = (
-            told.stats(self._timings),
-            StepTotals(header.num_steps, header.busy_seconds),
-        )
-        if self.on_step is not None and header.step_seconds:
-            self.on_step(header.step_seconds)
-        refused = {}
-        for i, end in told.ends.items():
-            if end.status >= Status.REFUSED:
-                refused.update(self._refused(told.handles[i], end))
-        if told.handles != self._guests.handles:
-            self._guests = Guests.of(told.handles, self._known, self._bounds.vocab_size)
-        for i, news in told.counted:
-            counts = self._counts.get(told.handles[i])
-            if counts is not None:
-                counts.num_cached_tokens, counts.num_preemptions = (
-                    news.num_cached_tokens,
-                    news.num_preemptions,
-                )
-                counts.scheduled_at, counts.first_token_at = news.scheduled_at, news.first_token_at
-        results = results_of(told, self._guests, self.facts.sources, refused)
-        for i in told.ends:
-            self._forget(told.handles[i])
+    def _apply_frame(self, frame: DecodedFrame) -> StepResults:
+        header, opened = frame.header, self._open
+        self._stats = frame.engine_stats(self._timings)
+        self.totals = StepTotals(header.num_steps, header.busy_seconds)
+        if self._on_step is not None and header.step_seconds:
+            self._on_step(header.step_seconds)
+        failures: dict[str, RequestError | EngineClosedError] = {}
+        for i, entry in frame.finished.items():
+            if entry.status.is_admission_failure:
+                first = opened.remove_prompt(frame.handles[i])
+                if first is not None:
+                    failures[first.id] = _admission_error(entry)
+        if frame.handles != self._group.handles or self._group_version != opened.version:
+            self._group = ReceivedGroup.build(frame.handles, opened.requests, self._bounds.vocab_size)
+            self._group_version = opened.version
+        for i, stats in frame.stats:
+            opened.update_stats(frame.handles[i], stats)
+        results = to_step_results(frame, self._group, self.info.sources, failures)
+        for i in frame.finished:
+            opened.remove(frame.handles[i])
         return results
 
-    def _refused(self, handle: int, end: End) -> dict[str, RequestError | EngineClosedError]:
-        """All requests of its job are."""
-        first = self._known.get(handle)
-        for other in self._jobs.get(handle, ()):
-            self._forget(other)
-        return {} if first is None else {first.id: _error(end)}
-
     def close(self) -> None:
-        self._up = False
-        self._line.close()
+        """Close the connection."""
+        self._is_connected = False
+        self._connection.close()
 
 
-def _error(end: End) -> RequestError | EngineClosedError:
-    text = end.text or "the engine gives no reason"
-    if end.status is Status.FULL:
-        return QueueFullError(text, end.param)
-    if end.status is Status.CLOSED:
-        return EngineDownError(text)
-    return RequestError(text, end.param)
+def _admission_error(entry: FinishedEntry) -> RequestError | EngineClosedError:
+    message = entry.message or "the engine gives no reason"
+    if entry.status is RequestStatus.QUEUE_FULL:
+        return QueueFullError(message, entry.param)
+    if entry.status is RequestStatus.CLOSED:
+        return EngineDownError(message)
+    return RequestError(message, entry.param)
 
 
-def _kind(facts: Welcome) -> Welcome:
-    """What must not change from one worker to the next."""
-    return msgspec.structs.replace(facts, pid=0)
+def _without_pid(info: EngineInfo) -> EngineInfo:
+    """Return the properties that must be equal after a restart."""
+    return msgspec.structs.replace(info, pid=0)

@@ -1,9 +1,10 @@
-"""An AsyncLLM on an engine in another process, which may go and come back.
+"""AsyncLLM on an engine in another process, which may end and be restarted.
 
     llm = connect(supervisor.address)
 
-Text, stop strings and statistics are made here; requests cross as token ids. When the worker goes, what has
-not ended ends as "error", and new requests raise EngineDownError until the next worker is there.
+Detokenization, stop strings and statistics are computed here; requests are sent as token ids. When the worker
+ends, unfinished requests finish with "error", and new ones raise EngineDownError until the next worker has
+started.
 """
 
 from __future__ import annotations
@@ -18,87 +19,92 @@ from draftproof.errors import EngineDeadError
 from draftproof.frontend.engine_thread import Driver
 from draftproof.frontend.input_processor import Front
 from draftproof.frontend.request_tracker import Jobs
+from draftproof.metrics import StepTotals, WorkerStatus
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.ipc.remote_engine import CONNECT_SECONDS, RemoteEngine, StepTotals
-from draftproof.serve.ipc.status import WorkerStatus
+from draftproof.serve.ipc.remote_engine import CONNECT_SECONDS, RemoteEngine
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar, GrammarState
 from draftproof.verify.guarantee import Guarantee
 
 
-class FarGrammar:
-    """Stands for a grammar that the worker compiles."""
+class RemoteGrammar:
+    """Placeholder for a grammar that the worker compiles."""
 
     def start(self) -> GrammarState:
+        """Raise TypeError: grammar states exist in the worker only."""
         raise TypeError("this grammar is followed in the engine's process")
 
 
-FAR = FarGrammar()
+REMOTE_GRAMMAR = RemoteGrammar()
 
 
-class FarFront(Front):
-    """Text here, the engine elsewhere."""
+class RemoteFrontend(Front):
+    """Frontend whose engine is in another process."""
 
     engine: RemoteEngine
 
     def __init__(self, engine: RemoteEngine, tokenizer: Tokenizer | None) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self.config = EngineConfig.parse(engine.facts.model, engine.facts.options)
+        self.config = EngineConfig.parse(engine.info.model, engine.info.options)
         self.jobs = Jobs(engine)
         self._draw_seeds()
 
     def grammar_of(self, params: SamplingParams) -> Grammar | None:
+        """Return a placeholder if the request has a grammar."""
         if params.structure is None:
             return None
         self._need_tokenizer("structured_outputs")
-        return FAR
+        return REMOTE_GRAMMAR
 
     def close(self) -> None:
+        """Close the connection."""
         self.engine.close()
 
 
 class RemoteLLM(AsyncLLM):
-    """An AsyncLLM whose engine is in another process; made by `connect`."""
+    """AsyncLLM whose engine is in another process. Built by `connect`."""
 
-    def __init__(self, front: FarFront) -> None:
-        self._own(front)
+    def __init__(self, frontend: RemoteFrontend) -> None:
+        self._own(frontend)
         self._made_it = True
-        self._far = front.engine
+        self._engine = frontend.engine
         self._stop.detach()
-        self._stop = weakref.finalize(self, _end, self._driver, front)
+        self._stop = weakref.finalize(self, _close, self._driver, frontend)
 
-    def worker(self) -> WorkerStatus:
-        """How the worker stands, for a health check and for metrics. `ready`: requests are served."""
-        status = self._far.status()
-        if status.state == "ready" and not self._far.up:
+    def worker_status(self) -> WorkerStatus:
+        """Return the state of the worker process. `ready`: requests are served."""
+        status = self._engine.status()
+        if status.state == "ready" and not self._engine.is_connected:
             return replace(status, state="restarting")
         return status
 
-    def steps(self) -> StepTotals:
-        return self._far.totals
+    def step_totals(self) -> StepTotals:
+        """Return number and duration of the worker's steps."""
+        return self._engine.totals
 
     @property
     def dead(self) -> bool:
-        """For good: a worker that is being started again is not dead."""
+        """Return True if the engine has stopped for good; False while a worker is being restarted."""
         return self.dead_error is not None
 
     @property
     def dead_error(self) -> BaseException | None:
-        if self._driver.cause is not None or self._far.up:
+        """Error by which the engine stopped for good."""
+        if self._driver.cause is not None or self._engine.is_connected:
             return self._driver.cause
-        error = self._far.why_down()
+        error = self._engine.down_error()
         return error if isinstance(error, EngineDeadError) else None
 
     @property
     def strategies(self) -> dict[str, Guarantee]:
-        """Guarantee of each strategy by name, for requests with speculation."""
-        facts = self._far.facts
-        return {name: known.under_policy(facts.accept_policy) for name, known in facts.strategies.items()}
+        """Guarantee of each verification strategy by name, for requests with speculation."""
+        info = self._engine.info
+        return {name: each.under_policy(info.accept_policy) for name, each in info.strategies.items()}
 
 
-def _end(driver: Driver, front: FarFront) -> None:
+def _close(driver: Driver, frontend: RemoteFrontend) -> None:
     driver.stop(STOP_SECONDS)
-    front.close()
+    frontend.close()
 
 
 def connect(
@@ -108,17 +114,16 @@ def connect(
     seconds: float = CONNECT_SECONDS,
     on_step: Callable[[float], object] | None = None,
 ) -> RemoteLLM:
-    """To a worker that is ready, or will be within so many seconds (EngineDownError).
+    """Connect to a worker that is ready within `seconds`, otherwise EngineDownError.
 
-    `tokenizer` in place of the model's own; `on_step` is called on the engine's thread, with the seconds of
-    each step that had results for this process.
+    `tokenizer`: used instead of the model's own. `on_step` is called on the engine thread with the seconds
+    of each step that had results for this process.
     """
-    engine = RemoteEngine(address, seconds)
-    engine.on_step = on_step
+    engine = RemoteEngine(address, seconds, on_step)
     try:
-        if tokenizer is None and engine.facts.tokenizer is not None:
-            tokenizer = load_tokenizer(engine.facts.tokenizer)
-        return RemoteLLM(FarFront(engine, tokenizer))
+        if tokenizer is None and engine.info.tokenizer is not None:
+            tokenizer = load_tokenizer(engine.info.tokenizer)
+        return RemoteLLM(RemoteFrontend(engine, tokenizer))
     except BaseException:
         engine.close()
         raise

@@ -1,45 +1,38 @@
-"""How the worker stands, in a file beside its socket, which every server process can read."""
+"""Status file of the worker, beside its socket, readable by every HTTP process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-State = Literal["starting", "ready", "restarting", "failed", "stopped"]
-SOCKET, FILE = "engine.sock", "status.json"
+from draftproof.metrics import WorkerStatus
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    state: State
-    restarts: int = 0  # that were tried, in total
-    reason: str | None = None  # why it ended last
-    pid: int | None = None
-    since: float = 0.0  # of this state, as time.time() has it
+SOCKET_NAME, STATUS_NAME = "engine.sock", "status.json"
 
 
 def write_status(folder: Path, status: WorkerStatus) -> None:
-    part = folder / f"{FILE}.part"
+    """Replace the status file atomically."""
+    part = folder / f"{STATUS_NAME}.part"
     part.write_bytes(msgspec.json.encode(status))
-    os.replace(part, folder / FILE)
+    os.replace(part, folder / STATUS_NAME)
 
 
 def read_status(folder: Path) -> WorkerStatus:
-    """Stopped, if there is nothing: the folder goes with the supervisor."""
+    """Return the status; "stopped" without a file, because the supervisor removes the folder when it ends."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=WorkerStatus)
-    return WorkerStatus("stopped", reason="the server's main process is gone", since=time.time())
+        return msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=WorkerStatus)
+    return WorkerStatus("stopped", reason="the server's main process has ended", since=time.time())
 
 
-def address_of(folder: Path) -> str:
-    return f"ipc://{folder / SOCKET}"
+def socket_address(folder: Path) -> str:
+    """Return the ZeroMQ address of the worker's socket in `folder`."""
+    return f"ipc://{folder / SOCKET_NAME}"
 
 
-def folder_of(address: str) -> Path:
+def status_folder(address: str) -> Path:
+    """Return the folder that holds the socket at `address` and the status file."""
     return Path(address.removeprefix("ipc://")).parent

@@ -1,4 +1,4 @@
-"""A bell: ends another thread's wait for sockets."""
+"""Socket pair that ends another thread's poll."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import contextlib
 import socket
 
 
-class Bell:
-    """`fileno` is to be polled by the one who waits; anybody may ring, at any time, in __del__ too."""
+class Waker:
+    """Pollable wake-up flag. `wake` may be called from any thread, at any time, in __del__ too."""
 
     def __init__(self) -> None:
-        self._ear, self._rope = socket.socketpair()
-        for end in (self._ear, self._rope):
+        self._reader, self._writer = socket.socketpair()
+        for end in (self._reader, self._writer):
             end.setblocking(False)
 
     def fileno(self) -> int:
-        return self._ear.fileno()
+        """Return the descriptor to poll."""
+        return self._reader.fileno()
 
-    def ring(self) -> None:
-        with contextlib.suppress(OSError):  # it is full: then it rings already; or it is closed
-            self._rope.send(b"!")
+    def wake(self) -> None:
+        """Make the descriptor readable."""
+        with contextlib.suppress(OSError):  # the buffer is full, so it is readable already; or it is closed
+            self._writer.send(b"!")
 
-    def hush(self) -> None:
+    def clear(self) -> None:
+        """Read everything that was written, so that the next poll blocks."""
         with contextlib.suppress(BlockingIOError):
-            while len(self._ear.recv(4096)) == 4096:
+            while len(self._reader.recv(4096)) == 4096:
                 pass
 
     def close(self) -> None:
-        self._ear.close()
-        self._rope.close()
+        """Close both ends."""
+        self._reader.close()
+        self._writer.close()
