@@ -91,7 +91,7 @@ class MadeUp:
         self.num_tokens += len(here)
         while time.perf_counter() < end:
             time.sleep(max(end - time.perf_counter(), 0))
-        return StepResults(requests, table, {LogprobKind.RAW: columns}, endings=endings)
+        return StepResults(requests, table, {LogprobKind.RAW: columns}, finishes=endings)
 
 
 def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) -> None:

@@ -1,11 +1,16 @@
-"""What a frame costs: making it in the worker, reading it in a server, and the way between two processes.
+"""Cost of a frame: encoding in the worker, decoding in an HTTP process, transfer between two processes.
 
-    python bench/wire.py --batch 256 --logprobs 5
+    python bench/micro/ipc_frame.py --batch 256 --logprobs 5
 
 The last line is JSON. Times are medians in microseconds of a step of `batch` requests with `logprobs` each.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
 
 import argparse
 import multiprocessing
@@ -17,22 +22,22 @@ from typing import Any
 
 import numpy as np
 import zmq
-from measure import finish
+from common.measure import finish
 
 from draftproof.engine.step.step_results import LogprobColumns, StepResults
 from draftproof.metrics import EngineStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.ipc.decode import ReceivedGroup, read, to_step_results
+from draftproof.serve.ipc.decode import ReceivedGroup, decode_frame, to_step_results
 from draftproof.serve.ipc.encode import EngineSnapshot, RequestGroup, encode_step
 from draftproof.serve.ipc.frame import Bounds
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 VOCAB = 49152
-STANDING = EngineStats(256, 0, 0, 1000, 500, 4096, 2000, 100)
+ENGINE_STATS = EngineStats(256, 0, 0, 1000, 500, 4096, 2000, 100)
 
 
-def made_up(batch: int, logprobs: int, k: int, tokens: int) -> StepResults:
-    """A step in which every request commits so many tokens."""
+def random_step(batch: int, logprobs: int, k: int, tokens: int) -> StepResults:
+    """Return a step in which every request commits `tokens` tokens."""
     params = SamplingParams(logprobs=logprobs if logprobs >= 0 else None)
     requests = [Request(id=str(i), prompt_token_ids=[1], params=params, seed=i) for i in range(batch)]
     noise = np.random.default_rng(1)
@@ -53,19 +58,19 @@ def made_up(batch: int, logprobs: int, k: int, tokens: int) -> StepResults:
     return StepResults(requests, table, columns, ("ngram",) if k else ())
 
 
-def timed(act: Callable[[], Any], seconds: float = 1.0) -> float:
-    """Median, in microseconds."""
+def timed(call: Callable[[], Any], seconds: float = 1.0) -> float:
+    """Return the median duration in microseconds."""
     times: list[float] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(times) < 20:
         began = time.perf_counter()
-        act()
+        call()
         times.append(time.perf_counter() - began)
     return round(statistics.median(times) * 1e6, 1)
 
 
 def echo(address: str) -> None:
-    """The other process: sends back what comes."""
+    """Send every received message back, in another process."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(address)
     socket.send(b"")
@@ -73,8 +78,8 @@ def echo(address: str) -> None:
         socket.send(data)
 
 
-def there_and_back(frame: bytes) -> float:
-    """Half of the time for a frame to another process and back."""
+def transfer_microseconds(frame: bytes) -> float:
+    """Return half of the round-trip time of a frame to another process."""
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
         address = f"ipc://{folder}/s"
         socket = context.socket(zmq.ROUTER)
@@ -95,26 +100,27 @@ def there_and_back(frame: bytes) -> float:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--logprobs", type=int, default=5, help="-1: none")
     parser.add_argument("--k", type=int, default=5, help="drafts; 0: no speculation")
-    parser.add_argument("--tokens", type=int, default=2, help="that each request commits in a step")
+    parser.add_argument("--tokens", type=int, default=2, help="tokens that each request commits in a step")
     options = parser.parse_args()
-    results = made_up(options.batch, options.logprobs, options.k, options.tokens)
+    results = random_step(options.batch, options.logprobs, options.k, options.tokens)
     bounds = Bounds(VOCAB, options.k, len(results.sources))
-    standing = EngineSnapshot(options.k, 1, 0.005, 1.0, STANDING)
+    snapshot = EngineSnapshot(options.k, 1, 0.005, 1.0, ENGINE_STATS)
     kind = LogprobKind.NONE if options.logprobs < 0 else LogprobKind.RAW
-    party = RequestGroup.build(None, [(i, kind, max(options.logprobs, 0)) for i in range(options.batch)])
+    group = RequestGroup.build(None, [(i, kind, max(options.logprobs, 0)) for i in range(options.batch)])
     quarter = list(range(0, options.batch, 4))
-    one_of_four = RequestGroup.build(quarter, [(i, kind, max(options.logprobs, 0)) for i in quarter])
-    frame = encode_step(0, standing, results, party)
-    guests = ReceivedGroup.build(list(range(options.batch)), dict(enumerate(results.requests)), VOCAB)
+    quarter_group = RequestGroup.build(quarter, [(i, kind, max(options.logprobs, 0)) for i in quarter])
+    frame = encode_step(0, snapshot, results, group)
+    received_group = ReceivedGroup.build(list(range(options.batch)), dict(enumerate(results.requests)), VOCAB)
 
     def receive() -> None:
-        to_step_results(read(frame, bounds, results.sources), guests, results.sources, {})
+        to_step_results(decode_frame(frame, bounds, results.sources), received_group, results.sources, {})
 
     receive()
     found = {
@@ -123,10 +129,10 @@ def main() -> None:
         "k": options.k,
         "tokens": options.tokens * options.batch,
         "frame_bytes": len(frame),
-        "make_us": timed(lambda: encode_step(0, standing, results, party)),
-        "make_one_of_four_us": timed(lambda: encode_step(0, standing, results, one_of_four)),
-        "read_us": timed(receive),
-        "transfer_us": there_and_back(frame),
+        "encode_us": timed(lambda: encode_step(0, snapshot, results, group)),
+        "encode_quarter_us": timed(lambda: encode_step(0, snapshot, results, quarter_group)),
+        "decode_us": timed(receive),
+        "transfer_us": transfer_microseconds(frame),
     }
     finish("wire", found)
 

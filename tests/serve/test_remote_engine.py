@@ -210,7 +210,7 @@ def test_full_queue_rejects_all_requests_of_a_prompt(make: Any, tmp_path: Path) 
         waiting = asyncio.create_task(remote.generate("ba", params(max_tokens=2)))
         while remote.engine_stats().num_waiting < 1:
             await asyncio.sleep(0)
-            await first.decode_frame()
+            await first.read()
         with pytest.raises(QueueFullError):
             await remote.generate("b", params(n=3))
         with pytest.raises(QueueFullError):
