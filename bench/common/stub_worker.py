@@ -102,7 +102,7 @@ def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) ->
     engine = MadeUp(vocab, seconds)
     llm = SimpleNamespace(
         engine=engine,
-        config=SimpleNamespace(model="made-up"),
+        config=SimpleNamespace(model="made-up", speculative=None),
         tokenizer=SimpleNamespace(where=tokenizer),
         grammar_of=None,
     )
