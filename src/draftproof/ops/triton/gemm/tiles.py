@@ -1,7 +1,7 @@
 """Which tile a matrix product takes, by rows, weight shape and dtype: a static table, no tuning at run time.
 
 A tile decides speed, never bits: bits hang on the partition of K alone (`SPLITS`), and that is a
-function of the weight's shape. Change tiles freely after a measurement (`bench/micro/gpu/op_times.py --sweep`);
+function of the weight's shape. Change tiles freely after a measurement (`op_times.py --sweep`);
 a change of SPLITS is a change of the numbers this backend gives.
 """
 
