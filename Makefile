@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup demo test test-fast lint bench test-gpu test-page
+.PHONY: docs setup demo test test-fast lint bench test-gpu test-page
 
 setup: $(STAMP)
 
@@ -29,6 +29,10 @@ test: setup lint
 # Inner loop: no download, no slow file.
 test-fast: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow and not network and not gpu"
+
+# Write the option table of docs/options.md.
+docs: setup
+	$(BIN)/python -m draftproof.cli.options_doc docs/options.md
 
 bench: setup
 	$(BIN)/python bench/cpu.py

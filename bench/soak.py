@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from common.measure import finish
 
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import QueueFullError
 from draftproof.models.config import ModelConfig
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Request
 
 VOCAB, EOS, LONGEST = 97, 2, 120

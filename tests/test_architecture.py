@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 import draftproof
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.cli.options_doc import with_table
+from draftproof.config import EngineConfig
 from draftproof.ops import BACKENDS
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.structured_outputs import StructuredOutputs
 from draftproof.verify import STRATEGIES
 
@@ -42,6 +44,7 @@ LAYERS = [
     {"ops"},
     {"registry"},
     {"config", "types"},
+    {"speculative_config"},
     {"metrics", "sampling_params", "outputs"},
     {"structured_outputs"},
     {"errors", "numba_jit", "arrays"},
@@ -185,7 +188,7 @@ def test_method_names_are_compared_in_their_table_only() -> None:
     """Check that code tests capabilities, never names such as `method == "ngram"`, outside the tables."""
     for names, home in ((PROPOSERS, "propose"), (STRATEGIES, "verify"), (BACKENDS, "ops")):
         for path in modules():
-            if package_of(path) in (home, "config", "cli"):
+            if package_of(path) in (home, "config", "speculative_config", "cli"):
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Compare):
@@ -233,6 +236,12 @@ def test_every_option_is_documented() -> None:
     server = (REPO / "docs" / "server.md").read_text()
     request_options = {f.name for f in fields(SamplingParams)} - {"logits_processors"}  # not sent over HTTP
     assert sorted(name for name in request_options if f"`{name}`" not in server) == []
+
+
+def test_option_table_is_generated() -> None:
+    """Check that docs/options.md holds the table that `make docs` writes."""
+    text = (REPO / "docs" / "options.md").read_text()
+    assert with_table(text) == text and "| `max_model_len` |" in text
 
 
 def test_readme_map_equals_the_tree() -> None:

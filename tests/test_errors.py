@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import tiny
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.errors import ConfigError, RequestError
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from exact import NEIGHBOURS, Ask, Where, bits, check_empty, solo
 
 WRONG_PARAMS = [

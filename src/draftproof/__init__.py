@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftproof.async_llm import AsyncLLM
-    from draftproof.config import EngineConfig, SpeculativeConfig
+    from draftproof.config import EngineConfig
     from draftproof.errors import (
         ConfigError,
         DraftproofError,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from draftproof.llm import LLM
     from draftproof.metrics import EngineStats, SpecStats
     from draftproof.sampling_params import SamplingParams, SpeculativeParams
+    from draftproof.speculative_config import SpeculativeConfig
     from draftproof.structured_outputs import StructuredOutputs
     from draftproof.types import CompletionOutput, Logprob, RequestOutput, TokenEvent
 
@@ -44,7 +45,7 @@ _HOMES = {
     "RequestOutput": "types",
     "SamplingParams": "sampling_params",
     "SpecStats": "metrics",
-    "SpeculativeConfig": "config",
+    "SpeculativeConfig": "speculative_config",
     "SpeculativeParams": "sampling_params",
     "StructuredOutputs": "structured_outputs",
     "TokenEvent": "types",

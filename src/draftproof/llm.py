@@ -16,6 +16,7 @@ from draftproof.errors import EngineClosedError, LoadError, QueueFullError
 from draftproof.frontend.input_processor import Front, Messages, params_for
 from draftproof.frontend.progress import progress_bar
 from draftproof.frontend.request_tracker import Job, Jobs, Tell
+from draftproof.metrics import SpecStats
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import SamplingParams
@@ -111,6 +112,10 @@ class LLM(Front):
     def close(self) -> None:
         """End the process that compiles grammars, if there is one. Else it ends with this program."""
         self._grammars.close()
+
+    def reset_stats(self) -> None:
+        """Set the speculation counters to zero."""
+        self.jobs.stats = SpecStats()
 
     def grammar_of(self, params: SamplingParams) -> Grammar | None:
         return self._grammars.of(params)

@@ -95,7 +95,7 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--temp", "0"], "unknown option '--temp'"),  # half a name is another option's
         (["serve", "--api-key", "secret"], "did you mean '--api-key-file'?"),
         (["serve", "--conf", "server.toml"], "did you mean '--config'?"),
-        (["serve", "--model", "smollm2-135m"], "it is given without --model"),
+        (["serve", "--model", "smollm2-135m"], "it is a positional argument"),
         (["serve", "--zzzz=3"], "unknown option '--zzzz': see draftproof serve --help"),
     ],
 )

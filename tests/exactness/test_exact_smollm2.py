@@ -8,11 +8,12 @@ import pytest
 
 import proposers
 import tiny
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
 from draftproof.verify.target_match import TargetMatch

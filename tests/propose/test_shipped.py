@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 import tiny
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.draft_head.bundled import shipped, shipped_for, shipped_like
 from draftproof.models.draft_head.config import Target
 from draftproof.models.draft_head.formats import load_head
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
 

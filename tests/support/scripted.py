@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.config import SpeculativeConfig
 from draftproof.engine.sequence import Sequence as Running
 from draftproof.engine.slots import SlotInit, Slots
 from draftproof.engine.step.step_features import features_of
 from draftproof.ops import Layout, Ops, Rows, resolve
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import (
     ENDED,
     NUM_ACCEPTED,

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.metrics import RequestStats
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import LogprobRow, Request, StepOutput
 
 VOCAB = 97

@@ -19,7 +19,7 @@ from draftproof.models.rope import rope_table
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TrainPlan
 from draftproof.train.data.dataset import Text
-from draftproof.train.progress import Telling
+from draftproof.train.progress import ProgressReporter
 from draftproof.train.trainer import Trainer
 
 
@@ -82,7 +82,7 @@ def plan(**changes: Any) -> TrainPlan:
 def trainer(name: str = "llama", device: str = "cpu", **changes: Any) -> Trainer:
     every = texts(name)
     where = torch.device(device)
-    return Trainer(plan(**changes), tiny.checkpoint(name), every[8:], every[:8], where, Telling())
+    return Trainer(plan(**changes), tiny.checkpoint(name), every[8:], every[:8], where, ProgressReporter())
 
 
 def drafted_outputs(

@@ -13,7 +13,7 @@ import tiny
 import trained
 from draftproof.train import time_budget
 from draftproof.train.data.dataset import Text
-from draftproof.train.progress import Telling
+from draftproof.train.progress import ProgressReporter
 from draftproof.train.time_budget import Pace, measured
 from draftproof.train.trainer import Trainer
 
@@ -56,6 +56,6 @@ def test_held_out_prompts_that_are_too_long_are_left_out() -> None:
     long = Text(np.arange(90, dtype=np.uint16), 70, 0.0, 1)
     held = [long, *every[:8], Text(np.arange(70, dtype=np.uint16), 64, 1.0, 1)]
     device = torch.device("cpu")
-    made = Trainer(trained.plan(), tiny.checkpoint("llama"), every[8:], held, device, Telling())
+    made = Trainer(trained.plan(), tiny.checkpoint("llama"), every[8:], held, device, ProgressReporter())
     assert made.held == list(every[:8])
     assert set(made.accepted(made.held)) == {"greedy", "coupled", "argmax"}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.config import SpeculativeConfig
 from draftproof.errors import ConfigError
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import FinishStatus
 from draftproof.verify import STRATEGIES
 from scripted import OPS, Result, decide, seated, stepped, strategy

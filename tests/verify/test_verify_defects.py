@@ -13,11 +13,12 @@ import pytest
 import torch
 from scipy import stats
 
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.engine.slots import SlotInit, Slots
 from draftproof.errors import ConfigError
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import NUM_OUT, FinishStatus, LogprobKind, Request
 from draftproof.verify import STRATEGIES
 from proposer_cases import Talk

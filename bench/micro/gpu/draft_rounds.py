@@ -42,7 +42,7 @@ from common.measure import finish
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.slots import SlotInit
 from draftproof.engine.step.device_step import Work
@@ -54,6 +54,7 @@ from draftproof.ops.torch.step import Bookkeeping
 from draftproof.propose.head import HeadProposer
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import DraftSpec, Request, StepFeatures
 
 SMOLLM2 = ModelConfig(

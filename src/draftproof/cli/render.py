@@ -1,4 +1,4 @@
-"""An answer in a terminal: printed as it comes, accepted drafts in colour, figures at its end."""
+"""Terminal rendering of a streamed output, with accepted drafts in colour and figures at the end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STYLES = {"plain": "", "accepted": "green", "recovered": "yellow", "bonus": "cya
 
 
 @dataclass(slots=True)
-class Shown:
-    """An answer as it went by."""
+class RenderedOutput:
+    """Text, tokens, logprobs and timing of an output that was rendered."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -33,40 +33,43 @@ class Shown:
 
     @property
     def rate(self) -> float:
+        """Tokens per second after the first token."""
         return (len(self.token_ids) - 1) / self.seconds if self.seconds > 0 else 0.0
 
     def figures(self, stats: SpecStats) -> str:
-        words = f"{len(self.token_ids)} tokens in {stats.num_steps} steps"
+        """Return one line with tokens, steps, acceptance and speed."""
+        text = f"{len(self.token_ids)} tokens in {stats.num_steps} steps"
         if stats.num_drafts:
-            words += (
+            text += (
                 f", acceptance length {stats.acceptance_length:.2f}, {stats.num_accepted_tokens} of "
                 f"{stats.num_draft_tokens} drafts accepted"
             )
-        return f"{words}, {self.rate:.1f} tok/s"
+        return f"{text}, {self.rate:.1f} tok/s"
 
 
-def show(events: Iterator[TokenEvent], console: Console) -> Shown:
-    """Print tokens as they come. Ctrl-C ends the answer and keeps what there is."""
-    shown, begin = Shown(), 0.0
+def render(events: Iterator[TokenEvent], console: Console) -> RenderedOutput:
+    """Print tokens as they arrive. Ctrl-C ends the output and keeps what was printed."""
+    output, start = RenderedOutput(), 0.0
     with contextlib.suppress(KeyboardInterrupt):
         for event in events:
-            begin = begin or time.perf_counter()
+            start = start or time.perf_counter()
             style = STYLES.get(event.provenance.partition(":")[0], "")
             console.print(Text(event.text, style=style), end="")
-            shown.text += event.text
+            output.text += event.text
             if event.token_id is not None:
-                shown.token_ids.append(event.token_id)
-                shown.logprobs.append(event.logprobs)
-            shown.seconds = time.perf_counter() - begin
-            shown.finish_reason, shown.error = event.finish_reason, event.error
+                output.token_ids.append(event.token_id)
+                output.logprobs.append(event.logprobs)
+            output.seconds = time.perf_counter() - start
+            output.finish_reason, output.error = event.finish_reason, event.error
     console.print()
-    if shown.error:
-        raise RequestError(shown.error)
-    return shown
+    if output.error:
+        raise RequestError(output.error)
+    return output
 
 
 def legend() -> Text:
-    words = Text("colours: plain ")
+    """Return the legend of the colours."""
+    text = Text("colours: plain ")
     for name in ("accepted", "recovered", "bonus"):
-        words.append(f" {name} ", style=STYLES[name])
-    return words
+        text.append(f" {name} ", style=STYLES[name])
+    return text

@@ -1,4 +1,4 @@
-"""`draftproof simulate`: options, the table, and the same as JSON."""
+"""`draftproof simulate`: replay recorded outputs through a proposer; table and JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from draftproof.cli.engine_options import DEFAULT_SPECULATION
 from draftproof.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 
     from draftproof.simulate.replay import Costs, Outcome
 
-# what a replay does: it takes what the record says, and always as many drafts as it may
-_HERE = {"verify_strategy": "target_match", "accept_policy": "normal", "adaptive": False}
+# A replay verifies against the recorded tokens, always with the full number of drafts.
+_REPLAY_VALUES = {"verify_strategy": "target_match", "accept_policy": "normal", "adaptive": False}
 
 
-def add_options(parser: argparse.ArgumentParser, speculation: str) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument(
         "records",
         type=Path,
@@ -30,18 +32,18 @@ def add_options(parser: argparse.ArgumentParser, speculation: str) -> None:
     )
     parser.add_argument(
         "--speculative-config",
-        default=speculation,
+        default=DEFAULT_SPECULATION,
         metavar="JSON",
-        help=f"the proposer; its number of drafts is not used (default: {speculation})",
+        help="the proposer; its number of drafts is not used (default: %(default)s)",
     )
     parser.add_argument("-k", default="1,2,3,4,6,8", help="numbers of drafts (default: 1,2,3,4,6,8)")
-    parser.add_argument("--batch", type=int, default=1, help="requests side by side (default: 1)")
-    parser.add_argument("--tokenizer", metavar="MODEL", help="cuts texts into tokens")
+    parser.add_argument("--batch", type=int, default=1, help="requests per step (default: 1)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="tokenizer for records that hold text")
     costs = parser.add_mutually_exclusive_group()
     costs.add_argument(
         "--costs", metavar="JSON", help='seconds of a step by its rows, such as {"1": 0.014, "8": 0.016}'
     )
-    costs.add_argument("--measure", metavar="MODEL", help="times a model's steps here for that")
+    costs.add_argument("--measure", metavar="MODEL", help="measure the step times of this model here")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the figures there too; - prints them"
     )
@@ -49,20 +51,25 @@ def add_options(parser: argparse.ArgumentParser, speculation: str) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    from draftproof.config import SpeculativeConfig, read_speculation
+    """Replay the records and print the figures."""
     from draftproof.simulate.records import read
     from draftproof.simulate.replay import replay
+    from draftproof.speculative_config import SpeculativeConfig, read_speculation
 
-    wish = read_speculation(options.speculative_config)
-    if wish is None:
-        raise RequestError("--speculative-config off: a proposer is needed; speed-ups are over none already")
-    for key, here in _HERE.items():
-        if key in wish and wish[key] != here:
+    speculation = read_speculation(options.speculative_config)
+    if speculation is None:
+        raise RequestError(
+            "--speculative-config off: simulate needs a proposer; speed-ups are relative to plain decoding"
+        )
+    for key, value in _REPLAY_VALUES.items():
+        if key in speculation and speculation[key] != value:
             raise RequestError(
-                f"--speculative-config: {key} is no part of guessing, and only that is done here: drop it"
+                f"--speculative-config: {key} does not affect a replay of drafts: leave it out"
             )
-    config = SpeculativeConfig.parse(wish)
-    lengths = _lengths(options.k)
+    config = SpeculativeConfig.parse(speculation)
+    if config is None:
+        raise RequestError("--speculative-config names no proposer: simulate needs one")
+    lengths = _draft_counts(options.k)
     if not 1 <= options.batch <= 1024:
         raise RequestError(f"--batch must lie in 1..1024, got {options.batch}")
     tokenizer = None
@@ -74,50 +81,51 @@ def run(options: argparse.Namespace, console: Console) -> int:
     records = read(options.records, tokenizer)
     costs = _costs(options)
     outcomes = replay(records, config, lengths, options.batch, costs)
-    told = {
+    report = {
         "records": len(records),
         "tokens": sum(len(r.output) for r in records),
         "speculative_config": {"method": config.method, **config.options},
         "batch": options.batch,
-        "costs": None if costs is None else costs.told(),
-        "outcomes": [outcome.told() for outcome in outcomes],
+        "costs": None if costs is None else costs.as_json(),
+        "outcomes": [outcome.as_json() for outcome in outcomes],
     }
     if options.json is not None and str(options.json) == "-":
-        console.print_json(json.dumps(told))
+        console.print_json(json.dumps(report))
         return 0
-    title = f"{config.method}, {len(records)} requests, {told['tokens']:,} tokens, batch {options.batch}"
-    console.print(table_of(outcomes, title))
-    by_task = tasks_of(outcomes)
+    title = f"{config.method}, {len(records)} requests, {report['tokens']:,} tokens, batch {options.batch}"
+    console.print(results_table(outcomes, title))
+    by_task = task_table(outcomes)
     if by_task is not None:
         console.print(by_task)
     if options.json is not None:
         try:
-            options.json.write_text(json.dumps(told, indent=1) + "\n")
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
         except OSError as error:
             raise RequestError(f"{options.json} cannot be written: {error.strerror}") from error
     return 0
 
 
-def table_of(outcomes: Sequence[Outcome], title: str) -> Table:
+def results_table(outcomes: Sequence[Outcome], title: str) -> Table:
+    """Return one row for each number of drafts."""
     table = Table(title=title, title_justify="left", box=None)
-    for head in ("k", "acceptance length", "accepted", "speed-up", "µs a step"):
+    for head in ("k", "acceptance length", "accepted", "speed-up", "µs per step"):
         table.add_column(head, justify="right", min_width=len(head))
-    table.add_column("stood, by place")  # in a narrow terminal this is what takes two lines
+    table.add_column("accepted by position")  # wraps in a narrow terminal
     for outcome in outcomes:
-        stats, told = outcome.stats, outcome.told()
+        stats, figures = outcome.stats, outcome.as_json()
         table.add_row(
             str(outcome.k),
             f"{stats.acceptance_length:.2f}",
             f"{100 * stats.acceptance_rate:.0f} %",
             "" if outcome.speed_up is None else f"{outcome.speed_up:.2f}",
-            f"{told['proposer_us_a_step']:.0f}",
-            " ".join(f"{share:.2f}" for share in told["accepted_per_position"]),
+            f"{figures['proposer_us_a_step']:.0f}",
+            " ".join(f"{share:.2f}" for share in figures["accepted_per_position"]),
         )
     return table
 
 
-def tasks_of(outcomes: Sequence[Outcome]) -> Table | None:
-    """Acceptance lengths by task; none if the records name no tasks."""
+def task_table(outcomes: Sequence[Outcome]) -> Table | None:
+    """Return acceptance lengths by task; None if the records name no tasks."""
     tasks = [name for name in sorted(outcomes[0].tasks) if name]
     if not tasks:
         return None
@@ -130,21 +138,23 @@ def tasks_of(outcomes: Sequence[Outcome]) -> Table | None:
     return table
 
 
-def _lengths(text: str) -> list[int]:
+def _draft_counts(text: str) -> list[int]:
+    """Read numbers of drafts separated by commas."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise RequestError(f"-k must be numbers with commas between, got {text!r}") from error
+        raise RequestError(f"-k must be numbers separated by commas, got {text!r}") from error
     if any(not 1 <= k <= 64 for k in found):
         raise RequestError(f"-k must lie in 1..64, got {text!r}")
     return found
 
 
 def _costs(options: argparse.Namespace) -> Costs | None:
+    """Return step costs, measured or from the command line."""
     from draftproof.simulate.replay import Costs
 
     if options.measure:
-        return Costs(_measured(options.measure, options.batch * (1 + max(_lengths(options.k)))))
+        return Costs(_measured(options.measure, options.batch * (1 + max(_draft_counts(options.k)))))
     if not options.costs:
         return None
     try:
@@ -154,7 +164,7 @@ def _costs(options: argparse.Namespace) -> Costs | None:
 
 
 def _measured(model: str, rows: int) -> dict[int, float]:
-    """Step times of a model, as an engine takes them at its start."""
+    """Return the step times by rows that an engine measures at start-up."""
     from draftproof.engine.sizing import some_of
     from draftproof.llm import LLM
 

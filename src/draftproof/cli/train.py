@@ -1,4 +1,4 @@
-"""`draftproof train`: its options, from the plans, and its phases one after the other."""
+"""`draftproof train`: options from the training plans, phases of a run."""
 
 from __future__ import annotations
 
@@ -15,50 +15,61 @@ from rich.text import Text
 
 from draftproof.errors import ConfigError
 from draftproof.train.config import TextPlan, TrainPlan, digest_files
-from draftproof.train.progress import Telling
+from draftproof.train.progress import ProgressReporter
 
 PHASES = ("generate", "train", "eval")
-CUT = 3  # exit status of a run that ran out of time and can be gone on with
+STOPPED_EXIT_STATUS = 3  # the time limit was reached; the same command resumes the run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("model", help="a built-in name, a folder, a .gguf file or a hub id")
-    parser.add_argument("--work", required=True, type=Path, metavar="FOLDER", help="everything is kept here")
+    parser.add_argument(
+        "--work",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the run: texts, checkpoints, head",
+    )
     parser.add_argument(
         "--phase",
         choices=(*PHASES, "all", "write"),
         default="all",
-        help="do this one alone (default: the first three); write: the head for other engines once more",
+        help="run one phase (default: generate, train, eval); write: export the head again",
     )
-    parser.add_argument("--prompts", nargs="*", default=[], metavar="JSONL", help="prompts to be answered")
+    parser.add_argument("--prompts", nargs="*", default=[], metavar="JSONL", help="files of prompts")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … or auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--stop-after",
         type=float,
         metavar="SECONDS",
-        help=f"stop about then, with exit status {CUT}; the same command again goes on",
+        help=f"time limit: exit status {STOPPED_EXIT_STATUS}; the same command resumes the run",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="SECONDS",
-        help="choose --steps so that all of the phase `train` takes about so long here, and say how many",
+        help="choose --steps so that the phase `train` takes about this long on this machine",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="texts that are written side by side")
-    parser.add_argument("--verifier", metavar="NAME", help="the model's name for other engines (hub id)")
-    parser.add_argument("--aux-layers", metavar="I,J,K", help="layers whose rows the head is given")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="texts generated in one batch")
+    parser.add_argument("--verifier", metavar="NAME", help="name of the target for other engines (hub id)")
+    parser.add_argument(
+        "--aux-layers", metavar="I,J,K", help="target layers whose hidden states the head receives"
+    )
     for plan, title in ((TextPlan, "text"), (TrainPlan, "training")):
         group = parser.add_argument_group(title)
         for option in fields(plan):
-            if words := option.metadata.get("help"):
+            if text := option.metadata.get("help"):
                 name, default = "--" + option.name.replace("_", "-"), option.default
                 group.add_argument(
-                    name, type=type(default), default=default, help=f"{words} (default: {default})"
+                    name, type=type(default), default=default, help=f"{text} (default: {default})"
                 )
+    parser.set_defaults(run=run)
 
 
 def text_plan(options: argparse.Namespace) -> TextPlan:
+    """Return the plan of the text."""
     prompts = tuple(options.prompts)
     return TextPlan(
         model=options.model,
@@ -70,12 +81,15 @@ def text_plan(options: argparse.Namespace) -> TextPlan:
 
 
 def train_plan(options: argparse.Namespace) -> TrainPlan:
+    """Return the plan of the training; raise ConfigError for wrong options."""
     try:
         layers = tuple(int(layer) for layer in (options.aux_layers or "").split(",") if layer)
     except ValueError as error:
-        raise ConfigError(f"--aux-layers wants numbers with commas, got {options.aux_layers!r}") from error
+        raise ConfigError(
+            f"--aux-layers must be numbers separated by commas, got {options.aux_layers!r}"
+        ) from error
     if options.begin and not (Path(options.begin) / "config.json").is_file():
-        raise ConfigError(f"--begin {options.begin}: no head is there, which is a folder with config.json")
+        raise ConfigError(f"--begin {options.begin}: not the folder of a head (no config.json)")
     if layers:
         from draftproof.models.load import load_config
 
@@ -88,48 +102,49 @@ def train_plan(options: argparse.Namespace) -> TrainPlan:
 
 
 def _chosen(plan: type[TextPlan] | type[TrainPlan], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the options that a plan declares."""
     return {o.name: getattr(options, o.name) for o in fields(plan) if "help" in o.metadata}
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """The exit status."""
+    """Run the phases; return the exit status."""
     from draftproof.train.pipeline import Run
 
     stop_at = None if options.stop_after is None else time.monotonic() + options.stop_after
     wanted = PHASES if options.phase == "all" else (options.phase,)
-    plan = train_plan(options)  # what is wrong with it is said before hours of text are written
+    plan = train_plan(options)  # refuses wrong options before hours of text are generated
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     bars = Progress(*columns, console=console) if console.is_terminal else None
     with bars or nullcontext():
-        work = Run(options.work, telling(console, bars), options.device)
+        work = Run(options.work, progress_reporter(console, bars), options.device)
         if "generate" in wanted:
             engine = {"max_num_seqs": options.max_num_seqs}
             if not work.generate(text_plan(options), stop_at, engine):
-                return CUT
+                return STOPPED_EXIT_STATUS
         if options.phase == "write":
             work.write(plan, options.verifier)
             return 0
         if options.seconds is not None and options.phase != "generate":
             plan = replace(plan, steps=work.steps_for(plan, options.seconds))
         if "train" in wanted and not work.train(plan, stop_at, options.verifier):
-            return CUT
+            return STOPPED_EXIT_STATUS
         if "eval" in wanted:
             work.evaluate(plan, options.verifier)
     return 0
 
 
-def telling(console: Console, bars: Progress | None) -> Telling:
-    """Lines always; bars where somebody is looking."""
+def progress_reporter(console: Console, bars: Progress | None) -> ProgressReporter:
+    """Return callbacks that print lines and, in a terminal, progress bars."""
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(Text(line))
 
     tasks: dict[str, Any] = {}
 
-    def show(what: str, done: int, total: int) -> None:
+    def show_progress(what: str, done: int, total: int) -> None:
         if bars is not None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total)
             bars.update(tasks[what], completed=done)
 
-    return Telling(say, show)
+    return ProgressReporter(print_line, show_progress)

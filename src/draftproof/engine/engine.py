@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig
 from draftproof.engine.drafting import budget_kernels
 from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.drafting.step_cost import RowCosts
@@ -34,6 +34,7 @@ from draftproof.ops import resolve, resolve_device
 from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Request, StepFeatures
 from draftproof.verify import PLAIN_STRATEGY, STRATEGIES
 from draftproof.verify.base import Strategy

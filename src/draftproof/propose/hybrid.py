@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.config import MAX_SPECULATIVE_TOKENS
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
 from draftproof.ops.contract.draft_search import (
@@ -32,6 +31,7 @@ from draftproof.ops.contract.draft_search import (
 from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
 from draftproof.propose.suffix_pool import Ints
 from draftproof.registry import lookup
+from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 from draftproof.types import DeviceBatch, Draft, Request
 
 Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so

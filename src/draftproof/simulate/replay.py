@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftproof.config import SpeculativeConfig
 from draftproof.engine.slots import SlotInit, Slots
 from draftproof.errors import ConfigError, nearest
 from draftproof.metrics import SpecStats
@@ -26,6 +25,7 @@ from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.simulate.records import Recorded
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import DeviceBatch, ProposeBatch, Request
 
 
@@ -45,7 +45,7 @@ class Costs:
             return float(self.seconds[-1] * rows / most)
         return float(np.interp(rows, self.rows, self.seconds))
 
-    def told(self) -> dict[str, float]:
+    def as_json(self) -> dict[str, float]:
         """For JSON."""
         return {f"{int(n)}": round(s, 7) for n, s in zip(self.rows, self.seconds, strict=True)}
 
@@ -67,7 +67,7 @@ class Outcome:
     def speed_up(self) -> float | None:
         return None if self.seconds is None or self.plain is None else self.plain / self.seconds
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For JSON."""
         stats = self.stats
         position = [round(n / max(1, stats.num_steps), 4) for n in stats.accepted_per_position]

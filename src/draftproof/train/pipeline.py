@@ -36,7 +36,7 @@ from draftproof.train.config import TextPlan, TrainPlan, settle, write_json
 from draftproof.train.data.dataset import Text, coverage, frequent_ids, read_texts, shard_tokens
 from draftproof.train.data.generate_text import Generator
 from draftproof.train.export import write_head, write_speculators
-from draftproof.train.progress import Telling
+from draftproof.train.progress import ProgressReporter
 from draftproof.train.time_budget import measured
 from draftproof.train.trainer import Trainer
 
@@ -46,11 +46,11 @@ PACED = 32  # updates' worth of text, on which an update is timed
 class Run:
     """One work folder."""
 
-    def __init__(self, work: Path, telling: Telling, device: str = "auto") -> None:
+    def __init__(self, work: Path, reporter: ProgressReporter, device: str = "auto") -> None:
         # cuBLAS repeats its bits only with a workspace of its own, and reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.work = work
-        self.telling = telling
+        self.reporter = reporter
         self.device = device
 
     def generate(
@@ -61,7 +61,7 @@ class Run:
         folder = self.work / "text"
         held = plan.held_out == 0 or bool(shard_tokens(folder / "held"))
         if held and sum(shard_tokens(folder)) >= plan.tokens:
-            self.telling.say(f"generate: {sum(shard_tokens(folder)):,} tokens are there")
+            self.reporter.log(f"generate: {sum(shard_tokens(folder)):,} tokens are there")
             return True
         room = 2 * plan.prompt_tokens + plan.answer_tokens + 64
         there = load_config(plan.model)[0].max_position
@@ -74,10 +74,10 @@ class Run:
         # no more KV than is used: in the same process the training comes next
         options.setdefault("kv_cache_tokens", room * options["max_num_seqs"])
         llm = LLM(plan.model, **options)
-        self.telling.say(f"generate: {llm.engine.describe()}")
+        self.reporter.log(f"generate: {llm.engine.describe()}")
         try:
             begin = partial(settle, self.work / "text.json", plan)
-            done = Generator(llm, plan, self.telling, begin).run(folder, stop_at)
+            done = Generator(llm, plan, self.reporter, begin).run(folder, stop_at)
         finally:
             llm.close()
         if done and plan.held_out:
@@ -93,14 +93,14 @@ class Run:
             for size in sizes
         ]
         if words:
-            self.telling.say(f"generate: share of held-out answers by draft vocabulary: {', '.join(words)}")
+            self.reporter.log(f"generate: share of held-out answers by draft vocabulary: {', '.join(words)}")
 
     def steps_for(self, plan: TrainPlan, seconds: float) -> int:
         """How many updates this machine does in so long; as they were counted before, if they were."""
         path = self.work / "train.json"
         if path.exists():
             steps = int(json.loads(path.read_text())["steps"])
-            self.telling.say(f"train: {steps} updates, as before: --seconds is asked once a work folder")
+            self.reporter.log(f"train: {steps} updates, as before: --seconds is asked once a work folder")
             return steps
         began = time.monotonic()
         tokens = sum(shard_tokens(self.work / "text"))
@@ -108,7 +108,7 @@ class Run:
             pace = measured(self._trainer(plan, PACED * plan.batch_tokens), began, tokens)
         steps = pace.steps(seconds, plan.eval_every)
         beside = pace.beside(steps, seconds, plan.eval_every)
-        self.telling.say(
+        self.reporter.log(
             f"train: an update takes {1000 * pace.update:.0f} ms here, and all the rest {beside:.0f} s: "
             f"{steps} updates in {seconds:.0f} s"
         )
@@ -126,7 +126,9 @@ class Run:
         if not done:
             return False
         spent = time.monotonic() - began
-        self.telling.say(f"train: {trainer.tokens:,} tokens in {trainer.step} steps; {spent:.0f} s this time")
+        self.reporter.log(
+            f"train: {trainer.tokens:,} tokens in {trainer.step} steps; {spent:.0f} s this time"
+        )
         self._write(trainer, verifier)  # whatever happens from now on, there is a head
         if trainer.sharpen():
             self._write(trainer, verifier)
@@ -146,7 +148,7 @@ class Run:
         for name, value in trainer.accepted(trainer.held).items():
             found[name] = value.to_json()
             rates = " ".join(f"{rate:.3f}" for rate in value.rates)
-            self.telling.say(f"eval: {name}: acceptance length {value.length:.3f}, drafts stood: {rates}")
+            self.reporter.log(f"eval: {name}: acceptance length {value.length:.3f}, drafts stood: {rates}")
         held, kind = trainer.held, trainer.config.kind
         del trainer
         gc.collect()  # its memory: the engine comes next
@@ -191,7 +193,7 @@ class Run:
             )
             length = llm.stats.acceptance_length
             found[f"{temperature:g}"] = {"length": length, "texts": len(some), "same": same}
-            self.telling.say(
+            self.reporter.log(
                 f"eval: in the engine at temperature {temperature:g}: acceptance length {length:.3f}; "
                 f"{same} of {len(some)} answers are those without drafts"
             )
@@ -221,7 +223,7 @@ class Run:
         ids = weights.pop("d2t") if config.reduced else torch.arange(config.draft_vocab_size)
         other, rows = self.work / "speculators", target[1][ids.to(target[1].device)]
         write_speculators(other, config, weights, ids, target[0], rows, verifier=verifier, drafts=drafts)
-        self.telling.say(f"written: {self.work / 'head'} and {other}")
+        self.reporter.log(f"written: {self.work / 'head'} and {other}")
 
     def _trainer(self, plan: TrainPlan, enough: int | None = None) -> Trainer:
         """On all of the text, or on about `enough` tokens from all over it."""
@@ -232,13 +234,13 @@ class Run:
             texts = texts[:: max(1, sum(shard_tokens(folder)) // enough)]
         held = read_texts(folder / "held") if shard_tokens(folder / "held") else []
         checkpoint = load_checkpoint(plan.model)
-        trainer = Trainer(plan, checkpoint, texts, held, resolve_device(self.device), self.telling)
+        trainer = Trainer(plan, checkpoint, texts, held, resolve_device(self.device), self.reporter)
         if enough is not None:
             return trainer
         tokens = sum(len(text.tokens) for text in texts)
         size = plan.bits / 8 * sum(weight.numel() for weight in trainer.weights.values()) / 1e6
         share = coverage(trainer.held, trainer.d2t.cpu().numpy(), checkpoint.config.vocab_size)
-        self.telling.say(
+        self.reporter.log(
             f"train: {len(texts):,} texts, {tokens:,} tokens{self._incomplete(tokens)}; "
             f"{trainer.steps:,} steps, {len(trainer.batches.epoch(0)):,} see all of it; "
             f"layers {list(trainer.config.aux_layers)}, {size:.1f} MB; "
@@ -248,7 +250,7 @@ class Run:
             said = (
                 f"{left_out} of {len(held)} held-out texts are left out: their prompts are not shorter than"
             )
-            self.telling.say(f"train: {said} --max-len {plan.max_len}")
+            self.reporter.log(f"train: {said} --max-len {plan.max_len}")
         return trainer
 
     def _incomplete(self, tokens: int) -> str:

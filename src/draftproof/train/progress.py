@@ -1,4 +1,4 @@
-"""What a long run says on its way: lines, and how far a phase has come."""
+"""Progress reports of a training run: log lines and progress of a phase."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-def _nothing(*facts: object) -> None:
-    return None
+def _ignore(*values: object) -> None:
+    """Discard a report."""
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
-    """Says nothing unless it is given ways to."""
+class ProgressReporter:
+    """Callbacks for log lines and for the progress of a phase; by default both are discarded."""
 
-    say: Callable[[str], None] = _nothing
-    show: Callable[[str, int, int], None] = _nothing  # what, done, of how many
+    log: Callable[[str], None] = _ignore
+    update: Callable[[str, int, int], None] = _ignore  # phase, done, total

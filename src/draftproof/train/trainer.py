@@ -32,7 +32,7 @@ from draftproof.train.model.loss import Aim, Rows, unrolled_loss
 from draftproof.train.model.target import Teacher
 from draftproof.train.optimizer import Mover
 from draftproof.train.plot import curve_png
-from draftproof.train.progress import Telling
+from draftproof.train.progress import ProgressReporter
 
 STATE = "state.pt"
 SAY_EVERY = 10.0  # seconds between two lines
@@ -112,9 +112,9 @@ class Trainer:
         texts: Sequence[Text],
         held: Sequence[Text],
         device: torch.device,
-        telling: Telling,
+        reporter: ProgressReporter,
     ) -> None:
-        self.plan, self.telling, self.device = plan, telling, device
+        self.plan, self.reporter, self.device = plan, reporter, device
         self.held = usable(held, plan.max_len)
         self.dtype = DTYPES[plan.dtype]
         vocab = checkpoint.config.vocab_size
@@ -171,7 +171,7 @@ class Trainer:
             parts = found if measured else parts
             if last:
                 self.examine(folder, parts)
-            self.telling.show("train", self.step, self.steps)
+            self.reporter.update("train", self.step, self.steps)
             now = time.monotonic()
             if parts is not None and (now - said > SAY_EVERY or self.step == first + 1):
                 said = now
@@ -184,7 +184,7 @@ class Trainer:
         self.save(folder)
         done = self.step >= self.steps
         if not done:
-            self.telling.say(f"train: stopped after step {self.step} of {self.steps}; run it again to go on")
+            self.reporter.log(f"train: stopped after step {self.step} of {self.steps}; run it again to go on")
         return done
 
     def learn(self, batch: Batch, measure: bool = True) -> Tensor:
@@ -262,7 +262,7 @@ class Trainer:
 
         Whether it was done."""
         if self.plan.sharpen and not self.sharpens:
-            self.telling.say("train: not sharpened: drafts go on from the last norm (--norm-output 1)")
+            self.reporter.log("train: not sharpened: drafts go on from the last norm (--norm-output 1)")
         if not self.sharpens:
             return False
         found = self.examiner.sharpest(self.rounded(), self.held, self.plan.max_len)
@@ -270,7 +270,7 @@ class Trainer:
             return False
         best = max(found, key=lambda factor: found[factor].length)
         lengths = ", ".join(f"{factor:g}: {value.length:.3f}" for factor, value in found.items())
-        self.telling.say(f"train: acceptance length by what logits are multiplied with: {lengths}")
+        self.reporter.log(f"train: acceptance length by what logits are multiplied with: {lengths}")
         with torch.no_grad():
             self.weights["norm.weight"].mul_(best)
         return True
@@ -292,12 +292,12 @@ class Trainer:
         write_json(folder / "curve.json", self.curve)
         (folder / "curve.png").write_bytes(curve_png(self.curve))
         words = ", ".join(f"{name} {value.length:.3f}" for name, value in found.items())
-        self.telling.say(f"train: step {self.step}: acceptance length {words}")
+        self.reporter.log(f"train: step {self.step}: acceptance length {words}")
 
     def _report(self, parts: Tensor, pace: float, rate: float) -> None:
         losses = " ".join(f"{float(x):.3f}" for x in parts.cpu())
         left = pace * (self.steps - self.step)
-        self.telling.say(
+        self.reporter.log(
             f"train: step {self.step} of {self.steps}, loss {losses}, {rate:,.0f} tokens/s, {left:.0f} s left"
         )
 
@@ -341,5 +341,5 @@ class Trainer:
                 weight.copy_(state["weights"][name])
         self.mover.resume(state["optimizer"])
         self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-        self.telling.say(f"train: going on after step {self.step} of {self.steps}")
+        self.reporter.log(f"train: going on after step {self.step} of {self.steps}")
         return True

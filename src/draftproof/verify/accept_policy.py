@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from draftproof.config import SpeculativeConfig
 from draftproof.ops import STREAM_SYNTHETIC, Ops
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Choice, Windows
 from draftproof.verify.base import Scores
 

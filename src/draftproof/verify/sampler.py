@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftproof.config import SpeculativeConfig
 from draftproof.ops import Ops
+from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Choice, FinishStatus, Request, StepFeatures, Windows
 from draftproof.verify.accept_policy import apply_policy
 from draftproof.verify.base import Scores, Strategy

@@ -19,11 +19,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.config import MAX_SPECULATIVE_TOKENS
 from draftproof.engine.drafting import budget_kernels
 from draftproof.engine.drafting.budget_kernels import LAST, POWERS, REST, SHARE, WORTH
 from draftproof.engine.drafting.step_cost import RowCosts
 from draftproof.engine.drafting.step_cost_filter import Reals
+from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

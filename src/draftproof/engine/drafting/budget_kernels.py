@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.config import MAX_SPECULATIVE_TOKENS
 from draftproof.numba_jit import native
+from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
 # numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
 MAX_DRAFTS = 64

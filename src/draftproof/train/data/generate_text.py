@@ -23,7 +23,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TextPlan
 from draftproof.train.data.dataset import Text, shard_tokens, write_shard
 from draftproof.train.data.prompt_seeds import about, opening
-from draftproof.train.progress import Telling
+from draftproof.train.progress import ProgressReporter
 
 TURNS = 4  # of a conversation, at most
 SHORT = 80  # letters; what is shorter is not asked about
@@ -67,11 +67,13 @@ def _prompt(row: dict[str, Any]) -> Talk:
 class Generator:
     """Writes shards until there is enough text. `begin` is called before the first is written."""
 
-    def __init__(self, llm: LLM, plan: TextPlan, telling: Telling, begin: Callable[[], None]) -> None:
+    def __init__(
+        self, llm: LLM, plan: TextPlan, reporter: ProgressReporter, begin: Callable[[], None]
+    ) -> None:
         self.begin = begin
         self.llm = llm
         self.plan = plan
-        self.telling = telling
+        self.reporter = reporter
         prompts = read_prompts(plan.prompts)
         random.Random(f"{plan.seed} prompts").shuffle(prompts)
         held = plan.held_out if prompts else 0
@@ -88,15 +90,15 @@ class Generator:
         began, before = time.monotonic(), sum(sizes)
         while sum(sizes) < self.plan.tokens:
             if stop_at is not None and time.monotonic() > stop_at:
-                self.telling.say(f"generate: stopped at {sum(sizes):,} tokens; run it again to go on")
+                self.reporter.log(f"generate: stopped at {sum(sizes):,} tokens; run it again to go on")
                 return False
             texts = self._shard(len(sizes))
             self._keep(folder, len(sizes), texts)
             sizes.append(sum(len(text.tokens) for text in texts))
-            self.telling.show("generate", min(sum(sizes), self.plan.tokens), self.plan.tokens)
+            self.reporter.update("generate", min(sum(sizes), self.plan.tokens), self.plan.tokens)
             rate = (sum(sizes) - before) / (time.monotonic() - began)
             left = max(0, self.plan.tokens - sum(sizes)) / rate if rate else 0.0
-            self.telling.say(
+            self.reporter.log(
                 f"generate: shard {len(sizes) - 1}, {sum(sizes):,} of {self.plan.tokens:,} tokens, "
                 f"{rate:,.0f} tokens/s, {left:.0f} s left"
             )
