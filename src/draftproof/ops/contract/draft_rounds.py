@@ -1,7 +1,7 @@
-"""Drafting with a model behind a step: the contract of what surrounds its forward passes.
+"""Contract of the ops around the forward passes of a draft model.
 
-All of it is worked out on the device and waits for nobody. A round is so short that every launch counts, so
-what the rounds need beside the drafts themselves is made for all of them at once.
+Every op runs on the device and waits for nothing. A draft round is so short that each launch counts, so
+what the rounds need besides the drafts themselves is computed for all rounds at once.
 """
 
 from __future__ import annotations
@@ -17,27 +17,65 @@ from draftproof.types import Rows, SlotColumns, Windows
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Where the drafts of B entries come to stand, round by round. int64, each line in one piece."""
+    """Rows of the draft model for B entries, round by round. int64, each row of a tensor contiguous."""
 
-    count: Tensor  # [B]: drafts that an entry is to have
-    last_token: Tensor  # [B]: its last committed token
+    count: Tensor  # [B]: number of drafts of an entry
+    last_token: Tensor  # [B]: newest committed token
     slots: Tensor  # [rounds, B]: -1: the entry has no draft in this round
-    output_index: Tensor  # [rounds, B]: index in the output of the draft: the key of its noise
-    positions: Tensor  # [rounds, B]: of the row that it comes from
+    output_index: Tensor  # [rounds, B]: index of the draft in the output, the position of its noise
+    positions: Tensor  # [rounds, B]: position of the row that produces the draft
     kv_index: Tensor  # [rounds, B]: where K and V of that row are stored
     tokens: Tensor  # [K, B]: zeros; the drafts are written here
 
 
-class Following(ABC):
-    """A part of the ops contract. Padding, slot -1, changes nothing, and nothing is read for it."""
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Rows that a draft model has not processed yet, at most P, in static tensors."""
+
+    rows: Tensor  # [4, P] int64: the tokens that follow them, positions, slots, KV indices; slot -1: no row
+    features: Tensor  # [P, F]
+    filled: Tensor  # [2] int64: number of rows; the other is 0 between launches
+
+    @classmethod
+    def room_for(cls, size: int, like: Tensor) -> Late:
+        """Allocate room for `size` rows with features like `like` [F]."""
+        rows, filled = (torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((4, size), 2))
+        late = cls(rows, like.new_zeros((size, len(like))), filled)
+        late.clear()
+        return late
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self.rows[2].fill_(-1)
+        self.filled.zero_()
+
+
+class DraftRoundOps(ABC):
+    """Op family of draft rounds. Padding, slot -1, changes nothing, and nothing is read for it."""
 
     @abstractmethod
     def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
-        """The rows of a step that was committed, each with the token that follows it; [B] int64 places.
+        """Pair the rows of a committed step with the tokens that follow them.
 
-        A row whose next token is not committed becomes padding: slot -1, the rest 0. The place is that of
-        an entry's row before its newest token: -1 if the step had none.
+        Result: the rows with their next tokens, and for each entry [B] int64 the index of its row before its
+        newest token (-1 if the step had none). A row whose next token is not committed becomes padding:
+        slot -1, the rest 0.
         """
+
+    def put_off(self, rows: Rows, columns: SlotColumns, features: Tensor, late: Late) -> None:
+        """Append the rows of a committed step, shifted, and their features [R, F] to `late`.
+
+        Rows beyond the room of `late` are dropped. Nothing happens without rows.
+        """
+        if not bool((rows.slots >= 0).any()):
+            return
+        made, _ = self.shift_rows(rows, columns, rows.slots[:0])
+        first, size = int(late.filled[0]), late.rows.shape[1]
+        count = max(0, min(len(rows.tokens), size - first))
+        lines = torch.stack([made.tokens, made.positions, made.slots, made.kv_index])
+        late.rows[:, first : first + count] = lines[:, :count]
+        late.features[first : first + count] = features[:count]
+        late.filled[0] += len(rows.tokens)
 
     @abstractmethod
     def plan_draft_rows(
@@ -45,33 +83,37 @@ class Following(ABC):
         columns: SlotColumns,
         slots: Tensor,  # [B] int64
         budget: Tensor,  # [B] int64
-        last: Tensor,  # [B] int64: below 0: the model has not seen all that this entry has said
+        last: Tensor,  # [B] int64: negative: the draft model has not processed all tokens of this entry
         rounds: int,
         lag: int,
         page_size: int,
     ) -> DraftRows:
-        """Drafts are as many as budget, rounds and max_length (after one token more) allow; none for whoever
-        has ended or is not ready. Draft j comes from the row at length - 1 - lag + j, or 0 if that is below.
-        Where an entry has no draft: slot -1, the rest 0; `newest` is 0 where it has none at all."""
+        """Compute the rows of all rounds.
+
+        The number of drafts is limited by budget, rounds and max_length (after one more token); it is 0 for
+        entries that have ended or have a negative `last`. Draft j comes from the row at position
+        length - 1 - lag + j, at least 0. Without a draft the slot is -1 and the rest 0; `last_token` is 0
+        for an entry without any draft.
+        """
 
     @abstractmethod
     def lm_head_sample(
         self,
         x: Tensor,  # [R, hidden]
-        at: Tensor | None,  # [B] int64: the row of x of each entry, below 0: any; None: R is B
+        at: Tensor | None,  # [B] int64: row of x of each entry, negative: any; None: R is B
         norm: Tensor,  # [hidden]
         eps: float,
         packed: Any,  # an LM head
-        ids: Tensor | None,  # [N] int64: what its columns are in the vocabulary; None: all of it, in order
-        windows: Windows,  # of B rows
+        ids: Tensor | None,  # [N] int64: vocabulary ids of the head's columns; None: all ids, in order
+        windows: Windows,  # B rows
         greedy: bool,
         out: Tensor,  # [B] int64
-        sure: Tensor | None = None,  # [B] fp32
+        draft_prob: Tensor | None = None,  # [B] fp32
     ) -> Tensor:
-        """`choose` of the logits of the norm of x into `out`; the rows [B, hidden] that it was taken of,
-        anything where there is no slot.
+        """Norm the rows, apply the LM head, sample one token per entry into `out`.
 
-        With `greedy` the temperature counts as 0. Ids that the head does not know are never chosen. Where
-        logits are not finite: any number. Into `sure`, if given: the chance that the head itself gives what
-        was chosen, at the temperature that counts, or at 1 where that is 0; anything where there is no slot.
+        Returns the rows of x [B, hidden] that were used, undefined for padding. With `greedy` the
+        temperature counts as 0. Ids outside `ids` are never sampled. Logits that are not finite give any
+        token. `draft_prob`, if given, receives the draft model's probability of the sampled token, at the row's
+        temperature, or at 1 for a greedy row; undefined for padding.
         """

@@ -73,7 +73,7 @@ class DraftCandidate:
     expected_tokens: Tensor | None  # [B] int64, in FIXED_ONE; negative, or None for all: use the record
 
 
-class DraftSearch(ABC):
+class DraftSearchOps(ABC):
     """Op family that drafts from tokens generated before, without a model."""
 
     @abstractmethod
