@@ -28,28 +28,6 @@ class DraftRows:
     tokens: Tensor  # [K, B]: zeros; the drafts are written here
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Rows that a draft model has not processed yet, at most P, in static tensors."""
-
-    rows: Tensor  # [4, P] int64: the tokens that follow them, positions, slots, KV indices; slot -1: no row
-    features: Tensor  # [P, F]
-    filled: Tensor  # [2] int64: number of rows; the other is 0 between launches
-
-    @classmethod
-    def room_for(cls, size: int, like: Tensor) -> Late:
-        """Allocate room for `size` rows with features like `like` [F]."""
-        rows, filled = (torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((4, size), 2))
-        late = cls(rows, like.new_zeros((size, len(like))), filled)
-        late.clear()
-        return late
-
-    def clear(self) -> None:
-        """Remove all rows."""
-        self.rows[2].fill_(-1)
-        self.filled.zero_()
-
-
 class DraftRoundOps(ABC):
     """Op family of draft rounds. Padding, slot -1, changes nothing, and nothing is read for it."""
 
@@ -61,21 +39,6 @@ class DraftRoundOps(ABC):
         newest token (-1 if the step had none). A row whose next token is not committed becomes padding:
         slot -1, the rest 0.
         """
-
-    def put_off(self, rows: Rows, columns: SlotColumns, features: Tensor, late: Late) -> None:
-        """Append the rows of a committed step, shifted, and their features [R, F] to `late`.
-
-        Rows beyond the room of `late` are dropped. Nothing happens without rows.
-        """
-        if not bool((rows.slots >= 0).any()):
-            return
-        made, _ = self.shift_rows(rows, columns, rows.slots[:0])
-        first, size = int(late.filled[0]), late.rows.shape[1]
-        count = max(0, min(len(rows.tokens), size - first))
-        lines = torch.stack([made.tokens, made.positions, made.slots, made.kv_index])
-        late.rows[:, first : first + count] = lines[:, :count]
-        late.features[first : first + count] = features[:count]
-        late.filled[0] += len(rows.tokens)
 
     @abstractmethod
     def plan_draft_rows(

@@ -7,32 +7,13 @@ number of rows of a call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import AttentionShape, Layer
+from draftproof.ops.contract.types import AttentionShape, FusedLayers
 from draftproof.types import Rows
-
-
-class FusedLayers(ABC):
-    """Optional accelerator that runs all layers of a decoder in one kernel, with the bits of the ops."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        residual: Tensor,  # [R, hidden]; overwritten with the rows after the last layer
-        layers: list[Layer],
-        rows: Rows,
-        rope: Tensor,
-        caches: list[Tensor],  # one per layer
-        eps: float,
-        taps: Sequence[int] = (),
-        embedding: Tensor | None = None,
-    ) -> tuple[Tensor, ...] | None:
-        """Run the layers; return the rows after each layer in `taps`, or None if unsupported."""
 
 
 class ForwardOps(ABC):
@@ -40,7 +21,6 @@ class ForwardOps(ABC):
 
     fused_rows_limit: ClassVar[int] = 16  # rows up to which one pass costs less than two passes on fewer rows
     gather_last_layer_from_rows: ClassVar[int] = 0  # rows from which the last layer keeps only output rows; 0: off
-    fused_layers: FusedLayers | None = None
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -114,60 +94,23 @@ class ForwardOps(ABC):
         """Compute `silu_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""
         return self.silu_mul(self.linear(x, packed))
 
-    def blocks(
+    def embed_norm_concat(
         self,
-        residual: Tensor,  # [R, hidden]: the embedded rows, or a draft head's features
-        layers: list[Layer],
-        norm: Tensor | None,  # [hidden]: norm after the last layer; None: its result is not needed
-        rows: Rows,
-        rope: Tensor,
-        caches: list[Tensor],  # one per layer
+        tokens: Tensor,  # [R]
+        table: Tensor,  # [V, D]
+        token_norm: Tensor,  # [D]
+        residual: Tensor,  # [R, D]
+        norm: Tensor,  # [D]
         eps: float,
-        taps: Sequence[int] = (),  # indices of layers whose residual rows are returned
-        embedding: Tensor | None = None,  # [V, hidden], for a first layer with `token_norm`
-        wanted: Tensor | None = None,  # [W] int64: rows that the last layer keeps; None: all
-    ) -> tuple[Tensor, ...]:
-        """Run all layers and the norm after them, and store K and V of every row.
+    ) -> Tensor:
+        """Concatenate the normed embedding of `tokens` and the normed `residual`: [R, 2 D]."""
+        normed = self.rms_norm(residual, norm, eps)
+        return self.concat_columns(self.rms_norm(self.embed(tokens, table), token_norm, eps), normed)
 
-        Result: the normed rows, the residual rows (both [R, hidden]; without `norm` the residual twice),
-        then the residual rows after each layer of `taps`. `residual` may be overwritten.
-        """
-        if wanted is None and self.fused_layers is not None:
-            tapped = self.fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
-            if tapped is not None:
-                normed = residual if norm is None else self.rms_norm(residual, norm, eps)
-                return normed, residual, *tapped
-        x, residual = self.first_rows(residual, layers[0], rows, embedding, eps)
-        next_norms = [layer.attention_norm for layer in layers[1:]] + [norm]
-        by_layer: dict[int, Tensor] = {}
-        for i, (layer, cache, next_norm) in enumerate(zip(layers, caches, next_norms, strict=True)):
-            norms = layer.q_norm, layer.k_norm
-            q = self.linear_rope_store(x, layer.qkv, rows, layer.heads, rope, cache, *norms, eps)
-            x = self.attention(q, rows, layer.heads, cache)
-            if wanted is not None and layer is layers[-1]:  # the other rows have no further use
-                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-            x = self.linear(x, layer.out)
-            x, residual = self.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self.linear(self.linear_silu_mul(x, layer.gate_up), layer.down)
-            # without a norm any weight will do, because the normed rows are dropped
-            after = layer.mlp_norm if next_norm is None else next_norm
-            x, residual = self.add_rms_norm(x, residual, after, eps)
-            if i in taps:
-                by_layer[i] = residual
-        return residual if norm is None else x, residual, *(by_layer[i] for i in taps)
-
-    def first_rows(
-        self, residual: Tensor, layer: Layer, rows: Rows, embedding: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the input of the first layer ([R, hidden] or twice as wide) and its residual rows."""
-        known = residual
-        if layer.attention_norm is not None:
-            known = self.rms_norm(residual, layer.attention_norm, eps)
-        if layer.token_norm is None:
-            return known, residual
-        assert embedding is not None
-        tokens = self.rms_norm(self.embed(rows.tokens, embedding), layer.token_norm, eps)
-        return self.concat_columns(tokens, known), known if layer.norm_around else residual
+    @property
+    def fused_layers(self) -> FusedLayers | None:
+        """Return a kernel that runs all layers in one launch with the same bits, or None."""
+        return None
 
     def begin_pass(self, rows: Rows) -> None:
         """Announce a forward pass over these rows, so that work shared by its layers is done once.

@@ -1,7 +1,4 @@
-"""What surrounds a drafting model's passes as native loops: some seventy torch calls took a third of a round.
-
-Here the host is told how sure the model is of a draft, since nobody waits for the device.
-"""
+"""Draft-round ops as native loops: some seventy torch calls took a third of a round."""
 
 from __future__ import annotations
 
@@ -13,23 +10,25 @@ from torch import Tensor
 
 from draftproof.numba_jit import native
 from draftproof.ops.contract.draft_rounds import DraftRows
-from draftproof.ops.torch.draft_rounds import TorchFollowing
+from draftproof.ops.torch.draft_rounds import TorchRounds
 from draftproof.types import FinishStatus, Rows, SlotColumns, Windows
 
-# numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
-NOT_YET = 0
-assert FinishStatus.RUNNING == NOT_YET
+# numba caches compiled loops by this file alone, so constants of other files are repeated here
+RUNNING = 0
+assert FinishStatus.RUNNING == RUNNING
 compiled = native(boundscheck=False)
 
 
-class CpuFollowing(TorchFollowing):
+class CpuRounds(TorchRounds):
+    """Draft-round ops that read and write tensors in place."""
+
     def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         shifted = np.zeros((4, len(rows.tokens)), np.int64)
         last = np.full(len(slots), -1, np.int64)
         given = rows.positions, rows.slots, rows.kv_index, columns.tokens, columns.length, slots
-        _follow(*(part.numpy() for part in given), shifted, last)
-        tokens, positions, owners, places = torch.from_numpy(shifted)
-        return Rows(tokens, positions, owners, places, rows.page_table), torch.from_numpy(last)
+        _shift_rows(*(part.numpy() for part in given), shifted, last)
+        tokens, positions, row_slots, kv_index = torch.from_numpy(shifted)
+        return Rows(tokens, positions, row_slots, kv_index, rows.page_table), torch.from_numpy(last)
 
     def plan_draft_rows(
         self,
@@ -42,11 +41,11 @@ class CpuFollowing(TorchFollowing):
         page_size: int,
     ) -> DraftRows:
         size = len(slots)
-        each = np.zeros((2, size), np.int64)  # count, newest
-        lines = np.zeros((4, rounds, size), np.int64)  # slots, outputs, positions, places
+        each = np.zeros((2, size), np.int64)  # count, last token
+        lines = np.zeros((4, rounds, size), np.int64)  # slots, output index, positions, KV index
         given = columns.tokens, columns.length, columns.prompt_len, columns.max_length, columns.ended
         inputs = [part.numpy() for part in (*given, columns.page_table, slots, budget, last)]
-        _ahead(*inputs, lag, page_size, each, lines)
+        _plan_draft_rows(*inputs, lag, page_size, each, lines)
         tokens = slots.new_zeros((columns.draft.shape[1], size))
         return DraftRows(*torch.from_numpy(each), *torch.from_numpy(lines), tokens)
 
@@ -61,30 +60,31 @@ class CpuFollowing(TorchFollowing):
         windows: Windows,
         greedy: bool,
         out: Tensor,
-        sure: Tensor | None = None,
+        draft_prob: Tensor | None = None,
     ) -> Tensor:
-        slot, heat = windows.slot.numpy(), windows.columns.temperature.numpy()
-        if ids is None or not (greedy or _cold(slot, heat)):
-            return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
-        # the best of those that the head knows: there is no noise that would need their ids
+        slot, temperature = windows.slot.numpy(), windows.columns.temperature.numpy()
+        if ids is None or not (greedy or _is_greedy(slot, temperature)):
+            return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, draft_prob)
+        # greedy: the argmax over the head's own columns needs no noise, so no scatter to the vocabulary
         rows = x if at is None else x[at.clamp(min=0)]
-        logits = self.linear(self.rms_norm(rows, norm, eps), packed, torch.float32)
-        best = self.argmax(logits)
-        _named(slot, logits.numpy(), best.numpy(), ids.numpy(), out.numpy())
-        if sure is not None:
+        logits = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
+        best = self._sampling.argmax(logits)
+        _map_ids(slot, logits.numpy(), best.numpy(), ids.numpy(), out.numpy())
+        if draft_prob is not None:
             top = logits.gather(1, best[:, None])[:, 0]
-            torch.exp(top - self.logsumexp(logits), out=sure)
+            torch.exp(top - self._sampling.logsumexp(logits), out=draft_prob)
         return rows
 
 
 @compiled
-def _follow(positions, owners, places, tokens, length, slots, out, last):  # type: ignore[no-untyped-def]
-    for r in range(len(owners)):
-        s, after = owners[r], positions[r] + 1
+def _shift_rows(positions, row_slots, kv_index, tokens, length, slots, out, last):  # type: ignore[no-untyped-def]
+    """Write the shifted rows and the last row of each entry; see `DraftRoundOps.shift_rows`."""
+    for r in range(len(row_slots)):
+        s, after = row_slots[r], positions[r] + 1
         if s < 0 or after >= length[s]:
             out[2, r] = -1
             continue
-        out[0, r], out[1, r], out[2, r], out[3, r] = tokens[s, after], positions[r], s, places[r]
+        out[0, r], out[1, r], out[2, r], out[3, r] = tokens[s, after], positions[r], s, kv_index[r]
         if after + 1 == length[s]:
             for b in range(len(slots)):
                 if slots[b] == s:
@@ -92,7 +92,7 @@ def _follow(positions, owners, places, tokens, length, slots, out, last):  # typ
 
 
 @compiled
-def _ahead(  # type: ignore[no-untyped-def]
+def _plan_draft_rows(  # type: ignore[no-untyped-def]
     tokens,
     length,
     prompt_len,
@@ -107,11 +107,12 @@ def _ahead(  # type: ignore[no-untyped-def]
     each,
     lines,
 ):
+    """Write the rows of all rounds; see `DraftRoundOps.plan_draft_rows`."""
     rounds = lines.shape[1]
     for b in range(len(slots)):
         s = slots[b]
         count = 0
-        if s >= 0 and last[b] >= 0 and ended[s] == NOT_YET:
+        if s >= 0 and last[b] >= 0 and ended[s] == RUNNING:
             count = max(0, min(min(budget[b], max_length[s] - length[s] - 1), rounds))
         each[0, b] = count
         if count > 0:
@@ -127,16 +128,17 @@ def _ahead(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _cold(slot, temperature):  # type: ignore[no-untyped-def]
-    hot = 0
+def _is_greedy(slot, temperature):  # type: ignore[no-untyped-def]
+    """Return whether no row is sampled."""
+    sampled = 0
     for r in range(len(slot)):
-        hot += slot[r] >= 0 and temperature[slot[r]] > 0
-    return hot == 0
+        sampled += slot[r] >= 0 and temperature[slot[r]] > 0
+    return sampled == 0
 
 
 @compiled
-def _named(slot, logits, best, ids, out):  # type: ignore[no-untyped-def]
-    """What the best column of each row is called; of equals the one with the lowest id."""
+def _map_ids(slot, logits, best, ids, out):  # type: ignore[no-untyped-def]
+    """Write the vocabulary id of the best column of each row; the lowest id wins a tie."""
     for r in range(len(slot)):
         out[r] = 0
         if slot[r] < 0:

@@ -97,7 +97,7 @@ class ReferenceSearch(DraftSearchOps):
         candidates: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, expected, bonus = stack_candidates(candidates)
+        tokens, count, expected = stack_candidates(candidates)
         members, entries, k = tokens.shape
         out = torch.zeros((entries, k), dtype=torch.int64)
         number, room = torch.zeros((2, entries), dtype=torch.int64)
@@ -109,7 +109,6 @@ class ReferenceSearch(DraftSearchOps):
             counts = [min(int(count[m, b]), int(budget[b]), k) for m in range(members)]
             by_rate = [_expected_tokens(rate, n) for rate, n in zip(rates, counts, strict=True)]
             scores = [int(expected[m, b]) if expected[m, b] >= 0 else by_rate[m][0] for m in range(members)]
-            scores = [scores[m] + (int(bonus[m]) if counts[m] > 0 else 0) for m in range(members)]
             winner = scores.index(max(scores))
             number[b], out[b], source[b, : counts[winner]] = counts[winner], tokens[winner, b], winner
             if search >= 0 and winner != search and counts[winner] and by_rate[winner][1] >= EXTEND_MIN_PROB:

@@ -94,7 +94,7 @@ class TorchSearch(DraftSearchOps):
         candidates: Sequence[DraftCandidate],
         search: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, count, expected, bonus = stack_candidates(candidates)
+        tokens, count, expected = stack_candidates(candidates)
         real, slot, k = slots >= 0, slots.clamp(min=0), tokens.shape[2]
         rates = _rates(columns, record, real, slot)  # [M, B]
         count = torch.minimum(count, torch.where(real, budget, 0).clamp(0, k))
@@ -103,7 +103,7 @@ class TorchSearch(DraftSearchOps):
             prob = prob * rates // FIXED_ONE
             by_rate = by_rate + torch.where(j < count, prob, 0)
             all_accepted = torch.where(j < count, prob, all_accepted)
-        score = torch.where(expected >= 0, expected, by_rate) + torch.where(count > 0, bonus[:, None], 0)
+        score = torch.where(expected >= 0, expected, by_rate)
         order = torch.arange(len(score), device=slot.device)[:, None]
         winner = torch.where(score == score.amax(0), order, len(score)).amin(0)
         at = torch.arange(len(winner), device=slot.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish
+from draftproof.ops.cpu.gemm.weight_format import CpuFeatures, WeightFormat
 from draftproof.ops.cpu.jit.amx import (
     configure_rows,
     run_1,
@@ -23,6 +24,7 @@ from draftproof.ops.cpu.jit.amx import (
     tiles_zero,
 )
 from draftproof.ops.cpu.jit.compile import Kernel, copy_bytes, kernel, load_i64, share, store_i64
+from draftproof.ops.cpu.jit.program import Argument
 
 WIDTH = 32  # columns of a block: two tiles
 DEPTH = 32  # K of a step
@@ -103,3 +105,19 @@ def _linear(out_bf16: bool) -> Kernel:
 
 
 LINEAR_AMX = [_linear(False), _linear(True)]  # [out bf16?]
+
+
+class AmxFormat(WeightFormat):
+    """Weights in bf16 tiles for AMX."""
+
+    def supports(self, dtype: torch.dtype, features: CpuFeatures) -> bool:
+        return features.amx and dtype == torch.bfloat16
+
+    def pack(self, weight: Tensor, features: CpuFeatures) -> tuple[Tensor, tuple[Argument, ...]]:
+        return pack_tiles(weight), ()
+
+    def kernel(self, dtype: torch.dtype, out_bf16: bool) -> Kernel:
+        return LINEAR_AMX[out_bf16]
+
+
+FORMAT = AmxFormat()

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_bf16, panel_f32
+from draftproof.ops.cpu.gemm.weight_format import CpuFeatures, WeightFormat
 from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
 from draftproof.ops.cpu.jit.load_store import tload, tstore
+from draftproof.ops.cpu.jit.program import Argument
 from draftproof.ops.cpu.jit.simd import splat, vadd, vload, vstore
 
 _ZERO = np.float32(0.0)
@@ -104,4 +106,20 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
 
 
 # [weights and x bf16?][out bf16?]
-LINEAR = [[_linear(False, False), _linear(False, True)], [_linear(True, False), _linear(True, True)]]
+LINEAR_FMA = [[_linear(False, False), _linear(False, True)], [_linear(True, False), _linear(True, True)]]
+
+
+class FmaFormat(WeightFormat):
+    """Weights in panels of 64 columns, fp32 or bf16, for fused multiply-add."""
+
+    def supports(self, dtype: torch.dtype, features: CpuFeatures) -> bool:
+        return dtype in (torch.float32, torch.bfloat16)
+
+    def pack(self, weight: Tensor, features: CpuFeatures) -> tuple[Tensor, tuple[Argument, ...]]:
+        return pack_panels(weight), (features.rows_per_pass,)
+
+    def kernel(self, dtype: torch.dtype, out_bf16: bool) -> Kernel:
+        return LINEAR_FMA[dtype == torch.bfloat16][out_bf16]
+
+
+FORMAT = FmaFormat()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.ops.cpu.gemm.weight_format import CpuFeatures, WeightFormat
 from draftproof.ops.cpu.jit.amx import (
     configure_rows,
     run_bytes_1,
@@ -21,6 +22,7 @@ from draftproof.ops.cpu.jit.amx import (
 )
 from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_f32, load_i64, share, store_f32
 from draftproof.ops.cpu.jit.load_store import tload, tstore
+from draftproof.ops.cpu.jit.program import Argument
 from draftproof.ops.cpu.jit.simd import (
     iload,
     isplat,
@@ -44,7 +46,7 @@ MOST = 127  # of a byte
 _ZERO = np.float32(0.0)
 
 
-def pack_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] -> int8 [N / 32, K / 64, 2, 16 fours of k, 16 n, 4], padded with zeros; fp32 scales [N]."""
     columns, depth = weight.shape
     blocks, steps = -(-columns // WIDTH), -(-depth // DEPTH)
@@ -116,4 +118,23 @@ def _linear(out_bf16: bool) -> Kernel:
     return linear_bytes
 
 
-LINEAR_BYTES = [_linear(False), _linear(True)]  # [out bf16?]
+LINEAR_INT8 = [_linear(False), _linear(True)]  # [out bf16?]
+
+
+class Int8Format(WeightFormat):
+    """Weights in int8 tiles for AMX, with one scale per column; for draft models."""
+
+    draft_only = True
+
+    def supports(self, dtype: torch.dtype, features: CpuFeatures) -> bool:
+        return features.amx_int8 and dtype == torch.bfloat16
+
+    def pack(self, weight: Tensor, features: CpuFeatures) -> tuple[Tensor, tuple[Argument, ...]]:
+        packed, scales = pack_int8(weight)
+        return packed, (scales,)
+
+    def kernel(self, dtype: torch.dtype, out_bf16: bool) -> Kernel:
+        return LINEAR_INT8[out_bf16]
+
+
+FORMAT = Int8Format()

@@ -46,8 +46,8 @@ from draftproof.ops.cpu.jit.simd import (
     vsub,
 )
 from draftproof.ops.cpu.jit.vmath import vexp
-from draftproof.ops.cpu.philox import gumbel, noise_word, unit, vphilox
-from draftproof.ops.cpu.row_select import (
+from draftproof.ops.cpu.sampling.philox import gumbel, noise_word, unit, vphilox
+from draftproof.ops.cpu.sampling.row_select import (
     MINUS_INF,
     best_id,
     best_value,

@@ -1,0 +1,158 @@
+"""Forward ops on the CPU: checks, then one or two kernel calls each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import ConfigError
+from draftproof.ops.contract.forward import ForwardOps
+from draftproof.ops.contract.types import AttentionShape
+from draftproof.ops.cpu import elementwise
+from draftproof.ops.cpu.attention import driver
+from draftproof.ops.cpu.attention import fma as attention_parts
+from draftproof.ops.cpu.checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
+from draftproof.ops.cpu.executor import SINGLE_THREAD_ELEMENTS, Executor
+from draftproof.ops.cpu.gemm.formats import CpuFeatures, PackedLinear, pack, select_gemm
+from draftproof.ops.cpu.jit.huge_pages import WeightMemory
+from draftproof.ops.cpu.jit.program import Argument
+from draftproof.types import Rows
+
+WORKSPACE_BYTES = 4 << 20  # for attention whose keys are split between threads
+
+
+class CpuForward(ForwardOps):
+    """Forward ops; every kernel gives a row the same bits whatever the other rows and the thread count."""
+
+    def __init__(self, run: Executor, features: CpuFeatures) -> None:
+        self._run, self._features = run, features
+        self._memory = WeightMemory()
+        self._workspace = torch.zeros(WORKSPACE_BYTES // 4, dtype=torch.float32)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return self._pack(weight, bias, draft=False)
+
+    def pack_draft_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return self._pack(weight, bias, draft=True)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, draft: bool) -> PackedLinear:
+        check_tensor("weight", weight, 2)
+        bias = None if bias is None else bias.detach().to(weight.dtype).clone().contiguous()
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ConfigError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+        return pack(weight.detach(), bias, self._features, self._memory.hold, draft)
+
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        x = check_tensor("x", x, 2, packed.depth, packed.dtype)
+        rows = x.shape[0]
+        dtype = out_dtype or x.dtype
+        out = self._run.new((rows, packed.columns), dtype)
+        kernel = select_gemm(packed, rows, is_bf16(dtype))
+        sizes = (packed.columns, packed.depth, *packed.extra)
+        small = rows * packed.columns * packed.depth < SINGLE_THREAD_ELEMENTS
+        self._run.call(kernel, rows, [out], [x], [packed.weight, packed.bias, *sizes], small=small)
+        return out
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        tokens, table = check_ints("tokens", tokens), check_tensor("table", table, 2)
+        vocab, width = table.shape
+        out = self._run.new((tokens.shape[0], width), table.dtype)
+        sizes = (table, width * table.element_size(), vocab)
+        self._run.call(elementwise.embed, tokens.shape[0], [out], [tokens], sizes, small=True)
+        return out
+
+    def concat_columns(self, left: Tensor, right: Tensor) -> Tensor:
+        left = check_tensor("left", left, 2)
+        right = check_tensor("right", right, 2, dtype=left.dtype)
+        if left.shape[0] != right.shape[0]:
+            raise ValueError(f"{left.shape[0]} rows beside {right.shape[0]}")
+        rows, widths = left.shape[0], [part.shape[1] * part.element_size() for part in (left, right)]
+        out = self._run.new((rows, left.shape[1] + right.shape[1]), left.dtype)
+        self._run.call(
+            elementwise.concat_columns,
+            rows,
+            [out],
+            [left, right],
+            widths,
+            small=out.numel() < SINGLE_THREAD_ELEMENTS,
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = check_tensor("x", x, 2)
+        weight = check_tensor("weight", weight, 1, x.shape[1], x.dtype)
+        out = self._run.new(tuple(x.shape), x.dtype)
+        kernel = elementwise.RMS_NORM[is_bf16(x.dtype)]
+        sizes = (weight, x.shape[1], float(eps))
+        self._run.call(kernel, x.shape[0], [out], [x], sizes, small=x.numel() < SINGLE_THREAD_ELEMENTS)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = check_tensor("x", x, 2)
+        residual = check_tensor("residual", residual, 2, x.shape[1], x.dtype)
+        weight = check_tensor("weight", weight, 1, x.shape[1], x.dtype)
+        if residual.shape != x.shape:
+            raise ValueError(f"residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
+        out, total = self._run.new(tuple(x.shape), x.dtype), self._run.new(tuple(x.shape), x.dtype)
+        kernel = elementwise.ADD_RMS_NORM[is_bf16(x.dtype)]
+        sizes = (weight, x.shape[1], float(eps))
+        small = x.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(kernel, x.shape[0], [out, total], [x, residual], sizes, small=small)
+        return out, total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = check_tensor("gate_up", gate_up, 2)
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if gate_up.shape[1] != 2 * width:
+            raise ValueError(f"gate_up has an odd width: {gate_up.shape[1]}")
+        out = self._run.new((rows, width), gate_up.dtype)
+        kernel = elementwise.SILU_MUL[is_bf16(gate_up.dtype)]
+        self._run.call(kernel, rows, [out], [gate_up], [width], small=out.numel() < SINGLE_THREAD_ELEMENTS)
+        return out
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rows: Rows,
+        heads: AttentionShape,
+        rope: Tensor,
+        cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+        qkv = check_tensor("qkv", qkv, 2, width)
+        rope = check_tensor("rope", rope, 2, heads.dim, torch.float32)
+        check_cache(cache, heads, qkv.dtype)
+        for norm in (q_norm, k_norm):
+            if norm is not None:
+                check_tensor("norm", norm, 1, heads.dim, qkv.dtype)
+        count = qkv.shape[0]
+        positions, kv_index = check_rows(rows, count, "positions", "kv_index")
+        q = self._run.new((count, heads.num_q * heads.dim), qkv.dtype)
+        sizes = (heads.num_q, heads.num_kv, heads.dim, rope.shape[0], cache[0, :, :, 0, 0].numel())
+        constants = (rope, cache, q_norm, k_norm, *sizes, float(eps))
+        kernel = elementwise.ROPE_STORE[is_bf16(qkv.dtype)]
+        small = qkv.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(kernel, count, [q], [qkv, positions, kv_index], constants, small=small)
+        return q
+
+    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
+        q = check_tensor("q", q, 2, heads.num_q * heads.dim)
+        check_cache(cache, heads, q.dtype)
+        table = rows.page_table
+        if table.dtype != torch.int32 or table.dim() != 2 or not table.is_contiguous():
+            raise ValueError("page_table must be a contiguous int32 [slots, max_pages]")
+        positions, slots = check_rows(rows, q.shape[0], "positions", "slots")
+        out = self._run.new(tuple(q.shape), q.dtype)
+        constants: list[Argument] = [table, cache, self._workspace, WORKSPACE_BYTES]
+        constants += [heads.num_q, heads.num_kv, heads.dim, heads.window, table.shape[0]]
+        constants += [table.shape[1], cache.shape[1], cache.shape[2], self._features.rows_per_pass]
+        constants.append(float(heads.scale))
+        bf16 = is_bf16(q.dtype)
+        attend = driver.ATTENTION_AMX if self._features.amx else driver.ATTENTION
+        kernels = [attend[bf16], driver.ATTENTION_MERGE[bf16]]
+        scratch = attention_parts.scratch_bytes(heads.num_q // heads.num_kv, heads.dim)
+        self._run.call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)
+        return out

@@ -1,0 +1,47 @@
+"""Weight formats of the CPU backend: one file per format, selected by name and machine.
+
+A format packs a weight and provides the kernels that multiply by it. To add a format, write a file with a
+`WeightFormat` and add it to `FORMATS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from draftproof.ops.cpu.gemm import amx, fma, int8
+from draftproof.ops.cpu.gemm.weight_format import CpuFeatures as CpuFeatures
+from draftproof.ops.cpu.gemm.weight_format import PackedLinear as PackedLinear
+from draftproof.ops.cpu.gemm.weight_format import WeightFormat
+from draftproof.ops.cpu.jit.compile import Kernel
+
+# in order of preference; the first format that supports the weight is used
+FORMATS: dict[str, WeightFormat] = {
+    "int8_amx": int8.FORMAT,
+    "bf16_amx": amx.FORMAT,
+    "fma": fma.FORMAT,
+}
+
+
+def pack(
+    weight: Tensor,
+    bias: Tensor | None,
+    features: CpuFeatures,
+    hold: Callable[[Tensor], Tensor],  # copies packed data to weight memory
+    draft: bool,  # the weight belongs to a draft model, so lower precision is allowed
+) -> PackedLinear:
+    """Pack a weight [N, K] in the first format that supports it on this machine."""
+    for name, form in FORMATS.items():
+        if (draft or not form.draft_only) and form.supports(weight.dtype, features):
+            data, extra = form.pack(weight, features)
+            return PackedLinear(name, hold(data), bias, *weight.shape, weight.dtype, extra)
+    raise ValueError(f"no weight format for {weight.dtype}")
+
+
+def select_gemm(packed: PackedLinear, rows: int, out_bf16: bool) -> Kernel:
+    """Return the kernel for a packed weight and a number of rows.
+
+    Every format has one kernel for all row counts, so that a row's bits do not depend on them.
+    """
+    return FORMATS[packed.format].kernel(packed.dtype, out_bf16)

@@ -1,0 +1,1 @@
+"""Sampling on the CPU: ops, kernels, row selection, keyed noise."""
