@@ -150,7 +150,7 @@ class Bench:
         self.llm, self.prompts, self.tokens, self.clock = llm, prompts, tokens, clock
         self.plain = self.llm.engine.loop.scheduler
         self.waited = 0.0  # for the device, in all
-        self._fetch, self.llm.engine.ops.fetch = self.llm.engine.ops.fetch, self._timed  # type: ignore[method-assign]
+        self._fetch, self.llm.engine.ops.runtime.fetch = self.llm.engine.ops.runtime.fetch, self._timed  # type: ignore[method-assign]
         self.known: dict[str, list[int]] = {}
         self.wrong = 0
         for request in (self.request("mix", i, "k=0", 1) for i in range(sum(map(len, prompts.values())))):

@@ -48,7 +48,7 @@ class Timed(Pretence):
         self.table = RowCosts({rows: ms / 1e3 for rows, ms in H200.items()})
         engine.loop.scheduler.budgets.costs = RowCosts({rows: ms / 1e3 for rows, ms in H200.items()})
         self.waited = self.free = self.busy = 0.0  # how long it was waited for, when it is free, all its work
-        self._fetched, self.ops.fetch = self.ops.fetch, self._fetch
+        self._fetched, self.ops.runtime.fetch = self.ops.runtime.fetch, self._fetch
 
     def clock(self) -> float:
         return self.slower * (time.thread_time() - self.spent) + self.waited
@@ -63,7 +63,7 @@ class Timed(Pretence):
         return PendingCopy(wait, lambda: ready <= self.clock())
 
     def _remember(self, planned: Any, *rest: Any) -> Any:
-        begin, rows = self.clock(), self.ops.bucket(planned.num_rows)
+        begin, rows = self.clock(), self.ops.runtime.bucket(planned.num_rows)
         ran = super()._remember(planned, *rest)
         keys = int(self._length[planned.slots].sum())
         took = self.table.of(rows) + (KEY * keys + APART * planned.has_prompts) / 1e3

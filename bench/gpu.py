@@ -132,7 +132,7 @@ def floor(bench: Bench) -> dict[str, Any]:
     size = sum(w.numel() * w.element_size() for w in weights)
     held = max((*weights, *llm.engine.runner.caches), key=lambda t: t.numel() * t.element_size())
     large = held.view(-1).view(torch.int64)[: READ >> 3]
-    seconds = min(ops.seconds(reader, 10) for reader in (large.max, large.view(torch.float32).amax))
+    seconds = min(ops.runtime.seconds(reader, 10) for reader in (large.max, large.view(torch.float32).amax))
     rate = large.numel() * 8 / seconds
     found = {"weights": size, "GB/s": round(rate / 1e9), "tok/s": round(rate / size, 1)}
     print("floor", found, flush=True)

@@ -58,14 +58,14 @@ class Pretence:
         self._planned: Any = None
         self._length = np.zeros(len(self.device.slots.requests), np.int64)
         self._packed: dict[Any, PackedResults] = {}
-        ops = self.ops
+        ops, runtime = self.ops, self.ops.runtime
         queue.Stage.__init__ = _stage  # type: ignore[assignment,method-assign]
-        ops.cuda = ops.asynchronous = True
-        ops._stages, ops._stream = queue.Stages(), None
-        ops.bucket = queue.bucket_of
+        runtime.cuda = runtime.asynchronous = True
+        runtime._stages, runtime._stream = queue.Stages(), None
+        runtime.bucket = queue.bucket_of
         for name in ("send", "fetch"):
-            setattr(ops, name, MethodType(getattr(queue.Queued, name), ops))
-        ops.graph, ops.layout = self._graph, lambda *_: None
+            setattr(runtime, name, MethodType(getattr(queue.TritonRuntime, name), runtime))
+        runtime.graph, ops.step.layout = self._graph, lambda *_: None
         self.device.run = self._remember
         engine.loop.scheduler.budgets.costs = RowCosts({n: us / 1e6 for n, us in PRICES.items()})
 

@@ -173,8 +173,8 @@ def against_itself(llm: LLM) -> int:
 def use_cublas(engine: Engine) -> None:
     """For every product, at every row count, from the next step on."""
     ops: Any = engine.ops
-    ops.cublas.mode = "always"
-    ops.one_launch = False  # all layers in one kernel, which has products of its own
+    ops.forward.cublas.mode = "always"
+    ops.forward.one_launch = False  # all layers in one kernel, which has products of its own
     engine.loop.device.forget()  # what was captured has the kernels of before
 
 
@@ -193,7 +193,7 @@ class Products:
     @contextmanager
     def watched(self) -> Iterator[Products]:
         ops = self.ops
-        multiply, run_layers, linear = ops.cublas.multiply, decoder.run_layers, ops.linear
+        multiply, run_layers, linear = ops.forward.cublas.multiply, decoder.run_layers, ops.forward.linear
 
         def count(x: Any, *rest: Any) -> None:
             self.rows[len(x)] += 1
@@ -212,12 +212,12 @@ class Products:
                 self.others += 1
             return out
 
-        ops.cublas.multiply, decoder.run_layers, ops.linear = count, all_layers, one
+        ops.forward.cublas.multiply, decoder.run_layers, ops.forward.linear = count, all_layers, one
         try:
             yield self
         finally:
             decoder.run_layers = run_layers
-            del ops.cublas.multiply, ops.linear  # which hid those of their classes
+            del ops.forward.cublas.multiply, ops.forward.linear  # which hid those of their classes
 
 
 def by_shape(model: ModelConfig, device: str) -> dict[str, list[int]]:

@@ -117,7 +117,7 @@ def watched(llm: LLM) -> Clocks:
         *(("engine", core, "step"), ("launch", loop, "_launch"), ("plan", loop.scheduler, "plan")),
         *(("queue", loop, "_queue"), ("grow", loop.slots, "grow"), ("fill", loop.slots, "fill")),
         *(("start", loop, "_start"), ("budget", loop.scheduler, "budget"), ("run", loop.device, "run")),
-        *(("load", loop.device, "_load"), ("follow", loop.device, "_follow"), ("send", ops, "send")),
+        *(("load", loop.device, "_load"), ("follow", loop.device, "_follow"), ("send", ops.runtime, "send")),
         *(("loop settles", loop, "_settle"), ("settle", loop.scheduler, "settle")),
         *(
             ("pacing", loop.pacing, "read"),
@@ -134,13 +134,13 @@ def watched(llm: LLM) -> Clocks:
         if owner is not None and hasattr(owner, attribute):
             setattr(owner, attribute, clocks.timed(name, getattr(owner, attribute)))
     core.step = clocks.step(core.step)
-    fetch = clocks.timed("fetch", ops.fetch)
+    fetch = clocks.timed("fetch", ops.runtime.fetch)
 
     def fetched(tensor: Any) -> PendingCopy:
         read = fetch(tensor)
         return PendingCopy(clocks.timed(WAITS, read.read), read.is_ready)
 
-    ops.fetch = fetched
+    ops.runtime.fetch = fetched
     run = loop.device.run
 
     def ran(*given: Any, **named: Any) -> Any:

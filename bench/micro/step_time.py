@@ -80,7 +80,9 @@ class Watch:
     def run(self, planned: Any, budget: Any, *more: Any) -> Any:
         ran, drafting = self._run(planned, budget, *more), self.loop.device.drafting
         asked, fewer = drafting.asked_for(planned, budget)
-        self.rounds.append(drafting.k - fewer if self.loop.device.ops.asynchronous else drafting.rounds)
+        self.rounds.append(
+            drafting.k - fewer if self.loop.device.ops.runtime.asynchronous else drafting.rounds
+        )
         self.rounds[-1] *= asked > 0
         return ran
 

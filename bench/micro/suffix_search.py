@@ -79,12 +79,12 @@ def search(ops: Ops, rounds: int) -> dict[str, Any]:
         at = torch.arange(batch, device=ops.device)
         given = slots.columns, at, torch.full_like(at, K)
         for name, call in (
-            ("suffix", lambda g=given: ops.search_suffix(*g, pool.device, RULE)),
-            ("ngram", lambda g=given: ops.search_ngram(*g, 2, 5)),
+            ("suffix", lambda g=given: ops.search.search_suffix(*g, pool.device, RULE)),
+            ("ngram", lambda g=given: ops.search.search_ngram(*g, 2, 5)),
         ):
             call()
             on_device = ops.device.type != "cpu"
-            took = 1e6 * ops.seconds(ops.graph(call)) if on_device else quickest(call, rounds)
+            took = 1e6 * ops.runtime.seconds(ops.runtime.graph(call)) if on_device else quickest(call, rounds)
             found[f"{name}, batch {batch}"] = round(took, 1)
     draw = iter(texts(10 * rounds, 192, 3))
 

@@ -66,8 +66,8 @@ def test_the_control_takes_every_product_to_cublas(bits: Any, engine: Any) -> No
 
 def test_it_notices_a_kernel_that_keeps_products_from_cublas(bits: Any, engine: Any) -> None:
     bits.use_cublas(engine)
-    engine.ops.one_launch = True
+    engine.ops.forward.one_launch = True
     products = asked(bits, engine)
     assert products.others == 3 * 4 * len(engine.runner.model.layers)
-    engine.ops.one_launch, engine.ops.cublas.mode = False, "never"
+    engine.ops.forward.one_launch, engine.ops.forward.cublas.mode = False, "never"
     assert asked(bits, engine).others > products.others

@@ -54,15 +54,15 @@ def test_all_sides_are_measured(bench: Any) -> None:
 
 
 def test_control_answers_that_differ_are_found(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftproof.ops.cpu.backend import CpuOps
+    from draftproof.ops.cpu.sampling.ops import CpuSampling
 
-    choose = CpuOps.sample
+    choose = CpuSampling.sample
 
     def wrong(self: Any, logits: Any, windows: Any, scaled: bool = False) -> Any:
         tokens, bad = choose(self, logits, windows, scaled)
         return (tokens.clamp(max=3) if len(tokens) > 1 else tokens), bad  # whoever verifies drafts
 
-    monkeypatch.setattr(CpuOps, "sample", wrong)
+    monkeypatch.setattr(CpuSampling, "sample", wrong)
     found = bench.measure(options_of(bench, "--batches", "1", "--methods", "ngram"))["speed"]
     assert found["1"]["differing answers"] > 0
 

@@ -35,16 +35,16 @@ def test_rounds_are_timed_and_checked(rounds: Any, capsys: pytest.CaptureFixture
 
 
 def test_control_a_slip_in_an_op_is_found(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftproof.ops.cpu.backend import CpuOps
+    from draftproof.ops.cpu.draft_rounds import CpuRounds
 
-    ahead = CpuOps.plan_draft_rows
+    ahead = CpuRounds.plan_draft_rows
 
     def late(self: Any, *given: Any) -> Any:
         made = ahead(self, *given)
         made.positions.add_(1)
         return made
 
-    monkeypatch.setattr(CpuOps, "plan_draft_rows", late)
+    monkeypatch.setattr(CpuRounds, "plan_draft_rows", late)
     found = rounds.measure(rounds.parsed([*FEW, "--batches", "2", "--check"]))
     assert not found["microseconds"][0]["as op by op"]
 
@@ -74,6 +74,6 @@ def test_all_that_a_gpu_runs_is_compiled_ahead(
                     part()
             decoding.alone(partial(decoding.drafted, batch))
 
-    decoding.engine.ops.compile([all_of_it], lambda *_: None)
+    decoding.engine.ops.runtime.compile([all_of_it], lambda *_: None)
     assert kernels and set(kernels) <= ahead
     assert decoding.device.drafting.failure is None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.step.device_step import DeviceStep
-from draftproof.ops.torch.forward import TorchOps
+from draftproof.ops import Runtime
+from draftproof.ops.torch.backend import TorchOps
 from exact import Ask, Company, Where
 
 
@@ -26,7 +27,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(each)
 
 
-class PooledOps(TorchOps):
+class PooledRuntime(Runtime):
     """As on a GPU at its worst: a graph's memory is written over as soon as the next of its pool begins."""
 
     asynchronous = True
@@ -47,6 +48,14 @@ class PooledOps(TorchOps):
             return out
 
         return replay
+
+
+class PooledOps(TorchOps):
+    """Torch backend with graph memory that is reused."""
+
+    def __init__(self, device: torch.device, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.runtime = PooledRuntime(device)
 
 
 ASKS = [

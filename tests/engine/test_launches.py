@@ -67,6 +67,7 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     from draftproof.ops.triton import runtime
     from draftproof.ops.triton.backend import TritonOps
+    from draftproof.ops.triton.graphs import TritonRuntime
 
     launches = Launches()
     empty = torch.empty
@@ -87,7 +88,7 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             ("torch.cuda.get_device_properties", lambda device: Chip),
         ):
             stack.enter_context(mock.patch(name, value))
-        stack.enter_context(mock.patch.object(TritonOps, "open_queue", lambda self: None))
+        stack.enter_context(mock.patch.object(TritonRuntime, "open_queue", lambda self: None))
         ops = TritonOps(CPU, cublas="never")
         ops.launches = launches  # type: ignore[attr-defined]
         yield ops
@@ -120,7 +121,7 @@ def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **trait
     launches.found.clear()
     with launches:
         made: Draft = proposer.draft(batch)
-        ops.store_drafts(step.columns, plan.slots, plan.budget, made)
+        ops.step.store_drafts(step.columns, plan.slots, plan.budget, made)
     return launches
 
 
@@ -163,7 +164,7 @@ def test_control_a_wait_is_seen(proposer: Eagle3Proposer, monkeypatch: pytest.Mo
         rows, last = follow(self, *given)
         return rows, last[last >= 0] if bool((last > 5).any()) else last
 
-    monkeypatch.setattr(type(proposer.env.ops), "follow", waits)
+    monkeypatch.setattr(type(proposer.env.ops.rounds), "shift_rows", waits)
     assert launches_of(proposer, 1).waits
 
 

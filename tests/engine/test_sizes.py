@@ -10,17 +10,14 @@ import tiny
 from draftproof.config import EngineConfig
 from draftproof.engine.sizing import resolve_sizes
 from draftproof.errors import ConfigError
-from draftproof.ops import KVLayout
-from draftproof.ops.torch.forward import TorchOps
+from draftproof.ops import KVLayout, Runtime
+from draftproof.ops.torch.backend import TorchOps
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 
 
-class Card(TorchOps):
-    """A device that knows its free memory."""
-
-    default_seqs = 64
-    default_rows = 128
+class CardRuntime(Runtime):
+    """Runtime of a device with a known amount of free memory."""
 
     def __init__(self, free: int) -> None:
         super().__init__(torch.device("cpu"))
@@ -28,6 +25,17 @@ class Card(TorchOps):
 
     def free_memory(self) -> int:
         return self.free
+
+
+class Card(TorchOps):
+    """Backend of a device with a known amount of free memory."""
+
+    default_seqs = 64
+    default_rows = 128
+
+    def __init__(self, free: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.runtime = CardRuntime(free)
 
 
 def sizes(free: int, **options: object):

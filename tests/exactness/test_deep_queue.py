@@ -18,7 +18,7 @@ from draftproof.engine.drafting.token_feedback import Lessons
 from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
 from draftproof.ops import PendingCopy
-from draftproof.ops.cpu.backend import CpuOps
+from draftproof.ops.cpu.backend import CpuOps, CpuRuntime
 from draftproof.propose.suffix_pool import Pool
 from draftproof.sampling_params import SamplingParams
 from exact import NEIGHBOURS, Ask, Company, Where, check_empty
@@ -126,7 +126,7 @@ def needs_host(wish: SamplingParams) -> bool:
 # --- copies come in their turn ---------------------------------------------------------------------------
 
 
-class InTurn(CpuOps):
+class InTurnRuntime(CpuRuntime):
     """A CPU that has a queue, as a GPU has: a copy is there once all steps before it are."""
 
     asynchronous = True
@@ -136,11 +136,19 @@ class InTurn(CpuOps):
         return function
 
 
+class InTurn(CpuOps):
+    """CPU backend with a queue."""
+
+    def __init__(self, device: Any, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.runtime = InTurnRuntime(device, self.executor)
+
+
 class Turns:
     """Steps of an engine that were queued and read. Whoever wants a copy behind others is told off."""
 
     def __init__(self, engine: Any) -> None:
-        self.loop, self.fetch = engine.loop, engine.ops.fetch
+        self.loop, self.fetch = engine.loop, engine.ops.runtime.fetch
         self.queued = self.read = self.early = self.kept = 0
         run = engine.loop.device.run
 
@@ -149,7 +157,7 @@ class Turns:
             self.queued += 1
             return ran
 
-        engine.loop.device.run, engine.ops.fetch = counted, self.fetched
+        engine.loop.device.run, engine.ops.runtime.fetch = counted, self.fetched
 
     def fetched(self, tensor: Any) -> PendingCopy:
         whole, behind = self.fetch(tensor), self.queued

@@ -51,7 +51,7 @@ def sampled_drafts(stream: int = STREAM_SAMPLE) -> Drafter:
 
     def draft(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         logits = GUESS[last]
-        return OPS.gumbel_argmax(logits, seeds, positions, stream), logits.softmax(-1)
+        return OPS.sampling.gumbel_argmax(logits, seeds, positions, stream), logits.softmax(-1)
 
     return draft
 
@@ -206,7 +206,9 @@ class SampledProposer(Proposer):
         out = torch.tensor(batch.lengths) - batch.columns.prompt_len[batch.slots]
         seeds = batch.columns.seed[batch.slots].repeat_interleave(k)
         positions = (out[:, None] + torch.arange(k)).reshape(-1)
-        tokens = self.env.ops.gumbel_argmax(logits.expand(b * k, vocab), seeds, positions, STREAM_SAMPLE)
+        tokens = self.env.ops.sampling.gumbel_argmax(
+            logits.expand(b * k, vocab), seeds, positions, STREAM_SAMPLE
+        )
         tokens, probs = tokens.view(b, k), logits.softmax(-1).expand(b, k, vocab)
         logprobs = probs.gather(2, tokens[..., None])[..., 0].log()
         return Draft(tokens, torch.full((b,), k), logprobs, probs)

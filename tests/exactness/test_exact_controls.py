@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftproof.engine.step import host_logprobs
-from draftproof.ops.torch.forward import TorchOps
+from draftproof.ops.torch.forward import TorchForward
 from draftproof.types import PICK, Choice, Windows
 from draftproof.verify import logits_processing
 from draftproof.verify.target_match import TargetMatch
@@ -87,7 +87,7 @@ def test_a_gemm_whose_bits_depend_on_the_number_of_rows(monkeypatch, what):
     company = {"neighbours": [Ask(1, "none", 0.0)] if what == "neighbours" else [], "chunk": chunk}
     where = Where(backend="torch")
     assert not found(ask, spec, where, **company)
-    monkeypatch.setattr(TorchOps, "linear", _off_by_rows(TorchOps.linear))
+    monkeypatch.setattr(TorchForward, "linear", _off_by_rows(TorchForward.linear))
     assert any("request 0: logprobs" in line for line in found(ask, spec, where, **company))
 
 

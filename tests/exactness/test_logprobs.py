@@ -62,7 +62,7 @@ def test_several_requests_in_one_pass_equal_each_alone(ops: Any) -> None:
     logits = torch.randn((12, 61), generator=torch.Generator().manual_seed(2))
     rows = [0, 1, 2, -1, 3, 4, 5, -1, -1, 11, 10, 9, 0]
     tokens = [5, 6, 7, 0, 1, 1, 60, 0, 0, 1, 2, 3, 0]
-    found = ops.logprobs(logits, torch.tensor(rows), torch.tensor(tokens), 20)
+    found = ops.sampling.logprobs(logits, torch.tensor(rows), torch.tensor(tokens), 20)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
     for top in (0, 1, 5, 20):
         lines = LogprobRow.from_columns(*columns, tokens, top)
@@ -299,12 +299,12 @@ def test_draft_logprobs_of_a_proposer_that_samples() -> None:
 
 
 class Counting:
-    """What `Ops.logprobs` was asked for: real rows, and rows of padding."""
+    """What `SamplingOps.logprobs` was asked for: real rows, and rows of padding."""
 
     def __init__(self, target: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = self.real = 0
         self.tops: set[int] = set()
-        whole = target.ops.logprobs
+        whole = target.ops.sampling.logprobs
 
         def counted(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, *out: Any) -> Any:
             self.calls += 1
@@ -312,7 +312,7 @@ class Counting:
             self.tops.add(top)
             return whole(logits, rows, tokens, top, *out)
 
-        monkeypatch.setattr(target.ops, "logprobs", counted)
+        monkeypatch.setattr(target.ops.sampling, "logprobs", counted)
 
 
 @both

@@ -291,13 +291,13 @@ def test_a_step_of_ended_requests_has_no_rows():
         "0"
     ].token_ids[2]
     engine.add(tiny.request(0, SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[token])))
-    seen, whole = [], engine.ops.layout
+    seen, whole = [], engine.ops.step.layout
 
     def layout(plan, columns, page_size, out):
         whole(plan, columns, page_size, out)
         seen.append((int((plan.slots >= 0).sum()), int((out.rows.slots >= 0).sum())))
 
-    engine.ops.layout = layout
+    engine.ops.step.layout = layout
     while engine.has_work:
         engine.step()
     assert seen == [(1, 12), (1, 1), (1, 1), (1, 0)]

@@ -12,28 +12,44 @@ import tiny
 from draftproof.models.decoder import Llama
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
+from draftproof.ops.cpu.backend import CpuOps
+from draftproof.ops.cpu.forward import CpuForward
 from exact import Ask, Company, Where, solo
-from padded_ops import PaddedOps
+from padded_ops import PaddedRuntime
 
 CPU = torch.device("cpu")
 
 
-class NarrowOps(PaddedOps):
-    """Tells passes of 16 rows and more which of them matter; and whether a captured step is being run."""
+class NarrowForward(CpuForward):
+    """Forward ops whose last layer keeps only output rows in passes of 16 rows and more."""
 
     gather_last_layer_from_rows = 16
+
+
+class NarrowRuntime(PaddedRuntime):
+    """Runtime that records whether a captured step is running."""
+
     running: ClassVar[bool] = False
 
     def graph(self, function: Any, apart: bool = False) -> Any:
         def replay() -> Any:
-            NarrowOps.running = True
+            NarrowRuntime.running = True
             try:
                 return function()
             finally:
-                NarrowOps.running = False
+                NarrowRuntime.running = False
 
         replay()
         return replay
+
+
+class NarrowOps(CpuOps):
+    """CPU backend with `NarrowForward` and `NarrowRuntime`."""
+
+    def __init__(self, device: torch.device, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.runtime = NarrowRuntime(device, self.executor)
+        self.forward = NarrowForward(self.executor, self.features)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
@@ -72,7 +88,7 @@ def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
     ):
         assert served.differences() == []
     sizes = {len(call.args[1].tokens) for call in (whole if prompt else some).call_args_list}
-    assert max(sizes) >= NarrowOps.gather_last_layer_from_rows
+    assert max(sizes) >= NarrowForward.gather_last_layer_from_rows
 
 
 def captured(served: Company) -> set[bool]:
@@ -80,7 +96,7 @@ def captured(served: Company) -> set[bool]:
     found = set()
 
     def noted(self: Runner, *rows: Any) -> Any:
-        found.add(NarrowOps.running)
+        found.add(NarrowRuntime.running)
         return tapped(self, *rows)
 
     tapped = Runner.tapped

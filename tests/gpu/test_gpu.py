@@ -29,14 +29,14 @@ def test_every_pair_of_factors(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
 def test_a_gemm_that_feels_the_row_count_is_found(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    from draftproof.ops.triton.backend import TritonOps
+    from draftproof.ops.triton.forward import TritonForward
 
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
     where = Where(arch, "float32", "triton", device="cuda")
     asks = [Ask(0, "none", 0.7, length=20)]
     assert Company(asks, where, spec).differences() == []
-    linear = TritonOps.linear
-    monkeypatch.setattr(TritonOps, "linear", lambda *a: linear(*a) * (1 + 1e-6 * (len(a[1]) % 3)))
+    linear = TritonForward.linear
+    monkeypatch.setattr(TritonForward, "linear", lambda *a: linear(*a) * (1 + 1e-6 * (len(a[1]) % 3)))
     assert Company(asks, where, spec).differences(fresh=True)
 
 
@@ -56,7 +56,7 @@ def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytes
         device = company.engine.loop.device  # type: ignore[union-attr]
         assert device.drafting.failure is None
         assert any(key[0] == "draft" for key in device._graphs)
-        assert device.ops._blocks.takes(
+        assert device.ops.forward._blocks.takes(
             torch.zeros((1, 64), dtype=torch.bfloat16), device.runner.model.layers
         )
         steps = [step for record in company.records.values() for step in record.steps]

@@ -180,5 +180,5 @@ def test_a_start_is_gone_through_without_a_kernel(method: str, monkeypatch: pyte
     options = {"warm_up": True, "max_num_batched_tokens": 2048, "backend": "triton", "debug": False}
     engine = tiny.engine("llama", "bfloat16", speculative, **options)
     assert len(gone_through) > 40 and len(set(kernels)) > 15
-    engine.ops.compile(list(gone_through), lambda *_: None)  # again: a start forgets failures
+    engine.ops.runtime.compile(list(gone_through), lambda *_: None)  # again: a start forgets failures
     assert engine.loop.device.drafting.failure is None and engine.loop.device.drafting.proposer is not None

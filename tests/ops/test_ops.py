@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Ops, resolve
-from draftproof.ops.torch.forward import TorchOps
+from draftproof.ops.torch.backend import TorchOps
+from draftproof.ops.torch.forward import TorchForward
 from opcheck import CPU, POOL, Paged, assert_close, bits, importable, rows_that_differ
 
 OPS = importable()
@@ -34,7 +35,10 @@ def test_fast_numerics_are_exact_where_nothing_is_quicker(name: str) -> None:
     exact, fast = resolve(name, CPU), resolve(name, CPU, "fast")
     assert (exact.numerics, fast.numerics) == ("exact", "fast")
     weight, x = randn(53, 72, seed=1), randn(9, 72, seed=2)
-    assert torch.equal(exact.linear(x, exact.pack_linear(weight)), fast.linear(x, fast.pack_linear(weight)))
+    assert torch.equal(
+        exact.forward.linear(x, exact.forward.pack_linear(weight)),
+        fast.forward.linear(x, fast.forward.pack_linear(weight)),
+    )
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,23 +64,23 @@ SHAPES = ((53, 72), (1, 8), (97, 200))  # (N, K): nothing a power of two
 def test_linear(ops: Ops, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool) -> None:
     weight = (randn(*shape, seed=1) / shape[1] ** 0.5).to(dtype)
     bias = randn(shape[0], seed=2, dtype=dtype) if with_bias else None
-    packed, want = ops.pack_linear(weight, bias), REFERENCE.pack_linear(weight, bias)
+    packed, want = ops.forward.pack_linear(weight, bias), REFERENCE.forward.pack_linear(weight, bias)
     for rows in SIZES:
         x = randn(rows, shape[1], seed=rows, dtype=dtype)
-        assert_close(ops.linear(x, packed), REFERENCE.linear(x, want), dtype)
-        logits = ops.linear(x, packed, torch.float32)
-        assert_close(logits, REFERENCE.linear(x, want, torch.float32), torch.float32)
+        assert_close(ops.forward.linear(x, packed), REFERENCE.forward.linear(x, want), dtype)
+        logits = ops.forward.linear(x, packed, torch.float32)
+        assert_close(logits, REFERENCE.forward.linear(x, want, torch.float32), torch.float32)
 
 
 @every
 @dtypes
 @pytest.mark.parametrize("shape", ((53, 72), (192, 576), (65, 1536)))
 def test_linear_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    packed = ops.pack_linear(randn(*shape, seed=1, dtype=dtype), randn(shape[0], seed=2, dtype=dtype))
+    packed = ops.forward.pack_linear(randn(*shape, seed=1, dtype=dtype), randn(shape[0], seed=2, dtype=dtype))
     x = randn(POOL, shape[1], seed=3, dtype=dtype)
     turns = turns_for(ops, large=shape[1] > 100)
     for out in (None, torch.float32):
-        assert not rows_that_differ(lambda at, out=out: ops.linear(x[at], packed, out), **turns)
+        assert not rows_that_differ(lambda at, out=out: ops.forward.linear(x[at], packed, out), **turns)
 
 
 def test_control_a_batch_dependent_linear_is_caught() -> None:
@@ -113,7 +117,7 @@ def test_embed(ops: Ops, dtype: torch.dtype) -> None:
     table = randn(53, 24, dtype=dtype)
     for rows in SIZES:
         tokens = torch.arange(rows) * 7 % 53
-        assert torch.equal(ops.embed(tokens, table), REFERENCE.embed(tokens, table))
+        assert torch.equal(ops.forward.embed(tokens, table), REFERENCE.forward.embed(tokens, table))
 
 
 @others
@@ -124,27 +128,31 @@ def test_norms_and_silu(ops: Ops, dtype: torch.dtype, width: int) -> None:
     for rows in SIZES:
         x = 3 * randn(rows, width, seed=rows, dtype=dtype)
         residual = randn(rows, width, seed=rows + 1, dtype=dtype)
-        assert_close(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), dtype)
-        got, total = ops.add_rms_norm(x, residual, weight, 1e-5)
-        want, summed = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+        assert_close(
+            ops.forward.rms_norm(x, weight, 1e-6), REFERENCE.forward.rms_norm(x, weight, 1e-6), dtype
+        )
+        got, total = ops.forward.add_rms_norm(x, residual, weight, 1e-5)
+        want, summed = REFERENCE.forward.add_rms_norm(x, residual, weight, 1e-5)
         assert_close(got, want, dtype)
         assert torch.equal(total, summed)
         both = 4 * randn(rows, 2 * width, seed=rows, dtype=dtype)
-        assert_close(ops.silu_mul(both), REFERENCE.silu_mul(both), dtype)
+        assert_close(ops.forward.silu_mul(both), REFERENCE.forward.silu_mul(both), dtype)
 
 
 @others
 def test_rms_norm_of_zeros_and_of_large_values(ops: Ops) -> None:
     x = torch.stack([torch.zeros(24), torch.full((24,), 1e4), torch.full((24,), -1e-6)])
     ones = torch.ones(24)
-    assert_close(ops.rms_norm(x, ones, 1e-6), REFERENCE.rms_norm(x, ones, 1e-6), torch.float32)
+    assert_close(
+        ops.forward.rms_norm(x, ones, 1e-6), REFERENCE.forward.rms_norm(x, ones, 1e-6), torch.float32
+    )
 
 
 @others
 def test_silu_far_out(ops: Ops) -> None:
     gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
     both = torch.cat([gate, torch.ones(8)])[None]
-    assert_close(ops.silu_mul(both), REFERENCE.silu_mul(both), torch.float32)
+    assert_close(ops.forward.silu_mul(both), REFERENCE.forward.silu_mul(both), torch.float32)
 
 
 @every
@@ -155,10 +163,10 @@ def test_norm_rows_feel_no_neighbour(ops: Ops, dtype: torch.dtype, width: int) -
     x, residual = randn(POOL, width, seed=2, dtype=dtype), randn(POOL, width, seed=3, dtype=dtype)
     both = randn(POOL, 2 * width, seed=4, dtype=dtype)
     for call in (
-        lambda at: ops.rms_norm(x[at], weight, 1e-6),
-        lambda at: torch.cat(ops.add_rms_norm(x[at], residual[at], weight, 1e-6), dim=1),
-        lambda at: ops.silu_mul(both[at]),
-        lambda at: ops.embed(torch.tensor(at), x),
+        lambda at: ops.forward.rms_norm(x[at], weight, 1e-6),
+        lambda at: torch.cat(ops.forward.add_rms_norm(x[at], residual[at], weight, 1e-6), dim=1),
+        lambda at: ops.forward.silu_mul(both[at]),
+        lambda at: ops.forward.embed(torch.tensor(at), x),
     ):
         assert not rows_that_differ(call, **turns_for(ops, large=width > 24))
 
@@ -196,7 +204,9 @@ def test_rope_store(ops: Ops, dtype: torch.dtype, heads: AttentionShape, norm: b
             paged = Paged(heads, LENGTHS, dtype)
             paged.cache.zero_()
             qkv = randn(len(where), width, seed=3, dtype=dtype)
-            q = backend.rope_store(qkv, paged.rows(where), heads, rope(heads), paged.cache, *weights, 1e-6)
+            q = backend.forward.rope_store(
+                qkv, paged.rows(where), heads, rope(heads), paged.cache, *weights, 1e-6
+            )
             caches.append((q, paged.cache))
         assert_close(caches[0][0], caches[1][0], dtype)
         assert_close(caches[0][1], caches[1][1], dtype)
@@ -220,8 +230,8 @@ def test_attention(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
         q = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
         rows = paged.rows(where)
         assert_close(
-            ops.attention(q, rows, heads, paged.cache),
-            REFERENCE.attention(q, rows, heads, paged.cache),
+            ops.forward.attention(q, rows, heads, paged.cache),
+            REFERENCE.forward.attention(q, rows, heads, paged.cache),
             dtype,
         )
 
@@ -237,12 +247,12 @@ def test_attention_far_along(ops: Ops, dtype: torch.dtype, page_size: int, windo
     paged = Paged(heads, [700, 3, 517], dtype, page_size)
     where = [(0, p) for p in range(693, 700)] + [(1, 2)] + [(2, p) for p in range(510, 517)]
     q = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
-    got = ops.attention(q, paged.rows(where), heads, paged.cache)
+    got = ops.forward.attention(q, paged.rows(where), heads, paged.cache)
     some = [0, 6, 7, 8, 14]
     rows = paged.rows([where[i] for i in some])
-    assert_close(got[some], REFERENCE.attention(q[some], rows, heads, paged.cache), dtype)
+    assert_close(got[some], REFERENCE.forward.attention(q[some], rows, heads, paged.cache), dtype)
     for i, at in enumerate(where):
-        alone = ops.attention(q[i : i + 1], paged.rows([at]), heads, paged.cache)
+        alone = ops.forward.attention(q[i : i + 1], paged.rows([at]), heads, paged.cache)
         assert bits(alone[0]) == bits(got[i]), at
 
 
@@ -253,8 +263,8 @@ def test_control_a_window_off_by_one_is_caught() -> None:
     q, rows = randn(1, heads.num_q * heads.dim), paged.rows([(3, 100)])
     with pytest.raises(AssertionError):
         assert_close(
-            REFERENCE.attention(q, rows, wider, paged.cache),
-            REFERENCE.attention(q, rows, heads, paged.cache),
+            REFERENCE.forward.attention(q, rows, wider, paged.cache),
+            REFERENCE.forward.attention(q, rows, heads, paged.cache),
             torch.float32,
         )
 
@@ -268,7 +278,7 @@ def attention_calls(ops: Ops, heads: AttentionShape, dtype: torch.dtype) -> list
         if not where:
             return []
         x = torch.stack([q[at] for at in where])
-        out = ops.attention(x, paged.rows(where), heads, paged.cache)
+        out = ops.forward.attention(x, paged.rows(where), heads, paged.cache)
         return [bits(row) for row in out]
 
     watched = [(s, p) for s, n in enumerate(LENGTHS) for p in {0, 8, 63, 64, 127, n - 1} if p < n]
@@ -300,7 +310,7 @@ def test_attention_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, heads: A
 def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
     """Blocks counted back from the longest row of a call: the order of a row's sum moves with it."""
 
-    class Moving(TorchOps):
+    class Moving(TorchForward):
         def attention(self, q: Tensor, rows, heads: AttentionShape, cache: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
             out, last = [], int(rows.positions.max())
             for r, (slot, p) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
@@ -317,7 +327,9 @@ def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
                 out.append((parts[0] + parts[1]).reshape(-1).to(q.dtype))
             return torch.stack(out)
 
-    assert attention_calls(Moving(CPU), HEADS["grouped"], torch.float32)
+    ops = TorchOps(CPU)
+    ops.forward = Moving()
+    assert attention_calls(ops, HEADS["grouped"], torch.float32)
 
 
 @every
@@ -332,7 +344,7 @@ def test_rope_store_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype) -> None
         paged = Paged(heads, [1] * POOL, dtype)
         rows = paged.rows([(i, 0) for i in at])
         rows.positions[:] = torch.tensor(at)
-        q = ops.rope_store(qkv[at], rows, heads, table, paged.cache, *weights, 1e-6)
+        q = ops.forward.rope_store(qkv[at], rows, heads, table, paged.cache, *weights, 1e-6)
         stored = paged.cache.view(2, -1, heads.num_kv * heads.dim)[:, rows.kv_index]
         return torch.cat([q, stored[0], stored[1]], dim=1)
 

@@ -54,8 +54,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def poison(ops: CpuOps) -> None:
     """NaN in all memory that kernels use between calls."""
-    ops.team._scratch.fill(0xFF)
-    ops._workspace.fill_(float("nan"))
+    ops.executor.team._scratch.fill(0xFF)
+    ops.forward._workspace.fill_(float("nan"))
 
 
 # --- linear ---------------------------------------------------------------------------------------
@@ -71,40 +71,40 @@ def test_linear_is_right_and_rows_stand_alone(
     ops, dtype = backend
     weight = rand(columns, depth, dtype=dtype, seed=1)
     offset = rand(columns, dtype=dtype, seed=2) if bias else None
-    packed = ops.pack_linear(weight, offset)
+    packed = ops.forward.pack_linear(weight, offset)
     x = rand(70, depth, dtype=dtype, seed=3)
-    whole = ops.linear(x, packed, torch.float32)
+    whole = ops.forward.linear(x, packed, torch.float32)
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     # the products of bf16 are exact, so both types have the error of a sum in fp32
     assert (whole.double() - exact).abs().max() < depth**0.5 * 1e-5
-    rounded = ops.linear(x, packed)
+    rounded = ops.forward.linear(x, packed)
     assert same(rounded, whole.to(dtype))
     poison(ops)
-    alone = torch.cat([ops.linear(x[i : i + 1], packed, torch.float32) for i in range(70)])
+    alone = torch.cat([ops.forward.linear(x[i : i + 1], packed, torch.float32) for i in range(70)])
     assert same(alone, whole)
     for count in (2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 65):
         start = 70 - count
-        assert same(ops.linear(x[start:], packed, torch.float32), whole[start:])
+        assert same(ops.forward.linear(x[start:], packed, torch.float32), whole[start:])
 
 
 def test_linear_of_many_rows(backend: tuple[CpuOps, torch.dtype]) -> None:
     ops, dtype = backend
-    packed = ops.pack_linear(rand(100, 64, dtype=dtype))
+    packed = ops.forward.pack_linear(rand(100, 64, dtype=dtype))
     x = rand(300, 64, dtype=dtype, seed=1)
-    whole = ops.linear(x, packed)
+    whole = ops.forward.linear(x, packed)
     for start, end in ((0, 1), (127, 130), (255, 257), (299, 300)):
-        assert same(ops.linear(x[start:end], packed), whole[start:end])
+        assert same(ops.forward.linear(x[start:end], packed), whole[start:end])
 
 
 def test_a_bad_neighbour_changes_nothing(backend: tuple[CpuOps, torch.dtype]) -> None:
     ops, dtype = backend
-    packed = ops.pack_linear(rand(64, 40, dtype=dtype))
+    packed = ops.forward.pack_linear(rand(64, 40, dtype=dtype))
     x = rand(20, 40, dtype=dtype, seed=1)
-    good = ops.linear(x, packed)
+    good = ops.forward.linear(x, packed)
     x[3] = float("nan")
     x[17] = float("inf")
     rest = [i for i in range(20) if i not in (3, 17)]
-    assert same(ops.linear(x, packed)[rest], good[rest])
+    assert same(ops.forward.linear(x, packed)[rest], good[rest])
 
 
 # --- one row at a time ----------------------------------------------------------------------------
@@ -120,25 +120,25 @@ def test_norms_and_activation(backend: tuple[CpuOps, torch.dtype], width: int) -
         s = s.double()
         return s * (s.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
 
-    normed = ops.rms_norm(x, weight, 1e-5)
+    normed = ops.forward.rms_norm(x, weight, 1e-5)
     close(normed, norm(x), dtype)
-    both, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+    both, total = ops.forward.add_rms_norm(x, residual, weight, 1e-5)
     assert same(total, (x.float() + residual.float()).to(dtype))
-    assert same(both, ops.rms_norm(total, weight, 1e-5))
+    assert same(both, ops.forward.rms_norm(total, weight, 1e-5))
     gate_up = torch.cat([x, residual], dim=1) * 4
-    gated = ops.silu_mul(gate_up)
+    gated = ops.forward.silu_mul(gate_up)
     gate, up = gate_up.double().chunk(2, dim=1)
     close(gated / 4, gate * torch.sigmoid(gate) * up / 4, dtype)
     for i in (0, 1, 35, 69):
         one = slice(i, i + 1)
-        assert same(ops.rms_norm(x[one], weight, 1e-5), normed[one])
-        assert same(ops.add_rms_norm(x[one], residual[one], weight, 1e-5)[0], both[one])
-        assert same(ops.silu_mul(gate_up[one]), gated[one])
+        assert same(ops.forward.rms_norm(x[one], weight, 1e-5), normed[one])
+        assert same(ops.forward.add_rms_norm(x[one], residual[one], weight, 1e-5)[0], both[one])
+        assert same(ops.forward.silu_mul(gate_up[one]), gated[one])
 
 
 def test_silu_at_the_ends(ops: CpuOps) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -30.0, 0.0, 30.0, 88.0, 200.0, 1e30])
-    ours = ops.silu_mul(torch.cat([gate, torch.ones(9)])[None])[0]
+    ours = ops.forward.silu_mul(torch.cat([gate, torch.ones(9)])[None])[0]
     torch.testing.assert_close(ours, torch.nn.functional.silu(gate), rtol=1e-5, atol=1e-30)
 
 
@@ -146,8 +146,8 @@ def test_embed(backend: tuple[CpuOps, torch.dtype]) -> None:
     ops, dtype = backend
     table = rand(97, 24, dtype=dtype)
     tokens = torch.tensor([0, 96, 5, 5])
-    assert same(ops.embed(tokens, table), table[tokens])
-    assert ops.embed(tokens[:0], table).shape == (0, 24)
+    assert same(ops.forward.embed(tokens, table), table[tokens])
+    assert ops.forward.embed(tokens[:0], table).shape == (0, 24)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -209,15 +209,15 @@ def test_attention(backend: tuple[CpuOps, torch.dtype], heads: AttentionShape) -
     places = [(0, p) for p in range(100, 165)] + [(1, p) for p in range(70)] + [(2, 0)]
     places += [(3, p) for p in (126, 127, 128)] + [(0, 299)]
     q = rand(len(places), heads.num_q * heads.dim, dtype=dtype, seed=9)
-    whole = ops.attention(q, paged.rows(places), heads, paged.cache)
+    whole = ops.forward.attention(q, paged.rows(places), heads, paged.cache)
     some = list(range(0, len(places), 6)) + [135, 139]
     close(whole[some], paged.exact(q[some], [places[i] for i in some]), dtype)
     for i in [0, 1, 27, 28, 64, 65, 100, 134, 135, 136, 137, 138, 139]:
         poison(ops)
-        alone = ops.attention(q[i : i + 1], paged.rows(places[i : i + 1]), heads, paged.cache)
+        alone = ops.forward.attention(q[i : i + 1], paged.rows(places[i : i + 1]), heads, paged.cache)
         assert same(alone, whole[i : i + 1]), i
     for start, end in ((3, 11), (60, 70), (130, 140)):
-        part = ops.attention(q[start:end], paged.rows(places[start:end]), heads, paged.cache)
+        part = ops.forward.attention(q[start:end], paged.rows(places[start:end]), heads, paged.cache)
         assert same(part, whole[start:end])
 
 
@@ -228,10 +228,10 @@ def test_keys_beyond_a_row_do_not_touch_it(backend: tuple[CpuOps, torch.dtype]) 
     paged = Paged(heads, [46], dtype)
     places = [(0, p) for p in range(40, 46)]
     q = rand(6, heads.num_q * heads.dim, dtype=dtype)
-    good = ops.attention(q, paged.rows(places), heads, paged.cache)
+    good = ops.forward.attention(q, paged.rows(places), heads, paged.cache)
     for position in (43, 44, 45):
         paged.cache[:, int(paged.table[0, position // PAGE]), position % PAGE] = float("nan")
-    assert same(ops.attention(q, paged.rows(places), heads, paged.cache)[:3], good[:3])
+    assert same(ops.forward.attention(q, paged.rows(places), heads, paged.cache)[:3], good[:3])
 
 
 def test_a_row_that_sees_nan_says_so(backend: tuple[CpuOps, torch.dtype]) -> None:
@@ -243,11 +243,11 @@ def test_a_row_that_sees_nan_says_so(backend: tuple[CpuOps, torch.dtype]) -> Non
         paged.cache[1, int(paged.table[0, position // PAGE]), position % PAGE] = float("nan")
     places = [(0, p) for p in range(60)]
     q = rand(60, heads.num_q * heads.dim, dtype=dtype)
-    got = ops.attention(q, paged.rows(places), heads, paged.cache)
+    got = ops.forward.attention(q, paged.rows(places), heads, paged.cache)
     spoilt = [any(p - 19 <= bad <= p for bad in (3, 30)) for p in range(60)]
     assert got.isnan().all(1).tolist() == spoilt and got.isnan().any(1).tolist() == spoilt
     for i in range(60):
-        alone = ops.attention(q[i : i + 1], paged.rows(places[i : i + 1]), heads, paged.cache)
+        alone = ops.forward.attention(q[i : i + 1], paged.rows(places[i : i + 1]), heads, paged.cache)
         assert same(alone.nan_to_num(7.0), got[i : i + 1].nan_to_num(7.0))
 
 
@@ -266,7 +266,7 @@ def test_rope_store(backend: tuple[CpuOps, torch.dtype], heads: AttentionShape, 
     k_norm = rand(heads.dim, dtype=dtype, seed=7) if norms else None
     before = paged.cache.clone()
     cache = paged.cache
-    got = ops.rope_store(qkv, rows, heads, rope, cache, q_norm, k_norm, 1e-6)
+    got = ops.forward.rope_store(qkv, rows, heads, rope, cache, q_norm, k_norm, 1e-6)
 
     def turn(x: Tensor, norm: Tensor | None) -> Tensor:
         x = x.double()
@@ -289,7 +289,7 @@ def test_rope_store(backend: tuple[CpuOps, torch.dtype], heads: AttentionShape, 
     for i in (0, 20, 36):
         other = before.clone()
         one = paged.rows(places[i : i + 1])
-        alone = ops.rope_store(qkv[i : i + 1], one, heads, rope, other, q_norm, k_norm, 1e-6)
+        alone = ops.forward.rope_store(qkv[i : i + 1], one, heads, rope, other, q_norm, k_norm, 1e-6)
         assert same(alone, got[i : i + 1])
         index = int(one.kv_index)
         assert same(other.view_as(flat)[:, index], flat[:, index])
@@ -309,31 +309,33 @@ class Tiny:
             {
                 "n1": rand(48, dtype=dtype, seed=i),
                 "n2": rand(48, dtype=dtype, seed=10 + i),
-                "qkv": ops.pack_linear(rand(width, 48, dtype=dtype, seed=20 + i) / 7),
-                "o": ops.pack_linear(rand(48, 64, dtype=dtype, seed=30 + i) / 8),
-                "gu": ops.pack_linear(rand(160, 48, dtype=dtype, seed=40 + i) / 7),
-                "down": ops.pack_linear(rand(48, 80, dtype=dtype, seed=50 + i) / 9),
+                "qkv": ops.forward.pack_linear(rand(width, 48, dtype=dtype, seed=20 + i) / 7),
+                "o": ops.forward.pack_linear(rand(48, 64, dtype=dtype, seed=30 + i) / 8),
+                "gu": ops.forward.pack_linear(rand(160, 48, dtype=dtype, seed=40 + i) / 7),
+                "down": ops.forward.pack_linear(rand(48, 80, dtype=dtype, seed=50 + i) / 9),
             }
             for i in range(2)
         ]
-        self.head = ops.pack_linear(self.table)
+        self.head = ops.forward.pack_linear(self.table)
         angles = torch.outer(torch.arange(512.0), 0.5 ** torch.arange(8))
         self.rope = torch.cat([angles.cos(), angles.sin()], dim=1)
         self.caches = [torch.full((2, 40, PAGE, 2, 16), float("nan")).to(dtype) for _ in range(2)]
 
     def forward(self, rows: Rows) -> Tensor:
         ops, heads = self.ops, self.heads
-        x = ops.embed(rows.tokens, self.table)
-        h = ops.rms_norm(x, self.layers[0]["n1"], 1e-5)
+        x = ops.forward.embed(rows.tokens, self.table)
+        h = ops.forward.rms_norm(x, self.layers[0]["n1"], 1e-5)
         for i, layer in enumerate(self.layers):
             if i:
-                h, x = ops.add_rms_norm(h, x, layer["n1"], 1e-5)
-            qkv = ops.linear(h, layer["qkv"])
-            q = ops.rope_store(qkv, rows, heads, self.rope, self.caches[i], None, None, 1e-5)
-            h = ops.linear(ops.attention(q, rows, heads, self.caches[i]), layer["o"])
-            h, x = ops.add_rms_norm(h, x, layer["n2"], 1e-5)
-            h = ops.linear(ops.silu_mul(ops.linear(h, layer["gu"])), layer["down"])
-        return ops.linear(ops.add_rms_norm(h, x, self.layers[0]["n1"], 1e-5)[0], self.head, torch.float32)
+                h, x = ops.forward.add_rms_norm(h, x, layer["n1"], 1e-5)
+            qkv = ops.forward.linear(h, layer["qkv"])
+            q = ops.forward.rope_store(qkv, rows, heads, self.rope, self.caches[i], None, None, 1e-5)
+            h = ops.forward.linear(ops.forward.attention(q, rows, heads, self.caches[i]), layer["o"])
+            h, x = ops.forward.add_rms_norm(h, x, layer["n2"], 1e-5)
+            h = ops.forward.linear(ops.forward.silu_mul(ops.forward.linear(h, layer["gu"])), layer["down"])
+        return ops.forward.linear(
+            ops.forward.add_rms_norm(h, x, self.layers[0]["n1"], 1e-5)[0], self.head, torch.float32
+        )
 
 
 def tokens_of(places: list[tuple[int, int]], paged: Paged) -> Rows:
@@ -349,7 +351,7 @@ def test_captured_is_eager_at_any_thread_count(kind: str) -> None:
         ops, dtype = make(kind, threads)
         model = Tiny(ops, dtype)
         paged = Paged(model.heads, [290, 30], dtype)
-        captured = ops.capture(lambda rows, model=model: (model.forward(rows),), 300)
+        captured = ops.runtime.capture(lambda rows, model=model: (model.forward(rows),), 300)
         chunk = [(0, p) for p in range(280)] + [(1, p) for p in range(20)]
         step = [(0, p) for p in range(280, 288)] + [(1, 20)]
         eager = [model.forward(tokens_of(places, paged)).clone() for places in (chunk, step)]
@@ -371,7 +373,7 @@ def test_captured_is_eager_at_any_thread_count(kind: str) -> None:
 def test_capture_follows_a_new_page_table_and_refuses_foreign_operations() -> None:
     ops, dtype = make("fp32")
     model = Tiny(ops, dtype)
-    captured = ops.capture(lambda rows: (model.forward(rows),), 4)
+    captured = ops.runtime.capture(lambda rows: (model.forward(rows),), 4)
     first, second = (Paged(model.heads, [30], dtype) for _ in range(2))
     a = captured(tokens_of([(0, 0), (0, 1)], first))[0].clone()
     b = captured(tokens_of([(0, 0), (0, 1)], second))[0].clone()
@@ -380,10 +382,14 @@ def test_capture_follows_a_new_page_table_and_refuses_foreign_operations() -> No
         captured(tokens_of([(0, p) for p in range(5)], first))
 
     def foreign(rows: Rows) -> tuple[Tensor, ...]:
-        return (ops.rms_norm(ops.embed(rows.tokens, model.table) * 2, model.layers[0]["n1"], 1e-5),)
+        return (
+            ops.forward.rms_norm(
+                ops.forward.embed(rows.tokens, model.table) * 2, model.layers[0]["n1"], 1e-5
+            ),
+        )
 
     with pytest.raises(Exception, match="ops only"):
-        ops.capture(foreign, 4)(tokens_of([(0, 0)], first))
+        ops.runtime.capture(foreign, 4)(tokens_of([(0, 0)], first))
     assert same(model.forward(tokens_of([(0, 0), (0, 1)], first)), a)
 
 
@@ -396,15 +402,15 @@ def test_a_captured_pass_is_given_rows_that_change(kind: str) -> None:
     norm = torch.cat([model.layers[0]["n1"]] * 2)
 
     def forward(rows: Rows, left: Tensor) -> tuple[Tensor, ...]:
-        wide = ops.concat_columns(left, ops.embed(rows.tokens, model.table))
-        return (ops.rms_norm(wide, norm, 1e-5),)
+        wide = ops.forward.concat_columns(left, ops.forward.embed(rows.tokens, model.table))
+        return (ops.forward.rms_norm(wide, norm, 1e-5),)
 
-    captured, width = ops.capture(forward, 40), model.table.shape[1]
+    captured, width = ops.runtime.capture(forward, 40), model.table.shape[1]
     left = torch.randn(29, width).to(dtype)
     for count in (29, 1, 7):
         rows = tokens_of([(0, p) for p in range(count)], paged)
         wide = torch.cat([left[:count], model.table[rows.tokens]], 1)
-        expected = ops.rms_norm(wide, norm, 1e-5)
+        expected = ops.forward.rms_norm(wide, norm, 1e-5)
         (found,) = captured(rows, left[:count])
         assert same(found, expected)
         (again,) = captured(rows, found[:, :width])
@@ -421,10 +427,12 @@ def test_rough_weights_are_nearly_right_and_rows_do_not_meet(columns: int, depth
     weight[3] = 0
     x = torch.randn((70, depth), generator=generator).to(dtype)
     x[5], x[7] = 0, 100 * x[7]
-    rough = ops.pack_draft_linear(weight)
-    found = ops.linear(x, rough, torch.float32)
+    rough = ops.forward.pack_draft_linear(weight)
+    found = ops.forward.linear(x, rough, torch.float32)
     bias = torch.randn(columns, generator=generator).to(dtype)
-    assert same(ops.linear(x, ops.pack_draft_linear(weight, bias), torch.float32), found + bias)
+    assert same(
+        ops.forward.linear(x, ops.forward.pack_draft_linear(weight, bias), torch.float32), found + bias
+    )
 
     def in_bytes(rows: Tensor) -> Tensor:
         scale = rows.double().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
@@ -438,9 +446,9 @@ def test_rough_weights_are_nearly_right_and_rows_do_not_meet(columns: int, depth
     assert (found[5] == 0).all() and (found[:, 3] == 0).all()
     poison(ops)
     for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(30, 70)):
-        assert same(ops.linear(x[rows], rough, torch.float32), found[rows])
-    assert same(make("amx", 3)[0].linear(x, rough, torch.float32), found)
-    assert same(ops.linear(x, rough), found.to(dtype))
+        assert same(ops.forward.linear(x[rows], rough, torch.float32), found[rows])
+    assert same(make("amx", 3)[0].forward.linear(x, rough, torch.float32), found)
+    assert same(ops.forward.linear(x, rough), found.to(dtype))
 
 
 def test_arena_places_never_overlap_while_alive() -> None:
@@ -503,7 +511,7 @@ def test_uniform(ops: CpuOps) -> None:
     seeds = torch.tensor([0, -1, 2**62 + 12345, 7])
     positions = torch.tensor([0, 5, 1000000, 2**31])
     expected = [noise(int(s), int(p), 1, 1)[0] for s, p in zip(seeds, positions, strict=True)]
-    assert ops.uniform(seeds, positions, 1).tolist() == expected
+    assert ops.sampling.uniform(seeds, positions, 1).tolist() == expected
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 16, 97, 259, 1000, 5003])
@@ -518,13 +526,13 @@ def test_gumbel_argmax_is_brute_force(ops: CpuOps, vocab: int) -> None:
     scaled = torch.stack(rows * 3)
     seeds = torch.arange(len(scaled)) * 2**33 - 5
     positions = torch.arange(len(scaled)) * 17
-    got = ops.gumbel_argmax(scaled, seeds, positions, 2)
+    got = ops.sampling.gumbel_argmax(scaled, seeds, positions, 2)
     for i, row in enumerate(scaled):
         u = noise(int(seeds[i]), int(positions[i]), 2, vocab)
         g = (-np.log(-np.log1p(-u))).astype(np.float32)
         assert int(got[i]) == int(np.argmax(row.numpy() + g)), i
         one = slice(i, i + 1)
-        assert same(ops.gumbel_argmax(scaled[one], seeds[one], positions[one], 2), got[one])
+        assert same(ops.sampling.gumbel_argmax(scaled[one], seeds[one], positions[one], 2), got[one])
 
 
 def awkward(vocab: int) -> Tensor:
@@ -548,28 +556,28 @@ def order(row: Tensor) -> list[int]:
 def test_argmax_rank_top(ops: CpuOps, vocab: int) -> None:
     logits = awkward(vocab)
     orders = [order(row) for row in logits]
-    assert ops.argmax(logits).tolist() == [ids[0] for ids in orders]
+    assert ops.sampling.argmax(logits).tolist() == [ids[0] for ids in orders]
     for k in {1, min(5, vocab), vocab // 2, vocab}:
         if k:
-            values, ids = ops.top(logits, k)
+            values, ids = ops.sampling.top(logits, k)
             assert ids.tolist() == [line[:k] for line in orders]
             assert same(values, logits.gather(1, ids))
     for place in {0, vocab // 3, vocab - 1}:
         ids = torch.tensor([line[place] for line in orders])
-        assert ops.rank(logits, ids).tolist() == [place + 1] * len(logits)
+        assert ops.sampling.rank(logits, ids).tolist() == [place + 1] * len(logits)
     for i in range(len(logits)):
-        assert ops.argmax(logits[i : i + 1]).tolist() == [orders[i][0]]
-    assert ops.top(logits, 0)[0].shape == (len(logits), 0)
+        assert ops.sampling.argmax(logits[i : i + 1]).tolist() == [orders[i][0]]
+    assert ops.sampling.top(logits, 0)[0].shape == (len(logits), 0)
 
 
 @pytest.mark.parametrize("vocab", [1, 97, 5003])
 def test_logsumexp(ops: CpuOps, vocab: int) -> None:
     logits = awkward(vocab)
-    got = ops.logsumexp(logits)
+    got = ops.sampling.logsumexp(logits)
     torch.testing.assert_close(got, logits.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
     for i in range(len(logits)):
-        assert same(ops.logsumexp(logits[i : i + 1]), got[i : i + 1])
-    assert ops.logsumexp(torch.tensor([[float("inf"), 0.0]])).tolist() == [float("inf")]
+        assert same(ops.sampling.logsumexp(logits[i : i + 1]), got[i : i + 1])
+    assert ops.sampling.logsumexp(torch.tensor([[float("inf"), 0.0]])).tolist() == [float("inf")]
 
 
 def truncated(row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -591,7 +599,7 @@ def test_truncate(ops: CpuOps, vocab: int) -> None:
     count = len(logits)
     cases = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (20, 0.83, 0.03), (1, 1.0, 0.0)]
     for top_k, top_p, min_p in [*cases, (0, 0.01, 0.0), (3, 0.999, 0.0)]:
-        got = ops.truncate(
+        got = ops.sampling.truncate(
             logits,
             torch.full((count,), top_k),
             torch.full((count,), top_p),
@@ -608,39 +616,39 @@ def test_nan_reads_and_writes_nothing_foreign(ops: CpuOps) -> None:
     logits[1, 7] = 1.0
     logits[2] = rand(259)
     logits[2, 100] = float("nan")
-    ids = ops.top(logits, 259)[1]
+    ids = ops.sampling.top(logits, 259)[1]
     assert ((ids >= 0) & (ids < 259)).all()
-    assert ((ops.argmax(logits) >= 0) & (ops.argmax(logits) < 259)).all()
-    sampled = ops.gumbel_argmax(logits, torch.zeros(3).long(), torch.zeros(3).long(), 0)
+    assert ((ops.sampling.argmax(logits) >= 0) & (ops.sampling.argmax(logits) < 259)).all()
+    sampled = ops.sampling.gumbel_argmax(logits, torch.zeros(3).long(), torch.zeros(3).long(), 0)
     assert ((sampled >= 0) & (sampled < 259)).all()
-    ops.logsumexp(logits)
-    ops.rank(logits, torch.zeros(3).long())
+    ops.sampling.logsumexp(logits)
+    ops.sampling.rank(logits, torch.zeros(3).long())
     limits = (torch.full((3,), 5), torch.full((3,), 0.5), torch.full((3,), 0.1))
-    ops.truncate(logits, *limits)
+    ops.sampling.truncate(logits, *limits)
 
 
 def test_no_rows(ops: CpuOps) -> None:
     none = torch.empty(0, 97)
     empty = torch.empty(0, dtype=torch.int64)
-    assert ops.argmax(none).shape == (0,)
-    assert ops.gumbel_argmax(none, empty, empty, 0).shape == (0,)
-    assert ops.top(none, 5)[1].shape == (0, 5)
-    assert ops.truncate(none, empty, torch.empty(0), torch.empty(0)).shape == (0, 97)
-    assert ops.linear(torch.empty(0, 8), ops.pack_linear(rand(5, 8))).shape == (0, 5)
+    assert ops.sampling.argmax(none).shape == (0,)
+    assert ops.sampling.gumbel_argmax(none, empty, empty, 0).shape == (0,)
+    assert ops.sampling.top(none, 5)[1].shape == (0, 5)
+    assert ops.sampling.truncate(none, empty, torch.empty(0), torch.empty(0)).shape == (0, 97)
+    assert ops.forward.linear(torch.empty(0, 8), ops.forward.pack_linear(rand(5, 8))).shape == (0, 5)
 
 
 def test_wrong_shapes_and_types_are_refused(ops: CpuOps) -> None:
-    packed = ops.pack_linear(rand(5, 8))
+    packed = ops.forward.pack_linear(rand(5, 8))
     with pytest.raises(ValueError):
-        ops.linear(rand(2, 9), packed)
+        ops.forward.linear(rand(2, 9), packed)
     with pytest.raises(ValueError):
-        ops.linear(rand(2, 8, dtype=torch.bfloat16), packed)
+        ops.forward.linear(rand(2, 8, dtype=torch.bfloat16), packed)
     with pytest.raises(ValueError):
-        ops.rms_norm(rand(2, 8), rand(9), 1e-5)
+        ops.forward.rms_norm(rand(2, 8), rand(9), 1e-5)
     with pytest.raises(ValueError):
-        ops.argmax(rand(2, 8, dtype=torch.bfloat16))
+        ops.sampling.argmax(rand(2, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError):
-        ops.top(rand(2, 8), 9)
+        ops.sampling.top(rand(2, 8), 9)
 
 
 def test_two_teams_in_two_threads() -> None:
@@ -653,9 +661,9 @@ def test_two_teams_in_two_threads() -> None:
 
     def work() -> None:
         mine = CpuOps(CPU, threads=2)
-        packed = mine.pack_linear(weight)
+        packed = mine.forward.pack_linear(weight)
         for _ in range(200):
-            out = mine.linear(x, packed)
+            out = mine.forward.linear(x, packed)
         results.append(out)
 
     threads = [threading.Thread(target=work) for _ in range(3)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_SAMPLE, STREAM_SYNTHETIC, Ops
-from draftproof.ops.reference.forward import gumbel, philox
+from draftproof.ops.reference.sampling import gumbel, philox
 from opcheck import POOL, bits, importable, rows_that_differ
 
 OPS = importable()
@@ -59,16 +59,19 @@ def test_philox_known_answers() -> None:
 def test_uniform_is_philox(ops: Ops) -> None:
     """Seed 0 at position 0 is the first word of the first known answer."""
     zero = torch.zeros(1, dtype=torch.int64)
-    assert float(ops.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
+    assert float(ops.sampling.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
 
 
 @others
 def test_uniform_equals_the_definition(ops: Ops) -> None:
     seeds, positions = keys(500)
     for stream in STREAMS:
-        got, want = ops.uniform(seeds, positions, stream), REFERENCE.uniform(seeds, positions, stream)
+        got, want = (
+            ops.sampling.uniform(seeds, positions, stream),
+            REFERENCE.sampling.uniform(seeds, positions, stream),
+        )
         assert got.dtype == torch.float64 and torch.equal(got, want)
-    assert len(ops.uniform(seeds[:0], positions[:0], 0)) == 0
+    assert len(ops.sampling.uniform(seeds[:0], positions[:0], 0)) == 0
 
 
 def test_streams_positions_and_seeds_are_independent() -> None:
@@ -76,7 +79,7 @@ def test_streams_positions_and_seeds_are_independent() -> None:
     ops = OPS.get("cpu", REFERENCE)
     seeds = torch.arange(50).repeat_interleave(50)
     positions = torch.arange(50).repeat(50)
-    draws = torch.cat([ops.uniform(seeds, positions, stream) for stream in STREAMS])
+    draws = torch.cat([ops.sampling.uniform(seeds, positions, stream) for stream in STREAMS])
     assert len(draws.unique()) == len(draws)
     assert abs(float(draws.mean()) - 0.5) < 0.02
 
@@ -86,7 +89,7 @@ def defined_samples(vocab: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Te
     """Rows, seeds, positions, and the token of each by the definition, which takes its time."""
     count = 1000 if vocab == 61 else 200
     scaled, (seeds, positions) = rows_of(count, vocab), keys(count)
-    return scaled, seeds, positions, REFERENCE.gumbel_argmax(scaled, seeds, positions, stream)
+    return scaled, seeds, positions, REFERENCE.sampling.gumbel_argmax(scaled, seeds, positions, stream)
 
 
 @others
@@ -95,9 +98,9 @@ def test_gumbel_argmax_equals_the_definition(ops: Ops, vocab: int) -> None:
     """Thousands of rows in all, two streams: the same token everywhere."""
     for stream in (STREAM_SAMPLE, STREAM_RESIDUAL):
         scaled, seeds, positions, want = defined_samples(vocab, stream)
-        assert torch.equal(ops.gumbel_argmax(scaled, seeds, positions, stream), want)
+        assert torch.equal(ops.sampling.gumbel_argmax(scaled, seeds, positions, stream), want)
         assert bool(torch.isfinite(scaled[torch.arange(len(want)), want]).all())
-    none = ops.gumbel_argmax(scaled[:0], seeds[:0], positions[:0], 0)
+    none = ops.sampling.gumbel_argmax(scaled[:0], seeds[:0], positions[:0], 0)
     assert none.shape == (0,) and none.dtype == torch.int64
 
 
@@ -105,7 +108,7 @@ def test_gumbel_argmax_equal_across_backends_on_a_large_vocabulary() -> None:
     """A vocabulary of 49152 + 3, sharp and flat rows: every backend names the same token."""
     scaled = torch.cat([rows_of(20, 49155), 0.01 * rows_of(20, 49155, seed=1).clamp(min=-9)])
     seeds, positions = keys(len(scaled))
-    found = [ops.gumbel_argmax(scaled, seeds, positions, 0) for ops in OTHERS.values()]
+    found = [ops.sampling.gumbel_argmax(scaled, seeds, positions, 0) for ops in OTHERS.values()]
     assert all(torch.equal(one, found[0]) for one in found)
     token = int(found[0][20])  # one of the flat rows: check the winner against the definition
     value = scaled[20, token] + gumbel(int(seeds[20]), int(positions[20]), 0, token)
@@ -118,17 +121,17 @@ def test_noise_is_bounded(ops: Ops) -> None:
     """A token 27 below the best can never win."""
     scaled = torch.full((64, 61), -27.0)
     scaled[:, 17] = 0.0
-    assert set(ops.gumbel_argmax(scaled, *keys(64), 0).tolist()) == {17}
+    assert set(ops.sampling.gumbel_argmax(scaled, *keys(64), 0).tolist()) == {17}
 
 
 def test_control_noise_of_another_stream_or_position_gives_other_tokens() -> None:
     ops = OPS.get("cpu", REFERENCE)
     scaled, (seeds, positions) = torch.zeros(500, 61), keys(500)
-    plain = ops.gumbel_argmax(scaled, seeds, positions, STREAM_SAMPLE)
+    plain = ops.sampling.gumbel_argmax(scaled, seeds, positions, STREAM_SAMPLE)
     for other in (
-        ops.gumbel_argmax(scaled, seeds, positions, STREAM_RESIDUAL),
-        ops.gumbel_argmax(scaled, seeds, positions + 1, STREAM_SAMPLE),
-        ops.gumbel_argmax(scaled, seeds ^ (1 << 40), positions, STREAM_SAMPLE),
+        ops.sampling.gumbel_argmax(scaled, seeds, positions, STREAM_RESIDUAL),
+        ops.sampling.gumbel_argmax(scaled, seeds, positions + 1, STREAM_SAMPLE),
+        ops.sampling.gumbel_argmax(scaled, seeds ^ (1 << 40), positions, STREAM_SAMPLE),
     ):
         assert int((other == plain).sum()) < 30  # 8 are expected by chance
 
@@ -140,40 +143,46 @@ def test_control_noise_of_another_stream_or_position_gives_other_tokens() -> Non
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_argmax_rank_top(ops: Ops, vocab: int) -> None:
     logits = rows_of(35, vocab)
-    assert torch.equal(ops.argmax(logits), REFERENCE.argmax(logits))
+    assert torch.equal(ops.sampling.argmax(logits), REFERENCE.sampling.argmax(logits))
     for shift in range(3):
         ids = (torch.arange(35) * 7 + shift) % vocab
-        assert torch.equal(ops.rank(logits, ids), REFERENCE.rank(logits, ids))
+        assert torch.equal(ops.sampling.rank(logits, ids), REFERENCE.sampling.rank(logits, ids))
     for k in {1, min(2, vocab), min(5, vocab), min(20, vocab), vocab}:
-        values, ids = ops.top(logits, k)
-        want_values, want_ids = REFERENCE.top(logits, k)
+        values, ids = ops.sampling.top(logits, k)
+        want_values, want_ids = REFERENCE.sampling.top(logits, k)
         assert torch.equal(ids, want_ids) and torch.equal(values, want_values)
     empty = logits[:0]
-    assert ops.argmax(empty).shape == (0,)
-    assert [tuple(t.shape) for t in ops.top(empty, 1)] == [(0, 1), (0, 1)]
-    assert ops.rank(empty, torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert ops.sampling.argmax(empty).shape == (0,)
+    assert [tuple(t.shape) for t in ops.sampling.top(empty, 1)] == [(0, 1), (0, 1)]
+    assert ops.sampling.rank(empty, torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
 @every
 def test_the_lowest_id_wins_a_tie(ops: Ops) -> None:
     row = torch.full((1, 300), -1.0)
     row[0, [7, 100, 299]] = 2.0
-    assert ops.argmax(row).tolist() == [7]
-    assert ops.top(row, 5)[1].tolist() == [[7, 100, 299, 0, 1]]
-    assert [int(ops.rank(row, torch.tensor([i]))[0]) for i in (7, 100, 299, 0, 8)] == [1, 2, 3, 4, 11]
+    assert ops.sampling.argmax(row).tolist() == [7]
+    assert ops.sampling.top(row, 5)[1].tolist() == [[7, 100, 299, 0, 1]]
+    assert [int(ops.sampling.rank(row, torch.tensor([i]))[0]) for i in (7, 100, 299, 0, 8)] == [
+        1,
+        2,
+        3,
+        4,
+        11,
+    ]
     zeros = torch.tensor([[-0.0, 0.0, -0.0]])  # equal, so the id decides
-    assert ops.argmax(zeros).tolist() == [0]
-    assert ops.top(zeros, 3)[1].tolist() == [[0, 1, 2]]
-    assert ops.rank(zeros, torch.tensor([2])).tolist() == [3]
+    assert ops.sampling.argmax(zeros).tolist() == [0]
+    assert ops.sampling.top(zeros, 3)[1].tolist() == [[0, 1, 2]]
+    assert ops.sampling.rank(zeros, torch.tensor([2])).tolist() == [3]
 
 
 @every
 def test_top_5_is_a_prefix_of_top_20_and_ranks_agree(ops: Ops) -> None:
     logits = rows_of(25, 61)
-    short, long = ops.top(logits, 5)[1], ops.top(logits, 20)[1]
+    short, long = ops.sampling.top(logits, 5)[1], ops.sampling.top(logits, 20)[1]
     assert torch.equal(short, long[:, :5])
     for place in range(20):
-        assert ops.rank(logits, long[:, place].contiguous()).tolist() == [place + 1] * 25
+        assert ops.sampling.rank(logits, long[:, place].contiguous()).tolist() == [place + 1] * 25
 
 
 @others
@@ -182,10 +191,10 @@ def test_logsumexp(ops: Ops, vocab: int) -> None:
     """Within 1e-6 relative plus 1e-6; -inf counts as nothing, large values do not overflow."""
     logits = rows_of(30, vocab)
     logits[0] += 1000
-    got = ops.logsumexp(logits)
+    got = ops.sampling.logsumexp(logits)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, REFERENCE.logsumexp(logits), rtol=1e-6, atol=1e-6)
-    assert ops.logsumexp(logits[:0]).shape == (0,)
+    torch.testing.assert_close(got, REFERENCE.sampling.logsumexp(logits), rtol=1e-6, atol=1e-6)
+    assert ops.sampling.logsumexp(logits[:0]).shape == (0,)
 
 
 @every
@@ -193,19 +202,19 @@ def test_a_row_of_nothing_but_minus_infinity(ops: Ops) -> None:
     """Nothing can be sampled from it, and the engine says so; no op trips over it or spoils another row."""
     rows = torch.full((3, 61), -INF)
     rows[1] = rows_of(1, 61)[0]
-    assert torch.equal(ops.logsumexp(rows)[[0, 2]], torch.tensor([-INF, -INF]))
-    assert ops.top(rows, 3)[1][0].tolist() == [0, 1, 2]
-    assert ops.rank(rows, torch.tensor([7, 7, 60])).tolist()[::2] == [8, 61]
+    assert torch.equal(ops.sampling.logsumexp(rows)[[0, 2]], torch.tensor([-INF, -INF]))
+    assert ops.sampling.top(rows, 3)[1][0].tolist() == [0, 1, 2]
+    assert ops.sampling.rank(rows, torch.tensor([7, 7, 60])).tolist()[::2] == [8, 61]
     zeros = torch.zeros(3)
-    cut = ops.truncate(rows, torch.tensor([0, 5, 5]), torch.tensor([0.5, 0.9, 0.5]), zeros)
+    cut = ops.sampling.truncate(rows, torch.tensor([0, 5, 5]), torch.tensor([0.5, 0.9, 0.5]), zeros)
     assert bool((cut[[0, 2]] == -INF).all())
     keys_ = torch.arange(3), torch.arange(3)
-    tokens = ops.gumbel_argmax(rows, *keys_, 0)
+    tokens = ops.sampling.gumbel_argmax(rows, *keys_, 0)
     assert int(tokens.min()) >= 0 and int(tokens.max()) < 61
     alone = rows[1:2]
-    assert torch.equal(ops.gumbel_argmax(alone, keys_[0][1:2], keys_[1][1:2], 0), tokens[1:2])
+    assert torch.equal(ops.sampling.gumbel_argmax(alone, keys_[0][1:2], keys_[1][1:2], 0), tokens[1:2])
     limits_ = torch.tensor([5]), torch.tensor([0.9]), zeros[:1]
-    assert torch.equal(ops.truncate(alone, *limits_), cut[1:2])
+    assert torch.equal(ops.sampling.truncate(alone, *limits_), cut[1:2])
 
 
 # --- truncation -----------------------------------------------------------------------------------------
@@ -235,7 +244,10 @@ def test_truncate(ops: Ops, vocab: int) -> None:
     scaled[::5] += torch.randn((42, vocab), generator=torch.Generator().manual_seed(9)) * 1e-3
     before = bits(scaled)
     top_k, top_p, min_p = limits(210)
-    got, want = ops.truncate(scaled, top_k, top_p, min_p), REFERENCE.truncate(scaled, top_k, top_p, min_p)
+    got, want = (
+        ops.sampling.truncate(scaled, top_k, top_p, min_p),
+        REFERENCE.sampling.truncate(scaled, top_k, top_p, min_p),
+    )
     assert bits(scaled) == before, "the input is not changed"
     sure = [
         r
@@ -244,7 +256,7 @@ def test_truncate(ops: Ops, vocab: int) -> None:
     ]
     assert len(sure) > 150
     assert torch.equal(got[sure], want[sure])
-    assert ops.truncate(scaled[:0], top_k[:0], top_p[:0], min_p[:0]).shape == (0, vocab)
+    assert ops.sampling.truncate(scaled[:0], top_k[:0], top_p[:0], min_p[:0]).shape == (0, vocab)
 
 
 @every
@@ -252,7 +264,7 @@ def test_truncate_cuts_ties_by_id_and_never_cuts_the_best(ops: Ops) -> None:
     flat = torch.zeros(1, 40)
 
     def kept(k: int, p: float, m: float, row: Tensor = flat) -> list[int]:
-        out = ops.truncate(row, torch.tensor([k]), torch.tensor([p]), torch.tensor([m]))
+        out = ops.sampling.truncate(row, torch.tensor([k]), torch.tensor([p]), torch.tensor([m]))
         return torch.isfinite(out)[0].nonzero()[:, 0].tolist()
 
     assert kept(3, 1.0, 0.0) == [0, 1, 2]
@@ -274,13 +286,13 @@ def test_sampling_rows_feel_no_neighbour(ops: Ops) -> None:
     top_k, top_p, min_p = limits(POOL)
     turns: dict[str, object] = {"counts": (2, 9), "turns": 1} if ops.name == "reference" else {}
     for call in (
-        lambda at: ops.argmax(logits[at]),
-        lambda at: ops.gumbel_argmax(logits[at], seeds[at], positions[at], 0),
-        lambda at: ops.uniform(seeds[at], positions[at], 1),
-        lambda at: ops.logsumexp(logits[at]),
-        lambda at: ops.rank(logits[at], ids[at]),
-        lambda at: torch.cat([x.double() for x in ops.top(logits[at], 7)], dim=1),
-        lambda at: ops.truncate(logits[at], top_k[at], top_p[at], min_p[at]),
+        lambda at: ops.sampling.argmax(logits[at]),
+        lambda at: ops.sampling.gumbel_argmax(logits[at], seeds[at], positions[at], 0),
+        lambda at: ops.sampling.uniform(seeds[at], positions[at], 1),
+        lambda at: ops.sampling.logsumexp(logits[at]),
+        lambda at: ops.sampling.rank(logits[at], ids[at]),
+        lambda at: torch.cat([x.double() for x in ops.sampling.top(logits[at], 7)], dim=1),
+        lambda at: ops.sampling.truncate(logits[at], top_k[at], top_p[at], min_p[at]),
     ):
         assert not rows_that_differ(call, **turns)
 
@@ -288,7 +300,7 @@ def test_sampling_rows_feel_no_neighbour(ops: Ops) -> None:
 @others
 def test_logsumexp_of_a_large_row_feels_no_neighbour(ops: Ops) -> None:
     logits = rows_of(POOL, 4099)
-    assert not rows_that_differ(lambda at: ops.logsumexp(logits[at]), counts=(2, 3, 9, 17), turns=4)
+    assert not rows_that_differ(lambda at: ops.sampling.logsumexp(logits[at]), counts=(2, 3, 9, 17), turns=4)
 
 
 def test_control_a_logsumexp_shifted_by_its_neighbours_is_caught() -> None:

@@ -20,7 +20,7 @@ import torch
 import step_cases
 from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.ops.reference.step import _latest_match
-from draftproof.ops.torch.forward import TorchOps
+from draftproof.ops.torch.backend import TorchOps
 from draftproof.types import (
     ENDED,
     NUM_ACCEPTED,
@@ -89,17 +89,19 @@ WRONG = {
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_wrong_op_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    right = getattr(TorchOps, name)
+    ops = TorchOps(CPU)
+    family = next(f for f in (ops.sampling, ops.step, ops.search, ops.rounds) if hasattr(f, name))
+    right = getattr(family, name)
 
-    def wrong(self: TorchOps, *given: Any) -> Any:
-        result = right(self, *given)
+    def wrong(*given: Any) -> Any:
+        result = right(*given)
         WRONG[name](given, result)
         return result
 
-    monkeypatch.setattr(TorchOps, name, wrong)
+    monkeypatch.setattr(family, name, wrong)
     with pytest.raises(AssertionError):
         for seed in range(SEEDS):
-            CHECKS[name](TorchOps(CPU), seed, Size())
+            CHECKS[name](ops, seed, Size())
 
 
 def features(seed: int) -> Counter[str]:
@@ -112,8 +114,8 @@ def features(seed: int) -> Counter[str]:
     out = Outcome(
         torch.zeros((len(plan.slots), TOKENS + step.size.k + 1), dtype=torch.int64), bad.clone(), bad.clone()
     )
-    REF.commit(plan, before, choice, bad, out)
-    _, count = REF.search_ngram(columns, plan.slots, plan.budget, 1, 3)
+    REF.step.commit(plan, before, choice, bad, out)
+    _, count = REF.search.search_ngram(columns, plan.slots, plan.budget, 1, 3)
     for b, slot in enumerate(plan.slots.tolist()):
         if slot < 0:
             found["no entry"] += 1
@@ -166,6 +168,8 @@ def test_the_pools_of_the_cases_are_drafted_from() -> None:
     for seed in range(SEEDS):
         step = Step(seed)
         pool = step_cases.pool_of(step)
-        REF.search_suffix(step.columns, step.plan.slots, step.plan.budget, pool, SuffixOptions(1, 1.0, 0.05))
+        REF.search.search_suffix(
+            step.columns, step.plan.slots, step.plan.budget, pool, SuffixOptions(1, 1.0, 0.05)
+        )
         drafts += int((pool.used == pool.clock).sum())
     assert drafts >= 5

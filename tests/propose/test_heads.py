@@ -17,7 +17,7 @@ import tiny
 from audited_head import Audited
 from covering import pairwise
 from draftproof.errors import ConfigError, LoadError
-from draftproof.ops.cpu.draft_rounds import CpuFollowing
+from draftproof.ops.cpu.draft_rounds import CpuRounds
 from draftproof.propose.draft_rounds import Rounds
 from draftproof.propose.head import Eagle3Proposer, EagleProposer, MtpProposer
 from exact import OPTIONS, Ask, Company, Where
@@ -99,7 +99,7 @@ BASE = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "tempera
 
 @pytest.mark.parametrize("bug", ["token", "position", "stays", "keeps"])
 def test_control_the_audit_sees_a_slip(bug, monkeypatch):
-    follow = CpuFollowing.shift_rows
+    follow = CpuRounds.shift_rows
 
     def broken(self: Any, given: Any, *others: Any) -> Any:
         rows, last = follow(self, given, *others)
@@ -115,7 +115,7 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
             ), last
         return rows, last
 
-    monkeypatch.setattr(CpuFollowing, "shift_rows", broken)
+    monkeypatch.setattr(CpuRounds, "shift_rows", broken)
     if bug == "keeps":  # the features of the step before
         kept = monkeypatch.setattr(
             "draftproof.engine.drafting.device_proposer.Drafting.keep", lambda self, *rows: None

@@ -97,7 +97,7 @@ def test_a_search_must_be_better_than_a_model_that_drafts_for_many(entries, pric
         drafts = [Draft(columns.draft, torch.full((entries,), count)) for count, _ in said]
         worths = [None if worth is None else full * 0 + int(worth * FIXED_ONE) for _, worth in said]
         offers = [proposer._offer(i, batch, pair) for i, pair in enumerate(zip(drafts, worths, strict=True))]
-        _, number, whose, _ = proposer.env.ops.select_drafts(columns, slots, full, record, offers, 1)
+        _, number, whose, _ = proposer.env.ops.search.select_drafts(columns, slots, full, record, offers, 1)
         assert number.tolist() == [4] * entries
         assert (whose == whose[0, 0]).all()
         return int(whose[0, 0])

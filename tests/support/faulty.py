@@ -11,12 +11,12 @@ import torch
 from draftproof.ops import PendingCopy
 from draftproof.ops.cpu.backend import CpuOps
 
-STEP_OPS = ("layout", "sample", "commit", "logprobs", "search_ngram", "store_drafts", "fetch")
+STEP_OPS = ("layout", "sample", "commit", "logprobs", "search_ngram", "store_drafts")
 When = Callable[["FaultyOps", str, int], bool]
 
 
 class FaultyOps(CpuOps):
-    """`when(ops, name, count)`: does the count-th call of an op fail? `late`: after it has done its work.
+    """Backend whose count-th call of an op fails if `when(ops, name, count)`; `late`: after its work.
 
     `name` is "read" where results are waited for. Engines are built first: `when` is set afterwards.
     """
@@ -28,6 +28,10 @@ class FaultyOps(CpuOps):
         self.gone = False
         self.raised = 0
         self._counts: Counter[str] = Counter()
+        self._fetch, self.runtime.fetch = self.runtime.fetch, self._fetch_guarded  # type: ignore[method-assign]
+        for name in STEP_OPS:
+            family = next(f for f in (self.sampling, self.step, self.search) if hasattr(f, name))
+            setattr(family, name, self._guarded(name, getattr(family, name)))
 
     def meet(self, name: str) -> None:
         if self.gone:
@@ -39,48 +43,40 @@ class FaultyOps(CpuOps):
             self.raised += 1
             raise torch.OutOfMemoryError("planted: out of memory")
 
+    def _guarded(self, name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if not self.late:
+                self.meet(name)
+            result = whole(*args, **options)
+            if self.late:
+                self.meet(name)
+            return result
 
-def _guarded(name: str) -> Callable[..., Any]:
-    whole = getattr(CpuOps, name)
+        return call
 
-    def call(self: FaultyOps, *args: Any, **options: Any) -> Any:
-        if not self.late:
-            self.meet(name)
-        result = whole(self, *args, **options)
-        if self.late:
-            self.meet(name)
-        return result
+    def _fetch_guarded(self, tensor: torch.Tensor) -> PendingCopy:
+        is_probe = tensor.numel() == 1 and not self.gone  # a check whether the device still works
+        read = self._fetch(tensor)
+        if is_probe:
+            return read
+        self.meet("fetch")
 
-    return call
+        def later() -> torch.Tensor:
+            self.meet("read")
+            return read()
 
-
-for _name in STEP_OPS:
-    setattr(FaultyOps, _name, _guarded(_name))
-
-
-def _fetch(self: FaultyOps, tensor: torch.Tensor) -> PendingCopy:
-    trial = tensor.numel() == 1 and not self.gone  # somebody asks whether anything works at all
-    read = CpuOps.fetch(self, tensor)
-    if trial:
-        return read
-    self.meet("fetch")
-
-    def later() -> torch.Tensor:
-        self.meet("read")
-        return read()
-
-    return PendingCopy(later, read.is_ready)
-
-
-FaultyOps.fetch = _fetch  # type: ignore[method-assign]
+        return PendingCopy(later, read.is_ready)
 
 
 class CapturedOps(FaultyOps):
-    """One that captures steps, or fails to."""
+    """Faulty backend that captures steps, or fails to."""
 
-    asynchronous = True
+    def __init__(self, device: torch.device, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.runtime.asynchronous = True
+        self.runtime.graph = self._graph  # type: ignore[method-assign,assignment]
 
-    def graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
+    def _graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
         function()  # as a capture does
         self.meet("graph")
         return function

@@ -17,7 +17,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
     from triton.runtime.jit import JITFunction
 
     from draftproof.ops.triton import compile_ahead, graphs, runtime
-    from draftproof.ops.triton.backend import TritonOps
     from fake_chip import Chip
 
     kernels: list[str] = []
@@ -40,12 +39,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "get_device_properties", lambda device: Chip),
-        (graphs.Queued, "open_queue", lambda self: setattr(self, "asynchronous", True)),
-        (graphs.Queued, "graph", lambda self, function, apart=False: function),
-        (graphs.Queued, "seconds", lambda self, function, times=5: 1.0),
-        (graphs.Queued, "send", send),
-        (TritonOps, "compile", compile_without_a_pool),
-        (TritonOps, "free_memory", lambda self: 1 << 30),
+        (graphs.TritonRuntime, "open_queue", lambda self: setattr(self, "asynchronous", True)),
+        (graphs.TritonRuntime, "graph", lambda self, function, apart=False: function),
+        (graphs.TritonRuntime, "seconds", lambda self, function, times=5: 1.0),
+        (graphs.TritonRuntime, "send", send),
+        (graphs.TritonRuntime, "compile", compile_without_a_pool),
+        (graphs.TritonRuntime, "free_memory", lambda self: 1 << 30),
     ):
         monkeypatch.setattr(owner, name, value)
     return kernels, gone_through

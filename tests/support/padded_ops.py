@@ -1,15 +1,17 @@
-"""Shared parts of test_draft_model and the tests that reuse them."""
+"""CPU backend that pads and captures steps as a GPU does."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from draftproof.ops.cpu.backend import CpuOps
+import torch
+
+from draftproof.ops.cpu.backend import CpuOps, CpuRuntime
 from draftproof.ops.triton.graphs import bucket_of
 
 
-class PaddedOps(CpuOps):
-    """As on a GPU: few sizes, padded, and what was captured once, on an empty plan, is replayed."""
+class PaddedRuntime(CpuRuntime):
+    """Runtime with few padded sizes, which replays what was captured once on an empty plan."""
 
     asynchronous = True
 
@@ -19,3 +21,11 @@ class PaddedOps(CpuOps):
     def graph(self, function: Any, apart: bool = False) -> Any:
         function()
         return function
+
+
+class PaddedOps(CpuOps):
+    """CPU backend with padded and captured steps."""
+
+    def __init__(self, device: torch.device, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.runtime = PaddedRuntime(device, self.executor)

@@ -31,7 +31,9 @@ class Talk:
     def guess(self, *new, budget=4):
         self.tokens += new
         columns = lines(self.ops, self.k, [[7, 8, 7, 8, 7], self.tokens])
-        drafts, count = self.ops.search_ngram(columns, torch.tensor([1]), torch.tensor([budget]), *self.sizes)
+        drafts, count = self.ops.search.search_ngram(
+            columns, torch.tensor([1]), torch.tensor([budget]), *self.sizes
+        )
         assert drafts.shape == (1, self.k) and count.shape == (1,)
         return drafts[0, : int(count[0])].tolist()
 

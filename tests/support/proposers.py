@@ -259,8 +259,8 @@ class SelfModel(Proposer):
         cold = heat[:, 0] == 0
         scaled = logits / torch.where(heat == 0, 1.0, heat)
         position = torch.tensor([batch.lengths[i] + j for i in active]) - c.prompt_len[slots]
-        tokens = ops.gumbel_argmax(scaled, c.seed[slots], position, STREAM_SAMPLE)
-        tokens = torch.where(cold, ops.argmax(logits), tokens)
+        tokens = ops.sampling.gumbel_argmax(scaled, c.seed[slots], position, STREAM_SAMPLE)
+        tokens = torch.where(cold, ops.sampling.argmax(logits), tokens)
         law = torch.log_softmax(scaled, -1)
         draft.tokens[active, j] = tokens
         draft.logprobs[active, j] = law.gather(1, tokens[:, None])[:, 0]

@@ -86,7 +86,7 @@ def laid_out(
         Windows(columns, *ints(3, len(plan.slots)), *ints(4, rows), draft_probs=probs),
         ints(1, rows)[0],
     )
-    ops.layout(plan, columns, PAGE, layout)
+    ops.step.layout(plan, columns, PAGE, layout)
     return layout.windows
 
 
@@ -100,7 +100,7 @@ def committed(
 ) -> Outcome:
     rows = torch.full((2, len(windows.slot)), -(2**40))
     outcome = Outcome(torch.full((len(plan.slots), TOKENS + k + 1), -(2**40)), *rows)
-    ops.commit(plan, windows, choice, bad, outcome)
+    ops.step.commit(plan, windows, choice, bad, outcome)
     return outcome
 
 

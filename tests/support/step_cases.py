@@ -24,9 +24,12 @@ from draftproof.ops.contract.draft_search import (
     SuffixOptions,
     SuffixPool,
 )
+from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.reference.draft_search import bucket_of
-from draftproof.ops.reference.forward import ReferenceOps, gumbel
-from draftproof.ops.torch.step import Bookkeeping
+from draftproof.ops.reference.sampling import gumbel
+from draftproof.ops.torch.draft_rounds import TorchRounds
+from draftproof.ops.torch.sampling import ComposedSampling
+from draftproof.ops.torch.step import TorchStep
 from draftproof.types import TOKENS, Choice, Draft, LogitAdjust, Outcome, PlanColumns, SlotColumns, Windows
 
 POISON = -(2**40)
@@ -202,7 +205,7 @@ class Step:
         """Forward rows and logits rows of the plan, and `spare` more of each."""
         most = self.size.entries * self.size.wide
         out = self.out(Guarded(CPU), most, most)
-        Bookkeeping.layout(REF, self.plan, self.columns, PAGE, out)
+        TorchStep().layout(self.plan, self.columns, PAGE, out)
         count, logits = int((out.rows.slots >= 0).sum()), int((out.windows.slot >= 0).sum())
         return max(1, count + spare), max(1, logits + spare)
 
@@ -216,7 +219,7 @@ class Step:
         """As the layout gives them, with columns of their own."""
         rows, logits = self.room(spare)
         out = self.out(Guarded(CPU), rows, logits)
-        Bookkeeping.layout(REF, self.plan, self.columns, PAGE, out)
+        TorchStep().layout(self.plan, self.columns, PAGE, out)
         return copied(out.windows, device)
 
     def logits(self, rows: int) -> Tensor:
@@ -263,7 +266,7 @@ def layout(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
         new = Guarded(by.device)
         outs.append(step.out(new, rows, logits, columns))
-        by.layout(plan, columns, PAGE, outs[-1])
+        by.step.layout(plan, columns, PAGE, outs[-1])
         new.check()
         all_same(plan, step.plan, "plan")
     all_same(outs[1], outs[0], "layout")
@@ -278,7 +281,9 @@ def apply_penalties(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     logits = step.logits(len(windows.slot)).to(ref.device)
     given = logits.clone().to(ops.device)
-    same(ops.apply_penalties(given, mine), ref.apply_penalties(logits, windows), "penalised")
+    same(
+        ops.sampling.apply_penalties(given, mine), ref.sampling.apply_penalties(logits, windows), "penalised"
+    )
     same(given, logits, "the logits themselves")
     all_same(mine, windows, "windows")
 
@@ -289,8 +294,8 @@ def apply_bans(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     want = step.logits(len(windows.slot)).to(ref.device)
     got = want.clone().to(ops.device)
-    ops.apply_bans(got, mine)
-    ref.apply_bans(want, windows)
+    ops.sampling.apply_bans(got, mine)
+    ref.sampling.apply_bans(want, windows)
     same(got, want, "base")
     all_same(mine, windows, "windows")
 
@@ -317,8 +322,8 @@ def apply_grammar_mask(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     mine = masked(again, again.windows(spare_of(seed), ops.device))
     want = step.logits(len(windows.slot)).to(ref.device)
     got = want.clone().to(ops.device)
-    ops.apply_grammar_mask(got, mine)
-    ref.apply_grammar_mask(want, windows)
+    ops.sampling.apply_grammar_mask(got, mine)
+    ref.sampling.apply_grammar_mask(want, windows)
     same(got, want, "base")
     all_same(mine, windows, "windows")
 
@@ -342,8 +347,8 @@ def sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     scaled = seed % 4 == 3
     if size.vocab < 100:
         level(logits, windows, scaled)
-    got = ops.sample(logits.clone().to(ops.device), mine, scaled)
-    want = ref.sample(logits, windows, scaled)
+    got = ops.sampling.sample(logits.clone().to(ops.device), mine, scaled)
+    want = ref.sampling.sample(logits, windows, scaled)
     same(got[1], want[1], "bad")
     same(got[0], want[0], "tokens")
 
@@ -376,7 +381,7 @@ def commit(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         mine, codes = copied(choice, by.device), bad.clone().to(by.device)
         new, rows = Guarded(by.device), len(bad)
         out = Outcome(new(size.entries, TOKENS + size.k + 1), new(rows), new(rows))
-        by.commit(plan, windows, mine, codes, out)
+        by.step.commit(plan, windows, mine, codes, out)
         new.check()
         all_same(mine, choice, "choice")
         all_same(plan, step.plan, "plan")
@@ -399,13 +404,13 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     tokens = torch.where(real, tokens, 0)  # a composition looks it up
     for top in ((0, min(5, size.vocab)), (1,), (min(20, size.vocab),))[seed % 3]:
         given = [x.clone().to(ops.device) for x in (logits, rows, tokens)]
-        got = ops.logprobs(*given, top)
-        want = ref.logprobs(*(x.to(ref.device) for x in given), top)
+        got = ops.sampling.logprobs(*given, top)
+        want = ref.sampling.logprobs(*(x.to(ref.device) for x in given), top)
         same(got.ids[sound], want.ids[sound], f"ids, top {top}")
         same(got.ranks[sound], want.ranks[sound], f"ranks, top {top}")
         close = {"rtol": 2e-5, "atol": 2e-5, "equal_nan": True}
         torch.testing.assert_close(got.values[sound], want.values[sound], **close)
-        plain = Bookkeeping.logprobs(ops, *given, top)
+        plain = ComposedSampling.logprobs(ops.sampling, *given, top)
         same(got.values[sound], plain.values[sound], f"values, top {top}")
 
 
@@ -415,9 +420,9 @@ def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     columns, held = copied(step.columns, ops.device), copied(step.columns, ref.device)
     for smallest, largest in ((1, 1), (2, 2), (1, 3), (2, 5)):
         given = [step.plan.slots.clone().to(ops.device), step.plan.budget.clone().to(ops.device)]
-        tokens, count = ops.search_ngram(columns, *given, smallest, largest)
+        tokens, count = ops.search.search_ngram(columns, *given, smallest, largest)
         theirs = [x.to(ref.device) for x in (step.plan.slots, step.plan.budget)]
-        wanted, want = ref.search_ngram(held, *theirs, smallest, largest)
+        wanted, want = ref.search.search_ngram(held, *theirs, smallest, largest)
         same(count, want, f"count, {smallest} to {largest}")
         said = torch.arange(size.k, device=ops.device) < count[:, None]
         wanted = torch.where(said.to(ref.device), wanted, 0)  # beyond: any token
@@ -464,7 +469,9 @@ def search_suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         for by in (ref, ops):
             columns, mine, plan = (copied(x, by.device) for x in (step.columns, pool, step.plan))
             given = None if drafts is None else tuple(x.clone().to(by.device) for x in drafts)
-            tokens, number, worth = by.search_suffix(columns, plan.slots, plan.budget, mine, rule, given)
+            tokens, number, worth = by.search.search_suffix(
+                columns, plan.slots, plan.budget, mine, rule, given
+            )
             made = torch.arange(size.k, device=by.device) < number[:, None]
             done.append((torch.where(made, tokens, 0), number, worth, mine.used))
             all_same(columns, step.columns, "columns")
@@ -502,7 +509,7 @@ def select_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         for by, record in records.items():
             columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
             offers = offered(by.device, tokens, count, worth)
-            got = by.select_drafts(columns, plan.slots, plan.budget, record, offers, search)
+            got = by.search.select_drafts(columns, plan.slots, plan.budget, record, offers, search)
             made = torch.arange(size.k, device=by.device) < got[1][:, None]
             done.append((torch.where(made, got[0], 0), *got[1:]))
             all_same(columns, step.columns, "columns")
@@ -527,12 +534,12 @@ def store_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     sources = step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None
     draft = Draft(tokens, count, logprobs=own, sources=sources)
     columns, mine = copied(step.columns, ref.device), copied(step.columns, ops.device)
-    ref.store_drafts(columns, step.plan.slots.to(ref.device), step.plan.budget.to(ref.device), draft)
+    ref.step.store_drafts(columns, step.plan.slots.to(ref.device), step.plan.budget.to(ref.device), draft)
     plan = copied(step.plan, ops.device)
     given = copied(draft, ops.device)
     if seed % 3 == 2:
         given = replace(given, tokens=given.tokens.t().contiguous().t())
-    ops.store_drafts(mine, plan.slots, plan.budget, given)
+    ops.step.store_drafts(mine, plan.slots, plan.budget, given)
     all_same(mine, columns, "columns")
     all_same(plan, step.plan, "plan")
 
@@ -541,11 +548,11 @@ def committed(step: Step, seed: int) -> Rows:
     """The rows of a step, which has been committed."""
     rows, logits = step.room(spare_of(seed))
     out = step.out(Guarded(CPU), rows, logits)
-    Bookkeeping.layout(REF, step.plan, step.columns, PAGE, out)
+    TorchStep().layout(step.plan, step.columns, PAGE, out)
     choice, bad = choice_of(step, out.windows, seed)
     table = torch.zeros((step.size.entries, TOKENS + step.size.k + 1), dtype=torch.int64)
     picks = torch.zeros((2, logits), dtype=torch.int64)
-    REF.commit(step.plan, out.windows, choice, bad, Outcome(table, *picks))
+    REF.step.commit(step.plan, out.windows, choice, bad, Outcome(table, *picks))
     return out.rows
 
 
@@ -557,10 +564,10 @@ def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     done: list[list[Any]] = []
     for by in (ref, ops):
         columns, plan, mine = (copied(x, by.device) for x in (step.columns, step.plan, rows))
-        shifted, last = by.shift_rows(mine, columns, plan.slots)
+        shifted, last = by.rounds.shift_rows(mine, columns, plan.slots)
         made = [shifted, PlanColumns(last, last, last, last)]
         for rounds, lag in ((0, 1), (1, 0), (k, 1), (max(1, k // 2), 0)):
-            made.append(by.plan_draft_rows(columns, plan.slots, plan.budget, last, rounds, lag, PAGE))
+            made.append(by.rounds.plan_draft_rows(columns, plan.slots, plan.budget, last, rounds, lag, PAGE))
         all_same(columns, step.columns, "columns")
         all_same(mine, rows, "rows")
         done.append(made)
@@ -585,17 +592,17 @@ def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     at = step.ints(-1, count + 2, count) if seed % 3 else None
     x = x if at is not None else x[:count]
     x, weight, norm = (part.to(ops.device, dtype) for part in (x, weight, norm))
-    packed = ops.pack_linear(weight)
+    packed = ops.forward.pack_linear(weight)
     ids, at = (None if part is None else part.to(ops.device) for part in (ids, at))
     tokens, rows, sure = [], [], []
     if seed % 6 == 1:
         windows.columns.temperature.zero_()
-    for kind in (Bookkeeping, type(ops)):
+    for kind in (TorchRounds, type(ops.rounds)):
         out = Guarded(ops.device)
         tokens.append(out(count))
         sure.append(torch.full((count,), -1.0, device=ops.device) if seed % 5 != 2 else None)
         given = x.clone(), at, norm, 1e-5, packed, ids, windows, seed % 4 == 3, tokens[-1], sure[-1]
-        rows.append(kind.lm_head_sample(ops, *given))  # type: ignore[arg-type]
+        rows.append(kind.lm_head_sample(ops.rounds, *given))  # type: ignore[arg-type]
         out.check()
     same(tokens[1], tokens[0], "drafts")
     real = windows.slot >= 0

@@ -74,22 +74,24 @@ def same_bits(
         rows = paged.rows([*where, (1, 0), (1, 0)])
         rows.slots[-2:] = -1  # padding
         x = randn(len(where) + 2, hidden, seed=3, dtype=BF16)
-        assert ops._blocks.takes(x, layers)
+        assert ops.forward._blocks.takes(x, layers)
         ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
-        ops._blocks.programs = programs
-        mixed = ops._blocks._buffer("mixed", fused_layers.MOST * heads.num_q * heads.dim, BF16).fill_(7)
+        ops.forward._blocks.programs = programs
+        mixed = ops.forward._blocks._buffer("mixed", fused_layers.MOST * heads.num_q * heads.dim, BF16).fill_(
+            7
+        )
         made = run_layers(ops, x.clone(), layers, norm, rows, rope, ours, 1e-5)
         wanted = run_layers_unfused(ops, x, layers, norm, rows, rope, theirs, 1e-5)
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
-        listed = ops._blocks._scratch["listed"].view(-1, 8)
+        listed = ops.forward._blocks._scratch["listed"].view(-1, 8)
         items = listed[1 : 1 + int(listed[0, 0])]
         assert (listed[0, 1] > 0) == tiles
         assert not tiles or (items[:, 7].max() > 1) == (pieces > 0)
         assert not pieces or listed[0, 1] in (0, pieces)
         assert bool((mixed[len(where) * heads.num_q * heads.dim :] == 7).all()), "padding attends"
-    assert not ops._blocks._scratch["arrived"].any()
+    assert not ops.forward._blocks._scratch["arrived"].any()
 
 
 def taps_and_a_head() -> None:
@@ -110,7 +112,7 @@ def taps_and_a_head() -> None:
     for these, taps in ((layers, (1, 0)), ([first, layers[1]], (0,)), ([first], ())):
         last = norm if taps else None
         ours, theirs = ([paged.cache.clone() for _ in these] for _ in range(2))
-        assert ops._blocks.takes(x, these)
+        assert ops.forward._blocks.takes(x, these)
         made = run_layers(ops, x.clone(), these, last, rows, rope, ours, 1e-5, taps, table)
         real = replace(rows, tokens=rows.tokens.clamp(min=0))
         wanted = run_layers_unfused(ops, x, these, last, real, rope, theirs, 1e-5, taps, table)
@@ -119,9 +121,9 @@ def taps_and_a_head() -> None:
             assert bits(got[:-1]) == bits(want[:-1])
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True))
     assert bits(made[0]) != bits(x)
-    assert not ops._blocks.takes(x, [layers[1], first])
-    assert not ops._blocks.takes(x, [replace(first, residual_is_normed=True)])
-    assert not ops._blocks.takes(x, [replace(layers[0], attention_norm=None)])
+    assert not ops.forward._blocks.takes(x, [layers[1], first])
+    assert not ops.forward._blocks.takes(x, [replace(first, residual_is_normed=True)])
+    assert not ops.forward._blocks.takes(x, [replace(layers[0], attention_norm=None)])
 
 
 @triton.jit
@@ -154,7 +156,7 @@ def a_round_for_nobody() -> None:
             rows.slots[live] = slots[live]
         ours, theirs = [paged.cache.clone()], [paged.cache.clone()]
         mine = x.clone()
-        scratch = [ops._blocks._buffer(name, 1, BF16).fill_(7) for name in ("q", "mixed", "inner")]
+        scratch = [ops.forward._blocks._buffer(name, 1, BF16).fill_(7) for name in ("q", "mixed", "inner")]
         run_layers(ops, mine, [layer], None, rows, rope, ours, 1e-5, (), table)
         if live is None:
             idle = all(bool((part == 7).all()) for part in scratch)
@@ -192,7 +194,7 @@ def pieces_of_tiles() -> None:
 def what_it_leaves_to_others() -> None:
     heads, x = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), randn(2, 192, dtype=BF16)
     layer = decoder(heads, 192, 256, False, (0,))[0]
-    takes = ops._blocks.takes
+    takes = ops.forward._blocks.takes
     assert takes(x, [layer, layer])
     assert not takes(x.float(), [layer]) and not takes(x[:0], [layer])
     assert not takes(x.repeat(fused_layers.MOST, 1), [layer])

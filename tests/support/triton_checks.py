@@ -25,7 +25,7 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows, resolve
-from draftproof.ops.reference.forward import ReferenceOps
+from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.triton import graphs, kl_grad
 from draftproof.ops.triton.attention import prefill, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
@@ -100,20 +100,20 @@ def linear() -> None:
         for columns, depth in ((53, 72), (97, 200), (1, 16)):
             weight = (randn(columns, depth, seed=1) / depth**0.5).to(dtype)
             for bias in (None, randn(columns, seed=2, dtype=dtype)):
-                packed, want = ops.pack_linear(weight, bias), ref.pack_linear(weight, bias)
+                packed, want = ops.forward.pack_linear(weight, bias), ref.forward.pack_linear(weight, bias)
                 for rows in (0, 1, 17):
                     x = randn(rows, depth, seed=rows, dtype=dtype)
-                    assert_close(ops.linear(x, packed), ref.linear(x, want), dtype)
-                    wide = ops.linear(x, packed, torch.float32)
-                    assert_close(wide, ref.linear(x, want, torch.float32), torch.float32)
+                    assert_close(ops.forward.linear(x, packed), ref.forward.linear(x, want), dtype)
+                    wide = ops.forward.linear(x, packed, torch.float32)
+                    assert_close(wide, ref.forward.linear(x, want, torch.float32), torch.float32)
 
 
 @check
 def linear_rows_stand_alone() -> None:
-    packed = ops.pack_linear(randn(70, 136, seed=1), randn(70, seed=2))
+    packed = ops.forward.pack_linear(randn(70, 136, seed=1), randn(70, seed=2))
     x = randn(70, 136, seed=3)
     x[5], x[6, 3] = torch.nan, INF
-    alone(lambda at: ops.linear(x[at], packed), 20, [list(range(20)), list(range(19, 2, -1))])
+    alone(lambda at: ops.forward.linear(x[at], packed), 20, [list(range(20)), list(range(19, 2, -1))])
 
 
 @check
@@ -123,9 +123,9 @@ def linear_with_spans_of_k() -> None:
     packed = dense.PackedLinear(weight, None, 4)
     x = randn(80, 512, seed=2)
     few, many = torch.empty(6, 40), torch.empty(80, 40)
-    ops.gemm(x[:6], packed, few, tile=Tile(16, 16, 64, 4, 2))
-    ops.gemm(x, packed, many, tile=Tile(32, 32, 64, 4, 2))
-    assert torch.equal(few, many[:6]) and not ops.gemm._arrived.any()
+    ops.forward.gemm(x[:6], packed, few, tile=Tile(16, 16, 64, 4, 2))
+    ops.forward.gemm(x, packed, many, tile=Tile(32, 32, 64, 4, 2))
+    assert torch.equal(few, many[:6]) and not ops.forward.gemm._arrived.any()
     spans = [x[:, i : i + 128].double() @ weight[:, i : i + 128].double().T for i in range(0, 512, 128)]
     want = spans[0].float()
     for span in spans[1:]:
@@ -140,7 +140,7 @@ def weights_asked_for_early() -> None:
     for depth in (64, 320):
         x, packed = (
             randn(5, depth, seed=1, dtype=dtype),
-            ops.pack_linear(randn(40, depth, seed=2, dtype=dtype)),
+            ops.forward.pack_linear(randn(40, depth, seed=2, dtype=dtype)),
         )
         found = []
         for early in (False, True):
@@ -149,7 +149,7 @@ def weights_asked_for_early() -> None:
                 mock.patch.multiple(fused, early=lambda *_, early=early: early),
             ):
                 found.append((torch.empty(5, 40, dtype=dtype), torch.empty(5, 20, dtype=dtype)))
-                ops.gemm(x, packed, found[-1][0], tile=tile)
+                ops.forward.gemm(x, packed, found[-1][0], tile=tile)
                 fused.linear_silu_mul(x, packed, found[-1][1], False, tile)
         assert [bits(out) for out in found[0]] == [bits(out) for out in found[1]], depth
 
@@ -173,27 +173,27 @@ def elementwise() -> None:
         for width in (8, 45, 576):
             weight, x = randn(width, seed=1, dtype=dtype), 3 * randn(5, width, seed=2, dtype=dtype)
             residual = randn(5, width, seed=3, dtype=dtype)
-            assert_close(ops.rms_norm(x, weight, 1e-6), ref.rms_norm(x, weight, 1e-6), dtype)
+            assert_close(ops.forward.rms_norm(x, weight, 1e-6), ref.forward.rms_norm(x, weight, 1e-6), dtype)
             got, want = (
-                ops.add_rms_norm(x, residual, weight, 1e-5),
-                ref.add_rms_norm(x, residual, weight, 1e-5),
+                ops.forward.add_rms_norm(x, residual, weight, 1e-5),
+                ref.forward.add_rms_norm(x, residual, weight, 1e-5),
             )
             assert_close(got[0], want[0], dtype)
             assert torch.equal(got[1], want[1])
             both = 4 * randn(5, 2 * width, seed=4, dtype=dtype)
-            assert_close(ops.silu_mul(both), ref.silu_mul(both), dtype)
-            assert torch.equal(ops.embed(torch.tensor([4, 0, 4]), x), x[[4, 0, 4]])
+            assert_close(ops.forward.silu_mul(both), ref.forward.silu_mul(both), dtype)
+            assert torch.equal(ops.forward.embed(torch.tensor([4, 0, 4]), x), x[[4, 0, 4]])
             for empty in (
-                ops.rms_norm(x[:0], weight, 1e-6),
-                ops.silu_mul(both[:0]),
-                ops.embed(torch.arange(0), x),
+                ops.forward.rms_norm(x[:0], weight, 1e-6),
+                ops.forward.silu_mul(both[:0]),
+                ops.forward.embed(torch.arange(0), x),
             ):
                 assert len(empty) == 0
     gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
     both = torch.cat([gate, torch.ones(8)])[None]
-    assert_close(ops.silu_mul(both), ref.silu_mul(both), torch.float32)
+    assert_close(ops.forward.silu_mul(both), ref.forward.silu_mul(both), torch.float32)
     x, weight = randn(9, 45), randn(45, seed=1)
-    alone(lambda at: ops.rms_norm(x[at], weight, 1e-6), 9, [list(range(9)), [7, 3]])
+    alone(lambda at: ops.forward.rms_norm(x[at], weight, 1e-6), 9, [list(range(9)), [7, 3]])
 
 
 HEADS = {
@@ -216,7 +216,7 @@ def rope_store() -> None:
             for norms in ([None, None], [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]):
                 paged = [Paged(heads, LENGTHS, dtype) for _ in range(2)]
                 q = [
-                    backend.rope_store(qkv, p.rows(where), heads, rope, p.cache.zero_(), *norms, 1e-6)
+                    backend.forward.rope_store(qkv, p.rows(where), heads, rope, p.cache.zero_(), *norms, 1e-6)
                     for backend, p in zip((ops, ref), paged, strict=True)
                 ]
                 assert_close(q[0], q[1], dtype)
@@ -225,14 +225,14 @@ def rope_store() -> None:
     rows = paged[0].rows(where)
     rows.slots[2:4] = -1  # padding stores nothing
     cache = torch.full_like(paged[0].cache, 7.0)
-    ops.rope_store(qkv, rows, heads, rope, cache, None, None, 1e-6)
+    ops.forward.rope_store(qkv, rows, heads, rope, cache, None, None, 1e-6)
     flat = cache.view(2, -1, heads.num_kv, heads.dim)
     assert bool((flat[:, rows.kv_index[2:4]] == 7).all()) and bool((flat[:, rows.kv_index[:2]] != 7).any())
 
 
 def attend(heads: AttentionShape, paged: Paged, q: dict, where: list) -> Tensor:
     x = torch.stack([q[at] for at in where])
-    return ops.attention(x, paged.rows(where), heads, paged.cache)
+    return ops.forward.attention(x, paged.rows(where), heads, paged.cache)
 
 
 @check
@@ -249,11 +249,11 @@ def attention() -> None:
                 x = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
                 rows = paged.rows(where)
                 got, want = (
-                    ops.attention(x, rows, heads, paged.cache),
-                    ref.attention(x, rows, heads, paged.cache),
+                    ops.forward.attention(x, rows, heads, paged.cache),
+                    ref.forward.attention(x, rows, heads, paged.cache),
                 )
                 assert_close(got, want, dtype)
-    assert len(ops.attention(x[:0], paged.rows([]), heads, paged.cache)) == 0
+    assert len(ops.forward.attention(x[:0], paged.rows([]), heads, paged.cache)) == 0
 
 
 @check
@@ -265,7 +265,7 @@ def attention_of_many_tiles() -> None:
         where = [(0, p) for p in range(262, 270)] + [(1, 4), *((2, p) for p in range(62, 70)), (3, 0)]
         x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
         rows.slots[-1] = -1
-        plain = ops.attention(x, rows, heads, paged.cache)[:-1]
+        plain = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
         chunked = {16: prefill.Shape(16, 2, 3), 32: prefill.Shape(16, 2, 3, apart=False)}
         ahead = {32: prefill.Shape(16, 2, 3, apart=False, ahead=True)}
         for few, cut in ((1000, 1000), (1000, 0), (0, 0)):
@@ -276,14 +276,14 @@ def attention_of_many_tiles() -> None:
                 mock.patch.object(worklist, "BLOCK", 16),
                 mock.patch.object(attention_kernels, "PROGRAMS", 1),
             ):
-                ops.begin_pass(rows)
-                got = ops.attention(x, rows, heads, paged.cache)
+                ops.forward.begin_pass(rows)
+                got = ops.forward.attention(x, rows, heads, paged.cache)
                 assert bits(got[:-1]) == bits(plain), (name, dtype, few, cut)
                 part = paged.rows(where[8:-1])  # announced were others
-                got = ops.attention(x[8:-1], part, heads, paged.cache)
+                got = ops.forward.attention(x[8:-1], part, heads, paged.cache)
                 assert bits(got) == bits(plain[8:]), (name, dtype, few, cut)
-                assert not ops._partials.arrived.any()
-        want = ref.attention(x[:-1], paged.rows(where[:-1]), heads, paged.cache)
+                assert not ops.forward._partials.arrived.any()
+        want = ref.forward.attention(x[:-1], paged.rows(where[:-1]), heads, paged.cache)
         assert_close(plain, want, dtype)
 
 
@@ -334,10 +334,10 @@ def attention_rows_stand_alone() -> None:
             single = {at: bits(attend(heads, paged, q, [at])[0]) for at in watched}
             assert_close(
                 attend(heads, paged, q, [(0, 149)]),
-                ref.attention(q[0, 149][None], paged.rows([(0, 149)]), heads, paged.cache),
+                ref.forward.attention(q[0, 149][None], paged.rows([(0, 149)]), heads, paged.cache),
                 torch.float32,
             )
-            assert not ops._partials.arrived.any()
+            assert not ops.forward._partials.arrived.any()
             attention_kernels.PROGRAMS, kept = 1, attention_kernels.PROGRAMS  # one program walks through all
             batches = [[(0, 149)], [(0, p) for p in range(120, 150)] + [(1, p) for p in range(15, 20)]]
             try:
@@ -367,17 +367,20 @@ def two_ops_in_one() -> None:
         rope = randn(64, heads.dim, seed=5)
         for bias in (None, randn(width, seed=4, dtype=torch.bfloat16)):
             x, weight = (randn(n, 136, seed=n, dtype=torch.bfloat16) for n in (21, width))
-            packed = ops.pack_linear(weight, bias)
+            packed = ops.forward.pack_linear(weight, bias)
             caches = [paged.cache.clone(), paged.cache.clone()]
             rest = (None, None, 1e-6)
-            got = ops.linear_rope_store(x, packed, rows, heads, rope, caches[0], *rest)
-            want = ops.rope_store(ops.linear(x, packed), rows, heads, rope, caches[1], *rest)
+            got = ops.forward.linear_rope_store(x, packed, rows, heads, rope, caches[0], *rest)
+            want = ops.forward.rope_store(ops.forward.linear(x, packed), rows, heads, rope, caches[1], *rest)
             assert bits(got) == bits(want) and bits(caches[0]) == bits(caches[1])
-            got, want = ops.linear_silu_mul(x, packed), ops.silu_mul(ops.linear(x, packed))
+            got, want = (
+                ops.forward.linear_silu_mul(x, packed),
+                ops.forward.silu_mul(ops.forward.linear(x, packed)),
+            )
             assert bits(got) == bits(want)
     packed, x = dense.PackedLinear(randn(40, 256, seed=1), None, 2), randn(5, 256, seed=2)
-    want = ref.linear(x, ref.pack_linear(packed.weight))
-    assert_close(ops.linear(x, packed), want, torch.float32)
+    want = ref.forward.linear(x, ref.forward.pack_linear(packed.weight))
+    assert_close(ops.forward.linear(x, packed), want, torch.float32)
 
 
 @check
@@ -396,7 +399,7 @@ def padded_rows_do_nothing() -> None:
         rows.page_table,
     )
     x = torch.cat([torch.stack([q[at] for at in where]), torch.full((3, heads.num_q * heads.dim), torch.nan)])
-    assert torch.equal(ops.attention(x, padded, heads, paged.cache)[:2], plain)
+    assert torch.equal(ops.forward.attention(x, padded, heads, paged.cache)[:2], plain)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------
@@ -425,11 +428,13 @@ def keys(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 @check
 def uniform() -> None:
     zero = torch.zeros(1, dtype=torch.int64)
-    assert float(ops.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
+    assert float(ops.sampling.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
     seeds, positions = keys(300)
     for stream in range(4):
-        assert torch.equal(ops.uniform(seeds, positions, stream), ref.uniform(seeds, positions, stream))
-    assert len(ops.uniform(seeds[:0], positions[:0], 0)) == 0
+        assert torch.equal(
+            ops.sampling.uniform(seeds, positions, stream), ref.sampling.uniform(seeds, positions, stream)
+        )
+    assert len(ops.sampling.uniform(seeds[:0], positions[:0], 0)) == 0
 
 
 @check
@@ -437,24 +442,27 @@ def gumbel_argmax() -> None:
     for vocab, count in ((3, 5), (61, 12), (4099, 4)):
         scaled, (seeds, positions) = rows_of(count, vocab), keys(count)
         for stream in (0, 2):
-            got = ops.gumbel_argmax(scaled, seeds, positions, stream)
-            assert torch.equal(got, ref.gumbel_argmax(scaled, seeds, positions, stream)), vocab
+            got = ops.sampling.gumbel_argmax(scaled, seeds, positions, stream)
+            assert torch.equal(got, ref.sampling.gumbel_argmax(scaled, seeds, positions, stream)), vocab
     far = torch.full((8, 61), -27.0)
     far[:, 17] = 0.0
-    assert set(ops.gumbel_argmax(far, *keys(8), 0).tolist()) == {17}
-    assert ops.gumbel_argmax(torch.full((1, 5), -INF), *keys(1), 0).tolist() == [0]
-    assert len(ops.gumbel_argmax(far[:0], *keys(0), 0)) == 0
+    assert set(ops.sampling.gumbel_argmax(far, *keys(8), 0).tolist()) == {17}
+    assert ops.sampling.gumbel_argmax(torch.full((1, 5), -INF), *keys(1), 0).tolist() == [0]
+    assert len(ops.sampling.gumbel_argmax(far[:0], *keys(0), 0)) == 0
 
 
 @check
 def order() -> None:
     for vocab in (1, 3, 61, 4099):
         logits = rows_of(10, vocab)
-        assert torch.equal(ops.argmax(logits), ref.argmax(logits))
+        assert torch.equal(ops.sampling.argmax(logits), ref.sampling.argmax(logits))
         for shift in range(2):
             ids = (torch.arange(10) * 7 + shift) % vocab
-            assert torch.equal(ops.rank(logits, ids), ref.rank(logits, ids))
-    assert ops.argmax(logits[:0]).shape == (0,) and ops.top(logits[:0], 2)[1].shape == (0, 2)
+            assert torch.equal(ops.sampling.rank(logits, ids), ref.sampling.rank(logits, ids))
+    assert ops.sampling.argmax(logits[:0]).shape == (0,) and ops.sampling.top(logits[:0], 2)[1].shape == (
+        0,
+        2,
+    )
 
 
 @check
@@ -470,7 +478,7 @@ def top() -> None:
             logits[3] = -1.0
             logits[4] = (torch.arange(vocab) * 37 % 41 > 37).float()
         topk.QUICK = 8
-        got, want = ops.top(logits, k), ref.top(logits, k)
+        got, want = ops.sampling.top(logits, k), ref.sampling.top(logits, k)
         assert torch.equal(got[1], want[1]) and bits(got[0]) == bits(want[0]), (vocab, k)
 
 
@@ -478,9 +486,9 @@ def top() -> None:
 def logsumexp() -> None:
     for vocab in (1, 61, 4099):
         logits = rows_of(10, vocab)
-        assert_close(ops.logsumexp(logits), ref.logsumexp(logits), torch.float32)
-        alone(lambda at, x=logits: ops.logsumexp(x[at]), 10, [list(range(10)), [7, 3]])
-    assert ops.logsumexp(torch.full((1, 5), -INF)).tolist() == [-INF]
+        assert_close(ops.sampling.logsumexp(logits), ref.sampling.logsumexp(logits), torch.float32)
+        alone(lambda at, x=logits: ops.sampling.logsumexp(x[at]), 10, [list(range(10)), [7, 3]])
+    assert ops.sampling.logsumexp(torch.full((1, 5), -INF)).tolist() == [-INF]
 
 
 @check
@@ -502,14 +510,14 @@ def truncation() -> None:
             top_p.HELD = 2048 if turn == 1 else 16  # by bisection, or by bins and digits where ties are many
             picked = picked[turn:] + picked[:turn]
             k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
-            got, want = ops.truncate(scaled, k, p, m), ref.truncate(scaled, k, p, m)
+            got, want = ops.sampling.truncate(scaled, k, p, m), ref.sampling.truncate(scaled, k, p, m)
             wrong = (got != want).any(1).nonzero()[:, 0].tolist()
             assert not wrong, (
                 vocab,
                 [(picked[r], int((got[r] > -INF).sum()), int((want[r] > -INF).sum())) for r in wrong],
             )
     flat = torch.zeros(2, 64)
-    half = ops.truncate(flat, torch.tensor([0, 7]), torch.tensor([0.5, 1.0]), torch.zeros(2))
+    half = ops.sampling.truncate(flat, torch.tensor([0, 7]), torch.tensor([0.5, 1.0]), torch.zeros(2))
     assert (half > -INF).sum(1).tolist() == [32, 7] and bool((half[:, :7] == 0).all())
 
 
@@ -532,16 +540,16 @@ def slope_of_a_loss() -> None:
 
 @check
 def refusals() -> None:
-    weight, x = ops.pack_linear(randn(4, 16)), randn(3, 16)
+    weight, x = ops.forward.pack_linear(randn(4, 16)), randn(3, 16)
     for call in (
-        lambda: ops.linear(x[:, :8], weight),
-        lambda: ops.linear(x.double(), weight),
-        lambda: ops.linear(x, weight, torch.float64),
-        lambda: ops.rms_norm(x, torch.ones(8), 1e-6),
-        lambda: ops.silu_mul(x[:, :15]),
-        lambda: ops.top(x, 17),
-        lambda: ops.rank(x, torch.zeros(2, dtype=torch.int64)),
-        lambda: ops.argmax(x.half()),
+        lambda: ops.forward.linear(x[:, :8], weight),
+        lambda: ops.forward.linear(x.double(), weight),
+        lambda: ops.forward.linear(x, weight, torch.float64),
+        lambda: ops.forward.rms_norm(x, torch.ones(8), 1e-6),
+        lambda: ops.forward.silu_mul(x[:, :15]),
+        lambda: ops.sampling.top(x, 17),
+        lambda: ops.sampling.rank(x, torch.zeros(2, dtype=torch.int64)),
+        lambda: ops.sampling.argmax(x.half()),
     ):
         try:
             call()

@@ -25,6 +25,7 @@ from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidat
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import dense as gemm_kernels
+from draftproof.ops.triton.graphs import TritonRuntime
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
 
 CPU = torch.device("cpu")
@@ -91,18 +92,18 @@ def forward(
     x = torch.empty((rows, hidden), dtype=dtype)
     weight = torch.empty(hidden, dtype=dtype)
     norm = torch.empty(heads.dim, dtype=dtype)
-    ops.embed(column, x)
-    ops.rms_norm(x, weight, 1e-6)
-    ops.add_rms_norm(x, x, weight, 1e-6)
-    ops.silu_mul(x)
+    ops.forward.embed(column, x)
+    ops.forward.rms_norm(x, weight, 1e-6)
+    ops.forward.add_rms_norm(x, x, weight, 1e-6)
+    ops.forward.silu_mul(x)
     rope = torch.empty((64, heads.dim))
     qkv = torch.empty((rows, width), dtype=dtype)
-    ops.rope_store(qkv, these, heads, rope, cache, None, None, 1e-6)
-    ops.rope_store(qkv, these, heads, rope, cache, norm, norm, 1e-6)
+    ops.forward.rope_store(qkv, these, heads, rope, cache, None, None, 1e-6)
+    ops.forward.rope_store(qkv, these, heads, rope, cache, norm, norm, 1e-6)
     packed = gemm_kernels.PackedLinear(torch.empty((width, hidden), dtype=dtype), None, 1)
-    ops.linear_rope_store(x, packed, these, heads, rope, cache, None, None, 1e-6)
-    ops.linear_silu_mul(x, packed)
-    ops.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
+    ops.forward.linear_rope_store(x, packed, these, heads, rope, cache, None, None, 1e-6)
+    ops.forward.linear_silu_mul(x, packed)
+    ops.forward.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
 
 
 def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
@@ -113,22 +114,22 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     windows = made.windows(0, CPU)
     rows = len(windows.slot)
     logits, ints = torch.empty((rows, vocab)), torch.zeros(rows, dtype=torch.int64)
-    ops.layout(made.plan, made.columns, PAGE, made.out(Guarded(CPU), 4 * entries, rows))
+    ops.step.layout(made.plan, made.columns, PAGE, made.out(Guarded(CPU), 4 * entries, rows))
     (
-        ops.apply_penalties(logits, windows),
-        ops.apply_bans(logits, windows),
-        ops.apply_grammar_mask(logits, masked(made, windows)),
+        ops.sampling.apply_penalties(logits, windows),
+        ops.sampling.apply_bans(logits, windows),
+        ops.sampling.apply_grammar_mask(logits, masked(made, windows)),
     )
-    ops.sample(logits, windows), ops.sample(logits, windows, True)
+    ops.sampling.sample(logits, windows), ops.sampling.sample(logits, windows, True)
     out = Outcome(torch.empty((entries, TOKENS + k + 1), dtype=torch.int64), ints, ints)
     for choice in (Choice(ints), Choice(ints, ints > 0), Choice(ints, ints > 0, ints)):
-        ops.commit(made.plan, windows, choice, ints, out)
+        ops.step.commit(made.plan, windows, choice, ints, out)
     for top in (0, 5, 20, 64):
-        ops.logprobs(logits, ints, ints, top)
-    tokens, count = ops.search_ngram(made.columns, made.plan.slots, made.plan.budget, 1, 4)
+        ops.sampling.logprobs(logits, ints, ints, top)
+    tokens, count = ops.search.search_ngram(made.columns, made.plan.slots, made.plan.budget, 1, 4)
     pool, rule = pool_of(made), SuffixOptions(2, 1.0, 0.1)
     for begun in (None, (tokens, count)):
-        ops.search_suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
+        ops.search.search_suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
     offers = [
         DraftCandidate(tokens, count, count),
         DraftCandidate(torch.zeros_like(tokens.t()).t(), count, None),
@@ -138,9 +139,9 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     )
     given = made.columns, made.plan.slots, made.plan.budget, record, offers
     for search in (-1, 0):
-        ops.select_drafts(*given, search)
+        ops.search.select_drafts(*given, search)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
-        ops.store_drafts(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
+        ops.step.store_drafts(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
 
 def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, columns: int) -> None:
@@ -148,21 +149,25 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
     from step_cases import PAGE, Size, Step
 
     made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
-    rows, last = ops.shift_rows(
+    rows, last = ops.rounds.shift_rows(
         Rows(*torch.zeros((4, entries * (k + 1)), dtype=torch.int64), made.columns.page_table),
         made.columns,
         made.plan.slots,
     )
     for rounds in (0, k):
-        ahead = ops.plan_draft_rows(made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE)
+        ahead = ops.rounds.plan_draft_rows(
+            made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE
+        )
     line = made.plan.slots
     windows = Windows(made.columns, line, line, line, line, line, line, line)
     x, norm = torch.empty((entries, hidden), dtype=torch.bfloat16), torch.empty(hidden, dtype=torch.bfloat16)
-    packed = ops.pack_linear(torch.empty((columns, hidden), dtype=torch.bfloat16))
+    packed = ops.forward.pack_linear(torch.empty((columns, hidden), dtype=torch.bfloat16))
     ids = torch.zeros(columns, dtype=torch.int64) if columns < vocab else None
     for at, greedy in ((None, False), (last, False), (None, True)):
-        ops.lm_head_sample(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
-    ops.embed_norm_concat(line, torch.empty((vocab, hidden), dtype=torch.bfloat16), norm, x, norm, 1e-6)
+        ops.rounds.lm_head_sample(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
+    ops.forward.embed_norm_concat(
+        line, torch.empty((vocab, hidden), dtype=torch.bfloat16), norm, x, norm, 1e-6
+    )
 
 
 class Chip:
@@ -184,7 +189,7 @@ def all_layers(
     joined: bool = False,
 ) -> None:
     def packed(columns: int, depth: int) -> gemm_kernels.PackedLinear:
-        return ops.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
+        return ops.forward.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
 
     width, norm = heads.num_q * heads.dim, torch.empty(hidden, dtype=torch.bfloat16)
     projections = packed(width + 2 * heads.num_kv * heads.dim, hidden << joined), packed(hidden, width)
@@ -210,7 +215,7 @@ def main() -> None:
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
         mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
         mock.patch("torch.cuda.get_device_properties", lambda device: Chip),
-        mock.patch.object(TritonOps, "open_queue", lambda self: None, create=True),
+        mock.patch.object(TritonRuntime, "open_queue", lambda self: None, create=True),
     ):
         for pdl in (False, CAPABILITY >= 90):
             ops = TritonOps(CPU, pdl=pdl)
@@ -236,13 +241,13 @@ def main() -> None:
             forward(ops, torch.float32, 6, small, 576, 8192)
             logits = torch.empty((3, 49152))
             ints, floats = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
-            ops.argmax(logits), ops.logsumexp(logits), ops.rank(logits, ints)
-            ops.gumbel_argmax(logits, ints, ints, 0), ops.uniform(ints, ints, 1)
-            ops.truncate(logits, ints, floats, floats)
+            ops.sampling.argmax(logits), ops.sampling.logsumexp(logits), ops.sampling.rank(logits, ints)
+            ops.sampling.gumbel_argmax(logits, ints, ints, 0), ops.sampling.uniform(ints, ints, 1)
+            ops.sampling.truncate(logits, ints, floats, floats)
             for vocab, k in ((49152, 1), (49152, 20), (128256, 64)):
-                ops.top(torch.empty((3, vocab)), k)
+                ops.sampling.top(torch.empty((3, vocab)), k)
             with contextlib.suppress(RuntimeError, IndexError):  # what follows its kernel needs real keys
-                ops.top(logits, 65)
+                ops.sampling.top(logits, 65)
         shapes = [(960, 576), (576, 1536), (3072, 576), (49152, 576), (6144, 4096), (28672, 4096)]
         for rows in (1, 8, 32, 64, 128, 256, 512, 1000):
             for columns, depth in shapes:
@@ -250,13 +255,15 @@ def main() -> None:
                 packed = gemm_kernels.PackedLinear(
                     torch.empty((columns, depth), dtype=torch.bfloat16), None, 1
                 )
-                ops.linear(x, packed)
+                ops.forward.linear(x, packed)
         bias = torch.empty(960)
         for split, rows in ((4, 1), (4, 512)):
             packed = gemm_kernels.PackedLinear(torch.empty((960, 1024), dtype=torch.bfloat16), bias, split)
-            ops.linear(torch.empty((rows, 1024), dtype=torch.bfloat16), packed, torch.float32)
+            ops.forward.linear(torch.empty((rows, 1024), dtype=torch.bfloat16), packed, torch.float32)
         for rows in (1, 64, 100):
-            ops.linear(torch.empty((rows, 100)), ops.pack_linear(torch.empty((960, 100)), bias))
+            ops.forward.linear(
+                torch.empty((rows, 100)), ops.forward.pack_linear(torch.empty((960, 100)), bias)
+            )
 
 
 if __name__ == "__main__":

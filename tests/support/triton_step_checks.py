@@ -11,7 +11,7 @@ import time
 import traceback
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
-from draftproof.ops.triton import draft_rounds_kernels, draft_search
+from draftproof.ops.triton import draft_rounds_kernels
 from draftproof.ops.triton.gemm import lm_head_sample
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.sampling import kernels, topk
@@ -22,7 +22,7 @@ for module in (kernels, sample, logprobs):
     module.CHUNK = 16
 for module in (topk, logprobs):
     module.GROUP = 4
-layout.BLOCK = ngram.BLOCK = draft_search.BLOCK = penalties.BLOCK = commit.PICKS = 8
+layout.BLOCK = ngram.BLOCK = draft_search_kernels.BLOCK = penalties.BLOCK = commit.PICKS = 8
 logprobs.PROGRAMS = draft_rounds_kernels.ENTRIES = 4
 draft_rounds_kernels.BLOCK = 8
 lm_head_sample.TILES, lm_head_sample.JOIN = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4, 2))), 2

@@ -277,7 +277,7 @@ def replayed(made: Trainer) -> Trainer:
 
     class Replaying:
         asynchronous, device = True, made.device
-        send, graph = made.ops.send, made.ops.graph
+        send, graph = made.ops.runtime.send, made.ops.runtime.graph
 
     weights = list(made.weights.values())
     made.slopes = Slopes(made._slopes, weights, made.plan.unroll, cast(Ops, Replaying()))

@@ -51,7 +51,7 @@ def test_target_match_takes_the_sample_of_every_row() -> None:
     logits = noise(400)
     seeds = list(range(100))
     keys = torch.tensor(seeds).repeat_interleave(4)
-    sample = OPS.gumbel_argmax(logits, keys, torch.arange(4).repeat(100), STREAM_SAMPLE).view(100, 4)
+    sample = OPS.sampling.gumbel_argmax(logits, keys, torch.arange(4).repeat(100), STREAM_SAMPLE).view(100, 4)
     drafts = sample[:, :3].clone()
     drafts[::2, 1] = (drafts[::2, 1] + 1) % V
     result = decide(logits, drafts.tolist(), HOT, seeds=seeds)

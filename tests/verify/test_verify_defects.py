@@ -94,7 +94,7 @@ def test_seeds_do_not_depend_on_step_boundaries() -> None:
     params = SamplingParams(max_tokens=12)
 
     def often_wrong(last, seeds, positions):  # type: ignore[no-untyped-def]
-        token = OPS.gumbel_argmax(table[last] + noise(V, seed=9)[last], seeds, positions, 0)
+        token = OPS.sampling.gumbel_argmax(table[last] + noise(V, seed=9)[last], seeds, positions, 0)
         return token, torch.nn.functional.one_hot(token, V).float()
 
     plain = simulate(table, params, strategy("target_match"), None, count=50, k=1)

@@ -50,7 +50,8 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.config import HeadConfig, Target
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.ops import Ops
-from draftproof.ops.torch.step import Bookkeeping
+from draftproof.ops.contract.forward import ForwardOps
+from draftproof.ops.torch.draft_rounds import TorchRounds
 from draftproof.propose.head import HeadProposer
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.sampling_params import SamplingParams
@@ -66,10 +67,10 @@ SMOLLM2 = ModelConfig(
 T = TypeVar("T")
 TRAITS = StepFeatures((0,))
 # ops that do several things at once, and who says how they are done one by one
-ONE_BY_ONE: dict[str, type] = {
-    **dict.fromkeys(("fused_layers", "embed_norm_concat"), Ops),
-    **dict.fromkeys(("lm_head_sample", "shift_rows", "plan_draft_rows"), Bookkeeping),
-}
+ONE_BY_ONE: list[tuple[str, str, type]] = [
+    *(("forward", name, ForwardOps) for name in ("fused_layers", "embed_norm_concat")),
+    *(("rounds", name, TorchRounds) for name in ("lm_head_sample", "shift_rows", "plan_draft_rows")),
+]
 BEGUN = _told = time.monotonic()
 
 
@@ -186,7 +187,7 @@ class Decoding:
     def _sizes(self, batch: int, drafts: int) -> tuple[int, int]:
         """Rows of a step that verifies so many drafts of each, and entries."""
         ops = self.engine.ops
-        return ops.bucket(batch * (1 + drafts)), min(ops.bucket(batch), len(self.slots))
+        return ops.runtime.bucket(batch * (1 + drafts)), min(ops.runtime.bucket(batch), len(self.slots))
 
     def _work(self, batch: int, drafts: int) -> Work:
         """The step that verifies so many drafts of each, and the drafts behind it."""
@@ -201,7 +202,7 @@ class Decoding:
         """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
         parts, found = self.parts(batch, drafts), []
         for _ in range(repeat + 3):
-            with self.engine.ops.step_context():
+            with self.engine.ops.runtime.step_context():
                 self.put_back(batch, drafts, wanted)
                 found.append(clocked(self.engine.ops, parts))
         self._check_drafter()
@@ -233,14 +234,15 @@ class Decoding:
 
     def alone(self, function: Callable[[], T]) -> T:
         """`function` with the ops one by one, as the contract defines those that do several at once."""
-        kind = type(self.engine.ops)
-        own = {name: kind.__dict__.get(name) for name in ONE_BY_ONE}
+        ops = self.engine.ops
+        kinds = [(type(getattr(ops, family)), name, owner) for family, name, owner in ONE_BY_ONE]
+        own = [(kind, name, kind.__dict__.get(name)) for kind, name, _ in kinds]
         try:
-            for name, owner in ONE_BY_ONE.items():
+            for kind, name, owner in kinds:
                 setattr(kind, name, getattr(owner, name))
             return function()
         finally:
-            for name, method in own.items():
+            for kind, name, method in own:
                 if method is None:
                     delattr(kind, name)
                 else:
@@ -262,7 +264,7 @@ class Decoding:
 
 def clocked(ops: Ops, parts: tuple[Callable[[], Any], ...]) -> list[float]:
     """Microseconds of each, one after the other."""
-    if not ops.asynchronous:
+    if not ops.runtime.asynchronous:
         marks = [time.perf_counter()]
         for part in parts:
             part()
@@ -321,9 +323,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         head = options.head or dummy_head(made, options.vocab, Path(folder))
         decoding = Decoding(options, head, made)
     ops = decoding.engine.ops
-    with ops.step_context():
+    with ops.runtime.step_context():
         decoding.ready(options.batches, options.check)
-    bandwidth = copy_bandwidth(ops, (2 << 30) if ops.asynchronous else options.copy << 20)
+    bandwidth = copy_bandwidth(ops, (2 << 30) if ops.runtime.asynchronous else options.copy << 20)
     for batch in options.batches:
         repeat = options.repeat
         plain, keeping = decoding.times(batch, 0, repeat)
@@ -337,7 +339,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{time.monotonic() - BEGUN:.0f} s: {line}", flush=True)
         if options.check:
             line["as op by op"] = decoding.check(batch)
-        if options.kernels and ops.asynchronous:
+        if options.kernels and ops.runtime.asynchronous:
             line["kernels"] = {
                 "drafts": kernels(decoding, batch, options.k),
                 "idle": kernels(decoding, batch, options.k, wanted=False),

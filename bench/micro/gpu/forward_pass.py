@@ -110,7 +110,7 @@ class Bed:
         index = self.table[slots, positions // PAGE].long() * PAGE + positions % PAGE
         tokens = (slots * 31 + positions * 7) % self.model.config.vocab_size
         rows = Rows(tokens, positions, slots, index, self.table)
-        return self.ops.graph(lambda: self.model.forward(rows, self.caches))
+        return self.ops.runtime.graph(lambda: self.model.forward(rows, self.caches))
 
 
 def micros(call: Callable[[], Any], rounds: int = 5, each: int = 5) -> float:

@@ -38,7 +38,7 @@ def decoder(
 ) -> list[Layer]:
     def packed(columns: int, depth: int, seed: int) -> object:
         extra = randn(columns, seed=seed + 5, dtype=BF16) if bias else None
-        return ops.pack_linear((randn(columns, depth, seed=seed) / depth**0.5).to(BF16), extra)
+        return ops.forward.pack_linear((randn(columns, depth, seed=seed) / depth**0.5).to(BF16), extra)
 
     width, total = heads.num_q * heads.dim, (heads.num_q + 2 * heads.num_kv) * heads.dim
     return [
@@ -88,16 +88,16 @@ def all_layers_at_once(ops: TritonOps) -> None:
             for pad in {0, min(3, most - len(where))}:
                 rows = padded(paged.rows(where), pad)
                 x = randn(len(where) + pad, hidden, seed=len(where), dtype=BF16)
-                assert ops._blocks.takes(x, layers)
+                assert ops.forward._blocks.takes(x, layers)
                 ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
                 got = run_layers(ops, x.clone(), layers, norm, rows, table, ours, 1e-5)[0][: len(where)]
                 want = run_layers_unfused(ops, x, layers, norm, rows, table, theirs, 1e-5)[0][: len(where)]
                 assert not want.isnan().any() and torch.equal(got, want), f"hidden {hidden}: {where}"
                 for mine, other in zip(ours, theirs, strict=True):
                     assert torch.equal(mine.view(torch.int16), other.view(torch.int16)), f"K, V: {where}"
-    assert not ops._blocks._counter.any() and not ops._blocks._scratch["arrived"].any()
+    assert not ops.forward._blocks._counter.any() and not ops.forward._blocks._scratch["arrived"].any()
     large = decoder(ops, LARGE_HEADS, 4096, 14336, False, (0,))
-    assert not ops._blocks.takes(randn(1, 4096, dtype=BF16), large)
+    assert not ops.forward._blocks.takes(randn(1, 4096, dtype=BF16), large)
 
 
 def captured(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
@@ -142,9 +142,13 @@ def block_times(ops: TritonOps, steps: tuple[tuple[int, int, int], ...]) -> dict
         begins = [context or 128 + round(50 * 20 ** (s / (slots - 1))) for s in range(slots)]
         rows = paged.rows([(s, begins[s] + i) for s in range(slots) for i in range(window)])
         rest = (layers, norm, rows, table, caches, 1e-5)
-        one = captured(lambda rest=rest, rows=rows: run_layers(ops, ops.embed(rows.tokens, embedding), *rest))
+        one = captured(
+            lambda rest=rest, rows=rows: run_layers(ops, ops.forward.embed(rows.tokens, embedding), *rest)
+        )
         many = captured(
-            lambda rest=rest, rows=rows: run_layers_unfused(ops, ops.embed(rows.tokens, embedding), *rest)
+            lambda rest=rest, rows=rows: run_layers_unfused(
+                ops, ops.forward.embed(rows.tokens, embedding), *rest
+            )
         )
         took = {"all at once": micros(one[0]), "one by one": micros(many[0])}
         one[0].replay()

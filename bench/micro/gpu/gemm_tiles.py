@@ -66,7 +66,7 @@ def main() -> None:
                 for tile in dict.fromkeys(candidates(rows, columns, depth)):
                     number += 1
                     calls = [
-                        lambda p=packed[i % len(held)], t=tile: ops.gemm(x, p, out, tile=t)
+                        lambda p=packed[i % len(held)], t=tile: ops.forward.gemm(x, p, out, tile=t)
                         for i in range(max(12, len(held)))
                     ]
                     try:

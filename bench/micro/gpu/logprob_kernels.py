@@ -48,8 +48,8 @@ def case(rows: int, vocab: int, picked: float, device: torch.device) -> tuple[to
 
 
 def microseconds(ops: TritonOps, given: Any, top: int) -> float:
-    graph = ops.graph(lambda: [ops.logprobs(*given, top) for _ in range(REPEATS)][-1])
-    return 1e6 * ops.seconds(graph, times=20) / REPEATS
+    graph = ops.runtime.graph(lambda: [ops.sampling.logprobs(*given, top) for _ in range(REPEATS)][-1])
+    return 1e6 * ops.runtime.seconds(graph, times=20) / REPEATS
 
 
 def main() -> None:
@@ -66,11 +66,11 @@ def main() -> None:
         for change in CHANGES:
             for name, value in {**USUAL, **change}.items():
                 setattr(logprobs, name, value)
-            got = ops.logprobs(*given, top)
+            got = ops.sampling.logprobs(*given, top)
             parts = [part[:live].clone() for part in (got.values, got.ids, got.ranks)]
             want = want or parts
             same = all(map(torch.equal, want, parts))
-            us = round(microseconds(ops, given, top), 2) if ops.cuda else None
+            us = round(microseconds(ops, given, top), 2) if ops.launch.cuda else None
             found.append({"rows": rows, "picked": picked, "top": top, **change, "us": us, "same": same})
             print(found[-1], flush=True)
     finish("gpu_logprob_kernels", {"found": found})

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.reference.forward import ReferenceOps
-from draftproof.ops.torch.forward import TorchOps
+from draftproof.ops.reference.backend import ReferenceOps
+from draftproof.ops.torch.backend import TorchOps
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import tiles
 
@@ -62,13 +62,13 @@ def linear_is_right(ops: TritonOps) -> None:
         for columns, depth in ((53, 72), (97, 200), (1, 16), (960, 576), (576, 1536)):
             weight = randn(columns, depth, seed=1, dtype=dtype) / depth**0.5
             for bias in (None, randn(columns, seed=2, dtype=dtype)):
-                packed = ops.pack_linear(weight, bias)
+                packed = ops.forward.pack_linear(weight, bias)
                 for rows in (1, 6, 17, 33, 70, 130, 300, 700):
                     x = randn(rows, depth, seed=rows, dtype=dtype)
                     want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
                     where = f"linear {dtype} {columns}x{depth} {rows} rows bias {bias is not None}"
-                    close(ops.linear(x, packed), want, dtype, where)
-                    close(ops.linear(x, packed, torch.float32), want, torch.float32, where)
+                    close(ops.forward.linear(x, packed), want, dtype, where)
+                    close(ops.forward.linear(x, packed, torch.float32), want, torch.float32, where)
 
 
 def elementwise_is_right(ops: TritonOps) -> None:
@@ -80,15 +80,15 @@ def elementwise_is_right(ops: TritonOps) -> None:
                 randn(5, width, seed=3, dtype=dtype),
                 4 * randn(5, 2 * width, seed=4, dtype=dtype),
             )
-            want = ref.rms_norm(x.cpu(), weight.cpu(), 1e-6)
-            close(ops.rms_norm(x, weight, 1e-6), want, dtype, "rms_norm")
-            got = ops.add_rms_norm(x, residual, weight, 1e-5)
-            wants = ref.add_rms_norm(x.cpu(), residual.cpu(), weight.cpu(), 1e-5)
+            want = ref.forward.rms_norm(x.cpu(), weight.cpu(), 1e-6)
+            close(ops.forward.rms_norm(x, weight, 1e-6), want, dtype, "rms_norm")
+            got = ops.forward.add_rms_norm(x, residual, weight, 1e-5)
+            wants = ref.forward.add_rms_norm(x.cpu(), residual.cpu(), weight.cpu(), 1e-5)
             close(got[0], wants[0], dtype, "add_rms_norm")
             assert torch.equal(got[1].cpu(), wants[1]), "sum of add_rms_norm"
-            close(ops.silu_mul(both), ref.silu_mul(both.cpu()), dtype, "silu_mul")
+            close(ops.forward.silu_mul(both), ref.forward.silu_mul(both.cpu()), dtype, "silu_mul")
             tokens = torch.tensor([4, 0, 4], device=GPU)
-            assert torch.equal(ops.embed(tokens, x), x[tokens]), "embed"
+            assert torch.equal(ops.forward.embed(tokens, x), x[tokens]), "embed"
 
 
 class Paged:
@@ -143,9 +143,9 @@ def rope_and_attention_are_right(ops: TritonOps) -> None:
             q = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
             for chosen in (range(len(where)), range(9, 11), range(1)):
                 part = paged.rows([where[i] for i in chosen])
-                want = ref.attention(q[list(chosen)].cpu(), on_cpu(part), heads, paged.cache.cpu())
+                want = ref.forward.attention(q[list(chosen)].cpu(), on_cpu(part), heads, paged.cache.cpu())
                 close(
-                    ops.attention(q[list(chosen)], part, heads, paged.cache),
+                    ops.forward.attention(q[list(chosen)], part, heads, paged.cache),
                     want,
                     dtype,
                     f"attention {label}",
@@ -154,9 +154,11 @@ def rope_and_attention_are_right(ops: TritonOps) -> None:
             for norms in ([None, None], [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]):
                 caches = [torch.zeros_like(paged.cache), torch.zeros_like(paged.cache, device=CPU)]
                 table = rope(heads, 800)
-                got = ops.rope_store(qkv, rows, heads, table, caches[0], *norms, 1e-6)
+                got = ops.forward.rope_store(qkv, rows, heads, table, caches[0], *norms, 1e-6)
                 weights = [None if w is None else w.cpu() for w in norms]
-                want = ref.rope_store(qkv.cpu(), on_cpu(rows), heads, table.cpu(), caches[1], *weights, 1e-6)
+                want = ref.forward.rope_store(
+                    qkv.cpu(), on_cpu(rows), heads, table.cpu(), caches[1], *weights, 1e-6
+                )
                 close(got, want, dtype, f"rope {label}")
                 close(caches[0], caches[1], dtype, f"stored {label}")
 
@@ -182,13 +184,15 @@ def noise_is_the_cpus(ops: TritonOps) -> None:
     ref = TorchOps(CPU)
     seeds, positions = keys(2000)
     for stream in range(4):
-        want = ref.uniform(seeds.cpu(), positions.cpu(), stream)
-        assert torch.equal(ops.uniform(seeds, positions, stream).cpu(), want), f"uniform, stream {stream}"
+        want = ref.sampling.uniform(seeds.cpu(), positions.cpu(), stream)
+        assert torch.equal(ops.sampling.uniform(seeds, positions, stream).cpu(), want), (
+            f"uniform, stream {stream}"
+        )
     for vocab, count in ((1, 3), (61, 500), (49152, 40), (128256, 10)):
         scaled = logits_of(count, vocab)
         seeds, positions = keys(count)
-        want = ref.gumbel_argmax(scaled.cpu(), seeds.cpu(), positions.cpu(), 0)
-        got = ops.gumbel_argmax(scaled, seeds, positions, 0).cpu()
+        want = ref.sampling.gumbel_argmax(scaled.cpu(), seeds.cpu(), positions.cpu(), 0)
+        got = ops.sampling.gumbel_argmax(scaled, seeds, positions, 0).cpu()
         assert torch.equal(got, want), f"gumbel_argmax, {vocab}: {int((got != want).sum())} of {count} differ"
 
 
@@ -197,12 +201,16 @@ def order_is_right(ops: TritonOps) -> None:
     for vocab in (3, 61, 4099, 49152, 128256):
         x = logits_of(10, vocab)
         host = x.cpu()
-        assert torch.equal(ops.argmax(x).cpu(), ref.argmax(host)), f"argmax {vocab}"
-        close(ops.logsumexp(x), torch.logsumexp(host.double(), 1), torch.float32, f"logsumexp {vocab}")
+        assert torch.equal(ops.sampling.argmax(x).cpu(), ref.sampling.argmax(host)), f"argmax {vocab}"
+        close(
+            ops.sampling.logsumexp(x), torch.logsumexp(host.double(), 1), torch.float32, f"logsumexp {vocab}"
+        )
         ids = (torch.arange(10) * 7) % vocab
-        assert torch.equal(ops.rank(x, ids.to(GPU)).cpu(), ref.rank(host, ids)), f"rank {vocab}"
+        assert torch.equal(ops.sampling.rank(x, ids.to(GPU)).cpu(), ref.sampling.rank(host, ids)), (
+            f"rank {vocab}"
+        )
         for k in {1, min(5, vocab), min(20, vocab), min(64, vocab), min(300, vocab)}:
-            got, want = ops.top(x, k), ref.top(host, k)
+            got, want = ops.sampling.top(x, k), ref.sampling.top(host, k)
             assert torch.equal(got[1].cpu(), want[1]), f"top {k} of {vocab}: ids"
             assert torch.equal(got[0].cpu(), want[0]), f"top {k} of {vocab}: values"
 
@@ -221,8 +229,8 @@ def truncation_is_right(ops: TritonOps) -> None:
     for vocab in (3, 61, 4099, 49152):
         scaled = logits_of(35, vocab)
         k, p, m = (torch.tensor([float(c[i]) for c in choices] * 5) for i in range(3))
-        got = ops.truncate(scaled, k.long().to(GPU), p.to(GPU), m.to(GPU)).cpu()
-        want = ref.truncate(scaled.cpu(), k.long(), p, m)
+        got = ops.sampling.truncate(scaled, k.long().to(GPU), p.to(GPU), m.to(GPU)).cpu()
+        want = ref.sampling.truncate(scaled.cpu(), k.long(), p, m)
         wrong = (got != want).any(1).nonzero()[:, 0].tolist()
         kept = [(choices[r % 7], int((got[r] > -INF).sum()), int((want[r] > -INF).sum())) for r in wrong]
         assert not wrong, f"truncate {vocab}: rows {wrong}: (limits, kept, wanted) {kept}"
@@ -235,22 +243,22 @@ def linear_rows_stand_alone(ops: TritonOps) -> None:
     jobs = [(torch.bfloat16, shape) for shape in SMALL + LARGE]
     jobs += [(torch.float32, shape) for shape in SMALL[:4]]
     for dtype, (columns, depth) in jobs:
-        packed = ops.pack_linear(randn(columns, depth, seed=1, dtype=dtype))
+        packed = ops.forward.pack_linear(randn(columns, depth, seed=1, dtype=dtype))
         x = randn(1000, depth, seed=2, dtype=dtype)
         for out in (torch.float32, dtype):
             label = f"linear {columns}x{depth} {dtype} out {out}"
-            rows_alone(lambda a, n, o=out, p=packed, x=x: ops.linear(x[a : a + n], p, o), 1000, label)
+            rows_alone(lambda a, n, o=out, p=packed, x=x: ops.forward.linear(x[a : a + n], p, o), 1000, label)
 
 
 def tiles_do_not_change_bits(ops: TritonOps) -> None:
     """Every tile of the table on one weight: the same fp32."""
-    packed = ops.pack_linear(randn(1024, 1536, seed=1, dtype=torch.bfloat16))
+    packed = ops.forward.pack_linear(randn(1024, 1536, seed=1, dtype=torch.bfloat16))
     x = randn(200, 1536, seed=2, dtype=torch.bfloat16)
     known = {t for table in tiles._BF16.values() for _, t in table} | set(tiles.MEASURED.values())
     want = None
     for tile in sorted(known):
         out = torch.empty((200, 1024), device=GPU)
-        ops.gemm(x, packed, out, ops.pdl, tile)
+        ops.forward.gemm(x, packed, out, ops.launch.pdl, tile)
         want = out if want is None else want
         assert torch.equal(out, want), f"{tile} gives other bits"
 
@@ -259,25 +267,31 @@ def other_rows_stand_alone(ops: TritonOps) -> None:
     for width in (576, 4096):
         x, residual = (randn(1000, width, seed=i, dtype=torch.bfloat16) for i in (1, 2))
         weight = randn(width, seed=3, dtype=torch.bfloat16)
-        rows_alone(lambda a, n: ops.rms_norm(x[a : a + n], weight, 1e-6), 1000, "rms_norm")
+        rows_alone(lambda a, n: ops.forward.rms_norm(x[a : a + n], weight, 1e-6), 1000, "rms_norm")
         rows_alone(
-            lambda a, n: torch.cat(ops.add_rms_norm(x[a : a + n], residual[a : a + n], weight, 1e-6), 1),
+            lambda a, n: torch.cat(
+                ops.forward.add_rms_norm(x[a : a + n], residual[a : a + n], weight, 1e-6), 1
+            ),
             1000,
             "add_rms_norm",
         )
-        rows_alone(lambda a, n: ops.silu_mul(x[a : a + n]), 1000, "silu_mul")
+        rows_alone(lambda a, n: ops.forward.silu_mul(x[a : a + n]), 1000, "silu_mul")
     logits, (seeds, positions) = logits_of(256, 49152), keys(256)
     limits = (
         torch.full((256,), 40, device=GPU),
         torch.full((256,), 0.9, device=GPU),
         torch.zeros(256, device=GPU),
     )
-    rows_alone(lambda a, n: ops.logsumexp(logits[a : a + n]), 256, "logsumexp")
-    rows_alone(lambda a, n: ops.argmax(logits[a : a + n]), 256, "argmax")
-    rows_alone(lambda a, n: ops.top(logits[a : a + n], 20)[1], 256, "top")
+    rows_alone(lambda a, n: ops.sampling.logsumexp(logits[a : a + n]), 256, "logsumexp")
+    rows_alone(lambda a, n: ops.sampling.argmax(logits[a : a + n]), 256, "argmax")
+    rows_alone(lambda a, n: ops.sampling.top(logits[a : a + n], 20)[1], 256, "top")
     part = lambda a, n: (logits[a : a + n], seeds[a : a + n], positions[a : a + n])  # noqa: E731
-    rows_alone(lambda a, n: ops.gumbel_argmax(*part(a, n), 0), 256, "gumbel_argmax")
-    rows_alone(lambda a, n: ops.truncate(logits[a : a + n], *(x[a : a + n] for x in limits)), 256, "truncate")
+    rows_alone(lambda a, n: ops.sampling.gumbel_argmax(*part(a, n), 0), 256, "gumbel_argmax")
+    rows_alone(
+        lambda a, n: ops.sampling.truncate(logits[a : a + n], *(x[a : a + n] for x in limits)),
+        256,
+        "truncate",
+    )
 
 
 def attention_rows_stand_alone(ops: TritonOps) -> None:
@@ -293,7 +307,7 @@ def attention_rows_stand_alone(ops: TritonOps) -> None:
             def run(where: list[tuple[int, int]], q=q, paged=paged, heads=heads) -> Tensor:
                 x = torch.stack([q[s][p] for s, p in where])
                 out = torch.full(x.shape, torch.nan, device=GPU)
-                ops.attend(x, paged.rows(where), heads, paged.cache, out)
+                ops.forward.attend(x, paged.rows(where), heads, paged.cache, out)
                 return out
 
             watched = [(0, p) for p in (0, 63, 64, 511, 512, 1023, 3990, 3999)] + [
@@ -334,30 +348,37 @@ def two_ops_in_one(ops: TritonOps) -> None:
     """The kernels that do two ops give the bits of the two ops, for every number of rows."""
     for heads, hidden, inner in ((SMALL_HEADS, 576, 1536), (LARGE_HEADS, 4096, 14336)):
         width = (heads.num_q + 2 * heads.num_kv) * heads.dim
-        qkv = ops.pack_linear(randn(width, hidden, seed=1, dtype=torch.bfloat16) / hidden**0.5)
-        gate_up = ops.pack_linear(randn(2 * inner, hidden, seed=2, dtype=torch.bfloat16) / hidden**0.5)
+        qkv = ops.forward.pack_linear(randn(width, hidden, seed=1, dtype=torch.bfloat16) / hidden**0.5)
+        gate_up = ops.forward.pack_linear(
+            randn(2 * inner, hidden, seed=2, dtype=torch.bfloat16) / hidden**0.5
+        )
         paged, table = Paged(heads, [520], torch.bfloat16), rope(heads, 600)
         x = randn(512, hidden, seed=3, dtype=torch.bfloat16)
         for count in (n for n in COUNTS if n <= 512):
             rows = paged.rows([(0, p) for p in range(count)])
             caches = [torch.zeros_like(paged.cache), torch.zeros_like(paged.cache)]
             rest = (None, None, 1e-6)
-            got = ops.linear_rope_store(x[:count], qkv, rows, heads, table, caches[0], *rest)
-            want = ops.rope_store(ops.linear(x[:count], qkv), rows, heads, table, caches[1], *rest)
+            got = ops.forward.linear_rope_store(x[:count], qkv, rows, heads, table, caches[0], *rest)
+            want = ops.forward.rope_store(
+                ops.forward.linear(x[:count], qkv), rows, heads, table, caches[1], *rest
+            )
             assert torch.equal(got, want) and torch.equal(*caches), f"linear_rope_store, {count} rows"
-            got, want = ops.linear_silu_mul(x[:count], gate_up), ops.silu_mul(ops.linear(x[:count], gate_up))
+            got, want = (
+                ops.forward.linear_silu_mul(x[:count], gate_up),
+                ops.forward.silu_mul(ops.forward.linear(x[:count], gate_up)),
+            )
             assert torch.equal(got, want), f"linear_silu_mul, {count} rows"
 
 
 def cublas_everywhere_is_noticed(ops: TritonOps) -> None:
     """The control: with cuBLAS at every number of rows the same comparison finds rows that differ."""
-    packed = ops.pack_linear(randn(4096, 14336, seed=1, dtype=torch.bfloat16) / 120)
+    packed = ops.forward.pack_linear(randn(4096, 14336, seed=1, dtype=torch.bfloat16) / 120)
     x = randn(512, 14336, seed=2, dtype=torch.bfloat16)
     counts = (1, 8, 64, 128, 256)
     for mode, differs in (("proven", False), ("always", True)):
         other = TritonOps(GPU, cublas=mode)
-        whole = other.linear(x, packed)
-        wrong = [n for n in counts if not torch.equal(other.linear(x[:n], packed), whole[:n])]
+        whole = other.forward.linear(x, packed)
+        wrong = [n for n in counts if not torch.equal(other.forward.linear(x[:n], packed), whole[:n])]
         assert bool(wrong) == differs, f"cublas={mode!r}: rows differ at {wrong}"
 
 

@@ -84,12 +84,12 @@ def gemm_times(ops: TritonOps) -> dict[str, Any]:
     found = {}
     for columns, depth in SMALL + LARGE:
         held = weights(columns, depth)
-        packed = [ops.pack_linear(w) for w in held]
+        packed = [ops.forward.pack_linear(w) for w in held]
         for rows in ROWS:
             x = randn(rows, depth, dtype=BF16)
             out = torch.empty((rows, columns), dtype=BF16, device=GPU)
             turns = max(len(held), 10 if columns * depth > 1 << 24 else 40)
-            ours = micros([lambda p=packed[i % len(held)]: ops.linear(x, p) for i in range(turns)])
+            ours = micros([lambda p=packed[i % len(held)]: ops.forward.linear(x, p) for i in range(turns)])
             theirs = micros([lambda w=held[i % len(held)]: torch.mm(x, w.t(), out=out) for i in range(turns)])
             rate = round(columns * depth * 2 / ours / 1000)
             found[f"{columns}x{depth} M={rows}"] = [ours, theirs, rate]
@@ -106,7 +106,7 @@ def attention_times(ops: TritonOps) -> dict[str, Any]:
             paged = Paged(heads, [context] * slots, BF16)
             where = [(s, context - rows + i) for s in range(slots) for i in range(rows)]
             q, at = randn(len(where), heads.num_q * heads.dim, dtype=BF16), paged.rows(where)
-            calls = [lambda: ops.attention(q, at, heads, paged.cache)] * 10
+            calls = [lambda: ops.forward.attention(q, at, heads, paged.cache)] * 10
             found[f"{name} {slots}x{rows} at {context}"] = micros(calls)
     for label, value in found.items():
         print(f"attention {label}: {value} µs", flush=True)
@@ -124,11 +124,13 @@ def small_times(ops: TritonOps) -> dict[str, Any]:
             qkv = randn(rows, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=BF16)
             tokens = torch.zeros(rows, dtype=torch.int64, device=GPU)
             calls = {
-                "embed": lambda: ops.embed(tokens, x),
-                "rms_norm": lambda: ops.rms_norm(x, weight, 1e-6),
-                "add_rms_norm": lambda: ops.add_rms_norm(x, x, weight, 1e-6),
-                "silu_mul": lambda: ops.silu_mul(both),
-                "rope_store": lambda: ops.rope_store(qkv, at, heads, table, paged.cache, None, None, 1e-6),
+                "embed": lambda: ops.forward.embed(tokens, x),
+                "rms_norm": lambda: ops.forward.rms_norm(x, weight, 1e-6),
+                "add_rms_norm": lambda: ops.forward.add_rms_norm(x, x, weight, 1e-6),
+                "silu_mul": lambda: ops.forward.silu_mul(both),
+                "rope_store": lambda: ops.forward.rope_store(
+                    qkv, at, heads, table, paged.cache, None, None, 1e-6
+                ),
             }
             for name, call in calls.items():
                 found[f"{name} {width} M={rows}"] = micros([call] * 20)
@@ -144,14 +146,14 @@ def sampling_times(ops: TritonOps) -> dict[str, Any]:
             k = torch.full((rows,), 50, device=GPU)
             p, m = torch.full((rows,), 0.9, device=GPU), torch.zeros(rows, device=GPU)
             calls = {
-                "argmax": lambda: ops.argmax(x),
-                "gumbel_argmax": lambda: ops.gumbel_argmax(x, seeds, positions, 0),
-                "logsumexp": lambda: ops.logsumexp(x),
-                "rank": lambda: ops.rank(x, positions % vocab),
-                "top 5": lambda: ops.top(x, 5),
-                "top 20": lambda: ops.top(x, 20),
-                "truncate k=50 p=0.9": lambda: ops.truncate(x, k, p, m),
-                "truncate p=0.9": lambda: ops.truncate(x, k * 0, p, m),
+                "argmax": lambda: ops.sampling.argmax(x),
+                "gumbel_argmax": lambda: ops.sampling.gumbel_argmax(x, seeds, positions, 0),
+                "logsumexp": lambda: ops.sampling.logsumexp(x),
+                "rank": lambda: ops.sampling.rank(x, positions % vocab),
+                "top 5": lambda: ops.sampling.top(x, 5),
+                "top 20": lambda: ops.sampling.top(x, 20),
+                "truncate k=50 p=0.9": lambda: ops.sampling.truncate(x, k, p, m),
+                "truncate p=0.9": lambda: ops.sampling.truncate(x, k * 0, p, m),
             }
             for name, call in calls.items():
                 found[f"{name} V={vocab} R={rows}"] = micros([call] * 5)
@@ -190,14 +192,14 @@ def forward_times(pdl: bool, context: int = 400) -> dict[str, Any]:
         slot = torch.arange(batch, device=GPU).repeat_interleave(window)
         position = context + torch.arange(window, device=GPU).repeat(batch)
         rows = runner.rows((slot * 31 + position) % 49152, position, slot, table)
-        graph = ops.graph(lambda r=rows: runner.forward(r))
+        graph = ops.runtime.graph(lambda r=rows: runner.forward(r))
         hidden = graph().clone()
         assert not hidden.isnan().any(), "NaN in hidden rows"
         first = hidden[0].clone() if first is None else first
         plain = FIRST.setdefault(f"{batch}x{window}", hidden.clone())
         assert torch.equal(hidden, plain), "early launch gives other bits"
         same = torch.equal(hidden[0], first)
-        best = ops.graph(lambda r=rows: ops.argmax(runner.logits(runner.forward(r))))
+        best = ops.runtime.graph(lambda r=rows: ops.sampling.argmax(runner.logits(runner.forward(r))))
         line = {"graph": micros_of(graph), "with argmax": micros_of(best), "prototype": prototype}
         found[f"{batch}x{window}"] = line | {"row 0 has the bits of 1x1": same}
         print(f"forward pdl={pdl} {batch}x{window}: {found[f'{batch}x{window}']}", flush=True)
@@ -265,7 +267,7 @@ def main() -> None:
             f"== {name}: {time.perf_counter() - begun:.1f} s {'' if report[name] != 'ok' else 'ok'}",
             flush=True,
         )
-    found = ops.cublas.proven | alone.cublas.proven
+    found = ops.forward.cublas.proven | alone.forward.cublas.proven
     proven = {f"{n}x{k} M={m} {d} {o}": v for (n, k, m, d, o), v in found.items()}
     report["cublas gives our bits"] = proven
     report["seconds"] = round(time.perf_counter() - BEGUN, 1)

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from draftproof.ops.torch.step import Bookkeeping
+from draftproof.ops.torch.draft_rounds import TorchRounds
+from draftproof.ops.torch.draft_search import TorchSearch
+from draftproof.ops.torch.sampling import ComposedSampling
+from draftproof.ops.torch.step import TorchStep
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
 from step_cases import CHECKS, Guarded, Size, Step, copied
@@ -26,14 +29,24 @@ SHAPES = ((1, 5, 49152), (64, 5, 49152), (256, 5, 49152), (256, 1, 49152), (64, 
 
 
 class Composed:
-    """The compositions, with the backend's own primitives."""
+    """Backend with the torch compositions of every op, over the primitives of `ops`."""
 
     def __init__(self, ops: TritonOps) -> None:
-        self.ops, self.device = ops, ops.device
+        self.device, self.forward = ops.device, ops.forward
+        self.sampling = ComposedPrimitives(ops)
+        self.step, self.search = TorchStep(), TorchSearch()
+        self.rounds = TorchRounds(ops.forward, ops.sampling)
+
+
+class ComposedPrimitives:
+    """Compositions of `ComposedSampling` that call the primitives of `ops`."""
+
+    def __init__(self, ops: TritonOps) -> None:
+        self._sampling = ops.sampling
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(Bookkeeping, name)
-        return lambda *arguments: method(self.ops, *arguments)
+        method = getattr(ComposedSampling, name)
+        return lambda *arguments: method(self._sampling, *arguments)
 
 
 def compare(ops: TritonOps, name: str, size: Size, seeds: tuple[int, ...]) -> None:
@@ -99,7 +112,7 @@ class Decoding:
         self.plan.budget.fill_(k)
         rows = entries * (k + 1)
         self.out = made.out(Guarded(GPU), rows, rows, columns)
-        ops.layout(self.plan, columns, 16, self.out)
+        ops.step.layout(self.plan, columns, 16, self.out)
         self.windows: Windows = self.out.windows
         self.logits = 3 * torch.randn((rows, vocab), device=GPU)
         self.token = torch.where(self.windows.draft >= 0, self.windows.draft, 7)
@@ -109,17 +122,17 @@ class Decoding:
         self.every = torch.arange(rows, device=GPU)
 
     def layout(self) -> None:
-        self.ops.layout(self.plan, self.columns, 16, self.out)
+        self.ops.step.layout(self.plan, self.columns, 16, self.out)
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        return self.ops.sample(self.logits, self.windows)
+        return self.ops.sampling.sample(self.logits, self.windows)
 
     def commit(self) -> None:
-        self.ops.commit(self.plan, self.windows, Choice(self.token), self.bad, self.outcome)
+        self.ops.step.commit(self.plan, self.windows, Choice(self.token), self.bad, self.outcome)
 
     def draft(self) -> None:
-        tokens, count = self.ops.search_ngram(self.columns, self.plan.slots, self.plan.budget, 2, 4)
-        self.ops.store_drafts(self.columns, self.plan.slots, self.plan.budget, Draft(tokens, count))
+        tokens, count = self.ops.search.search_ngram(self.columns, self.plan.slots, self.plan.budget, 2, 4)
+        self.ops.step.store_drafts(self.columns, self.plan.slots, self.plan.budget, Draft(tokens, count))
 
     def chain(self) -> None:
         self.layout()
@@ -145,18 +158,24 @@ def step_times(micros: Callable[..., float]) -> dict[str, Any]:
         columns, ops, slots, budget = one.columns, one.ops, one.plan.slots, one.plan.budget
         note(f"layout {where}", one.layout)
         note(f"choose {where}", one.choose)
-        tokens, count = ops.search_ngram(columns, slots, budget, 2, 4)
-        note(f"ngram {where}", lambda: ops.search_ngram(columns, slots, budget, 2, 4))  # noqa: B023
-        note(f"store_drafts {where}", lambda: ops.store_drafts(columns, slots, budget, Draft(tokens, count)))  # noqa: B023
+        tokens, count = ops.search.search_ngram(columns, slots, budget, 2, 4)
+        note(f"ngram {where}", lambda: ops.search.search_ngram(columns, slots, budget, 2, 4))  # noqa: B023
+        note(
+            f"store_drafts {where}",
+            lambda: ops.step.store_drafts(columns, slots, budget, Draft(tokens, count)),
+        )  # noqa: B023
         none = torch.full_like(one.every, -1)
         for rows, label in ((one.every, "all rows"), (none, "no row")):
-            note(f"logprobs, top 5, {label} {where}", lambda: ops.logprobs(one.logits, rows, one.token, 5))  # noqa: B023
+            note(
+                f"logprobs, top 5, {label} {where}",
+                lambda: ops.sampling.logprobs(one.logits, rows, one.token, 5),
+            )  # noqa: B023
         note(f"commit {where}", one.commit)
         columns.temperature.fill_(0.8)
         note(f"choose, hot {where}", one.choose)
-        note(f"penalise, none has any {where}", lambda: ops.apply_penalties(one.logits, one.windows))  # noqa: B023
+        note(f"penalise, none has any {where}", lambda: ops.sampling.apply_penalties(one.logits, one.windows))  # noqa: B023
         columns.adjust.fill_(15)
         columns.bias.fill_(0.0)
-        note(f"penalise, all {where}", lambda: ops.apply_penalties(one.logits, one.windows))  # noqa: B023
-        note(f"forbid, all {where}", lambda: ops.apply_bans(one.logits, one.windows))  # noqa: B023
+        note(f"penalise, all {where}", lambda: ops.sampling.apply_penalties(one.logits, one.windows))  # noqa: B023
+        note(f"forbid, all {where}", lambda: ops.sampling.apply_bans(one.logits, one.windows))  # noqa: B023
     return found

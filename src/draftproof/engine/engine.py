@@ -53,8 +53,8 @@ class Engine:
         with torch.inference_mode():
             self._adaptive = config.speculative is not None and config.speculative.adaptive
             self._build(config, checkpoint)
-            if config.warm_up and (self.ops.asynchronous or self._adaptive):
-                with self.ops.step_context():
+            if config.warm_up and (self.ops.runtime.asynchronous or self._adaptive):
+                with self.ops.runtime.step_context():
                     self._warm_up(progress)
 
     def _build(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -100,7 +100,7 @@ class Engine:
             max_rows=sizes.max_rows,
             taps=proposer.taps if isinstance(proposer, DeviceProposer) else (),
         )
-        ahead = self.ops.asynchronous if config.overlap is None else config.overlap
+        ahead = self.ops.runtime.asynchronous if config.overlap is None else config.overlap
         ahead = ahead and (proposer is None or proposer.graph_safe)
         scheduler = Scheduler(
             slots,
@@ -134,7 +134,7 @@ class Engine:
         wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
         traits = StepFeatures((usual,)), StepFeatures((usual,), raw_top=rounded(5, limits.vocab_size))
         seconds = step.prepare(traits, min(wide, step.max_rows), progress)
-        padded = self.ops.asynchronous
+        padded = self.ops.runtime.asynchronous
         asking = step.asking(seconds)
         sunk = self.loop.scheduler.drafts_before_plan  # what was asked for is there when drafts are chosen
         self.loop.scheduler.budgets.costs = RowCosts(
@@ -148,7 +148,9 @@ class Engine:
 
     def _asks_for_all(self, proposer: Proposer) -> bool:
         """Does it cost next to nothing to ask for all drafts there can be, or is that its own concern?"""
-        return proposer.cheap or (proposer.weighed >= 0 and self._adaptive and not self.ops.asynchronous)
+        return proposer.cheap or (
+            proposer.weighed >= 0 and self._adaptive and not self.ops.runtime.asynchronous
+        )
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
         """The proposer; sets `strategy_name` and builds that strategy. Options nobody knows are errors."""
@@ -333,7 +335,7 @@ class Engine:
         """EngineDeadError: the device is gone. Whatever it raises, the engine is not to be used again."""
         self._check_alive()
         try:
-            with torch.inference_mode(), self.ops.step_context():
+            with torch.inference_mode(), self.ops.runtime.step_context():
                 results = self.loop.step()
         except Exception as error:
             self._broken = error

@@ -37,7 +37,7 @@ class StepFault(Exception):
 def answers(ops: Ops) -> bool:
     """Does the device still? After some errors it never does again."""
     try:
-        return bool(ops.fetch(ops.send(torch.ones(1)))().item())
+        return bool(ops.runtime.fetch(ops.runtime.send(torch.ones(1)))().item())
     except FAULTS:
         return False
 

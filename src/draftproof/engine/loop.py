@@ -92,7 +92,7 @@ class Loop:
         self._number = 0  # of the last step that was queued
         # whose tokens are still to be read, and the step behind which they come
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
-        self.pacing = Pacing(scheduler, device.ops.asynchronous)
+        self.pacing = Pacing(scheduler, device.ops.runtime.asynchronous)
         self._traits: tuple[int, StepFeatures] | None = None
         self._faults = 0  # steps that failed running
         self.asking = Asking.of(proposer, scheduler, device.drafting)
@@ -238,7 +238,7 @@ class Loop:
         if self.asking is not None:
             self.asking.weigh(planned, budget, self.pacing.spare)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
-        read = self.device.ops.fetch(ran.decided.packed.data)
+        read = self.device.ops.runtime.fetch(ran.decided.packed.data)
         host.num_draft[planned.slots] = budget
         asked = self.device.drafting.asked_for(planned, budget)
         self._number += 1
@@ -247,7 +247,7 @@ class Loop:
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
-        counts = self.device.ops.fetch(self.slots.columns.num_draft)().numpy()
+        counts = self.device.ops.runtime.fetch(self.slots.columns.num_draft)().numpy()
         lines = np.array([s.slot for s in self.scheduler.running], np.int64)
         self.scheduler.mirror.num_draft[lines] = counts[lines]
 
@@ -340,7 +340,7 @@ class Loop:
             self.end(sequence)
             return
         try:
-            read = self.device.ops.fetch(tokens)
+            read = self.device.ops.runtime.fetch(tokens)
         except FAULTS:
             self.end(sequence)
             return

@@ -81,7 +81,7 @@ def _row_bytes(checkpoint: Checkpoint) -> int:
 
 def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: int, least: int) -> int:
     """Bytes for KV; ConfigError if one request of full length would not fit beside the weights."""
-    free = ops.free_memory()
+    free = ops.runtime.free_memory()
     if free is None:
         return max(DEFAULT_KV_BYTES, least)
     weights = sum(t.numel() * t.element_size() for t in checkpoint.tensors.values())

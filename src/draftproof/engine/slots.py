@@ -112,7 +112,7 @@ class Slots:
             np.concatenate(prompts),
             np.array(marks, np.int64),
         )
-        sent = self.ops.send(torch.from_numpy(np.concatenate(parts)))
+        sent = self.ops.runtime.send(torch.from_numpy(np.concatenate(parts)))
         lines, ints, reals, tables, places, tokens, ends = sent.split([len(part) for part in parts])
         self._ints.index_copy_(1, lines, ints.view(-1, count))
         self._reals.index_copy_(1, lines, reals.view(torch.float32).view(-1, count))
@@ -125,7 +125,7 @@ class Slots:
             self._fill_planes(seat)
 
     def _fill_planes(self, seat: SlotInit) -> None:
-        params, send = seat.request.params, self.ops.send
+        params, send = seat.request.params, self.ops.runtime.send
         if params.logit_bias:
             line = self.columns.bias[seat.slot].zero_()
             ids = send(torch.tensor(list(params.logit_bias)))
@@ -137,12 +137,12 @@ class Slots:
     def grow(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """More pages: (slot, place in its table, page)."""
         if pages:
-            lines, places, ids = self.ops.send(torch.tensor(pages)).unbind(1)
+            lines, places, ids = self.ops.runtime.send(torch.tensor(pages)).unbind(1)
             self.columns.page_table.index_put_((lines, places), ids.to(torch.int32))
 
     def read(self, slot: int, length: int) -> list[int]:
         """Its first tokens. Waits for the device."""
-        ids: list[int] = self.ops.fetch(self.columns.tokens[slot, :length])().tolist()
+        ids: list[int] = self.ops.runtime.fetch(self.columns.tokens[slot, :length])().tolist()
         return ids
 
     def poison(self) -> None:

@@ -26,7 +26,9 @@ class Llama:
         self.layers = [decoder_layer(take, f"model.layers.{i}.", config, i) for i in range(config.num_layers)]
         self.norm = take.tensor("model.norm.weight")
         self.head = (
-            ops.pack_linear(self.embedding) if config.tie_embeddings else take.packed(["lm_head"], bias=False)
+            ops.forward.pack_linear(self.embedding)
+            if config.tie_embeddings
+            else take.packed(["lm_head"], bias=False)
         )
 
     @staticmethod
@@ -43,8 +45,8 @@ class Llama:
         `wanted` [W]: of all rows only these are returned, and the last layer ends with them alone.
         """
         ops, eps = self.ops, self.config.norm_eps
-        ops.begin_pass(rows)
-        embedded = ops.embed(rows.tokens, self.embedding)
+        ops.forward.begin_pass(rows)
+        embedded = ops.forward.embed(rows.tokens, self.embedding)
         hidden, _, *tapped = run_layers(
             ops, embedded, self.layers, self.norm, rows, self.rope, caches, eps, taps, output_rows=wanted
         )
@@ -52,7 +54,7 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""
-        return self.ops.linear(hidden, self.head, torch.float32)
+        return self.ops.forward.linear(hidden, self.head, torch.float32)
 
 
 def decoder_layer(
@@ -91,7 +93,7 @@ class Weights:
         """`rough`: of a model that only guesses."""
         self.tensors = tensors
         self.ops = ops
-        self._pack = ops.pack_draft_linear if rough else ops.pack_linear
+        self._pack = ops.forward.pack_draft_linear if rough else ops.forward.pack_linear
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors.pop(name).to(self.ops.device).contiguous()

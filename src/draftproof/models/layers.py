@@ -27,11 +27,11 @@ def run_layers(
     Return the normed rows and the residual (the residual twice without `norm`), then the residual after
     each layer of `taps`: [R, hidden] each, or [W, hidden] with `output_rows`.
     """
-    if output_rows is None and ops.fused_layers is not None:
-        fused = ops.fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
+    if output_rows is None and ops.forward.fused_layers is not None:
+        fused = ops.forward.fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
         if fused is not None:
             residual, *tapped = fused
-            normed = residual if norm is None else ops.rms_norm(residual, norm, eps)
+            normed = residual if norm is None else ops.forward.rms_norm(residual, norm, eps)
             return normed, residual, *tapped
     return run_layers_unfused(
         ops, residual, layers, norm, rows, rope, caches, eps, taps, embedding, output_rows
@@ -59,11 +59,13 @@ def run_layers_unfused(
         x = attention_forward(ops, layer.attention, x, rows, rope, cache, eps)
         if output_rows is not None and layer is layers[-1]:  # K and V are stored: other rows end here
             x, residual = x.index_select(0, output_rows), residual.index_select(0, output_rows)
-        x = ops.linear(x, layer.attention.out)
-        x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+        x = ops.forward.linear(x, layer.attention.out)
+        x, residual = ops.forward.add_rms_norm(x, residual, layer.mlp_norm, eps)
         x = mlp_forward(ops, layer.mlp, x)
         # Without a next norm only the sum is used, so the weight does not matter.
-        x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm if next_norm is None else next_norm, eps)
+        x, residual = ops.forward.add_rms_norm(
+            x, residual, layer.mlp_norm if next_norm is None else next_norm, eps
+        )
         if i in taps:
             tapped[i] = residual
     return residual if norm is None else x, residual, *(tapped[i] for i in taps)
@@ -74,14 +76,14 @@ def attention_forward(
 ) -> Tensor:
     """Store K and V of rows x [R, hidden] and attend: [R, num_q * dim], before the output projection."""
     q = store_kv(ops, attention, x, rows, rope, cache, eps)
-    return ops.attention(q, rows, attention.heads, cache)
+    return ops.forward.attention(q, rows, attention.heads, cache)
 
 
 def store_kv(
     ops: Ops, attention: Attention, x: Tensor, rows: Rows, rope: Tensor, cache: Tensor, eps: float
 ) -> Tensor:
     """Project rows x [R, hidden], store their K and V in `cache`, and return q [R, num_q * dim]."""
-    return ops.linear_rope_store(
+    return ops.forward.linear_rope_store(
         x,
         attention.qkv,
         rows=rows,
@@ -96,7 +98,7 @@ def store_kv(
 
 def mlp_forward(ops: Ops, mlp: Mlp, x: Tensor) -> Tensor:
     """Apply the gated MLP to rows x [R, hidden]: [R, hidden]."""
-    return ops.linear(ops.linear_silu_mul(x, mlp.gate_up), mlp.down)
+    return ops.forward.linear(ops.forward.linear_silu_mul(x, mlp.gate_up), mlp.down)
 
 
 def first_layer_input(
@@ -106,12 +108,14 @@ def first_layer_input(
     if layer.token_norm is None:
         if layer.attention_norm is None:
             return residual, residual
-        return ops.rms_norm(residual, layer.attention_norm, eps), residual
+        return ops.forward.rms_norm(residual, layer.attention_norm, eps), residual
     assert embedding is not None
     assert layer.attention_norm is not None
     if not layer.residual_is_normed:
         norms = {"token_norm": layer.token_norm, "norm": layer.attention_norm}
-        return ops.embed_norm_concat(rows.tokens, embedding, residual=residual, eps=eps, **norms), residual
-    normed = ops.rms_norm(residual, layer.attention_norm, eps)
-    embedded = ops.rms_norm(ops.embed(rows.tokens, embedding), layer.token_norm, eps)
-    return ops.concat_columns(embedded, normed), normed
+        return ops.forward.embed_norm_concat(
+            rows.tokens, embedding, residual=residual, eps=eps, **norms
+        ), residual
+    normed = ops.forward.rms_norm(residual, layer.attention_norm, eps)
+    embedded = ops.forward.rms_norm(ops.forward.embed(rows.tokens, embedding), layer.token_norm, eps)
+    return ops.forward.concat_columns(embedded, normed), normed

@@ -35,7 +35,7 @@ class Runner:
         self.dtype = dtype
         self.page_size = page_size
         self.caches = model.kv_layout(model.config, dtype).allocate(num_pages, page_size, ops.device)
-        self._forward = ops.capture(lambda rows: model.forward(rows, self.caches, taps), max_rows)
+        self._forward = ops.runtime.capture(lambda rows: model.forward(rows, self.caches, taps), max_rows)
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
         """Rows with the place of their K and V worked out from the page table."""

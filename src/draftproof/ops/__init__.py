@@ -21,11 +21,9 @@ from draftproof.ops.contract.sampling import STREAM_SYNTHETIC as STREAM_SYNTHETI
 from draftproof.ops.contract.types import Attention as Attention
 from draftproof.ops.contract.types import AttentionShape as AttentionShape
 from draftproof.ops.contract.types import FusedLayers as FusedLayers
-from draftproof.ops.contract.types import FusedLayers as FusedLayers
 from draftproof.ops.contract.types import KVLayout as KVLayout
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
-from draftproof.ops.contract.types import Mlp as Mlp
 from draftproof.ops.contract.types import Mlp as Mlp
 from draftproof.ops.contract.types import PendingCopy as PendingCopy
 from draftproof.ops.contract.types import TokenLogprobs as TokenLogprobs

@@ -131,7 +131,7 @@ class DeviceProposer(Proposer):
     def extend(
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """With `extends`: tokens, their number and their worth, as `Ops.search_suffix`."""
+        """With `extends`: tokens, their number and their worth, as `search_suffix`."""
         raise TypeError(f"{type(self).__name__} begins by itself")
 
     def propose(self, batch: ProposeBatch) -> Draft:

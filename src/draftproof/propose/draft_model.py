@@ -39,7 +39,7 @@ class DraftModelProposer(DeviceProposer):
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
-        self.ends_chains = not env.ops.asynchronous
+        self.ends_chains = not env.ops.runtime.asynchronous
         self.sureness = Sureness(env.num_slots)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
@@ -63,7 +63,7 @@ class DraftModelProposer(DeviceProposer):
             made.dtype,
             num_pages=env.num_pages,
             page_size=env.page_size,
-            max_rows=env.ops.bucket(env.max_rows) + env.num_slots,
+            max_rows=env.ops.runtime.bucket(env.max_rows) + env.num_slots,
         )
 
     @classmethod

@@ -54,7 +54,7 @@ class Rounds:
         assert batch.spec is not None
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
-        self.ahead = ops.plan_draft_rows(
+        self.ahead = ops.rounds.plan_draft_rows(
             batch.columns, batch.slots, batch.budget, last, batch.spec.rounds, lag, page_size
         )
         self._logprobs: list[Tensor] = []
@@ -90,18 +90,20 @@ class Rounds:
     def take(self, j: int, logits: Tensor) -> None:
         """Draft j of each from logits [B, V], as plain sampling would take it."""
         windows = self.windows(j)
-        law = self.ops.process_logits(logits, windows) if self.spec.needs_processed else None
+        law = self.ops.sampling.process_logits(logits, windows) if self.spec.needs_processed else None
         if self.greedy:
-            token = torch.where(windows.slot >= 0, self.ops.argmax(logits), 0)
+            token = torch.where(windows.slot >= 0, self.ops.sampling.argmax(logits), 0)
         else:
-            token, _ = self.ops.sample(logits if law is None else law, windows, scaled=law is not None)
+            token, _ = self.ops.sampling.sample(
+                logits if law is None else law, windows, scaled=law is not None
+            )
         self.ahead.tokens[j].copy_(token)
         if self.sure is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
             return
         heat = self.columns.temperature[self.slots.clamp(min=0)]
         if law is None:
             law = logits / torch.where(heat > 0, heat, 1.0)[:, None]
-        law = law - self.ops.logsumexp(law)[:, None]
+        law = law - self.ops.sampling.logsumexp(law)[:, None]
         own = law.gather(1, token[:, None])[:, 0]
         if self.sure is not None:
             self.sure.copy_(own.exp())

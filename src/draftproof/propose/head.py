@@ -39,7 +39,7 @@ class HeadProposer(DeviceProposer):
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
-        self.ends_chains = not env.ops.asynchronous
+        self.ends_chains = not env.ops.runtime.asynchronous
         self.sureness = Sureness(env.num_slots)
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
@@ -63,7 +63,8 @@ class HeadProposer(DeviceProposer):
         self.caches = layout.allocate(env.num_pages, env.page_size, env.ops.device)
         self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
         self._forward, self._store = (
-            env.ops.capture(function, env.ops.bucket(env.max_rows)) for function in (self._row, self._kv)
+            env.ops.runtime.capture(function, env.ops.runtime.bucket(env.max_rows))
+            for function in (self._row, self._kv)
         )
 
     @classmethod
@@ -88,7 +89,7 @@ class HeadProposer(DeviceProposer):
     def begin(self, batch: DeviceBatch) -> Any:
         """Its rows, [B] the last of each entry's, features."""
         assert batch.rows is not None and batch.features is not None
-        rows, last = self.env.ops.shift_rows(batch.rows, batch.columns, batch.slots)
+        rows, last = self.env.ops.rounds.shift_rows(batch.rows, batch.columns, batch.slots)
         return rows, last, self.model.feature(batch.features)
 
     def draft(self, batch: DeviceBatch) -> Draft:
@@ -103,7 +104,7 @@ class HeadProposer(DeviceProposer):
         # the head's row of a draft stands one before it: that is where the row of its feature stands
         rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size, self.sureness)
         at: Tensor | None = last  # [B] the row that an entry's first draft comes from
-        if model.config.num_layers == 1 and len(rows.tokens) > max(ops.fused_rows_limit, len(last)):
+        if model.config.num_layers == 1 and len(rows.tokens) > max(ops.forward.fused_rows_limit, len(last)):
             # of all rows but these K and V are wanted, and nothing else
             self._store(rows, feature)
             rows, feature, at = rounds.rows(0), feature[last.clamp(min=0)], None

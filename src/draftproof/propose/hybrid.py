@@ -102,7 +102,7 @@ class HybridProposer(DeviceProposer):
 
     def draft(self, batch: DeviceBatch) -> Draft:
         others = [i for i in range(len(self.members)) if i != self.weighed]
-        asking = self.env.ops.run_parallel(lambda: {i: self._ask(i, batch) for i in others})
+        asking = self.env.ops.runtime.run_parallel(lambda: {i: self._ask(i, batch) for i in others})
         try:
             begun = self.members[self.weighed].begin(batch) if self.weighed >= 0 else None
         finally:
@@ -112,7 +112,7 @@ class HybridProposer(DeviceProposer):
         drafts = [found[i][0] for i in range(len(found))]
         offers = [self._offer(i, batch, found[i]) for i in range(len(found))]
         given = batch.columns, batch.slots, batch.budget, self.record, offers
-        tokens, made, whose, room = self.env.ops.select_drafts(*given, self.search)
+        tokens, made, whose, room = self.env.ops.search.select_drafts(*given, self.search)
         count, alone = made, others == [self.search] and not self._falls_short(batch)
         if self.search >= 0 and not alone:  # behind its own drafts it has no others
             further = replace(batch, budget=room)
@@ -180,7 +180,7 @@ class HybridProposer(DeviceProposer):
         record = self.record
         trial = AcceptanceRecord(record.last.clone(), record.accepted.clone(), record.rejected.clone())
         given = batch.columns, batch.slots, batch.budget, trial, [offers[i] for i in sorted(offers)]
-        _, number, whose, _ = self.env.ops.select_drafts(*given, -1)
+        _, number, whose, _ = self.env.ops.search.select_drafts(*given, -1)
         return batch.budget * ((number > 0) & (whose[:, 0] == self.weighed))
 
     def _worth(self, batch: DeviceBatch, found: Found) -> int:

@@ -23,4 +23,4 @@ class NgramProposer(DeviceProposer):
 
     def draft(self, batch: DeviceBatch) -> Draft:
         sizes = self.smallest, self.largest
-        return Draft(*self.env.ops.search_ngram(batch.columns, batch.slots, batch.budget, *sizes))
+        return Draft(*self.env.ops.search.search_ngram(batch.columns, batch.slots, batch.budget, *sizes))

@@ -2,7 +2,7 @@
 
 Where several places match they vote, and a draft is made as long as it is likely enough to stand: a long
 match, or one on which all agree, gives many drafts, a short one few. The search is one op on the device
-(`Ops.search_suffix`); the host only says what is in the pool, when requests come and go (`propose/pool`).
+(`search_suffix`); the host only says what is in the pool, when requests come and go (`propose/pool`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SuffixProposer(DeviceProposer):
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = batch.columns, batch.slots, batch.budget
-        return self.env.ops.search_suffix(*given, self.pool.device, self.rule, begun)
+        return self.env.ops.search.search_suffix(*given, self.pool.device, self.rule, begun)
 
 
 def _pool_tokens(options: Mapping[str, Any]) -> int:

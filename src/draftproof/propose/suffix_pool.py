@@ -130,13 +130,13 @@ class Pool:
         if self._seats:
             self._send_seats()
         self._put_off += bool(self._told)
-        if not self.ops.asynchronous or self._put_off >= PATIENCE:
+        if not self.ops.runtime.asynchronous or self._put_off >= PATIENCE:
             self.learn()
 
     def learn(self) -> None:
         """Take in what was told, once it is known which lines were used. Best done while a device works."""
         if self._told and self._when_used is None:
-            self._when_used = self.ops.fetch(self.device.used)
+            self._when_used = self.ops.runtime.fetch(self.device.used)
         elif self._told and self._when_used is not None and self._when_used.is_ready():
             # it lay behind the steps that were under way
             told, self._told = self._told, []
@@ -147,7 +147,7 @@ class Pool:
 
     def _send_seats(self) -> None:
         if len(self._seats) > FEW:
-            self.ops.send(torch.from_numpy(self._slots), self.device.slot_owner)
+            self.ops.runtime.send(torch.from_numpy(self._slots), self.device.slot_owner)
         else:
             for slot in self._seats:
                 self.device.slot_owner[slot : slot + 1].fill_(int(self._slots[slot]))
@@ -199,7 +199,7 @@ class Pool:
 
     def _send_facts(self, lines: Ints) -> None:
         columns = self._filled[lines], self.owner[lines], self.weight[lines], self._used[lines]
-        sent = self.ops.send(torch.from_numpy(np.stack([lines, *columns])))
+        sent = self.ops.runtime.send(torch.from_numpy(np.stack([lines, *columns])))
         self._facts.index_copy_(1, sent[0], sent[1:])
 
     def _send_lines(self, places: Ints, lines: Ints) -> None:
@@ -210,7 +210,7 @@ class Pool:
         at = at[: index(tokens, begin, end, self.owner[places], places, self._table, self._heads, at)]
         # a place that was written twice comes twice, with what it holds now
         flat = np.concatenate([places, tokens.ravel(), at, self._table.reshape(-1)[at]])
-        sent = self.ops.send(torch.from_numpy(flat))
+        sent = self.ops.runtime.send(torch.from_numpy(flat))
         where, said, where_to, entries = sent.split([len(places), tokens.size, len(at), len(at)])
         self.device.tokens.index_copy_(0, where, said.view(-1, WIDE).to(torch.int32))
         self.device.table.view(-1).index_copy_(0, where_to, entries.to(torch.int32))

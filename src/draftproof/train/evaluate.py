@@ -90,7 +90,9 @@ class Examiner:
                 some = slice(begin, begin + CHUNK)
                 scaled = F.pad(logits[some].float() / temperature, (0, 1), value=-torch.inf)
                 scaled = scaled[:, self.t2d].contiguous()  # [rows, vocab]
-                picked.append(self.ops.gumbel_argmax(scaled, seeds[some], positions[some], STREAM_SAMPLE))
+                picked.append(
+                    self.ops.sampling.gumbel_argmax(scaled, seeds[some], positions[some], STREAM_SAMPLE)
+                )
             return torch.cat(picked)
 
         return rule
@@ -129,7 +131,7 @@ class Examiner:
     ) -> list[dict[str, NDArray[np.bool_]]]:
         """[T, K] of each text and rule: is the draft of step j from row p the text's token p + 2 + j?"""
         batch = Batch.of(texts, max_len)
-        tokens = self.ops.send(torch.from_numpy(batch.tokens))  # [B, T]
+        tokens = self.ops.runtime.send(torch.from_numpy(batch.tokens))  # [B, T]
         lesson = self.teacher(tokens, self.module.config.aux_layers)
         embeds = F.embedding(F.pad(tokens, (0, self.drafts)), self.teacher.embedding)
         outputs = self.module.unroll(weights, lesson.features, embeds, self.drafts)

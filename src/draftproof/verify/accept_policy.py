@@ -38,6 +38,6 @@ def _synthetic(ops: Ops, windows: Windows, rates: tuple[float, ...]) -> Tensor:
     The result repeats for the same seed and does not depend on the drafts.
     """
     seeds = windows.columns.seed[windows.slot.clamp(min=0)]
-    draws = ops.uniform(seeds, windows.position, STREAM_SYNTHETIC)
+    draws = ops.sampling.uniform(seeds, windows.position, STREAM_SYNTHETIC)
     rate = torch.tensor([*rates, 0.0], dtype=torch.float64).to(draws.device)
     return draws < rate[windows.depth.clamp(max=len(rates))]

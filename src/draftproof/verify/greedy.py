@@ -19,4 +19,4 @@ class Greedy(Strategy):
 
     def decide(self, windows: Windows, scores: Scores) -> Choice:
         """Return the argmax of each row."""
-        return Choice(self.ops.argmax(scores.base))
+        return Choice(self.ops.sampling.argmax(scores.base))

@@ -30,7 +30,7 @@ def process(
     adjusts = features.has_adjustments or bool(hosted)
     if not adjusts and not features.has_grammar:
         return logits, errors
-    base = ops.apply_penalties(logits, windows) if adjusts else logits.clone()
+    base = ops.sampling.apply_penalties(logits, windows) if adjusts else logits.clone()
     rows = [(i, s) for i, s in enumerate(windows.slot.tolist()) if s in hosted] if hosted else []
     for row, slot in rows:
         if hosted[slot].params.logits_processors:
@@ -39,9 +39,9 @@ def process(
             except Exception as error:  # the user's code may raise anything; only this row fails
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     if adjusts:
-        ops.apply_bans(base, windows)
+        ops.sampling.apply_bans(base, windows)
     if features.has_grammar:
-        ops.apply_grammar_mask(base, windows)
+        ops.sampling.apply_grammar_mask(base, windows)
     for row, slot in rows:
         if hosted[slot].bad_word_ids:
             _forbid_words(base[row], hosted[slot], _context(windows, row))

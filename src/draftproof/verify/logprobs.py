@@ -1,6 +1,6 @@
 """Logprobs on the host path: chosen, top and named tokens of single logits rows, without a log-softmax.
 
-Most logprobs come from `Ops.logprobs` inside the device step. This module serves prompts, drafts and
+Most logprobs come from `SamplingOps.logprobs` inside the device step. This module serves prompts, drafts and
 `logprob_token_ids`. A top list is ordered by value descending, then id ascending, so the list for k = 5 is
 a prefix of the list for k = 20 and one pass with the largest k serves every request of a step.
 """
@@ -32,11 +32,11 @@ def logprob_rows(ops: Ops, logits: Tensor, query: LogprobQuery) -> list[LogprobR
         return []
     rows = torch.tensor(query.rows, device=logits.device)
     tokens = torch.tensor(query.tokens, device=logits.device)
-    found = ops.logprobs(logits, rows, tokens, query.top)
+    found = ops.sampling.logprobs(logits, rows, tokens, query.top)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
     lines = LogprobRow.from_columns(*columns, query.tokens, query.top)
     for token in query.ids:
-        named = ops.logprobs(logits, rows, torch.full_like(tokens, token), 0)
+        named = ops.sampling.logprobs(logits, rows, torch.full_like(tokens, token), 0)
         values, ranks = named.values[:, 0].tolist(), named.ranks.tolist()
         for line, value, rank in zip(lines, values, ranks, strict=True):
             line.token_ids.append(token)

@@ -31,19 +31,19 @@ class Rejection(Strategy):
         drafts = windows.draft.clamp(min=0)[:, None]
         target_probs = self._target_probs(windows, scores)  # [L, V]
         draft_probs = self._draft_probs(windows, drafts, target_probs)
-        draw = self.ops.uniform(seeds, windows.position, STREAM_ACCEPT)
+        draw = self.ops.sampling.uniform(seeds, windows.position, STREAM_ACCEPT)
         of_target, of_draft = (
             probs.gather(1, drafts)[:, 0].double() for probs in (target_probs, draft_probs)
         )
         residual = (target_probs - draft_probs).clamp(min=0)
         # the residual is empty where both distributions are equal: any sample of the target is right there
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)
-        recovered = self.ops.gumbel_argmax(residual.log(), seeds, windows.position, STREAM_RESIDUAL)
+        recovered = self.ops.sampling.gumbel_argmax(residual.log(), seeds, windows.position, STREAM_RESIDUAL)
         return Choice(scores.sampled, draw * of_draft < of_target, recovered)
 
     def _target_probs(self, windows: Windows, scores: Scores) -> Tensor:
         """Return the target's probabilities [L, V]; one-hot at the argmax where the temperature is 0."""
-        probs = torch.exp(scores.processed - self.ops.logsumexp(scores.processed)[:, None])
+        probs = torch.exp(scores.processed - self.ops.sampling.logsumexp(scores.processed)[:, None])
         greedy = windows.columns.temperature[windows.slot.clamp(min=0)] == 0
         best = torch.zeros_like(probs).scatter_(1, scores.sampled[:, None], 1.0)
         return torch.where(greedy[:, None], best, probs)

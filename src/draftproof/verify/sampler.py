@@ -46,8 +46,8 @@ class Sampler:
     ) -> Sampled:
         """Sample from logits [L, V] fp32, which are not changed."""
         base, errors = process(self.ops, logits, windows, features, hosted)
-        processed = self.ops.process_logits(base, windows) if features.needs_processed else base
-        sampled, bad = self.ops.sample(processed, windows, scaled=features.needs_processed)
+        processed = self.ops.sampling.process_logits(base, windows) if features.needs_processed else base
+        sampled, bad = self.ops.sampling.sample(processed, windows, scaled=features.needs_processed)
         if features.needs_processed:
             bad = _unsampleable(base)  # truncation hides NaN
         if errors:

@@ -43,13 +43,15 @@ class TopP(Strategy):
         drafts, real = windows.draft.clamp(min=0), windows.draft >= 0
         inside = torch.isfinite(nucleus.gather(1, drafts[:, None]))[:, 0]
         # from the row before truncation: in a nucleus of one token the second best would be a token at -inf
-        values, ids = self.ops.top(scores.base, min(2, nucleus.shape[1]))
+        values, ids = self.ops.sampling.top(scores.base, min(2, nucleus.shape[1]))
         best = (drafts == ids[:, 0]) & real
         second = (drafts == ids[:, -1]) & torch.isfinite(values[:, -1])
         window = self.options["verify_window"]
         if window:
             inside = inside | (second & _is_followed_by_best(best, window))
-        drawn = self.ops.gumbel_argmax(nucleus, windows.columns.seed[slot], windows.position, STREAM_SAMPLE)
+        drawn = self.ops.sampling.gumbel_argmax(
+            nucleus, windows.columns.seed[slot], windows.position, STREAM_SAMPLE
+        )
         greedy = windows.columns.temperature[slot] == 0
         return Choice(torch.where(greedy, scores.sampled, drawn), inside)
 
@@ -61,11 +63,11 @@ class TopP(Strategy):
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         max_candidates = torch.full_like(slot, self.options["max_candidate_len"])
         no_min_p, no_top_p = torch.zeros_like(columns.min_p[slot]), torch.ones_like(columns.top_p[slot])
-        kept = self.ops.truncate(scores.processed, max_candidates, no_top_p, no_min_p)
+        kept = self.ops.sampling.truncate(scores.processed, max_candidates, no_top_p, no_min_p)
         # sampled rows are already truncated to top_p; greedy rows are not truncated at all
         greedy = columns.temperature[slot] == 0
         top_p = torch.where(greedy, columns.top_p[slot], 1.0)
-        within = self.ops.truncate(scores.processed, torch.zeros_like(slot), top_p, no_min_p)
+        within = self.ops.sampling.truncate(scores.processed, torch.zeros_like(slot), top_p, no_min_p)
         return kept.masked_fill(torch.isinf(within), -math.inf)
 
 

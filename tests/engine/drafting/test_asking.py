@@ -457,7 +457,7 @@ def test_a_step_is_read_when_the_drafts_behind_it_are_made(monkeypatch: pytest.M
     """So the time until then has in it what asking for these took, as `Loop` tells the prices."""
     engine, seen = engine_of(), []
     drafting, ops = engine.loop.device.drafting, engine.loop.device.ops
-    draft, fetch = drafting.draft, ops.fetch
+    draft, fetch = drafting.draft, ops.runtime.fetch
 
     def drafts(*given: Any) -> None:
         seen.append("drafts")
@@ -468,7 +468,7 @@ def test_a_step_is_read_when_the_drafts_behind_it_are_made(monkeypatch: pytest.M
         return fetch(tensor)
 
     monkeypatch.setattr(drafting, "draft", drafts)
-    monkeypatch.setattr(ops, "fetch", reads)
+    monkeypatch.setattr(ops.runtime, "fetch", reads)
     monkeypatch.setattr(engine.loop, "_count_drafts", lambda: None)
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.7)
     tiny.run(engine, [tiny.request(0, params)])

@@ -21,7 +21,7 @@ from draftproof.engine.drafting.budget import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
-from draftproof.ops import Ops
+from draftproof.ops import Ops, Runtime
 from draftproof.propose import DeviceProposer, Proposer
 from draftproof.types import DeviceBatch, Draft, DraftSpec, FinishStatus, PlanColumns, Rows, StepFeatures
 from draftproof.verify.base import Strategy
@@ -74,7 +74,9 @@ class Drafting:
         """What is told of logprobs, beside the drafts that a step ends with, which need nothing of it."""
         ops, some = self.slots.ops, max(traits.raw_top, traits.processed_top) >= 0
         return (
-            ops.run_parallel(function) if self.in_step and some else Ops.run_parallel(ops, function)
+            ops.runtime.run_parallel(function)
+            if self.in_step and some
+            else Runtime.run_parallel(ops.runtime, function)
         )  # that waits for it
 
     def asked_for(self, planned: StepPlan, budget: Ints) -> tuple[int, int]:
@@ -82,7 +84,7 @@ class Drafting:
         be."""
         if not self.follows_rows or not self.asks or not np.count_nonzero(budget):
             return 0, 0
-        if not self.slots.ops.asynchronous:
+        if not self.slots.ops.runtime.asynchronous:
             return len(planned.slots) * (self.rounds > 0), 0
         return len(planned.slots), self.k - self._queued  # what is captured says nothing later
 
@@ -116,7 +118,7 @@ class Drafting:
     ) -> DraftSpec:
         rounds = min(int(budget.max(initial=0)), self.most) if self.asks else 0
         self._rare = traits.needs_processed or traits.needs_draft_logprobs or probs
-        if ops.asynchronous:
+        if ops.runtime.asynchronous:
             self._queued = rounds = self.captured(len(planned.slots), rounds, planned.has_prompts)
         assert self.proposer is not None
         prompts = self.proposer.minds_prompts and bool(planned.chunk.any())
@@ -125,7 +127,7 @@ class Drafting:
     def entries(self, ops: Ops, count: int, rows: int) -> int:
         """For how many entries the drafts of `count` are captured, behind a step of `rows` rows: few numbers,
         since each goes with many of rows."""
-        if not ops.asynchronous:
+        if not ops.runtime.asynchronous:
             return count
         return min(1 << (count - 1).bit_length(), len(self.slots.requests), rows)
 
@@ -153,8 +155,11 @@ class Drafting:
         num_slots, k = self.slots.columns.draft.shape
         found: dict[tuple[int, int, DraftSpec], int] = {}
         for count in range(1, num_slots + 1) if self.follows_rows else ():
-            full = ops.bucket(count * (1 + k))
-            least, most = ops.bucket(count), ops.bucket(count * (1 + k) + PROMPTS[count > FEW])
+            full = ops.runtime.bucket(count * (1 + k))
+            least, most = (
+                ops.runtime.bucket(count),
+                ops.runtime.bucket(count * (1 + k) + PROMPTS[count > FEW]),
+            )
             for rows, wanted in product((n for n in sizes if least <= n <= most), range(k + 1)):
                 entries = self.entries(ops, count, rows)
                 found[rows, entries, DraftSpec(self.captured(count, wanted, rows > full))] = 0
@@ -180,13 +185,13 @@ class Drafting:
         num_slots, k = self.slots.columns.draft.shape
         found = {}
         for count in (n for n in sizes if n <= num_slots):
-            rows = ops.bucket(count * (1 + k))
+            rows = ops.runtime.bucket(count * (1 + k))
             entries = self.entries(ops, count, rows)
             most = 1 if self.proposer.ends_chains else k  # others pay or are not
             some, none = (seconds(rows, entries, DraftSpec(rounds)) for rounds in (most, 0))
             found[count] = max(0.0, some - none), 0.0
             fewer = self.captured(count, (k + 1) // 2)
-            if ops.asynchronous and self.proposer.weighed >= 0 and fewer < most:
+            if ops.runtime.asynchronous and self.proposer.weighed >= 0 and fewer < most:
                 saved = (some - seconds(rows, entries, DraftSpec(fewer))) / (most - fewer)
                 found[count] = found[count][0], min(max(0.0, saved), found[count][0] / k)
         return found
@@ -225,7 +230,7 @@ class Drafting:
     def _spoils(self, device: torch.device) -> Tensor:
         """Bytes to write over the caches with; none where there is no room for them."""
         try:
-            return torch.empty(COLD * self.slots.ops.asynchronous, dtype=torch.uint8, device=device)
+            return torch.empty(COLD * self.slots.ops.runtime.asynchronous, dtype=torch.uint8, device=device)
         except RuntimeError:
             return torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -246,14 +251,14 @@ class Drafting:
             )
         begin = time.perf_counter()
         try:
-            look = 0 if self.slots.ops.asynchronous else self.num_sources
+            look = 0 if self.slots.ops.runtime.asynchronous else self.num_sources
             draft = checked(self.proposer.draft(batch), columns.draft[: len(slots)], look)
-            self.slots.ops.store_drafts(columns, slots, budget, draft)
+            self.slots.ops.step.store_drafts(columns, slots, budget, draft)
             self.put_probs(slots, draft)
         except Exception as error:  # a plug-in's code may raise anything
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()
-        if not self.slots.ops.asynchronous:
+        if not self.slots.ops.runtime.asynchronous:
             self.took = time.perf_counter() - begin
 
     def put_probs(self, slots: Tensor, draft: Draft) -> None:

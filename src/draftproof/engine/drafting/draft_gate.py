@@ -59,7 +59,7 @@ class Asking:
         num_slots = len(drafting.slots.requests)
         self.priced = False  # is it known what steps and asking cost?
         self.scheduler, self.drafting = scheduler, drafting
-        self._ahead = drafting.slots.ops.asynchronous
+        self._ahead = drafting.slots.ops.runtime.asynchronous
         self._model = model
         self._brings = np.ones(num_slots)  # tokens a window that nobody else would have brought
         self._usual = 1.0  # the same of anybody lately

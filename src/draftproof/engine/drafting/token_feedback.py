@@ -36,7 +36,7 @@ class Lessons:
             return
         with suppress(*FAULTS):  # a device that is gone shows in the next step
             tokens = self.slots.columns.tokens[slot, :length]
-            self._heard.append((request, read or self.slots.ops.fetch(tokens), behind))
+            self._heard.append((request, read or self.slots.ops.runtime.fetch(tokens), behind))
 
     def teach(self, proposer: Proposer, number: float) -> None:
         """What has come behind steps up to this number."""

@@ -90,8 +90,8 @@ class DeviceStep:
         self.sampler = sampler
         columns, device = slots.columns, slots.device
         num_slots, k = columns.draft.shape
-        self.max_rows = self.ops.bucket(max_rows)
-        self.max_logits = self.ops.bucket(min(max_rows, num_slots * (k + 1)))
+        self.max_rows = self.ops.runtime.bucket(max_rows)
+        self.max_logits = self.ops.runtime.bucket(min(max_rows, num_slots * (k + 1)))
 
         def lines(number: int, size: int) -> Tensor:
             """[number, size] int64; each begins at an address that any kernel likes."""
@@ -115,7 +115,7 @@ class DeviceStep:
         )
         self.drafting = Drafting(proposer, slots, self.max_rows, self._picked)
         outside = self.max_rows, self._picked.shape[1]  # of the graphs' memory
-        self._hidden = self._picked.new_zeros(outside) if self.ops.asynchronous else None
+        self._hidden = self._picked.new_zeros(outside) if self.ops.runtime.asynchronous else None
         self._allowed: Tensor | None = None  # masks by slot and depth; made when a grammar first comes
         self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
@@ -125,7 +125,7 @@ class DeviceStep:
         self, planned: StepPlan, budget: Ints, traits: StepFeatures, hosted: Mapping[int, Request], keep: bool
     ) -> QueuedStep:
         """Queue a step. `hosted`: requests, by slot, that need the host in it; `keep`: hidden rows too."""
-        rows = self.ops.bucket(planned.num_rows)
+        rows = self.ops.runtime.bucket(planned.num_rows)
         if traits.has_grammar:
             self._masks()
         follow = self._follow(rows, planned, budget, traits)
@@ -135,7 +135,7 @@ class DeviceStep:
             ran = QueuedStep(step(), None)
             follow()
             return ran
-        logits, usual = self.ops.bucket(max(1, planned.num_logits)), self._ends(rows)
+        logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self._ends(rows)
         ends = 0 if keep or planned.scores_prompts else usual
         forward: Callable[[], Tensor] = partial(self._alone, rows, ends)
         if ends == usual:  # others are too seldom and too large to be captured while everybody waits
@@ -175,16 +175,16 @@ class DeviceStep:
 
     def put(self, planned: StepPlan, budget: Ints, draft: Draft) -> None:
         """Take the guesses of a proposer on the host."""
-        send, columns = self.ops.send, self.slots.columns
+        send, columns = self.ops.runtime.send, self.slots.columns
         draft = checked(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
         slots = send(torch.from_numpy(planned.slots))
-        self.ops.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
+        self.ops.step.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
         self.drafting.put_probs(slots, draft)
 
     def allow(self, places: Tensor, masks: Tensor) -> None:
         """Masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
         lines = self._masks().view(-1, masks.shape[1])
-        lines[self.ops.send(places)] = self.ops.send(masks)
+        lines[self.ops.runtime.send(places)] = self.ops.runtime.send(masks)
 
     def _masks(self) -> Tensor:
         if self._allowed is None:
@@ -198,14 +198,15 @@ class DeviceStep:
 
         Returns the seconds of a step by its rows.
         """
-        if not self.ops.asynchronous:
+        if not self.ops.runtime.asynchronous:
             sizes = some_of(wide)  # in rounds: a busy moment of the machine hits one of them, not one size
             rounds = [
-                [self.ops.seconds(partial(self._rehearse, n), times=1) for n in sizes] for _ in range(3)
+                [self.ops.runtime.seconds(partial(self._rehearse, n), times=1) for n in sizes]
+                for _ in range(3)
             ]
             return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
-        sizes = sorted({self.ops.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
-        decoding = [n for n in sizes if n <= self.ops.bucket(wide)]
+        sizes = sorted({self.ops.runtime.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
+        decoding = [n for n in sizes if n <= self.ops.runtime.bucket(wide)]
         work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, sizes)]
         for size, ends in ((n, self._ends(n)) for n in sizes):
             work.append((("forward", size, ends), partial(self._alone, size, ends), False))
@@ -213,12 +214,12 @@ class DeviceStep:
             work.append((("decode", size, trait), partial(self._whole, size, trait), False))
             work.append((("judge", size, trait), partial(self._judge, size, trait, NO_ONE), False))
         self.ready(work, tick, *(self._draft(*one)[1] for one in self.drafting.rare(self.ops, sizes)))
-        return {n: self.ops.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
+        return {n: self.ops.runtime.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
 
     def ready(self, work: Work, tick: Progress, *more: Callable[[], object]) -> None:
         """Capture `work`; before, its kernels are compiled side by side, and those of `more`."""
         proposer, functions = self.drafting.proposer, [function for _, function, _ in work]
-        self.ops.compile([self._idle, *functions, *more], partial(tick, "compiling"))
+        self.ops.runtime.compile([self._idle, *functions, *more], partial(tick, "compiling"))
         self.drafting.proposer, self.drafting.failure = proposer, None  # to fail it must have been run
         for done, one in enumerate(work):
             tick("capturing", done, len(work))
@@ -233,7 +234,7 @@ class DeviceStep:
     def _seconds(self, rows: int, entries: int, wanted: DraftSpec) -> float:
         draft = self._graph(*self._draft(rows := min(rows, self.max_rows), entries, wanted), apart=True)
         with self.drafting.rehearsed(self.plan, self._layout(rows, 0).rows, entries) as cold:
-            return self.ops.seconds(lambda: (cold(), draft()), times=3)
+            return self.ops.runtime.seconds(lambda: (cold(), draft()), times=3)
 
     def _rehearse(self, size: int) -> None:
         """What costs in a step of so many rows, for nobody: its keys go to page 0, which nobody has."""
@@ -248,13 +249,13 @@ class DeviceStep:
 
     def _graph(self, key: Hashable, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
         """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""
-        if not self.ops.asynchronous:
+        if not self.ops.runtime.asynchronous:
             return function
         graph = self._graphs.get(key)
         if graph is None:
             self._idle()
             try:
-                graph = self.ops.graph(function, apart)
+                graph = self.ops.runtime.graph(function, apart)
             except RuntimeError as error:  # no memory for it, most likely; without it the step is slower
                 log = logging.getLogger("draftproof")
                 log.warning("a step cannot be captured and runs op by op: %s", error)
@@ -280,7 +281,7 @@ class DeviceStep:
         plan = table.tobytes()
         if plan != self._sent:
             self._sent = None
-            self.ops.send(self._telling, self._plan)
+            self.ops.runtime.send(self._telling, self._plan)
             self._sent = plan
         self._from = columns
 
@@ -291,7 +292,7 @@ class DeviceStep:
 
     def _lay_out(self, rows: int, logits: int) -> Layout:
         layout = self._layout(rows, logits)
-        self.ops.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
+        self.ops.step.layout(self.plan, self.slots.columns, self.runner.page_size, layout)
         return layout
 
     def _layout(self, rows: int, logits: int) -> Layout:
@@ -320,7 +321,7 @@ class DeviceStep:
         Of a prompt's rows the last one alone has logits. There is room for all that may decode with all their
         drafts: no step needs another pass than the one that was captured for its size.
         """
-        narrow = 0 < self.ops.gather_last_layer_from_rows <= size and 2 * self.max_logits <= size
+        narrow = 0 < self.ops.forward.gather_last_layer_from_rows <= size and 2 * self.max_logits <= size
         return self.max_logits if narrow and not self.drafting.follows_rows else 0
 
     def _forward(self, size: int, ends: int = 0) -> Tensor:
@@ -347,7 +348,7 @@ class DeviceStep:
         windows = self._layout(0, 1).windows
         none = torch.zeros_like(windows.slot)
         outcome, parts = self._outcome(len(none))
-        self.ops.commit(self.plan, windows, Choice(none), none, outcome)
+        self.ops.step.commit(self.plan, windows, Choice(none), none, outcome)
         return StepTensors(outcome, windows, None, None, None, None, self._pack(parts, traits))
 
     def _tail(
@@ -357,7 +358,7 @@ class DeviceStep:
         logits = self.runner.logits(hidden)
         sampled = self.sampler(logits, windows, traits, hosted)
         outcome, parts = self._outcome(len(logits))
-        self.ops.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
+        self.ops.step.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
         told = partial(self._logprobs, parts, windows=windows, outcome=outcome, traits=traits)
         logprobs = self.drafting.beside(
             lambda: (told(logits, LogprobKind.RAW), told(sampled.processed, LogprobKind.PROCESSED)), traits
@@ -400,4 +401,4 @@ class DeviceStep:
             slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
             rows = torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
         out = parts.logprobs(kind.name.lower(), len(rows), tops[kind])
-        return self.ops.logprobs(logits, rows, outcome.pick_tokens, tops[kind], out)
+        return self.ops.sampling.logprobs(logits, rows, outcome.pick_tokens, tops[kind], out)

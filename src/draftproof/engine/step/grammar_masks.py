@@ -28,7 +28,7 @@ def send_masks(planned: StepPlan, slots: Slots, device: DeviceStep) -> Complaint
     counts = planned.drafts[entries]
     draft = np.zeros((0, 0), np.int64)
     if counts.any():
-        draft = device.ops.fetch(slots.columns.draft)().numpy()
+        draft = device.ops.runtime.fetch(slots.columns.draft)().numpy()
     depths = slots.columns.draft.shape[1] + 1
     masks = torch.zeros((int((counts + 1).sum()), -(-slots.vocab // 32)), dtype=torch.int32)
     places: list[int] = []

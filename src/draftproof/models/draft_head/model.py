@@ -78,7 +78,9 @@ class HeadModel:
         if not config.share_head:
             self.head = take.packed(["lm_head"], bias=False)
         else:
-            self.head = target.head if self.ids is None else ops.pack_draft_linear(target.head_rows(self.ids))
+            self.head = (
+                target.head if self.ids is None else ops.forward.pack_draft_linear(target.head_rows(self.ids))
+            )
 
     def feature(self, rows: Tensor) -> Tensor:
         """What it makes of the target's rows, [R, target's hidden, once or several times]: [R, hidden]."""
@@ -86,8 +88,8 @@ class HeadModel:
             return rows
         ops, eps, count = self.ops, self.config.rms_norm_eps, len(rows)
         if self.feature_norm is not None:  # of each layer's part, or of all of it
-            rows = ops.rms_norm(rows.reshape(-1, len(self.feature_norm)), self.feature_norm, eps)
-        return ops.linear(rows.view(count, -1), self.fc)
+            rows = ops.forward.rms_norm(rows.reshape(-1, len(self.feature_norm)), self.feature_norm, eps)
+        return ops.forward.linear(rows.view(count, -1), self.fc)
 
     def forward(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> Tensor:
         """rows.tokens are those that follow; stores K and V of every row. `feature` may be overwritten.
@@ -95,7 +97,7 @@ class HeadModel:
         [R, hidden], before the last norm: what `logits` and `following` take.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        ops.begin_pass(rows)
+        ops.forward.begin_pass(rows)
         row = self._projected(rows, feature)
         return run_layers(
             ops, row, self.layers, None, rows, self.rope, caches, eps, embedding=self.embedding
@@ -116,14 +118,16 @@ class HeadModel:
         ops, eps = self.ops, self.config.rms_norm_eps
         if self.config.join.reads_both:
             return feature
-        embedded = ops.embed(rows.tokens, self.embedding)
+        embedded = ops.forward.embed(rows.tokens, self.embedding)
         if self.norms:
-            embedded = ops.rms_norm(embedded, self.norms[0], eps)
-            feature = ops.rms_norm(feature.contiguous(), self.norms[1], eps)
-        return ops.linear(ops.concat_columns(embedded, feature), self.fc)
+            embedded = ops.forward.rms_norm(embedded, self.norms[0], eps)
+            feature = ops.forward.rms_norm(feature.contiguous(), self.norms[1], eps)
+        return ops.forward.linear(ops.forward.concat_columns(embedded, feature), self.fc)
 
     def _normed(self, row: Tensor) -> Tensor:
-        return row if self.norm is None else self.ops.rms_norm(row, self.norm, self.config.rms_norm_eps)
+        return (
+            row if self.norm is None else self.ops.forward.rms_norm(row, self.norm, self.config.rms_norm_eps)
+        )
 
     def following(self, row: Tensor) -> Tensor:
         """The features of the rows after these."""
@@ -134,7 +138,7 @@ class HeadModel:
 
         Valid until the next call.
         """
-        logits = self.ops.linear(self._normed(row), self.head, torch.float32)
+        logits = self.ops.forward.linear(self._normed(row), self.head, torch.float32)
         if self.ids is None:
             return logits
         return self._logits[: len(logits)].index_copy_(1, self.ids, logits)
@@ -155,12 +159,12 @@ class HeadModel:
         """
         if self.norm is not None:
             norm, eps = self.norm, self.config.rms_norm_eps
-            return self.ops.lm_head_sample(
+            return self.ops.rounds.lm_head_sample(
                 row, at, norm, eps, self.head, self.ids, windows, greedy, out, sure
             )
         row = row if at is None else row[at.clamp(min=0)]
         logits = self.logits(row)
-        token = self.ops.argmax(logits) if greedy else self.ops.sample(logits, windows)[0]
+        token = self.ops.sampling.argmax(logits) if greedy else self.ops.sampling.sample(logits, windows)[0]
         out.copy_(torch.where(windows.slot >= 0, token, 0))
         return row
 

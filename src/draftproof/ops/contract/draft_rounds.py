@@ -77,6 +77,6 @@ class DraftRoundOps(ABC):
 
         Returns the rows of x [B, hidden] that were used, undefined for padding. With `greedy` the
         temperature counts as 0. Ids outside `ids` are never sampled. Logits that are not finite give any
-        token. `draft_prob`, if given, receives the draft model's probability of the sampled token, at the row's
-        temperature, or at 1 for a greedy row; undefined for padding.
+        token. `draft_prob`, if given, receives the draft model's probability of the sampled token, at the
+        row's temperature, or at 1 for a greedy row; undefined for padding.
         """

@@ -20,7 +20,9 @@ class ForwardOps(ABC):
     """Op family of the forward pass."""
 
     fused_rows_limit: ClassVar[int] = 16  # rows up to which one pass costs less than two passes on fewer rows
-    gather_last_layer_from_rows: ClassVar[int] = 0  # rows from which the last layer keeps only output rows; 0: off
+    gather_last_layer_from_rows: ClassVar[int] = (
+        0  # rows from which the last layer keeps only output rows; 0: off
+    )
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -112,7 +114,7 @@ class ForwardOps(ABC):
         """Return a kernel that runs all layers in one launch with the same bits, or None."""
         return None
 
-    def begin_pass(self, rows: Rows) -> None:
+    def begin_pass(self, rows: Rows) -> None:  # noqa: B027
         """Announce a forward pass over these rows, so that work shared by its layers is done once.
 
         A hint: an op called without it gives the same result.

@@ -99,9 +99,9 @@ class SamplingOps(ABC):
         """Sample one token per row of [L, V]; return tokens and error codes, [L] int64 each.
 
         Greedy rows take argmax; others take gumbel_argmax of logits / temperature (of the logits as they are
-        if `scaled`) with the slot's seed and the row's position, STREAM_SAMPLE. The code is FinishStatus.NO_ALLOWED_TOKEN
-        where all logits are -inf, FinishStatus.NOT_FINITE where one is NaN or +inf, else 0. The token is 0 where the
-        code is not 0; padding has 0 for both.
+        if `scaled`) with the slot's seed and the row's position, STREAM_SAMPLE. The code is
+        FinishStatus.NO_ALLOWED_TOKEN where all logits are -inf, FinishStatus.NOT_FINITE where one is NaN or
+        +inf, else 0. The token is 0 where the code is not 0; padding has 0 for both.
         """
 
     @abstractmethod

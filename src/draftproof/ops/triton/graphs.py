@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from draftproof.ops.contract.runtime import Runtime
 from draftproof.ops.contract.types import PendingCopy
-from draftproof.ops.torch.step import Bookkeeping
+from draftproof.ops.triton.compile_ahead import compile_ahead
+from draftproof.ops.triton.launch import LaunchContext
 
 T = TypeVar("T")
 STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -37,17 +39,28 @@ def bucket_of(rows: int) -> int:
     return -(-rows // step) * step
 
 
-class Queued(Bookkeeping):
-    """What a backend with a queue adds; on the interpreter, which has none, nothing."""
+class TritonRuntime(Runtime):
+    """Runtime with a queue and CUDA graphs; on the interpreter, which has none, the defaults apply."""
 
-    cuda: bool  # on a GPU, not the interpreter
+    def __init__(self, launch: LaunchContext) -> None:
+        super().__init__(launch.device)
+        self.cuda = launch.cuda
+        self.asynchronous = self.cuda
+        self.open_queue()
 
     def open_queue(self) -> None:
-        self.asynchronous = self.cuda
+        """Create the streams, memory pools and staging buffers."""
         if self.cuda:
             self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
             self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._stages, self._here = Stages(), torch.cuda.current_stream(self.device)
+
+    def free_memory(self) -> int | None:
+        return torch.cuda.mem_get_info(self.device)[0] if self.cuda else None
+
+    def compile(self, functions: Sequence[Callable[[], object]], tick: Callable[[int, int], None]) -> None:
+        if self.cuda:
+            compile_ahead(functions, tick)
 
     def bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.cuda else rows

@@ -57,7 +57,7 @@ class Lessons:
         shape = (total + 1, (len(self.layers) + 1) * hidden)
         rows = torch.zeros(shape, dtype=self.teacher.dtype, device=self.teacher.device)
         for batch in self.batches.in_order():
-            lesson = self.teacher(self.ops.send(torch.from_numpy(batch.tokens)), self.layers)
+            lesson = self.teacher(self.ops.runtime.send(torch.from_numpy(batch.tokens)), self.layers)
             both = torch.cat([lesson.features, lesson.hidden], dim=-1)
             for line, (which, length) in enumerate(zip(batch.which, batch.lengths.tolist(), strict=True)):
                 begin = int(self.batches.begins[which])

@@ -44,7 +44,7 @@ class Slopes:
         self, compute: Callable[[Task, bool], Found], weights: Sequence[Tensor], unroll: int, ops: Ops
     ) -> None:
         self._compute, self._ops = compute, ops
-        self.replays = ops.asynchronous
+        self.replays = ops.runtime.asynchronous
         self._made: dict[tuple[torch.Size, ...], tuple[Task, Callable[[], None]]] = {}
         if self.replays:
             self._slopes = [torch.empty_like(weight) for weight in weights]
@@ -53,23 +53,23 @@ class Slopes:
     def __call__(self, task: Task, measure: bool) -> Found:
         """Of a task on the host. What is replayed is always measured, and valid until the next one."""
         if not self.replays:
-            return self._compute(Task(*(self._ops.send(part) for part in task.parts)), measure)
+            return self._compute(Task(*(self._ops.runtime.send(part) for part in task.parts)), measure)
         shape = tuple(part.shape for part in task.parts)
         if shape not in self._made:
             self._made[shape] = self._captured(task)
         given, replay = self._made[shape]
         for part, target in zip(task.parts, given.parts, strict=True):
             if len(part):
-                self._ops.send(part, target)
+                self._ops.runtime.send(part, target)
         replay()
         return self._slopes, self._losses
 
     def _captured(self, task: Task) -> tuple[Task, Callable[[], None]]:
-        given = Task(*(self._ops.send(part) for part in task.parts))
+        given = Task(*(self._ops.runtime.send(part) for part in task.parts))
 
         def run() -> None:
             slopes, losses = self._compute(given, True)
             torch._foreach_copy_(self._slopes, list(slopes))
             self._losses.copy_(losses)
 
-        return given, self._ops.graph(run)
+        return given, self._ops.runtime.graph(run)
