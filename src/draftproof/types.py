@@ -248,7 +248,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a strategy says of L rows. How many drafts stand follows from it in one place, `StepOps.commit`."""
+    """Tokens and acceptance of L rows from a strategy; `StepOps.commit` derives the accepted drafts."""
 
     token: Tensor  # [L] int64: the row's token if no draft stands there
     accept: Tensor | None = None  # [L] bool: would its draft stand? None: if it is `token`

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,16 +161,12 @@ def step_times(micros: Callable[..., float]) -> dict[str, Any]:
         note(f"choose {where}", one.choose)
         tokens, count = ops.search.search_ngram(columns, slots, budget, 2, 4)
         note(f"ngram {where}", lambda: ops.search.search_ngram(columns, slots, budget, 2, 4))  # noqa: B023
-        note(
-            f"store_drafts {where}",
-            lambda: ops.step.store_drafts(columns, slots, budget, Draft(tokens, count)),
-        )  # noqa: B023
+        stored = partial(ops.step.store_drafts, columns, slots, budget, Draft(tokens, count))
+        note(f"store_drafts {where}", stored)
         none = torch.full_like(one.every, -1)
         for rows, label in ((one.every, "all rows"), (none, "no row")):
-            note(
-                f"logprobs, top 5, {label} {where}",
-                lambda: ops.sampling.logprobs(one.logits, rows, one.token, 5),
-            )  # noqa: B023
+            logprobs = partial(ops.sampling.logprobs, one.logits, rows, one.token, 5)
+            note(f"logprobs, top 5, {label} {where}", logprobs)
         note(f"commit {where}", one.commit)
         columns.temperature.fill_(0.8)
         note(f"choose, hot {where}", one.choose)

@@ -1,7 +1,7 @@
 """Contract of a verification strategy.
 
 A strategy is tensor code over the rows of a step. It returns which drafts it would accept and the token
-of each row. `StepOps.commit` derives the number of accepted drafts from that, in one place for all strategies.
+of each row. `StepOps.commit` derives the number of accepted drafts from that, for all strategies.
 """
 
 from __future__ import annotations
