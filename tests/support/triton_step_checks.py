@@ -11,7 +11,7 @@ import time
 import traceback
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
-from draftproof.ops.triton import draft_rounds_kernels
+from draftproof.ops.triton import draft_rounds_kernels, draft_search_kernels
 from draftproof.ops.triton.gemm import lm_head_sample
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.sampling import kernels, topk
