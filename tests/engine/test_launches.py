@@ -158,7 +158,7 @@ def test_nothing_waits_for_the_device(
 
 
 def test_control_a_wait_is_seen(proposer: Eagle3Proposer, monkeypatch: pytest.MonkeyPatch) -> None:
-    follow = type(proposer.env.ops).follow
+    follow = type(proposer.env.ops.rounds).shift_rows
 
     def waits(self: Any, *given: Any) -> Any:
         rows, last = follow(self, *given)
