@@ -19,7 +19,7 @@ import torch
 
 import step_cases
 from draftproof.ops.contract.draft_search import SuffixOptions
-from draftproof.ops.reference.step import _latest_match
+from draftproof.ops.reference.draft_search import _latest_match
 from draftproof.ops.torch.backend import TorchOps
 from draftproof.types import (
     ENDED,
