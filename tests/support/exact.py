@@ -141,7 +141,7 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
     Each time some plans `later`, so that in the end also a long prompt without a cache gets through.
     """
     scheduler, plans = target.loop.scheduler, 0
-    plan, short_of, calm = scheduler.plan, scheduler._missing_pages, scheduler._calm.plan
+    plan, short_of, fast_plan = scheduler.plan, scheduler._missing_pages, scheduler._fast_path.plan
 
     def counts(*given: Any, **named: Any) -> Any:
         nonlocal plans
@@ -158,10 +158,10 @@ def shake(target: Engine, later: int, every: int = 2) -> None:
         return found
 
     def closer(*arguments: Any) -> Any:
-        return None if plans > every else calm(*arguments)  # pages are not looked at in calm steps
+        return None if plans > every else fast_plan(*arguments)  # the fast path does not look at pages
 
     scheduler.plan, scheduler._missing_pages = counts, short  # type: ignore[method-assign]
-    scheduler._calm.plan = closer  # type: ignore[method-assign]
+    scheduler._fast_path.plan = closer  # type: ignore[method-assign]
 
 
 WIDE = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # threads for a real model: the cores may be shared
