@@ -127,8 +127,8 @@ def tiny(folder: Path, device: str, is_full: bool = False) -> Iterator[EngineCas
 
 
 # beginnings of the engines' names that the tests run
-QUICK = ("llama-float32-cpu/", "qwen3-bfloat16-cpu/", "variant/", "llama-bfloat16-torch/eagle3")
-QUICK += ("qwen3-float32-torch/ngram", "qwen3-bfloat16-reference/draft_model")
+QUICK = ("llama-float32-cpu/", "qwen3-bfloat16-cpu/", "variant/", "llama-bfloat16-torch/ngram")
+QUICK += ("qwen3-float32-torch/mtp", "qwen3-bfloat16-reference/draft_model")
 VARIANTS: dict[str, dict[str, Any]] = {  # proposer, and engine options or keys of speculative_config
     "chunked": {"method": "ngram", "max_num_batched_tokens": 16, "page_size": 8},
     "preempting": {"method": "draft_model", "kv_cache_tokens": 160, "page_size": 8},
