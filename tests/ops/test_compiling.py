@@ -86,7 +86,7 @@ def test_kernels_are_parsed_one_at_a_time(norms: Any, in_turn: bool, monkeypatch
 
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     if not in_turn:
-        monkeypatch.setattr(compile_ahead, "_parsing_in_turn", nullcontext)
+        monkeypatch.setattr(compile_ahead, "_serial_parsing", nullcontext)
     guard, inside, most, whole = threading.Lock(), [], [], JITCallable.parse
 
     def slow(self: Any) -> Any:
@@ -151,12 +151,12 @@ def test_nothing_is_concluded_from_kernels_that_did_not_run() -> None:
 
     cublas = Cublas(lambda *_: None)  # type: ignore[arg-type]
     packed = PackedLinear(torch.zeros((64, 64), dtype=torch.bfloat16), None, 1)
-    compile_ahead._here.compiling = True
+    compile_ahead._thread_state.compiling = True
     try:
         assert cublas.way(packed, 512, torch.bfloat16) == ""
         assert not cublas.second_is_quicker("x", lambda: None, lambda: None, False)
     finally:
-        compile_ahead._here.compiling = False
+        compile_ahead._thread_state.compiling = False
     assert not cublas.proven and not cublas.quicker
 
 

@@ -467,7 +467,7 @@ def order() -> None:
 
 @check
 def top() -> None:
-    """Both stages, with small chunks: the interpreter sorts slowly. Beyond QUICK: by keys.
+    """Both stages, with small chunks: the interpreter sorts slowly. Beyond MAX_TWO_STAGE_K: by keys.
 
     The last rows have more members worth sorting than there is room for, or equal ones at the border.
     """
@@ -477,7 +477,7 @@ def top() -> None:
         if vocab == 400:
             logits[3] = -1.0
             logits[4] = (torch.arange(vocab) * 37 % 41 > 37).float()
-        topk.QUICK = 8
+        topk.MAX_TWO_STAGE_K = 8
         got, want = ops.sampling.top(logits, k), ref.sampling.top(logits, k)
         assert torch.equal(got[1], want[1]) and bits(got[0]) == bits(want[0]), (vocab, k)
 
@@ -493,7 +493,7 @@ def logsumexp() -> None:
 
 @check
 def truncation() -> None:
-    top_p.BLOCK, top_p.GROUP, top_p.SOME = 128, 8, 6  # two blocks a row
+    top_p.BLOCK, top_p.GROUP, top_p.TOP_P_MIN = 128, 8, 6  # two blocks a row
     choices = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (9, 0.8, 0.02), (1, 1.0, 0.0)]
     choices += [
         (200, 0.5, 0.0),
@@ -507,7 +507,7 @@ def truncation() -> None:
         scaled = rows_of(12, vocab)
         picked = list(choices)
         for turn in range(3):
-            top_p.HELD = 2048 if turn == 1 else 16  # by bisection, or by bins and digits where ties are many
+            top_p.MAX_KEYS = 2048 if turn == 1 else 16  # by bisection, or by bins and digits where ties are many
             picked = picked[turn:] + picked[:turn]
             k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
             got, want = ops.sampling.truncate(scaled, k, p, m), ref.sampling.truncate(scaled, k, p, m)
@@ -533,7 +533,7 @@ def slope_of_a_loss() -> None:
             )
             place = torch.randint(12, (9,), generator=torch.Generator().manual_seed(4))
             want = loss._written_out(logits, there, place, hard, share, 1.7, True)
-            value = kl_grad.slope_in_place(logits, there, place, hard, share, 1.7, True)
+            value = kl_grad.kl_grad_in_place(logits, there, place, hard, share, 1.7, True)
             assert_close(logits, want[0], dtype)
             torch.testing.assert_close(value, want[1])
 

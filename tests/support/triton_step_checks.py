@@ -22,8 +22,8 @@ for module in (kernels, sample, logprobs):
     module.CHUNK = 16
 for module in (topk, logprobs):
     module.GROUP = 4
-layout.BLOCK = ngram.BLOCK = draft_search_kernels.BLOCK = penalties.BLOCK = commit.PICKS = 8
-logprobs.PROGRAMS = draft_rounds_kernels.ENTRIES = 4
+layout.BLOCK = ngram.BLOCK = draft_search_kernels.BLOCK = penalties.BLOCK = commit.PICK_BLOCK = 8
+logprobs.MAX_SCAN_PROGRAMS = draft_rounds_kernels.NUM_ENTRIES = 4
 draft_rounds_kernels.BLOCK = 8
 lm_head_sample.TILES, lm_head_sample.JOIN = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4, 2))), 2
 SLOW = {

@@ -15,4 +15,4 @@ def slope_kernel(device: torch.device, width: int) -> Callable[..., Tensor] | No
         return None
     from draftproof.ops.triton import kl_grad
 
-    return kl_grad.slope_in_place if width <= kl_grad.WIDEST else None
+    return kl_grad.kl_grad_in_place if width <= kl_grad.MAX_VOCAB else None

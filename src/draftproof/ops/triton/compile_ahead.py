@@ -1,8 +1,9 @@
-"""Kernels compiled side by side before the first of them runs.
+"""Parallel compilation of kernels before the first of them runs.
 
-A start needs a hundred kernels or more, and one after another they take minutes. Here everything that will be
-captured is gone through once without running a kernel: a launch hands its compilation to a thread. What a
-kernel would have written stays zero, so that torch's own ops, which do run, find indices that exist.
+A warm-up needs a hundred kernels or more, and compiling them one after another takes minutes. Here every
+function that will be captured is called once without running a kernel: a launch submits its compilation to a
+thread pool. Memory that a kernel would have written stays zero, so that torch ops, which do run, read valid
+indices.
 """
 
 from __future__ import annotations
@@ -21,92 +22,95 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITCallable, JITFunction
 
 MAX_THREADS = 32
-MOMENT = 0.5  # seconds between two looks at how far it is
-ALIGNMENT = 16  # bytes, or elements of a size, that the compiler makes use of
+POLL_SECONDS = 0.5  # between two progress reports
+ALIGNMENT = 16  # bytes of an address, or elements of a size, that the compiler specialises on
 _aten = torch.ops.aten
-UNWRITTEN = {
+ALLOCATIONS = {
     _aten.empty,
     _aten.empty_like,
     _aten.empty_strided,
     _aten.new_empty,
     _aten.new_empty_strided,
 }
-_one_at_a_time, _one_parses = threading.Lock(), threading.Lock()
-_here = threading.local()
+_compile_lock, _parse_lock = threading.Lock(), threading.Lock()
+_thread_state = threading.local()
 
 
 def is_compiling() -> bool:
-    """Do launches on this thread run nothing? Then nothing may be concluded from what they leave."""
-    return getattr(_here, "compiling", False)
+    """Return whether launches on this thread only compile, so that their outputs are meaningless."""
+    return getattr(_thread_state, "compiling", False)
 
 
-def compile_ahead(functions: Sequence[Callable[[], object]], tick: Callable[[int, int], None]) -> None:
-    """Compile what `functions` launch; `tick`: how many kernels are done, of how many.
+def compile_ahead(functions: Sequence[Callable[[], object]], report: Callable[[int, int], None]) -> None:
+    """Compile the kernels that `functions` launch; `report` receives the number compiled and the total.
 
-    One that cannot be compiled, or was not foreseen, is met again when it is launched.
+    A kernel that fails to compile, or was not launched here, is compiled at its first real launch.
     """
     threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with _one_at_a_time, _parsing_in_turn(), ThreadPoolExecutor(threads, "draftproof-compile") as pool:
+    with _compile_lock, _serial_parsing(), ThreadPoolExecutor(threads, "draftproof-compile") as pool:
         mode = triton.AsyncCompileMode(pool, ignore_errors=True)
         with mode:
-            with _launching_nothing(), _Zeros():
+            with _compile_only_launches(), _ZeroAllocations():
                 for function in functions:
                     function()
-            waiting = set(mode.raw_futures)
-            while waiting:
-                tick(len(mode.raw_futures) - len(waiting), len(mode.raw_futures))
-                waiting = wait(waiting, MOMENT).not_done
-        tick(len(mode.raw_futures), len(mode.raw_futures))
+            pending = set(mode.raw_futures)
+            while pending:
+                report(len(mode.raw_futures) - len(pending), len(mode.raw_futures))
+                pending = wait(pending, POLL_SECONDS).not_done
+        report(len(mode.raw_futures), len(mode.raw_futures))
 
 
 @contextmanager
-def _parsing_in_turn() -> Iterator[None]:
-    """Up to 3.12 Python counts for all threads together how deep it is in a tree, and now and then refuses
-    what two of them parse at once ("recursion depth mismatch")."""
+def _serial_parsing() -> Iterator[None]:
+    """Let one thread at a time parse kernel sources.
+
+    Up to Python 3.12 the recursion depth of the parser is shared between threads, and concurrent parsing
+    sometimes fails with "recursion depth mismatch".
+    """
     parse = JITCallable.parse
 
-    def in_turn(self: Any) -> Any:
-        with _one_parses:
+    def locked_parse(self: Any) -> Any:
+        with _parse_lock:
             return parse(self)
 
-    JITCallable.parse = in_turn
+    JITCallable.parse = locked_parse
     try:
         yield
     finally:
         JITCallable.parse = parse
 
 
-class _Zeros(TorchDispatchMode):
-    """Memory that nothing was written to is zero."""
+class _ZeroAllocations(TorchDispatchMode):
+    """Dispatch mode that zeroes new allocations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        return out.zero_() if func.overloadpacket in UNWRITTEN else out
+        return out.zero_() if func.overloadpacket in ALLOCATIONS else out
 
 
 @contextmanager
-def _launching_nothing() -> Iterator[None]:
-    """Launches of this thread compile; those of others, who serve somebody, do what they always do."""
-    launch, seen = JITFunction.run, set[Hashable]()
+def _compile_only_launches() -> Iterator[None]:
+    """Let launches of this thread compile only; launches of other threads run as usual."""
+    launch, compiled = JITFunction.run, set[Hashable]()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not is_compiling():
             return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
-        kind = self, *map(_kind, args), *kwargs.items()  # which are constants of the kernel and its options
-        if kind in seen:  # a layer like the one before
+        key = self, *map(_argument_key, args), *kwargs.items()  # constants of the kernel and launch options
+        if key in compiled:  # e.g. a layer of the same shape
             return None
-        seen.add(kind)
+        compiled.add(key)
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    JITFunction.run, _here.compiling = run, True
+    JITFunction.run, _thread_state.compiling = run, True
     try:
         yield
     finally:
-        JITFunction.run, _here.compiling = launch, False
+        JITFunction.run, _thread_state.compiling = launch, False
 
 
-def _kind(value: Any) -> Hashable:
-    """What the compiler may look at; arguments of one kind share a kernel."""
+def _argument_key(value: Any) -> Hashable:
+    """Return the properties of an argument that the compiler specialises on."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT == 0
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1:

@@ -1,7 +1,7 @@
-"""The slope of the loss by a head's logits, on a GPU: one kernel, one pass over each row of the vocabulary.
+"""Gradient of the distillation loss by the logits of a draft head: one kernel, one pass over each row.
 
-Both rows are read once and kept in registers, and the slope is written over the head's logits. What a
-compiler makes of the same lines in `loss` reads them several times, since it cuts a row into parts.
+Both rows are read once and kept in registers, and the gradient overwrites the logits of the head. The
+compiled PyTorch version of `loss` reads each row several times.
 """
 
 from __future__ import annotations
@@ -11,57 +11,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = 32768  # ids of a row that registers hold
-THREADS_HOLD = 1024  # ids of a row for each warp
+MAX_VOCAB = 32768  # ids of a row that fit into registers
+IDS_PER_WARP = 1024
 
 
 @triton.jit
-def slope_kernel(
-    logits, there, place, hard, share, value, V, overlap, MEASURE: tl.constexpr, BLOCK: tl.constexpr
+def kl_grad_kernel(
+    logits, target_logits, target_row, hard_share, row_weight, losses, V, overlap,
+    MEASURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row r: logits [V] becomes its slope times share[r]; the target's row is there[place[r]]."""
+    """Overwrite row r of logits [R, V] by its gradient times row_weight[r].
+
+    The target distribution of row r is that of target_logits[target_row[r]]; `hard_share` of its mass moves
+    to its best id.
+    """
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     inside = ids < V
-    weight = tl.load(share + row)
-    extra = tl.load(hard + row)
-    at = tl.load(place + row)
+    weight = tl.load(row_weight + row)
+    hard = tl.load(hard_share + row)
+    source = tl.load(target_row + row)
     x = tl.load(logits + row * V + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    y = tl.load(there + at * V + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    y = tl.load(target_logits + source * V + ids, mask=inside, other=float("-inf")).to(tl.float32)
     top = tl.max(y, axis=0)
     best = tl.min(tl.where(y == top, ids, BLOCK), axis=0)
-    law = tl.exp(y - top)
-    law = law * ((1.0 - extra) / tl.sum(law, axis=0)) + tl.where(ids == best, extra, 0.0)
+    target_prob = tl.exp(y - top)
+    target_prob = target_prob * ((1.0 - hard) / tl.sum(target_prob, axis=0)) + tl.where(
+        ids == best, hard, 0.0
+    )
     peak = tl.max(x, axis=0)
     x = x - peak
-    said = tl.exp(x)
-    total = tl.sum(said, axis=0)
-    said = said * (1.0 / total)
+    head_prob = tl.exp(x)
+    total = tl.sum(head_prob, axis=0)
+    head_prob = head_prob * (1.0 / total)
     if MEASURE:
-        apart = tl.where(law > 0, law * (tl.log(tl.maximum(law, 1e-37)) - x + tl.log(total)), 0.0)
-        missing = 1.0 - tl.sum(tl.minimum(said, law), axis=0)
-        tl.store(value + row, weight * (tl.sum(apart, axis=0) + overlap * missing))
-    low = tl.where(said < law, said, 0.0)  # where more of the head's share is wanted
-    slope = said - law + overlap * (said * tl.sum(low, axis=0) - low)
-    tl.store(logits + row * V + ids, (slope * weight).to(logits.dtype.element_ty), mask=inside)
+        divergence = tl.where(
+            target_prob > 0, target_prob * (tl.log(tl.maximum(target_prob, 1e-37)) - x + tl.log(total)), 0.0
+        )
+        missing = 1.0 - tl.sum(tl.minimum(head_prob, target_prob), axis=0)
+        tl.store(losses + row, weight * (tl.sum(divergence, axis=0) + overlap * missing))
+    deficit = tl.where(
+        head_prob < target_prob, head_prob, 0.0
+    )  # ids with less probability than in the target
+    grad = head_prob - target_prob + overlap * (head_prob * tl.sum(deficit, axis=0) - deficit)
+    tl.store(logits + row * V + ids, (grad * weight).to(logits.dtype.element_ty), mask=inside)
 
 
-def slope_in_place(
-    logits: Tensor,  # [R, V]: of the head; the slope afterwards
-    there: Tensor,  # [S, V]: of the target
-    place: Tensor,  # [R] int64: which row of the target's
-    hard: Tensor,  # [R] fp32
-    share: Tensor,  # [R] fp32
+def kl_grad_in_place(
+    logits: Tensor,  # [R, V]: logits of the head, overwritten by the gradient
+    target_logits: Tensor,  # [S, V]
+    target_row: Tensor,  # [R] int64: row of the target
+    hard_share: Tensor,  # [R] fp32
+    row_weight: Tensor,  # [R] fp32
     overlap: float,
     measure: bool,
 ) -> Tensor:
-    """The weighted divergence of each row, [R] fp32; zeros unless measured."""
+    """Return the weighted loss of each row, [R] fp32; zeros unless `measure`."""
     rows, width = logits.shape
-    value = torch.zeros(rows, dtype=torch.float32, device=logits.device)
+    losses = torch.zeros(rows, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(width)
-    warps = max(1, min(32, block // THREADS_HOLD))
-    slope_kernel[(rows,)](
-        logits, there, place, hard, share, value, width, overlap,
+    warps = max(1, min(32, block // IDS_PER_WARP))
+    kl_grad_kernel[(rows,)](
+        logits, target_logits, target_row, hard_share, row_weight, losses, width, overlap,
         MEASURE=measure, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return value
+    return losses

@@ -1,8 +1,7 @@
-"""Norm of q and k, rotation, and the write of k and v into their page: one kernel.
+"""QK norm, rotary embedding and KV cache write in one kernel.
 
-Compiled without contraction of multiply and add, so that `pair` rotates with the same bits.
-
-A row whose slot is negative is padding (see `graph`): its q is computed, nothing is stored.
+Compiled without contraction of multiply and add, so that the fused GEMM (`gemm/fused.py`) rotates with the
+same bits. A row whose slot is negative is padding: its q is computed, its k and v are not stored.
 """
 
 from __future__ import annotations
@@ -12,30 +11,30 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
+from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
 
-HEADS = 16  # heads of one program; fixed, so that a head's norm has one tree
+HEADS_PER_PROGRAM = 16  # fixed, so that the norm of a head has one reduction tree
 
 
 @triton.jit
 def rope_store_kernel(
     qkv, positions, slots, kv_index, rope, cache, out, q_norm, k_norm, eps, plane,
-    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """qkv [R, TOTAL * D] -> out [R, NUM_Q * D]; k and v go to cache [2, places, NUM_KV, D]."""
-    begin(PDL)
+    """Rotate qkv [R, TOTAL * D]: q to out [R, NUM_Q * D], k and v to cache [2, tokens, NUM_KV, D]."""
+    pdl_sync(PDL)
     TOTAL: tl.constexpr = NUM_Q + 2 * NUM_KV
     MIDDLE: tl.constexpr = D // 2
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
+    head = tl.program_id(1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)  # [HEADS]
     j = tl.arange(0, HALF)
-    ok = (head < TOTAL)[:, None] & (j < MIDDLE)[None, :]
+    valid = (head < TOTAL)[:, None] & (j < MIDDLE)[None, :]
     is_q, is_v = head < NUM_Q, head >= NUM_Q + NUM_KV
     source = qkv + row * TOTAL * D + head[:, None] * D + j[None, :]
-    first = tl.load(source, mask=ok, other=0.0).to(tl.float32)  # [HEADS, HALF]
-    second = tl.load(source + MIDDLE, mask=ok, other=0.0).to(tl.float32)
+    first = tl.load(source, mask=valid, other=0.0).to(tl.float32)  # [HEADS, HALF]
+    second = tl.load(source + MIDDLE, mask=valid, other=0.0).to(tl.float32)
     x, y = first, second
     if Q_NORM or K_NORM:
         scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / D + eps)[:, None]
@@ -56,12 +55,12 @@ def rope_store_kernel(
     low = tl.where(is_v[:, None], first, x * cos - y * sin).to(dtype)
     high = tl.where(is_v[:, None], second, y * cos + x * sin).to(dtype)
     q_at = out + row * NUM_Q * D + head[:, None] * D + j[None, :]
-    tl.store(q_at, low, mask=ok & is_q[:, None])
-    tl.store(q_at + MIDDLE, high, mask=ok & is_q[:, None])
+    tl.store(q_at, low, mask=valid & is_q[:, None])
+    tl.store(q_at + MIDDLE, high, mask=valid & is_q[:, None])
     kv_head = tl.where(is_v, head - NUM_KV, head) - NUM_Q
-    place = tl.load(kv_index + row) * (NUM_KV * D)
-    target = cache + tl.where(is_v, plane, 0)[:, None] + place + kv_head[:, None] * D + j[None, :]
-    stored = ok & (head >= NUM_Q)[:, None] & (tl.load(slots + row) >= 0)
+    kv_offset = tl.load(kv_index + row) * (NUM_KV * D)
+    target = cache + tl.where(is_v, plane, 0)[:, None] + kv_offset + kv_head[:, None] * D + j[None, :]
+    stored = valid & (head >= NUM_Q)[:, None] & (tl.load(slots + row) >= 0)
     tl.store(target, low, mask=stored)
     tl.store(target + MIDDLE, high, mask=stored)
 
@@ -78,11 +77,12 @@ def rope_store(
     out: Tensor,
     pdl: bool,
 ) -> None:
+    """Launch `rope_store_kernel`."""
     total = heads.num_q + 2 * heads.num_kv
-    rope_store_kernel[(len(qkv), triton.cdiv(total, HEADS))](
+    rope_store_kernel[(len(qkv), triton.cdiv(total, HEADS_PER_PROGRAM))](
         qkv, rows.positions, rows.slots, rows.kv_index, rope, cache, out,
         rope if q_norm is None else q_norm, rope if k_norm is None else k_norm, eps, cache.stride(0),
-        NUM_Q=heads.num_q, NUM_KV=heads.num_kv, D=heads.dim, HALF=power_of_two(heads.dim // 2), HEADS=HEADS,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        NUM_Q=heads.num_q, NUM_KV=heads.num_kv, D=heads.dim, HALF=next_power_of_two(heads.dim // 2),
+        HEADS_PER_PROGRAM=HEADS_PER_PROGRAM, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         **launch_options(pdl, num_warps=4, enable_fp_fusion=False),
     )  # fmt: skip

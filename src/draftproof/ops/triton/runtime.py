@@ -1,8 +1,8 @@
-"""What every kernel file shares: where we run, what a launch needs, and checks at op entry.
+"""Device checks, launch options and input checks that all kernel files share.
 
-Checks read shapes, dtypes, strides and addresses only, all of which the host knows: none of them waits
-for the device. A tensor at an odd address is copied first, because the compiler picks its vector width,
-and with it the tree of a reduction, by alignment: the same row must never meet two trees.
+Input checks read shapes, dtypes, strides and addresses only, so none of them synchronises with the device.
+A tensor at an unaligned address is copied first: the compiler derives its vector width, and with it the
+reduction tree, from the alignment, and a row must always be reduced by the same tree.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
-    """First statement of a kernel that is launched early: let the next one start, wait for the last one.
+def pdl_sync(PDL: tl.constexpr):
+    """Allow the next kernel to start, then wait until the previous kernel has completed.
 
-    With programmatic dependent launch a kernel may be on the chip before the one it depends on has
-    ended. Nothing is read or written before this.
+    First statement of a kernel with programmatic dependent launch (PDL): such a kernel may be resident
+    before the kernel that it depends on has completed. Nothing is read or written before this call.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -35,11 +35,11 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def ended(k, PDL: tl.constexpr):
-    """True, but not before the last kernel has ended: a load that is masked by it waits, others need not.
+def pdl_wait_mask(k, PDL: tl.constexpr):
+    """Return True once the previous kernel has completed; a load with this mask waits, other loads do not.
 
-    Pure to the compiler, so that a loop with it is pipelined, and a function of the loop's `k`, so that it
-    stays inside: what a turn does before it is issued before it.
+    The assembly is declared pure, so that the compiler pipelines the loop around it. It reads the loop
+    variable `k`, so that the compiler keeps it inside the loop, after the loads that precede it.
     """
     zero = k * 0
     if PDL:
@@ -50,34 +50,34 @@ def ended(k, PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at):
-    """Asks for the L2 lines at these addresses; a hint, so it may stand before the wait of `begin`."""
+def prefetch_l2(pointers):
+    """Prefetch the L2 lines at these addresses; a hint, so it is allowed before the wait of `pdl_sync`."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def begin_with_weight(w, rn, N, K, ask, LINES: tl.constexpr, PDL: tl.constexpr):
-    """`begin`; if `ask`, the weight's rows rn [BN] are on their way while the last kernel still runs."""
+def pdl_sync_prefetch_weight(w, columns, N, K, is_first_tile, NUM_LINES: tl.constexpr, PDL: tl.constexpr):
+    """Do `pdl_sync`, and before its wait prefetch the weight rows `columns` [BN] if `is_first_tile`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if LINES:  # noqa: SIM102 - a constant, then a value on the device
-            if ask:
-                WIDE: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
-                line = tl.minimum(tl.arange(0, LINES) * WIDE, K - 1)
-                prefetch(w + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K + line[None, :])
+        if NUM_LINES:  # noqa: SIM102 - a constant, then a value on the device
+            if is_first_tile:
+                LINE_ELEMENTS: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
+                offset = tl.minimum(tl.arange(0, NUM_LINES) * LINE_ELEMENTS, K - 1)
+                prefetch_l2(w + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K + offset[None, :])
         tl.extra.cuda.gdc_wait()
 
 
 def launch_options(pdl: bool, **options: Any) -> dict[str, Any]:
-    """Keyword arguments of a launch; `launch_pdl` is named only where it is used."""
+    """Return the keyword arguments of a launch; `launch_pdl` is absent where PDL is off."""
     return {**options, "PDL": True, "launch_pdl": True} if pdl else {**options, "PDL": False}
 
 
 def check_device(device: torch.device) -> None:
-    """ConfigError unless this backend can run on `device`."""
+    """Raise ConfigError unless this backend can run on `device`."""
     if INTERPRETED:
         return
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -93,28 +93,30 @@ def check_device(device: torch.device) -> None:
 
 
 def matrix(name: str, x: Tensor, width: int | None = None, dtypes: tuple = FLOATS) -> Tensor:
-    """`x` as a contiguous aligned matrix [R, width] of one of `dtypes`, or a ConfigError."""
+    """Return `x` as a contiguous aligned matrix [R, width] of one of `dtypes`, or raise ConfigError."""
     if x.ndim != 2 or (width is not None and x.shape[1] != width):
         raise ConfigError(f"{name} must be [rows, {width or 'columns'}], not {list(x.shape)}")
     return _usable(name, x, dtypes)
 
 
 def vector(name: str, x: Tensor, size: int | None, dtypes: tuple) -> Tensor:
-    """`x` as a contiguous vector [size]."""
+    """Return `x` as a contiguous aligned vector [size] of one of `dtypes`, or raise ConfigError."""
     if x.ndim != 1 or (size is not None and x.shape[0] != size):
         raise ConfigError(f"{name} must be [{'rows' if size is None else size}], not {list(x.shape)}")
     return _usable(name, x, dtypes)
 
 
 def _usable(name: str, x: Tensor, dtypes: tuple) -> Tensor:
+    """Check dtype and device of `x`; copy it if it is not contiguous or not aligned."""
     if x.dtype not in dtypes:
         raise ConfigError(f"{name} must be {' or '.join(map(str, dtypes))}, not {x.dtype}")
     if not INTERPRETED and x.device.type != "cuda":
-        raise ConfigError(f"{name} is on {x.device}; this backend wants it on the GPU")
+        raise ConfigError(f"{name} is on {x.device}, this backend needs it on the GPU")
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
-def power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n` and at least 1."""
     return triton.next_power_of_2(max(n, 1))

@@ -28,7 +28,7 @@ from draftproof.ops.triton.attention.splitkv import (
     scratch_fits,
 )
 from draftproof.ops.triton.attention.worklist import CHUNKS, TileLists
-from draftproof.ops.triton.runtime import INTERPRETED, power_of_two
+from draftproof.ops.triton.runtime import INTERPRETED, next_power_of_two
 
 FEW = 512  # rows; with more there are high tiles too
 FEWER = 96  # rows, up to which a program has room for two blocks of keys in flight
@@ -262,7 +262,7 @@ class Walk:
     def chunk(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
         """How many spans a chunk of a tile has, or 0: tiles are not cut."""
         spans = triton.cdiv(table.shape[1] * page_size, splitkv.SPAN)
-        pays = num_rows * heads.num_kv >= PROGRAMS and max(16, power_of_two(heads.dim)) in CHUNKED
+        pays = num_rows * heads.num_kv >= PROGRAMS and max(16, next_power_of_two(heads.dim)) in CHUNKED
         if not pays or num_rows > CUT or not scratch_fits(num_rows, heads, spans):
             return 0
         return max(num_rows // PER_SPAN, triton.cdiv(spans, CHUNKS), 1)
@@ -271,7 +271,7 @@ class Walk:
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
     ) -> None:
         count, group = len(q), heads.num_q // heads.num_kv
-        width = max(16, power_of_two(heads.dim))
+        width = max(16, next_power_of_two(heads.dim))
         wide = cache.dtype == torch.float32
         early = {"LEAD": pdl, "WAIT": "first" if pdl else ""}
         none = (out, out, out, 0, 0)
@@ -300,7 +300,7 @@ def _shape(shapes: dict[int, Shape], width: int, wide: bool, group: int) -> Shap
     shape = shapes.get(width, Shape(16, 4, 2))
     if wide:  # one thread an output: higher tiles would not fit its registers
         shape = Shape(16, 4 if width <= 128 else 8, 2)
-    return shape._replace(height=max(shape.height, power_of_two(group)))
+    return shape._replace(height=max(shape.height, next_power_of_two(group)))
 
 
 def _launch(
@@ -318,7 +318,7 @@ def _launch(
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, *partials,
         len(q), rows.page_table.shape[1], cache.stride(0), spans, chunk, heads.scale * splitkv.LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim,
-        BD=max(16, power_of_two(heads.dim)), BM=shape.height, PAGE=cache.shape[2], WINDOW=heads.window,
+        BD=max(16, next_power_of_two(heads.dim)), BM=shape.height, PAGE=cache.shape[2], WINDOW=heads.window,
         KEYS=splitkv.KEYS, SPAN=splitkv.SPAN, ONES=splitkv.ONES, APART=shape.apart,
         AHEAD=shape.ahead,
         CHUNKS=CHUNKS if chunk else 1, enable_fp_fusion=False, **when, **options,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.runtime import launch_options, power_of_two, prefetch
+from draftproof.ops.triton.runtime import launch_options, next_power_of_two, prefetch_l2
 
 KEYS = 64  # keys of one block: part of the numerics
 SPAN = 128  # tokens of one span: part of the numerics
@@ -125,14 +125,14 @@ def _ask(
     slots, positions, page_table, cache, row, head, part, max_pages, plane,
     NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Before the last kernel has ended: asks for the keys and values of span `part`; see `prefetch`."""
+    """Before the last kernel has ended: asks for the keys and values of span `part`; see `prefetch_l2`."""
     key = part * SPAN + tl.arange(0, SPAN)
     page = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages + key // PAGE
     page = tl.load(page, mask=key <= tl.load(positions + row), other=0).to(tl.int64)
     place = (page * PAGE + key % PAGE) * (NUM_KV * D) + head * D
     for further in tl.static_range(0, D, 64):
-        prefetch(cache + place + further)
-        prefetch(cache + plane + place + further)
+        prefetch_l2(cache + place + further)
+        prefetch_l2(cache + plane + place + further)
 
 
 @triton.jit
@@ -253,7 +253,7 @@ class Partials:
 
 
 def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
-    return num_rows * heads.num_q * spans * max(16, power_of_two(heads.dim)) * 4 <= MOST_SCRATCH
+    return num_rows * heads.num_q * spans * max(16, next_power_of_two(heads.dim)) * 4 <= MOST_SCRATCH
 
 
 class Attention:
@@ -273,7 +273,7 @@ class Attention:
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
     ) -> None:
         num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
-        group, width = heads.num_q // heads.num_kv, max(16, power_of_two(heads.dim))
+        group, width = heads.num_q // heads.num_kv, max(16, next_power_of_two(heads.dim))
         spans = triton.cdiv(max_pages * page_size, SPAN)
         abreast = self.abreast(num_rows, heads, rows.page_table, page_size)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
@@ -283,7 +283,7 @@ class Attention:
         attention_kernel[(num_rows, heads.num_kv, abreast)](
             q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch,
             num_rows, max_pages, cache.stride(0), spans, abreast, heads.scale * LOG2_E,
-            NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, power_of_two(group)),
+            NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, next_power_of_two(group)),
             PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES,
             **launch_options(pdl, num_warps=warps, num_stages=stages, enable_fp_fusion=False),
         )  # fmt: skip

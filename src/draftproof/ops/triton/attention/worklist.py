@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.ops import Rows
 from draftproof.ops.triton.attention import splitkv
-from draftproof.ops.triton.runtime import power_of_two
+from draftproof.ops.triton.runtime import next_power_of_two
 
 BLOCK = 1024  # rows that the lists of high and low tiles are made from at a time
 CHUNKS = 8  # of a tile, at most
@@ -117,7 +117,7 @@ class TileLists:
         if new:
             by_keys_kernel[(1,)](
                 rows.slots, rows.positions, found, count, chunk,
-                LOW=low, BLOCK=max(16, power_of_two(count)), CHUNKS=chunks, WINDOW=window,
+                LOW=low, BLOCK=max(16, next_power_of_two(count)), CHUNKS=chunks, WINDOW=window,
                 SPAN=splitkv.SPAN, num_warps=8,
             )  # fmt: skip
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.elementwise import gated, row_scale, tree
+from draftproof.ops.triton.elementwise import inverse_rms, silu_gate, tree_sum_rows
 from draftproof.ops.triton.fused.barrier import arrive, turn, wait
 from draftproof.ops.triton.gemm.fused import places, rotate_store
 
@@ -97,7 +97,7 @@ def scale_of(xs, eps, K: tl.constexpr, PIECE: tl.constexpr):
     sums = ()
     for i in tl.static_range(count_of(K, PIECE)):
         wide = xs[i].to(tl.float32)
-        sums = sums + (tree(wide * wide),)
+        sums = sums + (tree_sum_rows(wide * wide),)
     for _ in tl.static_range(levels_above(count_of(K, PIECE))):
         above = ()
         for i in tl.static_range(0, len(sums) - 1, 2):
@@ -105,7 +105,7 @@ def scale_of(xs, eps, K: tl.constexpr, PIECE: tl.constexpr):
         if len(sums) % 2 == 1:
             above = above + (sums[len(sums) - 1],)
         sums = above
-    return row_scale(sums[0], eps, K)
+    return inverse_rms(sums[0], eps, K)
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def gate_stage(
         )  # fmt: skip
         rn = first + tl.arange(0, HALF)
         at = out + rm[:, None] * INNER + rn[None, :]
-        tl.store(at, gated(low, high).to(out.dtype.element_ty), mask=(rm < R)[:, None])
+        tl.store(at, silu_gate(low, high).to(out.dtype.element_ty), mask=(rm < R)[:, None])
         arrive(counter, ALL)
     return goal + items
 

@@ -28,7 +28,7 @@ from draftproof.ops.triton.fused.attention import attend, list_items
 from draftproof.ops.triton.fused.barrier import wait
 from draftproof.ops.triton.fused.gemm import add_linear, gate_stage, qkv_stage
 from draftproof.ops.triton.gemm.dense import PackedLinear
-from draftproof.ops.triton.runtime import ALIGNMENT, INTERPRETED, power_of_two
+from draftproof.ops.triton.runtime import ALIGNMENT, INTERPRETED, next_power_of_two
 
 BM = 16  # rows of an item
 BN = 32  # columns of an item; where columns come in pairs, half as many and their partners
@@ -238,7 +238,7 @@ class Blocks:
         heads, depth = attention.heads, mlp.down.weight.shape[1]
         assert form is not None, "`takes` has said so"
         width, page_size = heads.num_q * heads.dim, cache.shape[2]
-        max_pages, padded = rows.page_table.shape[1], max(16, power_of_two(heads.dim))
+        max_pages, padded = rows.page_table.shape[1], max(16, next_power_of_two(heads.dim))
         group, programs = heads.num_q // heads.num_kv, self.programs * form.abreast
         spans = _spans(rows, cache)
         lines = form.most * heads.num_q * spans
@@ -266,7 +266,7 @@ class Blocks:
                 NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=padded, PAGE=page_size, WINDOW=heads.window,
                 KEYS=splitkv.KEYS, SPAN=splitkv.SPAN, ONES=splitkv.ONES, TILES=form.tiles, WAVE=WAVE,
                 FOLD=FOLD, BM=BM, BN=BN, GATE=form.gate, PIECE=PIECE, ROOM=form.room,
-                QM=max(16, power_of_two(group)), ROWS=max(16, power_of_two(form.most)), LINE=LINE,
+                QM=max(16, next_power_of_two(group)), ROWS=max(16, next_power_of_two(form.most)), LINE=LINE,
                 FIELDS=FIELDS, TAPS=tapped.shape[1], JOINED=joined,
                 num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
                 **({"launch_cooperative_grid": True} if COOPERATIVE else {}),
@@ -279,7 +279,7 @@ def _spans(rows: Rows, cache: Tensor) -> int:
 
 def _scratch_fits(layer: Layer, rows: Rows, cache: Tensor) -> bool:
     heads = layer.attention.heads
-    size = MOST * heads.num_q * _spans(rows, cache) * max(16, power_of_two(heads.dim)) * 4
+    size = MOST * heads.num_q * _spans(rows, cache) * max(16, next_power_of_two(heads.dim)) * 4
     return size <= splitkv.MOST_SCRATCH
 
 

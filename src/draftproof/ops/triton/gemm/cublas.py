@@ -26,7 +26,7 @@ PIECES = range(8192, 0, -512)  # rows
 # because each piece reads the weight.
 WHOLE = (80, 96, 128, 160, 192, 256, 320, 384, 512)
 LARGE = 1 << 23  # elements of a weight
-MAX_REQUEST_RETRIES = 2  # random inputs a check compares
+NUM_CHECKS = 2  # random inputs a check compares
 ROUNDS = 20  # calls of one measurement
 LATE = 2.0  # microseconds that are lost around a kernel that is not launched early
 
@@ -73,7 +73,7 @@ class Cublas:
         weight = packed.weight
         random = torch.Generator(device=weight.device).manual_seed(rows)
         plain = PackedLinear(weight, None, packed.split)
-        for _ in range(MAX_REQUEST_RETRIES):
+        for _ in range(NUM_CHECKS):
             x = torch.randn((rows, weight.shape[1]), generator=random, device=weight.device).to(weight.dtype)
             ours, theirs = torch.empty((2, rows, weight.shape[0]), dtype=out_dtype, device=weight.device)
             self.gemm(x, plain, ours)

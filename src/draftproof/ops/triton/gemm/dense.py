@@ -20,11 +20,11 @@ from draftproof.errors import ConfigError
 from draftproof.ops.triton.gemm import tiles
 from draftproof.ops.triton.runtime import (
     FLOATS,
-    begin_with_weight,
-    ended,
     launch_options,
     matrix,
-    power_of_two,
+    next_power_of_two,
+    pdl_sync_prefetch_weight,
+    pdl_wait_mask,
     vector,
 )
 
@@ -69,7 +69,7 @@ def _span(
     for k in range(first, last, BK):
         if EARLY:
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
-            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k, PDL), other=0.0)
+            a = tl.load(x_at + k, mask=row_ok[:, None] & pdl_wait_mask(k, PDL), other=0.0)
         elif EVEN_K:
             a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
@@ -132,7 +132,7 @@ def linear_kernel(
     rm = tile_m * BM + tl.arange(0, BM)
     rn = (within // size) * BN + tl.arange(0, BN)
     if not EARLY:
-        begin_with_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
+        pdl_sync_prefetch_weight(w, rn, N, K, tile_m == 0, LINES, PDL)
     elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
     rk = tl.arange(0, BK)
@@ -173,7 +173,7 @@ def lines(rows: int, columns: int, depth: int, size: int) -> int:
     """How many lines of each of its weight's rows a program asks for early."""
     if rows > ASK_ROWS or columns * depth > ASKED:
         return 0
-    return min(LINES, power_of_two(depth * size // 128))
+    return min(LINES, next_power_of_two(depth * size // 128))
 
 
 def early(tile: tiles.Tile, packed: PackedLinear, pdl: bool) -> bool:

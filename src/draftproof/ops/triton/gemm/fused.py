@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.elementwise import gated
+from draftproof.ops.triton.elementwise import silu_gate
 from draftproof.ops.triton.gemm import tiles
 from draftproof.ops.triton.gemm.dense import PackedLinear, early, lines
-from draftproof.ops.triton.runtime import ended, launch_options, prefetch
+from draftproof.ops.triton.runtime import launch_options, pdl_wait_mask, prefetch_l2
 
 MOST = 512  # rows; beyond, the two ops one after the other
 
@@ -32,7 +32,7 @@ def _spans(
     for k in range(first, last, BK):
         if EARLY:
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
-            a = tl.load(x_at + k, mask=row_ok[:, None] & ended(k, PDL), other=0.0)
+            a = tl.load(x_at + k, mask=row_ok[:, None] & pdl_wait_mask(k, PDL), other=0.0)
         elif EVEN_K:
             a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
@@ -112,7 +112,7 @@ def pair_kernel(
         if LINES:  # noqa: SIM102 - a constant, then a value on the device
             if pid % grid_m == 0:
                 line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-                prefetch(w + tl.where(both_ok, wn, 0).to(tl.int64)[:, None] * K + line[None, :])
+                prefetch_l2(w + tl.where(both_ok, wn, 0).to(tl.int64)[:, None] * K + line[None, :])
         if not EARLY:
             tl.extra.cuda.gdc_wait()
     rk = tl.arange(0, BK)
@@ -139,7 +139,9 @@ def pair_kernel(
             low, high, cos, sin, place, live, rm, row_ok, head, j, cache, out, plane, NUM_Q, NUM_KV, D
         )
     else:
-        tl.store(out + rm.to(tl.int64)[:, None] * N + rn[None, :], gated(low, high).to(dtype), mask=inside)
+        tl.store(
+            out + rm.to(tl.int64)[:, None] * N + rn[None, :], silu_gate(low, high).to(dtype), mask=inside
+        )
 
 
 def _tile(rows: int, packed: PackedLinear) -> tiles.Tile:

@@ -16,9 +16,9 @@ from draftproof.ops import STREAM_SAMPLE
 from draftproof.ops.triton.fused.gemm import count_of, scale_of, size_of, start_of
 from draftproof.ops.triton.gemm.dense import PackedLinear
 from draftproof.ops.triton.gemm.tiles import Tile
-from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
-from draftproof.ops.triton.sampling.philox import gumbel_of, nearly_gumbel_of, philox
-from draftproof.ops.triton.sampling.sort_key import LOWEST, id_of, key_of
+from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.sampling.philox import approx_gumbel, philox, word_to_gumbel
+from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id, sort_key
 from draftproof.types import Windows
 
 WIDEST = 1024  # columns of a row
@@ -44,10 +44,10 @@ def noisy_keys(
     w0, w1, w2, w3 = philox(seed[:, None], position[:, None], STREAM, block)
     which = (ids % 4)[None, :]
     word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
-    near = x * (1.0 / tl.where(hot, heat, 1.0))[:, None] + nearly_gumbel_of(word)
+    near = x * (1.0 / tl.where(hot, heat, 1.0))[:, None] + approx_gumbel(word)
     top = tl.max(near, axis=1)
     bar = top - (1e-3 + 2e-6 * tl.abs(top))
-    best = tl.full((BM,), LOWEST, tl.int64)
+    best = tl.full((BM,), LOWEST_KEY, tl.int64)
     live = hot & (top >= bar) & (top > float("-inf"))
     while tl.max(live.to(tl.int32), axis=0) > 0:
         one = tl.min(tl.where(near == top[:, None], ids[None, :], 2147483647), axis=1)
@@ -55,7 +55,7 @@ def noisy_keys(
         value = tl.max(tl.where(chosen, x, float("-inf")), axis=1)
         value = tl.div_rn(value, tl.where(hot, heat, 1.0))
         bits = tl.sum(tl.where(chosen, word, 0).to(tl.uint32), axis=1).to(tl.uint32)
-        best = tl.where(live, tl.maximum(best, key_of(value + gumbel_of(bits), one)), best)
+        best = tl.where(live, tl.maximum(best, sort_key(value + word_to_gumbel(bits), one)), best)
         near = tl.where(chosen, float("-inf"), near)
         top = tl.max(near, axis=1)
         live = live & (top >= bar) & (top > float("-inf"))
@@ -74,7 +74,7 @@ def pick_kernel(
     grid_m = tl.cdiv(B, BM)
     tile_m, tile = tl.program_id(0) % grid_m, tl.program_id(0) // grid_m
     rm, rn = tile_m * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
-    begin(PDL)
+    pdl_sync(PDL)
     ok, known = rm < B, rn < N
     slot = tl.load(slots + rm, mask=ok, other=-1)
     if tl.max(slot, axis=0) < 0:  # nobody wants a token: all programs of these rows see that
@@ -106,7 +106,7 @@ def pick_kernel(
     token = tl.load(ids + rn, mask=known, other=2147483647).to(tl.int32) if SOME else rn
     top = tl.max(logits, axis=1)
     one = tl.min(tl.where(logits == top[:, None], token[None, :], 2147483647), axis=1)
-    best = key_of(top, one)
+    best = sort_key(top, one)
     if not GREEDY:
         heat = tl.load(temperature + slot, mask=slot >= 0, other=0.0)
         if tl.max(heat, axis=0) > 0:
@@ -123,8 +123,8 @@ def pick_kernel(
             j = first + tl.arange(0, JOIN)
             here = keys + rm.to(tl.int64)[:, None] * tiles + j[None, :]
             inside = ok[:, None] & (j < tiles)[None, :]
-            best = tl.maximum(best, tl.max(tl.load(here, inside, LOWEST, cache_modifier=".cg"), axis=1))
-        tl.store(out + rm, tl.where(slot >= 0, id_of(best), 0), mask=ok)
+            best = tl.maximum(best, tl.max(tl.load(here, inside, LOWEST_KEY, cache_modifier=".cg"), axis=1))
+        tl.store(out + rm, tl.where(slot >= 0, key_to_id(best), 0), mask=ok)
 
 
 class Pick:
@@ -154,7 +154,7 @@ class Pick:
             x, out if at is None else at, norm, packed.weight, out if ids is None else ids, windows.slot,
             windows.position, held.temperature, held.seed, keys, self._arrived, out, rows, count, columns,
             tiles, eps,
-            K=wide, PIECE=PIECE, BM=tile.bm, BN=tile.bn, JOIN=min(JOIN, power_of_two(tiles)),
+            K=wide, PIECE=PIECE, BM=tile.bm, BN=tile.bn, JOIN=min(JOIN, next_power_of_two(tiles)),
             STAGES=tile.stages, AT=at is not None, SOME=ids is not None, GREEDY=greedy, STREAM=STREAM_SAMPLE,
             **launch_options(pdl, num_warps=tile.warps, enable_fp_fusion=False),
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""argmax, keyed Gumbel argmax, uniform draws, logsumexp and rank of fp32 rows [R, V].
+"""Kernels for argmax, keyed Gumbel argmax, uniform draws, logsumexp and rank of fp32 rows [R, V].
 
-A row is cut into chunks of a fixed size, one program each; a second kernel joins the chunks. What is joined
-is either free of order (maximum of keys, counts) or joined in one fixed tree (logsumexp).
+A row is split into chunks of a fixed size, one program each, and a second kernel combines the chunks. The
+combination is either independent of the order (maximum of keys, counts) or a fixed tree (logsumexp).
 """
 
 from __future__ import annotations
@@ -11,115 +11,124 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.runtime import power_of_two
-from draftproof.ops.triton.sampling.philox import gumbel_of, nearly_gumbel_of, philox, uniform_of
-from draftproof.ops.triton.sampling.sort_key import LOWEST, id_of, key_of
+from draftproof.ops.triton.runtime import next_power_of_two
+from draftproof.ops.triton.sampling.philox import approx_gumbel, philox, word_to_gumbel, word_to_uniform
+from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id, sort_key
 
-CHUNK = 4096  # ids of one program; part of logsumexp's numerics
-
-
-@triton.jit
-def best_of(x, top, ids, V):
-    """Best key of x [CHUNK], whose maximum is `top`; in 32 bits, but for the one key. NaN: some id."""
-    one = tl.min(tl.where(x == top, ids, 2147483647), axis=0)
-    return key_of(top, tl.minimum(one, V - 1))
+CHUNK = 4096  # ids of one program; it determines the bits of logsumexp
 
 
 @triton.jit
-def best_with_noise(
-    x, heat, ids, chunk, seed, position, V, HEATED: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr
+def best_key(x, top, ids, V):
+    """Return the best sort key of x [CHUNK] with maximum `top`; with NaN, the key of any id."""
+    best_id = tl.min(tl.where(x == top, ids, 2147483647), axis=0)
+    return sort_key(top, tl.minimum(best_id, V - 1))
+
+
+@triton.jit
+def best_noisy_key(
+    x,
+    temperature,
+    ids,
+    chunk,
+    seed,
+    position,
+    V,
+    DIVIDE: tl.constexpr,
+    STREAM: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Best key of fp32(x / heat + gumbel), x [CHUNK]; without HEATED of x + gumbel.
+    """Return the best sort key of fp32(x / temperature + gumbel), x [CHUNK]; without DIVIDE of x + gumbel.
 
-    Arithmetic of a few instructions says which ids may win; only they are given the exact quotient and the
-    exact noise, in fp64, one after another.
+    An approximation of a few instructions finds the ids that can win. Only these get the exact quotient and
+    the exact noise, in fp64, one after another.
     """
     block = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
     w0, w1, w2, w3 = philox(seed, position, STREAM, block)
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    near = x
-    if HEATED:
-        near = x * (1.0 / heat)
-    near = near + nearly_gumbel_of(word)
-    top = tl.max(near, axis=0)
-    # noise is within 1e-4 of the exact one, quotient and sum within a few roundings of either side
-    bar = top - (1e-3 + 2e-6 * tl.abs(top))
-    worst = key_of(tl.full((CHUNK,), float("-inf"), tl.float32), ids)
-    best = tl.max(tl.where(ids < V, worst, LOWEST), axis=0)
-    while (top >= bar) & (top > float("-inf")):
-        one = tl.min(tl.where(near == top, ids, 2147483647), axis=0)
-        chosen = ids == one
+    approx = x
+    if DIVIDE:
+        approx = x * (1.0 / temperature)
+    approx = approx + approx_gumbel(word)
+    top = tl.max(approx, axis=0)
+    # the error of the noise is below 1e-4, that of quotient and sum a few roundings
+    threshold = top - (1e-3 + 2e-6 * tl.abs(top))
+    worst = sort_key(tl.full((CHUNK,), float("-inf"), tl.float32), ids)
+    best = tl.max(tl.where(ids < V, worst, LOWEST_KEY), axis=0)
+    while (top >= threshold) & (top > float("-inf")):
+        best_id = tl.min(tl.where(approx == top, ids, 2147483647), axis=0)
+        chosen = ids == best_id
         value = tl.max(tl.where(chosen, x, float("-inf")), axis=0)
-        if HEATED:
-            value = tl.div_rn(value, heat)
+        if DIVIDE:
+            value = tl.div_rn(value, temperature)
         bits = tl.sum(tl.where(chosen, word, 0).to(tl.uint32), axis=0).to(tl.uint32)
-        best = tl.maximum(best, key_of(value + gumbel_of(bits), one))
-        near = tl.where(chosen, float("-inf"), near)
-        top = tl.max(near, axis=0)
+        best = tl.maximum(best, sort_key(value + word_to_gumbel(bits), best_id))
+        approx = tl.where(chosen, float("-inf"), approx)
+        top = tl.max(approx, axis=0)
     return best
 
 
 @triton.jit
 def argmax_kernel(logits, keys, V, chunks, CHUNK: tl.constexpr):
-    """Best key of each chunk: keys [R, chunks]."""
+    """Store the best sort key of each chunk: keys [R, chunks]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    tl.store(keys + row * chunks + chunk, best_of(x, tl.max(x, axis=0), ids, V))
+    tl.store(keys + row * chunks + chunk, best_key(x, tl.max(x, axis=0), ids, V))
 
 
 @triton.jit
 def gumbel_kernel(scaled, seeds, positions, keys, V, chunks, STREAM: tl.constexpr, CHUNK: tl.constexpr):
-    """Best key of fp32(scaled + gumbel) in each chunk: keys [R, chunks]."""
+    """Store the best sort key of fp32(scaled + gumbel) of each chunk: keys [R, chunks]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(scaled + row * V + ids, mask=ids < V, other=float("-inf"))
     seed, position = tl.load(seeds + row), tl.load(positions + row)
-    best = best_with_noise(x, 1.0, ids, chunk, seed, position, V, False, STREAM, CHUNK)
+    best = best_noisy_key(x, 1.0, ids, chunk, seed, position, V, False, STREAM, CHUNK)
     tl.store(keys + row * chunks + chunk, best)
 
 
 @triton.jit
-def join_kernel(keys, out, chunks, BLOCK: tl.constexpr):
-    """Best of a row's chunks: out [R] int64."""
+def combine_keys_kernel(keys, out, chunks, BLOCK: tl.constexpr):
+    """Store the id of the best chunk key of each row: out [R] int64."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    key = tl.load(keys + row * chunks + at, mask=at < chunks, other=LOWEST)
-    tl.store(out + row, id_of(tl.max(key, axis=0)))
+    index = tl.arange(0, BLOCK)
+    key = tl.load(keys + row * chunks + index, mask=index < chunks, other=LOWEST_KEY)
+    tl.store(out + row, key_to_id(tl.max(key, axis=0)))
 
 
 @triton.jit
 def uniform_kernel(seeds, positions, out, R, STREAM: tl.constexpr, BLOCK: tl.constexpr):
-    """out [R] fp64: u of id 0."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < R
-    seed, position = tl.load(seeds + at, mask=ok, other=0), tl.load(positions + at, mask=ok, other=0)
+    """Store the uniform number of id 0 of each row: out [R] fp64."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = index < R
+    seed, position = tl.load(seeds + index, mask=ok, other=0), tl.load(positions + index, mask=ok, other=0)
     word, _, _, _ = philox(seed, position, STREAM, tl.zeros((BLOCK,), tl.int32))
-    tl.store(out + at, uniform_of(word), mask=ok)
+    tl.store(out + index, word_to_uniform(word), mask=ok)
 
 
 @triton.jit
-def sum_below_top(x):
-    """Maximum of x [CHUNK], and the sum of exp below it."""
+def max_and_exp_sum(x):
+    """Return the maximum of x [CHUNK] and the sum of exp(x - maximum)."""
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.sum(tl.exp(x - base), axis=0)
 
 
 @triton.jit
-def logsumexp_kernel(logits, tops, sums, V, chunks, CHUNK: tl.constexpr):
-    """Maximum and sum of exp below it, of each chunk: tops, sums [R, chunks]."""
+def logsumexp_kernel(logits, maxima, sums, V, chunks, CHUNK: tl.constexpr):
+    """Store maximum and sum of exp(x - maximum) of each chunk: maxima, sums [R, chunks]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    top, total = sum_below_top(x)
-    tl.store(tops + row * chunks + chunk, top)
+    top, total = max_and_exp_sum(x)
+    tl.store(maxima + row * chunks + chunk, top)
     tl.store(sums + row * chunks + chunk, total)
 
 
 @triton.jit
 def tree_sum(x, LEVELS: tl.constexpr):
-    """Sum of x [2 ** LEVELS], neighbours first: one tree, however many warps a kernel has."""
+    """Sum x [2 ** LEVELS] in pairs of neighbours: one tree for every number of warps."""
     for _ in tl.static_range(LEVELS):
         left, right = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
         x = left + right
@@ -127,74 +136,83 @@ def tree_sum(x, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def joined_logsumexp(tops, sums, row, chunks, LEVELS: tl.constexpr):
-    """From tops, sums [R, chunks] of `sum_below_top`. Kernels with it are compiled without fused
-    multiply-add, which would make their bits depend on what stands around it."""
-    at = tl.arange(0, 2**LEVELS)
-    top = tl.load(tops + row * chunks + at, mask=at < chunks, other=float("-inf"))
-    part = tl.load(sums + row * chunks + at, mask=at < chunks, other=0.0)
+def combine_logsumexp(maxima, sums, row, chunks, LEVELS: tl.constexpr):
+    """Return the logsumexp of a row from maxima and sums [R, chunks] of `max_and_exp_sum`.
+
+    Kernels that call it are compiled without fused multiply-add, so that its bits do not depend on the
+    surrounding code.
+    """
+    index = tl.arange(0, 2**LEVELS)
+    top = tl.load(maxima + row * chunks + index, mask=index < chunks, other=float("-inf"))
+    part = tl.load(sums + row * chunks + index, mask=index < chunks, other=0.0)
     best = tl.max(top, axis=0)
     base = tl.where(best == float("-inf"), 0.0, best)
     return best + tl.log(tree_sum(part * tl.exp(top - base), LEVELS))
 
 
 @triton.jit
-def join_logsumexp_kernel(tops, sums, out, chunks, LEVELS: tl.constexpr):
+def combine_logsumexp_kernel(maxima, sums, out, chunks, LEVELS: tl.constexpr):
+    """Store the logsumexp of each row: out [R]."""
     row = tl.program_id(0).to(tl.int64)
-    tl.store(out + row, joined_logsumexp(tops, sums, row, chunks, LEVELS))
+    tl.store(out + row, combine_logsumexp(maxima, sums, row, chunks, LEVELS))
 
 
 @triton.jit
-def comes_before(x, at, value, token):
-    """How many of x, whose ids are `at`, come before `token`, whose logit is `value`. Beyond V x is -inf."""
-    before = (x > value) | ((x == value) & (at < token.to(tl.int32)))
+def count_before(x, index, value, token):
+    """Count the x with ids `index` that sort before `token` with logit `value`; beyond V, x is -inf."""
+    before = (x > value) | ((x == value) & (index < token.to(tl.int32)))
     return tl.sum(before.to(tl.int32), axis=0).to(tl.int64)
 
 
 @triton.jit
 def rank_kernel(logits, ids, out, V, CHUNK: tl.constexpr):
-    """Adds to out [R] how many of this chunk come before ids [R]."""
+    """Add to out [R] the number of ids of this chunk that sort before ids [R]."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     token = tl.load(ids + row)
     value = tl.load(logits + row * V + token, mask=(token >= 0) & (token < V), other=float("inf"))
-    x = tl.load(logits + row * V + at, mask=at < V, other=float("-inf"))
-    tl.atomic_add(out + row, comes_before(x, at, value, token), sem="relaxed")
+    x = tl.load(logits + row * V + index, mask=index < V, other=float("-inf"))
+    tl.atomic_add(out + row, count_before(x, index, value, token), sem="relaxed")
 
 
-def levels(count: int) -> int:
-    """Of a tree with so many leaves."""
-    return power_of_two(count).bit_length() - 1
+def tree_levels(count: int) -> int:
+    """Return the number of levels of a tree with `count` leaves."""
+    return next_power_of_two(count).bit_length() - 1
 
 
-def _keys(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, int]:
+def _key_buffer(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return scratch for the keys of the chunks, and the number of chunks."""
     chunks = triton.cdiv(vocab, CHUNK)
     return torch.empty((rows, chunks), dtype=torch.int64, device=device), chunks
 
 
-def _join(keys: Tensor, chunks: int) -> Tensor:
+def _combine(keys: Tensor, chunks: int) -> Tensor:
+    """Return the best id of each row from the keys of its chunks."""
     out = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
-    join_kernel[(len(keys),)](keys, out, chunks, BLOCK=power_of_two(chunks), num_warps=1)
+    combine_keys_kernel[(len(keys),)](keys, out, chunks, BLOCK=next_power_of_two(chunks), num_warps=1)
     return out
 
 
 def argmax(logits: Tensor) -> Tensor:
+    """Return the best id of each row [R]; of equal values the smallest id."""
     rows, vocab = logits.shape
-    keys, chunks = _keys(rows, vocab, logits.device)
+    keys, chunks = _key_buffer(rows, vocab, logits.device)
     argmax_kernel[(rows, chunks)](logits, keys, vocab, chunks, CHUNK=CHUNK, num_warps=8)
-    return _join(keys, chunks)
+    return _combine(keys, chunks)
 
 
 def gumbel_argmax(scaled: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """Return the best id of each row [R] after keyed Gumbel noise."""
     rows, vocab = scaled.shape
-    keys, chunks = _keys(rows, vocab, scaled.device)
+    keys, chunks = _key_buffer(rows, vocab, scaled.device)
     gumbel_kernel[(rows, chunks)](
         scaled, seeds, positions, keys, vocab, chunks, STREAM=stream, CHUNK=CHUNK, num_warps=8
     )
-    return _join(keys, chunks)
+    return _combine(keys, chunks)
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """Return a keyed uniform number for each row [R] fp64."""
     out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
     grid = (triton.cdiv(len(seeds), 128),)
     uniform_kernel[grid](seeds, positions, out, len(seeds), STREAM=stream, BLOCK=128, num_warps=4)
@@ -202,18 +220,20 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
 
 
 def logsumexp(logits: Tensor) -> Tensor:
+    """Return the logsumexp of each row [R] fp32."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    tops, sums = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
+    maxima, sums = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    logsumexp_kernel[(rows, chunks)](logits, tops, sums, vocab, chunks, CHUNK=CHUNK, num_warps=8)
-    join_logsumexp_kernel[(rows,)](
-        tops, sums, out, chunks, LEVELS=levels(chunks), num_warps=1, enable_fp_fusion=False
+    logsumexp_kernel[(rows, chunks)](logits, maxima, sums, vocab, chunks, CHUNK=CHUNK, num_warps=8)
+    combine_logsumexp_kernel[(rows,)](
+        maxima, sums, out, chunks, LEVELS=tree_levels(chunks), num_warps=1, enable_fp_fusion=False
     )
     return out
 
 
 def rank(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the rank of ids [R] in their rows, from 1."""
     rows, vocab = logits.shape
     out = torch.ones(rows, dtype=torch.int64, device=logits.device)
     grid = (rows, triton.cdiv(vocab, CHUNK))

@@ -1,4 +1,4 @@
-"""Philox-4x32-10 and the noise made from it, on the device: the integers of the contract, bit for bit."""
+"""Philox-4x32-10 random numbers and Gumbel noise on the device, bit for bit those of the contract."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton.language as tl
 
 from draftproof.ops.triton.runtime import INTERPRETED
 
-HARDWARE = tl.constexpr(not INTERPRETED)  # the interpreter knows no instructions
+HAS_PTX = tl.constexpr(not INTERPRETED)  # the interpreter runs no inline assembly
 
 
 @triton.jit
 def philox(seed, position, stream: tl.constexpr, block):
-    """The four words of counter (block, position, stream, 0) under `seed`; block [B] -> four [B] uint32."""
+    """Return the four words [B] uint32 of counter (block [B], position, stream, 0) under `seed`."""
     c0 = block.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)
     c2 = tl.full(c0.shape, stream, tl.uint32)
@@ -23,36 +23,38 @@ def philox(seed, position, stream: tl.constexpr, block):
 
 
 @triton.jit
-def uniform_of(word):
-    """(word + 0.5) / 2^32, fp64, exact."""
+def word_to_uniform(word):
+    """Return (word + 0.5) / 2^32 in fp64, exact."""
     return (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
 
 
 @triton.jit
-def gumbel_of(word):
-    """float32(-log(-log1p(-u))). 1 - u is exact in fp64, so log(1 - u) is as good as log1p(-u)."""
-    return (-tl.log(-tl.log(1.0 - uniform_of(word)))).to(tl.float32)
+def word_to_gumbel(word):
+    """Return float32(-log(-log1p(-u))); 1 - u is exact in fp64, so log(1 - u) equals log1p(-u)."""
+    return (-tl.log(-tl.log(1.0 - word_to_uniform(word)))).to(tl.float32)
 
 
 @triton.jit
-def nearly_log(x):
-    """log within 1e-6 of its value, or of 1 where that is less: the hardware's, a tenth of the library's."""
-    if HARDWARE:
-        two: tl.constexpr = "lg2.approx.f32 $0, $1;"
-        return 0.6931472 * tl.inline_asm_elementwise(two, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+def approx_log(x):
+    """Return log(x) with an error below 1e-6 * max(1, |log x|), by the hardware instruction."""
+    if HAS_PTX:
+        INSTRUCTION: tl.constexpr = "lg2.approx.f32 $0, $1;"
+        return 0.6931472 * tl.inline_asm_elementwise(
+            INSTRUCTION, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return tl.log(x)
 
 
 @triton.jit
-def nearly_gumbel_of(word):
-    """gumbel_of within 1e-4, in fp32: enough to say who cannot win.
+def approx_gumbel(word):
+    """Return `word_to_gumbel` in fp32 with an error below 1e-4: enough to exclude ids that cannot win.
 
-    u below 1/16 by series (fp32 loses a small u in 1 - u), above by the complement 1 - u, which has its own
-    exact bits near u = 1.
+    For u below 1/16 a series is used, because fp32 loses a small u in 1 - u. Above that the complement 1 - u
+    is computed from the inverted word, which keeps its bits near u = 1.
     """
     SCALE: tl.constexpr = 2.3283064365386963e-10
     u = (word.to(tl.float32) + 0.5) * SCALE
-    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * SCALE  # 1 - u
+    complement = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * SCALE  # 1 - u
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * (0.2 + u * 0.16666667)))))
-    return -nearly_log(tl.where(u < 0.0625, series, -nearly_log(rest)))
+    return -approx_log(tl.where(u < 0.0625, series, -approx_log(complement)))

@@ -1,8 +1,8 @@
-"""The first k of each row in the order (value down, id up).
+"""Top-k of each row, ordered by value down, then id up.
 
-Up to QUICK: a row is cut into groups; the first k lie in the k groups whose best keys come first. So one
-pass finds the best key of each group, and one program a row sorts those, then the members of k groups.
-Beyond: the library's top-k on the keys, which are all different, so that its order is ours.
+Up to MAX_TWO_STAGE_K: a row is split into groups, and its top k lie in the k groups with the best keys. One
+pass finds the best key of each group; one program per row sorts these keys, then the members of k groups.
+Above it: torch's top-k of the sort keys, which are all different, so that the order is unique.
 """
 
 from __future__ import annotations
@@ -12,101 +12,105 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.runtime import power_of_two
-from draftproof.ops.triton.sampling.sort_key import LOWEST, id_of, key_of
+from draftproof.ops.triton.runtime import next_power_of_two
+from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id, sort_key
 
-QUICK = 64  # largest k of the two-stage path
+MAX_TWO_STAGE_K = 64
 GROUP = 64  # ids of one group
 CHUNK = 4096  # ids of one program of the first stage
-MOST = 4096  # groups that the second stage holds
+MAX_GROUPS = 4096  # of a row, in the second stage
 
 
 @triton.jit
-def best_of_groups(x, group, V, GROUP: tl.constexpr):
-    """Keys [groups] of the best of x [groups, GROUP], groups numbered `group`; LOWEST beyond V.
+def group_keys(x, group, V, GROUP: tl.constexpr):
+    """Return the best sort keys [groups] of x [groups, GROUP], groups numbered `group`; LOWEST_KEY beyond V.
 
-    With the first id of the group: which of its ids has the value makes no difference to their order.
+    A key holds the first id of its group: the id within the group does not change the order of groups.
     """
     first = group * GROUP
-    return tl.where(first < V, key_of(tl.max(x, axis=1), first), LOWEST)
+    return tl.where(first < V, sort_key(tl.max(x, axis=1), first), LOWEST_KEY)
 
 
 @triton.jit
-def keys_of(keys, groups, BLOCK: tl.constexpr):
-    """[BLOCK] of the groups of a row, LOWEST beyond."""
-    at = tl.arange(0, BLOCK)
-    return tl.load(keys + at, mask=at < groups, other=LOWEST)
+def load_group_keys(keys, groups, BLOCK: tl.constexpr):
+    """Load the group keys [BLOCK] of a row, LOWEST_KEY beyond."""
+    index = tl.arange(0, BLOCK)
+    return tl.load(keys + index, mask=index < groups, other=LOWEST_KEY)
 
 
 @triton.jit
-def first_of(line, keys, held, V, groups, K: tl.constexpr, GROUP: tl.constexpr):
-    """Ids [K] of the first K of a row, from the keys [groups] of its groups, `held` and then overwritten.
+def top_ids(row_logits, keys, group_key, V, groups, K: tl.constexpr, GROUP: tl.constexpr):
+    """Return the top K ids of a row from its group keys, loaded in `group_key`; `keys` is overwritten.
 
-    Each of the K groups has a member no worse than the worst of their best, and as a rule few have two: those
-    are gathered in the place of the keys, because to sort all members takes several times as long.
+    Each of the K best groups has a member at least as good as the K-th group key, and few groups have two.
+    These candidates are compacted into the memory of the keys, because sorting all members takes several
+    times as long.
     """
-    best = tl.topk(held, K)
-    members = (id_of(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # no group: beyond V
-    x = tl.load(line + members, mask=members < V, other=float("-inf"))
-    key = tl.reshape(tl.where(members < V, key_of(x, members), LOWEST), (K * GROUP,))
-    good = (key >> 32) >= (tl.min(best, axis=0) >> 32)  # by value alone: a group's key has its first id
-    place = tl.cumsum(good.to(tl.int32), axis=0)
-    count = tl.max(place, axis=0)
-    ROOM: tl.constexpr = 4 * K
-    if count <= tl.minimum(ROOM, groups):
-        tl.debug_barrier()  # everybody has read the keys
-        tl.store(keys + place - 1, key, mask=good)
+    best = tl.topk(group_key, K)
+    members = (key_to_id(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[
+        None, :
+    ]  # a missing group lies beyond V
+    x = tl.load(row_logits + members, mask=members < V, other=float("-inf"))
+    key = tl.reshape(tl.where(members < V, sort_key(x, members), LOWEST_KEY), (K * GROUP,))
+    candidate = (key >> 32) >= (tl.min(best, axis=0) >> 32)  # by value only: a group key holds the first id
+    output_index = tl.cumsum(candidate.to(tl.int32), axis=0)
+    count = tl.max(output_index, axis=0)
+    MAX_CANDIDATES: tl.constexpr = 4 * K
+    if count <= tl.minimum(MAX_CANDIDATES, groups):
+        tl.debug_barrier()  # all threads have read the keys
+        tl.store(keys + output_index - 1, key, mask=candidate)
         tl.debug_barrier()
-        few = tl.arange(0, ROOM)
-        found = tl.topk(tl.load(keys + few, mask=few < count, other=LOWEST), K)
+        compact = tl.arange(0, MAX_CANDIDATES)
+        found = tl.topk(tl.load(keys + compact, mask=compact < count, other=LOWEST_KEY), K)
     else:
-        found, turn = best, tl.arange(0, K)
+        found, rank = best, tl.arange(0, K)
         for i in range(K):
             top = tl.max(key, axis=0)
-            found = tl.where(turn == i, top, found)
-            key = tl.where(key == top, LOWEST, key)
-    return id_of(found)
+            found = tl.where(rank == i, top, found)
+            key = tl.where(key == top, LOWEST_KEY, key)
+    return key_to_id(found)
 
 
 @triton.jit
 def group_best_kernel(logits, keys, V, groups, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """keys [R, groups]: the best key of each group."""
+    """Store the best sort key of each group: keys [R, groups]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    tl.store(keys + row * groups + group, best_of_groups(x, group, V, GROUP), mask=group < groups)
+    tl.store(keys + row * groups + group, group_keys(x, group, V, GROUP), mask=group < groups)
 
 
 @triton.jit
 def top_kernel(
     logits, keys, values, ids, V, groups, k, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Best k of the groups whose best keys are keys [R, groups]: values, ids [R, k]."""
+    """Store values and ids [R, k] of the top k of each row from its group keys [R, groups]."""
     row = tl.program_id(0).to(tl.int64)
-    held = keys_of(keys + row * groups, groups, BLOCK)
-    token = first_of(logits + row * V, keys + row * groups, held, V, groups, K, GROUP)
-    place = tl.arange(0, K)
-    ok = place < k
+    group_key = load_group_keys(keys + row * groups, groups, BLOCK)
+    token = top_ids(logits + row * V, keys + row * groups, group_key, V, groups, K, GROUP)
+    output_index = tl.arange(0, K)
+    ok = output_index < k
     value = tl.load(logits + row * V + token, mask=ok & (token < V), other=float("-inf"))
-    tl.store(values + row * k + place, value, mask=ok)
-    tl.store(ids + row * k + place, token, mask=ok)
+    tl.store(values + row * k + output_index, value, mask=ok)
+    tl.store(ids + row * k + output_index, token, mask=ok)
 
 
 @triton.jit
 def key_kernel(logits, keys, V, BLOCK: tl.constexpr):
-    """keys [R, V]."""
+    """Store the sort key of each logit: keys [R, V]."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    tl.store(keys + row * V + ids, key_of(x, ids), mask=ids < V)
+    tl.store(keys + row * V + ids, sort_key(x, ids), mask=ids < V)
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return values and ids [R, k] of the top k of each row."""
     rows, vocab = logits.shape
     device = logits.device
-    width, groups = max(8, power_of_two(k)), triton.cdiv(vocab, GROUP)
-    if k > QUICK or groups > MOST:
+    width, groups = max(8, next_power_of_two(k)), triton.cdiv(vocab, GROUP)
+    if k > MAX_TWO_STAGE_K or groups > MAX_GROUPS:
         keys = torch.empty((rows, vocab), dtype=torch.int64, device=device)
         key_kernel[(rows, triton.cdiv(vocab, 1024))](logits, keys, vocab, BLOCK=1024, num_warps=4)
         ids = 0x7FFFFFFF - (keys.topk(k, dim=1).values & 0x7FFFFFFF)
@@ -119,6 +123,6 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     top_kernel[(rows,)](
         logits, keys, values, ids, vocab, groups, k,
-        K=width, BLOCK=max(width, power_of_two(groups)), GROUP=GROUP, num_warps=4,
+        K=width, BLOCK=max(width, next_power_of_two(groups)), GROUP=GROUP, num_warps=4,
     )  # fmt: skip
     return values, ids

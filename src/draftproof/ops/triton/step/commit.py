@@ -1,7 +1,7 @@
-"""The verdict on all windows and what follows from it, in one program: entries down, depths across.
+"""Verification and commit of all windows in one program, as a matrix [entries, depths].
 
-Where an entry's picks begin depends on what all entries before it commit, so one program holds them all. A
-window's first failing, bad or ending row is a minimum over its depths, which needs no scan.
+The first logprob row of an entry depends on the number of tokens that all entries before it commit, so one
+program handles all entries. The first rejected, bad or end row of a window is a minimum over its depths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof import types
-from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
+from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
 from draftproof.types import Choice, FinishStatus, Outcome, PlanColumns, Windows
 
 STOP, LENGTH = tl.constexpr(int(FinishStatus.STOP)), tl.constexpr(int(FinishStatus.LENGTH))
@@ -23,123 +23,132 @@ FIRST_ROW, PICK, TOKENS = (
     tl.constexpr(types.PICK),
     tl.constexpr(types.TOKENS),
 )
-PICKS = 1024  # places of pick_rows filled at a time
+PICK_BLOCK = 1024  # entries of pick_rows that one store fills
 
 
 @triton.jit
-def _judged(
-    drafts, token, accept, recovered, ends, bad, slot, real, count, rows, depth, V, K,
+def _verify_windows(
+    draft_tokens, token, accept, recovered, ends, bad, slot, has_window, count, rows, depth, V, K,
     ACCEPT: tl.constexpr, RECOVERED: tl.constexpr,
 ):  # fmt: skip
-    """Of each window: the tokens it would commit [B, D], how many drafts stand, depth of its first end token
-    and of its first bad row, K + 1 if none, and the code there. Nothing is read where there is no window."""
-    inside = real[:, None] & (depth <= count[:, None])
-    guessed = inside & (depth < count[:, None])
-    guess = tl.load(drafts + rows, mask=guessed, other=-1)
-    own = tl.load(token + rows, mask=inside, other=0)
+    """Verify the drafts of each window [B, D].
+
+    Returns the output tokens [B, D], the number of accepted drafts, the depth of the first end token and of
+    the first bad row (K + 1 if there is none), and the code of that row. Entries without a window are masked.
+    """
+    inside = has_window[:, None] & (depth <= count[:, None])
+    has_draft = inside & (depth < count[:, None])
+    draft = tl.load(draft_tokens + rows, mask=has_draft, other=-1)
+    sampled = tl.load(token + rows, mask=inside, other=0)
     code = tl.load(bad + rows, mask=inside, other=0)
-    stands = guessed & (guess == own)
+    accepted_here = has_draft & (draft == sampled)
     if ACCEPT:
-        stands = tl.load(accept + rows, mask=guessed, other=0) != 0
-    instead = own
+        accepted_here = tl.load(accept + rows, mask=has_draft, other=0) != 0
+    replacement = sampled
     if RECOVERED:
-        instead = tl.load(recovered + rows, mask=inside, other=0)
-    accepted = tl.min(tl.where(stands, K + 1, depth), axis=1)
-    accepted = tl.where(real, accepted, 0)
-    own = tl.where((accepted < count)[:, None], instead, own)
-    said = tl.where(depth < accepted[:, None], guess, own)
-    id_at = slot[:, None] * V + tl.minimum(tl.maximum(said, 0), V - 1)
+        replacement = tl.load(recovered + rows, mask=inside, other=0)
+    accepted = tl.min(tl.where(accepted_here, K + 1, depth), axis=1)
+    accepted = tl.where(has_window, accepted, 0)
+    sampled = tl.where((accepted < count)[:, None], replacement, sampled)
+    output = tl.where(depth < accepted[:, None], draft, sampled)
+    id_at = slot[:, None] * V + tl.minimum(tl.maximum(output, 0), V - 1)
     ending = tl.load(ends + id_at, mask=inside & (depth <= accepted[:, None]), other=0) != 0
-    before_end = tl.min(tl.where(ending, depth, K + 1), axis=1)
-    before_bad = tl.min(tl.where(inside & (code == 0), K + 1, depth), axis=1)
-    why = tl.sum(tl.where(depth == before_bad[:, None], code, 0), axis=1)
-    return said, accepted, before_end, before_bad, why
+    first_end = tl.min(tl.where(ending, depth, K + 1), axis=1)
+    first_bad = tl.min(tl.where(inside & (code == 0), K + 1, depth), axis=1)
+    bad_code = tl.sum(tl.where(depth == first_bad[:, None], code, 0), axis=1)
+    return output, accepted, first_end, first_bad, bad_code
 
 
 @triton.jit
-def _record(
-    table, entry, depth, here, num_out, count, accepted, ended, first, pick, said, K, WIDTH
+def _store_outcome(
+    table, entry, depth, in_batch, num_out, count, accepted, ended, first, pick, output, K, WIDTH
 ):  # fmt: skip
-    """A line of the outcome's table for every entry."""
-    line = table + entry * WIDTH
-    tl.store(line + NUM_OUT, num_out, mask=here)
-    tl.store(line + NUM_DRAFT, count, mask=here)
-    tl.store(line + NUM_ACCEPTED, tl.minimum(accepted, num_out), mask=here)
-    tl.store(line + ENDED, ended, mask=here)
-    tl.store(line + FIRST_ROW, first, mask=here)
-    tl.store(line + PICK, pick, mask=here)
-    written = tl.where(depth < num_out[:, None], said, 0)
-    tl.store(line[:, None] + TOKENS + depth, written, mask=here[:, None] & (depth <= K))
+    """Store a row of the outcome table for every entry."""
+    table_row = table + entry * WIDTH
+    tl.store(table_row + NUM_OUT, num_out, mask=in_batch)
+    tl.store(table_row + NUM_DRAFT, count, mask=in_batch)
+    tl.store(table_row + NUM_ACCEPTED, tl.minimum(accepted, num_out), mask=in_batch)
+    tl.store(table_row + ENDED, ended, mask=in_batch)
+    tl.store(table_row + FIRST_ROW, first, mask=in_batch)
+    tl.store(table_row + PICK, pick, mask=in_batch)
+    written = tl.where(depth < num_out[:, None], output, 0)
+    tl.store(table_row[:, None] + TOKENS + depth, written, mask=in_batch[:, None] & (depth <= K))
 
 
 @triton.jit
 def commit_kernel(
     plan_slots, plan_chunk, win_slots, win_first, win_drafts,  # [B]
-    drafts, token, accept, recovered, bad,  # [L]
+    draft_tokens, token, accept, recovered, bad,  # [L]
     tokens, length, computed, num_draft, ended, max_length, wants, ends,  # columns; [S], [S, WIDE], [S, V]
     table, pick_rows, pick_tokens,  # [B, WIDTH], [P], [P]
-    B, L, P, V, WIDE, K, WIDTH,
+    B, L, P, V, MAX_LEN, K, WIDTH,
     ACCEPT: tl.constexpr, RECOVERED: tl.constexpr, ENTRIES: tl.constexpr, DEPTHS: tl.constexpr,
-    PICKS: tl.constexpr, PDL: tl.constexpr,
+    PICK_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    """Verify all windows, update the slot columns and store the outcome table and the logprob rows."""
+    pdl_sync(PDL)
     entry = tl.arange(0, ENTRIES)
     depth = tl.arange(0, DEPTHS).to(tl.int64)[None, :]
-    here = entry < B
-    slot = tl.load(win_slots + entry, mask=here, other=-1)
-    named = tl.load(plan_slots + entry, mask=here, other=-1)
-    real = slot >= 0
-    first = tl.load(win_first + entry, mask=real, other=0)
-    count = tl.load(win_drafts + entry, mask=real, other=0)
-    old = tl.load(length + slot, mask=real, other=0)
-    most = tl.load(max_length + slot, mask=real, other=0)
-    wanted = tl.load(wants + slot, mask=real, other=0) > 0
-    idle = (named >= 0) & (slot < 0)
-    done = tl.load(computed + named, mask=idle, other=0) + tl.load(plan_chunk + entry, mask=idle, other=0)
+    in_batch = entry < B
+    slot = tl.load(win_slots + entry, mask=in_batch, other=-1)
+    plan_slot = tl.load(plan_slots + entry, mask=in_batch, other=-1)
+    has_window = slot >= 0
+    first = tl.load(win_first + entry, mask=has_window, other=0)
+    count = tl.load(win_drafts + entry, mask=has_window, other=0)
+    old_length = tl.load(length + slot, mask=has_window, other=0)
+    max_len = tl.load(max_length + slot, mask=has_window, other=0)
+    wants_logprobs = tl.load(wants + slot, mask=has_window, other=0) > 0
+    prefill_only = (plan_slot >= 0) & (slot < 0)
+    new_computed = tl.load(computed + plan_slot, mask=prefill_only, other=0)
+    new_computed = new_computed + tl.load(plan_chunk + entry, mask=prefill_only, other=0)
     rows = tl.minimum(first[:, None] + depth, L - 1)
-    said, accepted, before_end, before_bad, why = _judged(
-        drafts, token, accept, recovered, ends, bad, slot, real, count, rows, depth, V, K, ACCEPT, RECOVERED
-    )
-    fails = before_bad <= accepted  # the token of a bad row would be committed
-    limit = tl.where(fails, before_bad, K + 1)
-    room = most - old
-    num_out = tl.minimum(tl.minimum(accepted, before_end) + 1, tl.minimum(room, limit))
-    num_out = tl.where(real, num_out, 0)
-    how = tl.where(fails & (num_out == limit), why, 0)
-    how = tl.where(num_out == room, LENGTH, how)
-    how = tl.where(before_end < num_out, STOP, how)
-    how = tl.where(real, how, 0)
+    output, accepted, first_end, first_bad, bad_code = _verify_windows(
+        draft_tokens, token, accept, recovered, ends, bad, slot, has_window, count, rows, depth, V, K,
+        ACCEPT, RECOVERED,
+    )  # fmt: skip
+    fails = first_bad <= accepted  # the output would contain the token of a bad row
+    limit = tl.where(fails, first_bad, K + 1)
+    room = max_len - old_length
+    num_out = tl.minimum(tl.minimum(accepted, first_end) + 1, tl.minimum(room, limit))
+    num_out = tl.where(has_window, num_out, 0)
+    end_reason = tl.where(fails & (num_out == limit), bad_code, 0)
+    end_reason = tl.where(num_out == room, LENGTH, end_reason)
+    end_reason = tl.where(first_end < num_out, STOP, end_reason)
+    end_reason = tl.where(has_window, end_reason, 0)
 
     kept = depth < num_out[:, None]
-    place = old[:, None] + depth
-    tl.store(tokens + slot[:, None] * WIDE + place, said, mask=kept & (place < WIDE))
-    tl.store(length + slot, old + num_out, mask=real)
-    tl.store(computed + slot, old + num_out - 1, mask=real)
-    tl.store(num_draft + slot, tl.zeros_like(slot), mask=real)
-    tl.store(ended + slot, how, mask=real)
-    tl.store(computed + named, done, mask=idle)
+    position = old_length[:, None] + depth
+    tl.store(tokens + slot[:, None] * MAX_LEN + position, output, mask=kept & (position < MAX_LEN))
+    tl.store(length + slot, old_length + num_out, mask=has_window)
+    tl.store(computed + slot, old_length + num_out - 1, mask=has_window)
+    tl.store(num_draft + slot, tl.zeros_like(slot), mask=has_window)
+    tl.store(ended + slot, end_reason, mask=has_window)
+    tl.store(computed + plan_slot, new_computed, mask=prefill_only)
 
-    picked = tl.where(wanted, num_out, 0)
-    begun = tl.cumsum(picked, axis=0) - picked
-    pick = tl.where(picked > 0, begun, 0)
-    _record(table, entry, depth, here, num_out, count, accepted, how, first, pick, said, K, WIDTH)
-    at = begun[:, None] + depth
-    ok = (depth < picked[:, None]) & (at < P)
-    tl.store(pick_rows + at, first[:, None] + depth, mask=ok)
-    tl.store(pick_tokens + at, said, mask=ok)
+    picked = tl.where(wants_logprobs, num_out, 0)
+    pick_start = tl.cumsum(picked, axis=0) - picked
+    pick = tl.where(picked > 0, pick_start, 0)
+    _store_outcome(
+        table, entry, depth, in_batch, num_out, count, accepted, end_reason, first, pick, output, K, WIDTH
+    )
+    index = pick_start[:, None] + depth
+    ok = (depth < picked[:, None]) & (index < P)
+    tl.store(pick_rows + index, first[:, None] + depth, mask=ok)
+    tl.store(pick_tokens + index, output, mask=ok)
     total = tl.sum(picked, axis=0)
-    for start in range(0, P, PICKS):
-        rest = start + tl.arange(0, PICKS).to(tl.int64)
-        none = tl.zeros_like(rest)
-        tl.store(pick_rows + rest, none - 1, mask=(rest >= total) & (rest < P))
-        tl.store(pick_tokens + rest, none, mask=(rest >= total) & (rest < P))
+    for start in range(0, P, PICK_BLOCK):
+        padding = start + tl.arange(0, PICK_BLOCK).to(tl.int64)
+        none = tl.zeros_like(padding)
+        tl.store(pick_rows + padding, none - 1, mask=(padding >= total) & (padding < P))
+        tl.store(pick_tokens + padding, none, mask=(padding >= total) & (padding < P))
 
 
 def commit(plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome, pdl: bool) -> None:
+    """Launch `commit_kernel`."""
     columns = windows.columns
     entries, k = len(windows.slots), columns.draft.shape[1]
-    down, across = power_of_two(entries), power_of_two(k + 1)
-    warps = min(8, max(1, down * across // 64))
+    num_entries, num_depths = next_power_of_two(entries), next_power_of_two(k + 1)
+    warps = min(8, max(1, num_entries * num_depths // 64))
     commit_kernel[(1,)](
         plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft,
         windows.draft, choice.token,
@@ -152,5 +161,5 @@ def commit(plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out
         entries, len(bad), len(out.pick_rows), columns.ends.shape[1], columns.tokens.shape[1], k,
         out.table.shape[1],
         ACCEPT=choice.accept is not None, RECOVERED=choice.recovered is not None,
-        ENTRIES=down, DEPTHS=across, PICKS=PICKS, **launch_options(pdl, num_warps=warps),
+        ENTRIES=num_entries, DEPTHS=num_depths, PICK_BLOCK=PICK_BLOCK, **launch_options(pdl, num_warps=warps),
     )  # fmt: skip

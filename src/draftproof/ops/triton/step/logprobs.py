@@ -1,7 +1,8 @@
-"""Logprobs of a few tokens and of the best beside them: one pass over the wanted rows, and one program a row.
+"""Logprobs of the committed tokens and of the top k: one pass over the rows, then one program per row.
 
-The pass finds in each chunk the parts of the logsumexp, how many ids come before the token, and the best key
-of each group. They are joined as the ops `logsumexp`, `rank` and `top` join theirs, with their bits.
+The pass finds in each chunk the maximum and sum for the logsumexp, the number of ids that sort before the
+token, and the best key of each group. The chunks are combined as in `logsumexp`, `rank` and `top`, with the
+same bits.
 """
 
 from __future__ import annotations
@@ -12,114 +13,125 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import TokenLogprobs
-from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
+from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
 from draftproof.ops.triton.sampling.kernels import (
     CHUNK,
-    comes_before,
-    joined_logsumexp,
-    levels,
-    sum_below_top,
+    combine_logsumexp,
+    count_before,
+    max_and_exp_sum,
+    tree_levels,
 )
-from draftproof.ops.triton.sampling.topk import GROUP, MOST, QUICK, best_of_groups, first_of, keys_of
+from draftproof.ops.triton.sampling.topk import (
+    GROUP,
+    MAX_GROUPS,
+    MAX_TWO_STAGE_K,
+    group_keys,
+    load_group_keys,
+    top_ids,
+)
 
-# Of the pass; far more than the chip holds at once would queue up only to find padding. A row each up to 350
-# rows: one that does two waits for the first before it asks for the second.
-PROGRAMS = 4224
-WARPS = 16  # of the program that finishes a row: with four, 256 rows took 33 µs for 27, both kernels
+# Programs of the pass. More programs than fit on the chip would only find padding rows. Up to 350 rows each
+# program has one row, because a program with two rows loads the second after it has finished the first.
+MAX_SCAN_PROGRAMS = 4224
+FINISH_WARPS = 16  # of `logprob_finish_kernel`; with four, both kernels took 33 µs instead of 27 at 256 rows
 
 
 @triton.jit
-def scan_kernel(
-    logits, rows, tokens, tops, sums, counts, keys, N, V, chunks, groups, stride,
-    TOP: tl.constexpr, TURNS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+def logprob_scan_kernel(
+    logits, rows, tokens, maxima, sums, counts, keys, N, V, chunks, groups, stride,
+    TOP: tl.constexpr, PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """tops, sums, counts [N, chunks], keys [N, groups]; a program does every stride-th row."""
-    begin(PDL)
-    me, chunk = tl.program_id(0), tl.program_id(1)
-    turn = tl.arange(0, TURNS)
-    mine = me + turn * stride
-    wanted = tl.load(rows + mine, mask=mine < N, other=-1)
-    said = tl.load(tokens + mine, mask=mine < N, other=-1)  # with the rows: a load less to wait for
+    """Store maxima, sums, counts [N, chunks] and keys [N, groups]; a program takes every stride-th row."""
+    pdl_sync(PDL)
+    program, chunk = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, PER_PROGRAM)
+    entry = program + index * stride
+    entry_rows = tl.load(rows + entry, mask=entry < N, other=-1)
+    entry_tokens = tl.load(tokens + entry, mask=entry < N, other=-1)  # here, so that both loads overlap
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    turns = tl.max(tl.where(wanted >= 0, turn + 1, 0), axis=0)  # picks come before the padding, as a rule
-    for i in range(turns):
-        row = tl.max(tl.where(turn == i, wanted, -1), axis=0)
+    num_rows = tl.max(tl.where(entry_rows >= 0, index + 1, 0), axis=0)  # padding comes last
+    for i in range(num_rows):
+        row = tl.max(tl.where(index == i, entry_rows, -1), axis=0)
         if row >= 0:
-            n = (me + i * stride).to(tl.int64)
-            token = tl.max(tl.where(turn == i, said, -1), axis=0)
+            n = (program + i * stride).to(tl.int64)
+            token = tl.max(tl.where(index == i, entry_tokens, -1), axis=0)
             known = (token >= 0) & (token < V)
             value = tl.load(logits + row * V + token, mask=known, other=float("inf"))
             x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-            top, total = sum_below_top(x)
-            tl.store(tops + n * chunks + chunk, top)
+            top, total = max_and_exp_sum(x)
+            tl.store(maxima + n * chunks + chunk, top)
             tl.store(sums + n * chunks + chunk, total)
-            tl.store(counts + n * chunks + chunk, comes_before(x, ids, value, token))
+            tl.store(counts + n * chunks + chunk, count_before(x, ids, value, token))
             if TOP:
                 group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-                best = best_of_groups(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
+                best = group_keys(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
                 tl.store(keys + n * groups + group, best, mask=group < groups)
 
 
 @triton.jit
-def finish_kernel(
-    logits, rows, tokens, tops, sums, counts, keys, values, ids, ranks, V, chunks, groups, k,
+def logprob_finish_kernel(
+    logits, rows, tokens, maxima, sums, counts, keys, values, ids, ranks, V, chunks, groups, k,
     LEVELS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """values [N, 1 + k], ids [N, k], ranks [N]; nothing is written for padding.
+    """Store values [N, 1 + k], ids [N, k] and ranks [N]; padding rows are not written.
 
-    All that can be asked for at once is, and nothing is stored before: few rows wait for memory and for
-    nothing else, and a load stays behind the stores that are written before it.
+    All independent loads precede the first store, because the compiler keeps a load behind earlier stores,
+    and with few rows the kernel is bound by memory latency.
     """
-    begin(PDL)
+    pdl_sync(PDL)
     n = tl.program_id(0).to(tl.int64)
     row, token = tl.load(rows + n), tl.load(tokens + n)
     if row >= 0:
-        line = logits + row * V
+        row_logits = logits + row * V
         known = (token >= 0) & (token < V)
-        own = tl.load(line + token, mask=known, other=float("nan"))
+        logit = tl.load(row_logits + token, mask=known, other=float("nan"))
         part = tl.arange(0, 2**LEVELS)
         before = tl.load(counts + n * chunks + part, mask=part < chunks, other=0)
         if TOP:
-            held = keys_of(keys + n * groups, groups, BLOCK)
-        norm = joined_logsumexp(tops, sums, n, chunks, LEVELS)
-        tl.store(values + n * (k + 1), own - norm)
+            group_key = load_group_keys(keys + n * groups, groups, BLOCK)
+        norm = combine_logsumexp(maxima, sums, n, chunks, LEVELS)
+        tl.store(values + n * (k + 1), logit - norm)
         tl.store(ranks + n, 1 + tl.sum(before, axis=0))
         if TOP:
-            best = first_of(line, keys + n * groups, held, V, groups, K, GROUP)
-            place = tl.arange(0, K)
-            ok = place < k
-            value = tl.load(line + best, mask=ok & (best < V), other=float("-inf"))
-            tl.store(values + n * (k + 1) + 1 + place, value - norm, mask=ok)
-            tl.store(ids + n * k + place, best, mask=ok)
+            best = top_ids(row_logits, keys + n * groups, group_key, V, groups, K, GROUP)
+            output_index = tl.arange(0, K)
+            ok = output_index < k
+            value = tl.load(row_logits + best, mask=ok & (best < V), other=float("-inf"))
+            tl.store(values + n * (k + 1) + 1 + output_index, value - norm, mask=ok)
+            tl.store(ids + n * k + output_index, best, mask=ok)
 
 
 def quick(vocab: int, top: int) -> bool:
-    return top <= QUICK and triton.cdiv(vocab, GROUP) <= MOST
+    """Return whether the two-stage top-k of these kernels supports the sizes."""
+    return top <= MAX_TWO_STAGE_K and triton.cdiv(vocab, GROUP) <= MAX_GROUPS
 
 
 def empty(count: int, top: int, device: torch.device) -> TokenLogprobs:
+    """Return uninitialised logprobs of `count` rows."""
     ids = torch.empty((count, top), dtype=torch.int64, device=device)
     values = torch.empty((count, 1 + top), dtype=torch.float32, device=device)
     return TokenLogprobs(values, ids, torch.empty(count, dtype=torch.int64, device=device))
 
 
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs, pdl: bool) -> None:
-    """For `quick` ones; `out` is contiguous."""
+    """Launch both kernels, for sizes that `quick` accepts; the tensors of `out` are contiguous."""
     count, vocab, device = len(rows), logits.shape[1], logits.device
-    chunks, groups, width = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, GROUP), max(8, power_of_two(top))
-    tops, sums = torch.empty((2, count, chunks), dtype=torch.float32, device=device)
+    chunks, groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, GROUP)
+    width = max(8, next_power_of_two(top))
+    maxima, sums = torch.empty((2, count, chunks), dtype=torch.float32, device=device)
     counts = torch.empty((count, chunks), dtype=torch.int64, device=device)
     keys = torch.empty((count, groups if top else 0), dtype=torch.int64, device=device)
-    stride = min(count, max(1, PROGRAMS // chunks))
-    scan_kernel[(stride, chunks)](
-        logits, rows, tokens, tops, sums, counts, keys, count, vocab, chunks, groups, stride,
-        TOP=top > 0, TURNS=power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=GROUP,
+    stride = min(count, max(1, MAX_SCAN_PROGRAMS // chunks))
+    logprob_scan_kernel[(stride, chunks)](
+        logits, rows, tokens, maxima, sums, counts, keys, count, vocab, chunks, groups, stride,
+        TOP=top > 0, PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=GROUP,
         **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
-    finish_kernel[(count,)](
-        logits, rows, tokens, tops, sums, counts, keys, out.values, out.ids, out.ranks, vocab, chunks,
+    logprob_finish_kernel[(count,)](
+        logits, rows, tokens, maxima, sums, counts, keys, out.values, out.ids, out.ranks, vocab, chunks,
         groups, top,
-        LEVELS=levels(chunks), TOP=top > 0, K=width, BLOCK=max(width, power_of_two(groups)), GROUP=GROUP,
-        **launch_options(pdl, num_warps=WARPS, enable_fp_fusion=False),
+        LEVELS=tree_levels(chunks), TOP=top > 0, K=width, BLOCK=max(width, next_power_of_two(groups)),
+        GROUP=GROUP,
+        **launch_options(pdl, num_warps=FINISH_WARPS, enable_fp_fusion=False),
     )  # fmt: skip

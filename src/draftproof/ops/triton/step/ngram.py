@@ -1,4 +1,4 @@
-"""The next drafts: from what followed the last tokens before, and any proposer's into the slots."""
+"""N-gram search for drafts, and the write of any proposer's drafts into the slots."""
 
 from __future__ import annotations
 
@@ -7,113 +7,115 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.runtime import begin, launch_options, power_of_two
+from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
 from draftproof.types import Draft, SlotColumns
 
-BLOCK = 2048  # places that are compared at a time
+BLOCK = 2048  # positions that are compared at a time
 
 
 @triton.jit
 def ngram_kernel(
-    slots, budgets, ended, length, tokens, out, counts, WIDE, K, smallest,
+    slots, budgets, ended, length, tokens, out, counts, MAX_LEN, K, smallest,
     LARGEST: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [B, K], counts [B]: a program an entry, from its newest tokens to its oldest.
+    """Store drafts out [B, K] and counts [B]; a program per entry searches from the newest token backwards.
 
-    A place is where a match goes on; the best is the one with most tokens matched before it, then the
-    latest. Once a block has a match of LARGEST, no older one can be better.
+    A candidate is the position after a match. The best one has the most matched tokens before it, then the
+    largest position. Once a block has a match of LARGEST tokens, older blocks cannot be better.
     """
-    begin(PDL)
-    me = tl.program_id(0).to(tl.int64)
-    ahead = tl.arange(0, DEPTHS).to(tl.int64)
-    slot, budget = tl.load(slots + me), tl.load(budgets + me)
-    named = slot >= 0
-    total = tl.load(length + slot, mask=named, other=0)
-    live = (budget > 0) & (tl.load(ended + slot, mask=named, other=1) == 0)
+    pdl_sync(PDL)
+    entry = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, DEPTHS).to(tl.int64)
+    slot, budget = tl.load(slots + entry), tl.load(budgets + entry)
+    has_slot = slot >= 0
+    total = tl.load(length + slot, mask=has_slot, other=0)
+    live = (budget > 0) & (tl.load(ended + slot, mask=has_slot, other=1) == 0)
     total = tl.where(live, total, 0)
-    line = tokens + slot * WIDE
-    best = total * 0  # matched tokens above, place below
-    stop = total  # places before this one are not yet looked at; the least is 1
-    while (stop > 1) & ((best >> 32) < LARGEST):
-        place = stop - BLOCK + tl.arange(0, BLOCK)
-        still = place >= 1
+    slot_tokens = tokens + slot * MAX_LEN
+    best = total * 0  # matched tokens in the high half, position in the low half
+    end = total  # positions in [1, end) are not compared yet
+    while (end > 1) & ((best >> 32) < LARGEST):
+        position = end - BLOCK + tl.arange(0, BLOCK)
+        matches = position >= 1
         matched = tl.zeros((BLOCK,), tl.int64)
         for n in tl.static_range(1, LARGEST + 1):
-            still = still & (place >= n)
-            # not masked by what has matched so far: the loads of all n are under way at once
-            here = tl.load(line + place - n, mask=place >= n, other=-1)
-            last = tl.load(line + total - n, mask=total >= n, other=-2)
-            still = still & (here == last)
-            matched += still.to(tl.int64)
-        key = tl.where(place >= 1, (matched << 32) + place, 0)
+            matches = matches & (position >= n)
+            # not masked by `matches`, so that the loads of all n overlap
+            here = tl.load(slot_tokens + position - n, mask=position >= n, other=-1)
+            last = tl.load(slot_tokens + total - n, mask=total >= n, other=-2)
+            matches = matches & (here == last)
+            matched += matches.to(tl.int64)
+        key = tl.where(position >= 1, (matched << 32) + position, 0)
         best = tl.maximum(best, tl.max(key, axis=0))
-        stop = stop - BLOCK
+        end = end - BLOCK
     found = (best >> 32) >= smallest
     start = best & 0xFFFFFFFF
     period = tl.maximum(total - start, 1)
     count = tl.where(found, budget, 0)
-    ok = found & (ahead < count)
-    guess = tl.load(line + start + ahead % period, mask=ok & (ahead < K), other=0)
-    tl.store(out + me * K + ahead, guess, mask=ahead < K)
-    tl.store(counts + me, count)
+    ok = found & (index < count)
+    draft_token = tl.load(slot_tokens + start + index % period, mask=ok & (index < K), other=0)
+    tl.store(out + entry * K + index, draft_token, mask=index < K)
+    tl.store(counts + entry, count)
 
 
 @triton.jit
-def put_draft_kernel(
-    slots, budgets, guesses, counts, logprobs, sources,  # [B], [B], [B, K], [B], [B, K], [B, K]
-    draft, num_draft, draft_logprob, draft_source, ended, length, max_length, V, K, down, across,
+def store_drafts_kernel(
+    slots, budgets, draft_tokens, counts, logprobs, sources,  # [B], [B], [B, K], [B], [B, K], [B, K]
+    draft, num_draft, draft_logprob, draft_source, ended, length, max_length, V, K,
+    entry_stride, depth_stride,
     LOGPROBS: tl.constexpr, SOURCES: tl.constexpr, DEPTHS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Guesses lie `down` from entry to entry and `across` from draft to draft."""
-    begin(PDL)
-    me = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + me)
+    """Store the valid drafts of each entry into its slot, cut to budget, vocabulary and maximum length."""
+    pdl_sync(PDL)
+    entry = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + entry)
     if slot >= 0:
-        at = tl.arange(0, DEPTHS).to(tl.int64)
-        ok = at < K
-        guess = tl.load(guesses + me * down + at * across, mask=ok, other=-1)
-        outside = (guess < 0) | (guess >= V)
-        legal = tl.min(tl.where(outside, at, K), axis=0)
+        depth = tl.arange(0, DEPTHS).to(tl.int64)
+        ok = depth < K
+        draft_token = tl.load(draft_tokens + entry * entry_stride + depth * depth_stride, mask=ok, other=-1)
+        invalid = (draft_token < 0) | (draft_token >= V)
+        num_valid = tl.min(tl.where(invalid, depth, K), axis=0)
         room = tl.maximum(tl.load(max_length + slot) - tl.load(length + slot) - 1, 0)
-        least = tl.minimum(tl.load(counts + me), tl.load(budgets + me))
-        least = tl.maximum(tl.minimum(least, tl.minimum(legal, room)), 0)
-        tl.store(num_draft + slot, tl.where(tl.load(ended + slot) == 0, least, 0))
-        # what is cut off may still be looked up
-        tl.store(draft + slot * K + at, tl.minimum(tl.maximum(guess, 0), V - 1), mask=ok)
-        own = tl.full((DEPTHS,), float("nan"), tl.float32)
+        count = tl.minimum(tl.load(counts + entry), tl.load(budgets + entry))
+        count = tl.maximum(tl.minimum(count, tl.minimum(num_valid, room)), 0)
+        tl.store(num_draft + slot, tl.where(tl.load(ended + slot) == 0, count, 0))
+        # later kernels may read drafts beyond the count as indices
+        tl.store(draft + slot * K + depth, tl.minimum(tl.maximum(draft_token, 0), V - 1), mask=ok)
+        logprob = tl.full((DEPTHS,), float("nan"), tl.float32)
         if LOGPROBS:
-            own = tl.load(logprobs + me * K + at, mask=ok)
-        tl.store(draft_logprob + slot * K + at, own, mask=ok)
+            logprob = tl.load(logprobs + entry * K + depth, mask=ok)
+        tl.store(draft_logprob + slot * K + depth, logprob, mask=ok)
         source = tl.zeros((DEPTHS,), tl.int8)
         if SOURCES:
-            source = tl.load(sources + me * K + at, mask=ok)
-        tl.store(draft_source + slot * K + at, source, mask=ok)
+            source = tl.load(sources + entry * K + depth, mask=ok)
+        tl.store(draft_source + slot * K + depth, source, mask=ok)
 
 
 def search_ngram(
     columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    entries, k, wide = len(slots), columns.draft.shape[1], columns.tokens.shape[1]
+    """Return drafts [B, K] and counts [B] of the n-gram search."""
+    entries, k, max_len = len(slots), columns.draft.shape[1], columns.tokens.shape[1]
     tokens = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
     counts = torch.empty(entries, dtype=torch.int64, device=slots.device)
-    block = min(BLOCK, power_of_two(wide))
+    block = min(BLOCK, next_power_of_two(max_len))
     ngram_kernel[(entries,)](
-        slots, budget, columns.ended, columns.length, columns.tokens, tokens, counts, wide, k, smallest,
-        LARGEST=largest, DEPTHS=power_of_two(k), BLOCK=block, **launch_options(pdl, num_warps=8),
+        slots, budget, columns.ended, columns.length, columns.tokens, tokens, counts, max_len, k, smallest,
+        LARGEST=largest, DEPTHS=next_power_of_two(k), BLOCK=block, **launch_options(pdl, num_warps=8),
     )  # fmt: skip
     return tokens, counts
 
 
 def store_drafts(columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft, pdl: bool) -> None:
-    """Of a draft on the device."""
+    """Launch `store_drafts_kernel`; the tensors of `draft` are on the device."""
     k = columns.draft.shape[1]
-    own, sources = draft.logprobs, draft.sources
-    put_draft_kernel[(len(slots),)](
+    logprob, sources = draft.logprobs, draft.sources
+    store_drafts_kernel[(len(slots),)](
         slots, budget, draft.tokens, draft.count,
-        columns.draft_logprob if own is None else own,
+        columns.draft_logprob if logprob is None else logprob,
         columns.draft_source if sources is None else sources,
         columns.draft, columns.num_draft, columns.draft_logprob, columns.draft_source,
         columns.ended, columns.length, columns.max_length, columns.ends.shape[1], k, *draft.tokens.stride(),
-        LOGPROBS=own is not None, SOURCES=sources is not None, DEPTHS=power_of_two(k),
+        LOGPROBS=logprob is not None, SOURCES=sources is not None, DEPTHS=next_power_of_two(k),
         **launch_options(pdl, num_warps=1),
     )  # fmt: skip
