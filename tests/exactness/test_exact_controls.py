@@ -41,7 +41,7 @@ def at_the_window(windows: Windows) -> Windows:
 def test_penalties_that_ignore_drafts_in_the_window(monkeypatch, option):
     ask = Ask(0, option, 0.7, length=20)
     assert not found(ask, PERFECT)
-    plant(monkeypatch, "penalise", lambda whole, ops, logits, w: whole(ops, logits, at_the_window(w)))
+    plant(monkeypatch, "apply_penalties", lambda whole, ops, logits, w: whole(ops, logits, at_the_window(w)))
     assert any("logprobs" in line for line in found(ask, PERFECT))
 
 
@@ -170,7 +170,7 @@ def test_min_tokens_looked_at_when_the_window_starts(monkeypatch):
     )
     ask = Ask(0, "ends", 0.7, length=20)
     assert not found(ask, PERFECT)
-    plant(monkeypatch, "forbid", lambda whole, ops, base, w: whole(ops, base, at_the_window(w)))
+    plant(monkeypatch, "apply_bans", lambda whole, ops, base, w: whole(ops, base, at_the_window(w)))
     assert any("tokens" in line for line in found(ask, PERFECT))
 
 

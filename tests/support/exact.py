@@ -177,8 +177,10 @@ def using(threads: int) -> Iterator[None]:
 
 
 def plant(monkeypatch: Any, name: str, broken: Callable[..., Any]) -> None:
-    """A bug in an op of the backend that tests run on: `broken(whole, ops, *arguments)` takes its place."""
-    kind = type(resolve("auto", torch.device("cpu")))
+    """Replace an op of the backend that tests run on by `broken(whole, family, *arguments)`."""
+    ops = resolve("auto", torch.device("cpu"))
+    families = ops.forward, ops.sampling, ops.step, ops.search, ops.rounds, ops.runtime
+    kind = type(next(family for family in families if hasattr(family, name)))
     whole = getattr(kind, name)
     monkeypatch.setattr(kind, name, lambda *arguments, **named: broken(whole, *arguments, **named))
 

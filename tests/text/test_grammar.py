@@ -236,7 +236,7 @@ def test_control_masks_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None
         newest = windows.allowed[int(windows.slot.max()) : int(windows.slot.max()) + 1]
         mask(ops, base, replace(windows, allowed=newest.expand_as(windows.allowed).contiguous()))
 
-    plant(monkeypatch, "mask", broken)
+    plant(monkeypatch, "apply_grammar_mask", broken)
     assert any("tokens" in line for line in found(FLAKY))
 
 
@@ -248,7 +248,7 @@ def test_control_masks_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
         windows.allowed[windows.slot[windows.slot >= 0][-1], 1:] = 1 << 20
         mask(ops, base, windows)
 
-    plant(monkeypatch, "mask", broken)
+    plant(monkeypatch, "apply_grammar_mask", broken)
     assert any("request 2: tokens" in line for line in found(PERFECT))
 
 
