@@ -124,7 +124,7 @@ class Instant:
         for sequence in planned.admitted:
             self.length[sequence.slot] = len(sequence.request.prompt_token_ids)
         parts = ResultWriter(torch.zeros(1 << 16, dtype=torch.uint8))
-        tensor = parts.add("table", (len(host.requests), TOKENS + 2), torch.int64)
+        tensor = parts.add_table(len(host.requests), TOKENS + 2)
         table = tensor.numpy()
         n = len(slots)
         table[:n, NUM_OUT] = planned.samples

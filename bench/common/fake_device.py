@@ -26,6 +26,7 @@ from draftproof.types import (
     PICK,
     TOKENS,
     FinishStatus,
+    LogprobKind,
     Outcome,
     StepFeatures,
 )
@@ -79,28 +80,30 @@ class Pretence:
 
         def replay() -> Any:
             begin = time.thread_time()
-            key = next(key for key, graph in device._graphs.items() if graph is replay)
-            out = self._forward(key[1]) if key[0] == "forward" else self._decide(key[1], key[2])
+            key = next(key for key, graph in device.graphs.items() if graph is replay)
+            out = self._forward(key.rows) if key.kind == "forward" else self._decide(key.rows, key.variant)
             self.spent += time.thread_time() - begin
             return out
 
         return replay
 
     def _forward(self, rows: int) -> torch.Tensor:
-        return torch.zeros((rows, self.device._picked.shape[1]), dtype=self.device._picked.dtype)
+        return torch.zeros(
+            (rows, self.device.buffers.picked.shape[1]), dtype=self.device.buffers.picked.dtype
+        )
 
     def _decide(self, rows: int, traits: StepFeatures) -> StepTensors:
         planned, host = self._planned, self.engine.loop.scheduler.mirror
         for sequence in planned.admitted:
             self._length[sequence.slot] = len(sequence.ids)
         slots, n = planned.slots, len(planned.slots)
-        table = np.zeros((len(self._length), self.device.width), np.int64)
+        table = np.zeros((len(self._length), self.device.table_width), np.int64)
         left = np.maximum(host.max_length[slots] - self._length[slots], 0)
         drafts, stood = self._guessed(planned)
         out = np.where(planned.samples, np.minimum(stood + 1, left), 0)
         table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, drafts
         table[:n, NUM_ACCEPTED] = np.minimum(stood, out)
-        table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.width - TOKENS))
+        table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.table_width - TOKENS))
         table[:n, PICK] = np.cumsum(out) - out
         self._length[slots] += out
         table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], FinishStatus.LENGTH, 0)
@@ -111,7 +114,7 @@ class Pretence:
 
     def _guessed(self, planned: Any) -> tuple[np.ndarray, np.ndarray]:
         """[B] drafts there are, and how many of them stand."""
-        fell = self._draw.random((len(planned.slots), self.device.width - TOKENS)) >= self.stands
+        fell = self._draw.random((len(planned.slots), self.device.table_width - TOKENS)) >= self.stands
         stood = fell.argmax(1) + np.where(fell.any(1), 0, 99)
         return planned.drafts, np.minimum(stood, planned.drafts)
 
@@ -119,10 +122,10 @@ class Pretence:
         key = rows, traits
         if key not in self._packed:
             parts = ResultWriter(torch.zeros(1 << 22, dtype=torch.uint8))
-            parts.add("table", (len(self._length), self.device.width), torch.int64)
+            parts.add_table(len(self._length), self.device.table_width)
             if (top := traits.raw_top) >= 0:
-                parts.add("raw ids", (rows, top), torch.int64)
-                parts.add("raw ranks", (rows,), torch.int64).fill_(1)
-                parts.add("raw", (rows, 1 + top), torch.float32).fill_(-1.0)
+                columns = parts.add_logprobs(LogprobKind.RAW, rows, top)
+                columns.ranks.fill_(1)
+                columns.values.fill_(-1.0)
             self._packed[key] = parts.packed()
         return self._packed[key]

@@ -110,6 +110,8 @@ class Clocks:
 
 def watched(llm: LLM) -> Clocks:
     """From now on the pieces of this engine's steps are clocked."""
+    from draftproof.ops.triton.graphs import Stage  # needs triton
+
     clocks, core = Clocks(), llm.engine
     loop, ops, proposer = core.loop, core.loop.device.ops, core.loop.proposer
     pool = next((m.pool for m in (proposer, *getattr(proposer, "members", ())) if hasattr(m, "pool")), None)
@@ -117,7 +119,11 @@ def watched(llm: LLM) -> Clocks:
         *(("engine", core, "step"), ("launch", loop, "_launch"), ("plan", loop.scheduler, "plan")),
         *(("queue", loop, "_queue"), ("grow", loop.slots, "grow"), ("fill", loop.slots, "fill")),
         *(("start", loop, "_start"), ("budget", loop.scheduler, "budget"), ("run", loop.device, "run")),
-        *(("load", loop.device, "_load"), ("follow", loop.device, "_follow"), ("send", ops.runtime, "send")),
+        *(
+            ("load", loop.device.plan_buffer, "load"),
+            ("draft", loop.device, "_draft_after"),
+            ("send", ops.runtime, "send"),
+        ),
         *(("loop settles", loop, "_settle"), ("settle", loop.scheduler, "settle")),
         *(
             ("pacing", loop.pacing, "read"),
@@ -149,14 +155,10 @@ def watched(llm: LLM) -> Clocks:
         return run(*given, **named)
 
     loop.device.run = ran
-    graphs = loop.device._graphs
-    graphs.update({key: clocks.timed(_kind(key), replay) for key, replay in graphs.items()})
-    graphs.Stage.__init__ = clocks.timed("new stage", graphs.Stage.__init__)  # type: ignore[method-assign]
+    for key, replay in loop.device.graphs.items():
+        loop.device.graphs.replace(key, clocks.timed(f"replay {key.kind}", replay))
+    Stage.__init__ = clocks.timed("new stage", Stage.__init__)  # type: ignore[method-assign]
     return clocks
-
-
-def _kind(key: Any) -> str:
-    return f"replay {key[0] if isinstance(key, tuple) else key}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Watch:
         self.host: list[tuple[float, bool]] = []  # seconds, and whether the device was the first
 
     def __enter__(self) -> Watch:
-        self.captured, self.compiled = len(self.loop.device._graphs), len(compiled)
+        self.captured, self.compiled = len(self.loop.device.graphs), len(compiled)
         self.engine.step, self.loop.device.run = self.step, self.run  # type: ignore[method-assign]
         self._read, self.pacing.read = self.pacing.read, self.read  # type: ignore[method-assign]
         return self
@@ -96,7 +96,7 @@ class Watch:
             "late": round(float(np.mean([late for _, late in self.host])), 3),
             "asked": round(len(asked) / max(1, len(self.rounds)), 3),
             "rounds when asked": round(float(np.mean(asked)), 2) if asked else 0,
-            "captured": len(self.loop.device._graphs) - self.captured,
+            "captured": len(self.loop.device.graphs) - self.captured,
             "compiled": compiled[self.compiled :],
             "longest, ms": [round(1e3 * one, 2) for one in longest.tolist()],
         }

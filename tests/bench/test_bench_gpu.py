@@ -11,6 +11,7 @@ import torch
 
 import draftproof
 import tiny
+from draftproof.engine.step.warmup import WarmUp
 
 BENCH = Path(draftproof.__file__).parents[2] / "bench"
 SHAPE = {
@@ -52,7 +53,7 @@ def asked(bits: Any, engine: Any) -> Any:
     """Who was asked for the products of a pass and of its logits."""
     with torch.inference_mode(), bits.Products(engine.ops).watched() as products:
         for size in SIZES:
-            engine.loop.device._rehearse(size)
+            WarmUp(engine.loop.device).run_forward(size)
     return products
 
 

@@ -84,5 +84,5 @@ def test_hidden_rows_in_the_pool_would_be_lost(monkeypatch: pytest.MonkeyPatch) 
         self._lay_out(size, self.max_logits)
         return self._forward(size, ends)
 
-    monkeypatch.setattr(DeviceStep, "_alone", in_the_pool)
+    monkeypatch.setattr(DeviceStep, "_forward_only", in_the_pool)
     assert any("prompt logprobs" in found for found in company("ngram").differences())

@@ -161,7 +161,7 @@ class Turns:
 
     def fetched(self, tensor: Any) -> PendingCopy:
         whole, behind = self.fetch(tensor), self.queued
-        results = tensor.data_ptr() == self.loop.device._results.data_ptr()
+        results = tensor.data_ptr() == self.loop.device.buffers.results.data_ptr()
 
         def read() -> Any:
             if results:

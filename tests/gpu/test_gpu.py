@@ -55,7 +55,7 @@ def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytes
         assert company.differences() == []
         device = company.engine.loop.device  # type: ignore[union-attr]
         assert device.drafting.failure is None
-        assert any(key[0] == "draft" for key in device._graphs)
+        assert any(key.kind == "draft" for key, _ in device.graphs.items())
         assert device.ops.forward._blocks.takes(
             torch.zeros((1, 64), dtype=torch.bfloat16), device.runner.model.layers
         )

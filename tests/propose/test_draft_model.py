@@ -129,7 +129,7 @@ def test_captured_at_start(method):
     company = Company(asks, where, spec, chunk=64, overlap=True, sizes={"warm_up": True})
     assert company.differences() == []
     assert company.engine is not None
-    keys = [key for key in company.engine.loop.device._graphs if key[0] == "draft"]
+    keys = [key for key, _ in company.engine.loop.device.graphs.items() if key.kind == "draft"]
     assert {key[3].rounds for key in keys} == {0, 1, 2, 3}
 
 

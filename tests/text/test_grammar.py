@@ -221,9 +221,9 @@ def test_control_a_guide_that_does_not_roll_back(monkeypatch: pytest.MonkeyPatch
 
 
 def test_control_masks_of_the_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = DeviceStep.allow
+    whole = DeviceStep.set_masks
     monkeypatch.setattr(
-        DeviceStep, "allow", lambda self, places, masks: whole(self, places, masks.roll(1, 0))
+        DeviceStep, "set_masks", lambda self, places, masks: whole(self, places, masks.roll(1, 0))
     )
     assert any("request 0: tokens" in line for line in found(PERFECT))
 
@@ -254,7 +254,7 @@ def test_control_masks_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_control_committed_tokens_that_the_grammar_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted drafts are left out, so only speculation shows it."""
-    whole = grammar_masks.take_in
+    whole = grammar_masks.commit_tokens
 
     def broken(planned: Any, table: Any, here: Any) -> None:
         last = table.copy()
@@ -265,5 +265,5 @@ def test_control_committed_tokens_that_the_grammar_is_not_told(monkeypatch: pyte
                 line[0] = 1
         whole(planned, last, here)
 
-    monkeypatch.setattr(grammar_masks, "take_in", broken)
+    monkeypatch.setattr(grammar_masks, "commit_tokens", broken)
     assert any("request 0" in line for line in found(PERFECT))

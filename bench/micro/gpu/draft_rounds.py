@@ -45,7 +45,8 @@ from torch import Tensor
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.slots import SlotInit
-from draftproof.engine.step.device_step import Work
+from draftproof.engine.step.graph_cache import GraphTask
+from draftproof.engine.step.warmup import WarmUp
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.config import HeadConfig, Target
 from draftproof.models.load import Checkpoint, load_checkpoint
@@ -166,9 +167,11 @@ class Decoding:
     def ready(self, batches: Sequence[int], check: bool) -> None:
         """Everything that will be timed is captured, its kernels compiled side by side."""
         kinds = (0, False), (0, True), (self.k, False)
-        work: Work = [part for batch in batches for kind in kinds for part in self._work(batch, *kind)]
+        work: list[GraphTask] = [
+            part for batch in batches for kind in kinds for part in self._work(batch, *kind)
+        ]
         alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
-        self.device.ready(work, tell, *alone)
+        WarmUp(self.device).capture(work, tell, alone)
 
     def put_back(self, batch: int, drafts: int, wanted: bool = True) -> None:
         columns, plan = self.device.slots.columns, self.device.plan
@@ -182,21 +185,24 @@ class Decoding:
             line.fill_(value)
         plan.slots[:batch] = self.slots[:batch]
         plan.drafts[:batch], plan.budget[:batch] = drafts, drafts if wanted else 0
-        self.device._sent = None
+        self.device.plan_buffer.invalidate()
 
     def _sizes(self, batch: int, drafts: int) -> tuple[int, int]:
         """Rows of a step that verifies so many drafts of each, and entries."""
         ops = self.engine.ops
         return ops.runtime.bucket(batch * (1 + drafts)), min(ops.runtime.bucket(batch), len(self.slots))
 
-    def _work(self, batch: int, drafts: int) -> Work:
+    def _work(self, batch: int, drafts: int) -> list[GraphTask]:
         """The step that verifies so many drafts of each, and the drafts behind it."""
         rows, entries = self._sizes(batch, drafts)
-        step = ("decode", rows, TRAITS), partial(self.device._whole, rows, TRAITS), False
-        return [step, (*self.device._draft(rows, entries, DraftSpec(drafts)), True)]
+        step = self.device.decode_task(rows, TRAITS)
+        return [step, self.device.draft_task(rows, entries, DraftSpec(drafts))]
 
     def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
-        return tuple(self.device._graph(*part) for part in self._work(batch, drafts))
+        return tuple(
+            self.device.graphs.get(task.key, task.function, task.own_pool)
+            for task in self._work(batch, drafts)
+        )
 
     def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
         """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
@@ -227,8 +233,8 @@ class Decoding:
         self.put_back(batch, self.k)
         for cache, held in zip(self.drafter.caches, self._stored, strict=True):
             cache.copy_(held)
-        for _, part, _ in self._work(batch, self.k):
-            part()
+        for task in self._work(batch, self.k):
+            task.function()
         columns = self.device.slots.columns
         return columns.draft[self.slots[:batch]], [cache.clone() for cache in self.drafter.caches]
 

@@ -165,7 +165,7 @@ def _costs(options: argparse.Namespace) -> Costs | None:
 
 def _measured(model: str, rows: int) -> dict[int, float]:
     """Return the step times by rows that an engine measures at start-up."""
-    from draftproof.engine.sizing import some_of
+    from draftproof.engine.sizing import sample_row_counts
     from draftproof.llm import LLM
 
     spec = {"method": "ngram", "num_speculative_tokens": 1}
@@ -173,6 +173,6 @@ def _measured(model: str, rows: int) -> dict[int, float]:
     llm = LLM(model, max_num_seqs=seqs, max_num_batched_tokens=rows, speculative_config=spec)
     try:
         costs = llm.engine.loop.scheduler.budgets.costs
-        return {size: costs.of(size) for size in some_of(rows)}
+        return {size: costs.of(size) for size in sample_row_counts(rows)}
     finally:
         llm.close()

@@ -18,10 +18,11 @@ from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.sizing import resolve_sizes
 from draftproof.engine.slots import Slots
-from draftproof.engine.step.device_step import DeviceStep, Progress
+from draftproof.engine.step.device_step import DeviceStep
 from draftproof.engine.step.logprob_routing import logprob_kind_of, needs_host_logprobs
-from draftproof.engine.step.step_features import rounded
+from draftproof.engine.step.step_features import logprob_width
 from draftproof.engine.step.step_results import StepResults
+from draftproof.engine.step.warmup import Progress, WarmUp
 from draftproof.engine.validation import Limits, check_request
 from draftproof.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, nearest
 from draftproof.metrics import EngineStats, RequestStats
@@ -132,10 +133,11 @@ class Engine:
         step, limits = self.loop.device, self.limits
         usual = self._judges.index(self.strategy)
         wide = len(self.loop.slots.requests) * (1 + limits.speculative_tokens)
-        traits = StepFeatures((usual,)), StepFeatures((usual,), raw_top=rounded(5, limits.vocab_size))
-        seconds = step.prepare(traits, min(wide, step.max_rows), progress)
+        traits = StepFeatures((usual,)), StepFeatures((usual,), raw_top=logprob_width(5, limits.vocab_size))
+        warm_up = WarmUp(step)
+        seconds = warm_up.prepare(traits, min(wide, step.max_rows), progress)
         padded = self.ops.runtime.asynchronous
-        asking = step.asking(seconds)
+        asking = warm_up.draft_seconds(seconds)
         sunk = self.loop.scheduler.drafts_before_plan  # what was asked for is there when drafts are chosen
         self.loop.scheduler.budgets.costs = RowCosts(
             seconds,

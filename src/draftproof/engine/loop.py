@@ -43,7 +43,7 @@ from draftproof.engine.step import grammar_masks
 from draftproof.engine.step.device_step import DeviceStep, QueuedStep
 from draftproof.engine.step.host_logprobs import Extras
 from draftproof.engine.step.step_features import features_of
-from draftproof.engine.step.step_results import Finish, StepResults, columns_of, finish_of
+from draftproof.engine.step.step_results import Finish, StepResults, finish_of
 from draftproof.errors import EngineDeadError
 from draftproof.ops import PendingCopy
 from draftproof.propose import Proposer
@@ -64,7 +64,7 @@ class PendingStep:
     waits: bool  # the host is needed before anything else is planned
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float  # by the clock
-    complaints: grammar_masks.Complaints = field(default_factory=dict)
+    complaints: grammar_masks.GrammarErrors = field(default_factory=dict)
     asked: int = 0  # requests for which a model drafted behind it
     fewer: int = 0  # rounds than there can be
 
@@ -185,7 +185,7 @@ class Loop:
         logging.getLogger("draftproof").error(what, reason, len(back) - len(failed), len(failed))
         for sequence in failed:
             self.end(sequence)
-        return with_failed(results, failed, self.device.width, reason)
+        return with_failed(results, failed, self.device.table_width, reason)
 
     # --- planning and queueing ----------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Loop:
         self._start(planned.admitted)
         budget = scheduler.budget(planned) if self._device_drafts else planned.zeros
         middle = {}
-        complaints: grammar_masks.Complaints = {}
+        complaints: grammar_masks.GrammarErrors = {}
         if scheduler.num_needing_sync:
             complaints = grammar_masks.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.has_host_processors}
@@ -238,7 +238,7 @@ class Loop:
         if self.asking is not None:
             self.asking.weigh(planned, budget, self.pacing.spare)
         ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
-        read = self.device.ops.runtime.fetch(ran.decided.packed.data)
+        read = self.device.ops.runtime.fetch(ran.tensors.packed.data)
         host.num_draft[planned.slots] = budget
         asked = self.device.drafting.asked_for(planned, budget)
         self._number += 1
@@ -265,12 +265,11 @@ class Loop:
         planned = flight.planned
         try:
             asked, late = time.perf_counter(), flight.read.is_ready()
-            found = flight.ran.decided.packed.open(flight.read())
-            table, columns = found["table"][: len(planned.slots)], columns_of(found)
-            own, source = (
-                found[name][planned.slots] if name in found else None
-                for name in ("draft logprobs", "draft sources")
-            )
+            found = flight.ran.tensors.packed.unpack(flight.read())
+            table, columns = found.table[: len(planned.slots)], found.logprobs
+            own, source = found.draft_logprobs, found.draft_sources
+            own = None if own is None else own[planned.slots]
+            source = None if source is None else source[planned.slots]
             extras_of = {}
             if flight.waits and self.scheduler.num_needing_sync and flight.computed is not None:
                 starts = self.scheduler.mirror.length[planned.slots]
@@ -292,7 +291,7 @@ class Loop:
             whose = np.zeros((len(table), k), np.int8) if source is None else source
             self.asking.hear(planned, table, whose, here, flight.asked, flight.fewer, flight.waits)
         if flight.waits and self.scheduler.num_needing_sync:
-            grammar_masks.take_in(planned, table, here)
+            grammar_masks.commit_tokens(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}
         requests = planned.requests
         if not same or planned.has_prompts:
@@ -312,11 +311,11 @@ class Loop:
 
     def _endings(self, flight: PendingStep, table: Ints, here: np.ndarray) -> dict[int, Finish]:
         """Let the ended requests go."""
-        sampled, endings = flight.ran.decided.sampled, {}
+        sampled, endings = flight.ran.tensors.sampled, {}
         errors = sampled.errors if sampled else {}
         for b in (here & (table[:, ENDED] > 0)).nonzero()[0].tolist():
             sequence = flight.planned.sequences[b]
-            mine = grammar_masks.errors_of(table[b], errors, flight.complaints.get(b))
+            mine = grammar_masks.errors_by_row(table[b], errors, flight.complaints.get(b))
             ending = finish_of(sequence.request, table[b], mine)
             assert ending is not None
             endings[b] = ending
@@ -407,4 +406,5 @@ class Loop:
         if self.debug:
             raise error
         logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
-        self.proposer = self.device.drafting.proposer = None
+        self.proposer = None
+        self.device.drafting.switch_off()

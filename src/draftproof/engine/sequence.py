@@ -144,7 +144,7 @@ class StepPlan:
         )
 
     @property
-    def scores_prompts(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Does anybody want to know of the rows of a prompt what they say?"""
         chunks = self.chunk.nonzero()[0].tolist()
         return any(self.sequences[i].request.params.prompt_logprobs is not None for i in chunks)

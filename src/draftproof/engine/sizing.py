@@ -98,7 +98,7 @@ def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: 
     return room
 
 
-def some_of(most: int) -> list[int]:
-    """Row counts that stand for all: powers of two, and the middle between two of them."""
+def sample_row_counts(max_rows: int) -> list[int]:
+    """Return row counts to time: powers of two, the middle between two of them, and `max_rows`."""
     sizes = [n for power in range(12) for n in (1 << power, 3 << power)]
-    return [n for n in sorted(sizes) if n < most] + [most]
+    return [n for n in sorted(sizes) if n < max_rows] + [max_rows]

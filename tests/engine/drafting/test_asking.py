@@ -391,7 +391,7 @@ def test_what_was_timed_of_a_round_and_what_a_step_had_of_them_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "draftproof.engine.step.device_step.DeviceStep.asking",
+        "draftproof.engine.step.warmup.WarmUp.draft_seconds",
         lambda self, sizes: {1: (4.0, 0.5), 2: (5.0, 0.75)},
     )
     monkeypatch.setattr("draftproof.engine.engine.Engine._asks_for_all", lambda *_: False)

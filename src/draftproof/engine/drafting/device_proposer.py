@@ -261,6 +261,14 @@ class Drafting:
         if not self.slots.ops.runtime.asynchronous:
             self.took = time.perf_counter() - begin
 
+    def restore(self, proposer: DeviceProposer | None) -> None:
+        """Use `proposer` again and forget its failure."""
+        self.proposer, self.failure = proposer, None
+
+    def switch_off(self) -> None:
+        """Stop using the proposer."""
+        self.proposer = None
+
     def put_probs(self, slots: Tensor, draft: Draft) -> None:
         """The laws of drafts that `store_drafts` has put. Whoever gave none was certain."""
         if self._probs is None:

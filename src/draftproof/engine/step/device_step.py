@@ -1,38 +1,32 @@
-"""The device's part of a step: from a plan to what was committed, over tensors that never move.
+"""Device program of a step: from a plan to committed tokens, over tensors that never move.
 
-    layout, forward, sample, judge, commit, logprobs, propose
+    layout, forward, sample, verify, commit, logprobs, propose
 
-Nothing here waits for the device unless a request's options need the host in the middle. A step of
-decoding requests is one graph, by its rows and its traits; a step with prompts in it is laid out and run
-through the model by the graph of its rows, and judged by the graph of its logits rows.
+No function here waits for the device unless a request's options need the host in the middle of the step. A
+step of decoding requests is one graph, keyed by its rows and features. A step with prompts is two graphs:
+layout and forward pass by the number of rows, everything behind it by the number of logits rows.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from operator import is_
-from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.engine.drafting.budget import Ints
 from draftproof.engine.drafting.device_proposer import Drafting, checked
 from draftproof.engine.sequence import StepPlan
-from draftproof.engine.sizing import some_of
-from draftproof.engine.slots import ALIGN, Slots
-from draftproof.engine.step.result_buffer import PackedResults, ResultWriter, room_for
-from draftproof.engine.step.step_features import TOPS
+from draftproof.engine.slots import Slots
+from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
+from draftproof.engine.step.result_buffer import PackedResults, ResultWriter
+from draftproof.engine.step.step_buffers import PlanBuffer, StepBuffers
 from draftproof.models.runner import Runner
-from draftproof.ops import Layout, Rows, TokenLogprobs
+from draftproof.numpy_types import Ints
+from draftproof.ops import Layout, Ops, TokenLogprobs
 from draftproof.propose import Proposer
 from draftproof.types import (
-    TOKENS,
     Choice,
     Draft,
     DraftSpec,
@@ -45,36 +39,32 @@ from draftproof.types import (
 )
 from draftproof.verify.sampler import Sampled, Sampler
 
-T = TypeVar("T")
-Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
-Work = list[tuple[Hashable, Callable[[], Any], bool]]  # key, function, apart: see `_graph`
-NO_ONE: Mapping[int, Request] = {}
-NO_BUDGET = np.zeros(0, np.int64)
+NO_REQUESTS: Mapping[int, Request] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What a step leaves on the device; valid until the next one."""
+    """Tensors that a step leaves on the device; valid until the next step."""
 
     outcome: Outcome
     windows: Windows
     logits: Tensor | None  # [L, V]; None: no entry sampled
     sampled: Sampled | None
-    raw: TokenLogprobs | None  # of the picked rows of requests that want them so
+    raw: TokenLogprobs | None  # of the picked rows of requests that want this kind
     processed: TokenLogprobs | None
     packed: PackedResults  # what the host reads
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedStep:
-    """A step that was queued."""
+    """A step that was queued on the device."""
 
-    decided: StepTensors
-    hidden: Tensor | None  # [R, hidden], where it was asked for
+    tensors: StepTensors
+    hidden: Tensor | None  # [R, hidden], if the caller asked to keep it
 
 
 class DeviceStep:
-    """Owns the buffers and the captured graphs."""
+    """Runs steps on the device. Owns their buffers and captured graphs."""
 
     def __init__(
         self,
@@ -83,212 +73,141 @@ class DeviceStep:
         sampler: Sampler,
         proposer: Proposer | None,
         max_rows: int,
+        enforce_eager: bool = False,
     ) -> None:
+        """`enforce_eager`: run every step op by op, without graphs."""
         self.ops = runner.ops
         self.runner = runner
         self.slots = slots
         self.sampler = sampler
-        columns, device = slots.columns, slots.device
-        num_slots, k = columns.draft.shape
+        num_slots, k = slots.columns.draft.shape
         self.max_rows = self.ops.runtime.bucket(max_rows)
         self.max_logits = self.ops.runtime.bucket(min(max_rows, num_slots * (k + 1)))
+        hidden_size = runner.model.config.hidden_size
+        hidden_row = torch.zeros(hidden_size, dtype=runner.dtype, device=slots.device)
+        self.plan_buffer = PlanBuffer(num_slots, slots.device, self.ops)
+        self.buffers = StepBuffers(slots, self.max_rows, self.max_logits, hidden_row)
+        self.drafting = Drafting(proposer, slots, self.max_rows, hidden_row)
+        self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
 
-        def lines(number: int, size: int) -> Tensor:
-            """[number, size] int64; each begins at an address that any kernel likes."""
-            padded = -(-size // ALIGN) * ALIGN
-            return torch.zeros((number, padded), dtype=torch.int64, device=device)[:, :size]
+    @property
+    def plan(self) -> PlanColumns:
+        """Return the plan as the device sees it."""
+        return self.plan_buffer.columns
 
-        self._plan = torch.zeros((4, -(-num_slots // ALIGN) * ALIGN), dtype=torch.int64, device=device)
-        self._plan[0] = -1
-        self.plan = PlanColumns.from_table(self._plan[:, :num_slots])
-        self._told = np.zeros(tuple(self._plan.shape), np.int64)  # the plan as the host tells it
-        self._telling = torch.from_numpy(self._told)
-        self._sent: bytes | None = None  # as the device has it
-        self._from: tuple[Ints, ...] = ()  # what that was made of
-        self._rows, self._entries = lines(4, self.max_rows), lines(3, num_slots)
-        self._logits, self._picks = lines(5, self.max_logits), lines(2, self.max_logits)
-        self.width = TOKENS + k + 1
-        room = room_for(num_slots, self.width, k, self.max_logits, TOPS[-1])
-        self._results = torch.zeros(room, dtype=torch.uint8, device=device)
-        self._picked = torch.zeros(
-            (self.max_logits, runner.model.config.hidden_size), dtype=runner.dtype, device=device
-        )
-        self.drafting = Drafting(proposer, slots, self.max_rows, self._picked)
-        outside = self.max_rows, self._picked.shape[1]  # of the graphs' memory
-        self._hidden = self._picked.new_zeros(outside) if self.ops.runtime.asynchronous else None
-        self._allowed: Tensor | None = None  # masks by slot and depth; made when a grammar first comes
-        self._graphs: dict[Hashable, Callable[[], Any]] = {}
+    @property
+    def table_width(self) -> int:
+        """Return the columns of the outcome table."""
+        return self.buffers.table_width
 
     # --- running ------------------------------------------------------------------------------------
 
     def run(
-        self, planned: StepPlan, budget: Ints, traits: StepFeatures, hosted: Mapping[int, Request], keep: bool
+        self,
+        planned: StepPlan,
+        budget: Ints,
+        features: StepFeatures,
+        host_processed: Mapping[int, Request],
+        keep_hidden: bool,
     ) -> QueuedStep:
-        """Queue a step. `hosted`: requests, by slot, that need the host in it; `keep`: hidden rows too."""
+        """Queue a step.
+
+        `host_processed`: requests, by slot, whose logits the host processes within the step.
+        `keep_hidden`: return the hidden rows too.
+        """
         rows = self.ops.runtime.bucket(planned.num_rows)
-        if traits.has_grammar:
-            self._masks()
-        follow = self._follow(rows, planned, budget, traits)
-        if not hosted and not keep and not planned.has_prompts:
-            step = self._graph(("decode", rows, traits), lambda: self._whole(rows, traits))
-            self._load(planned, budget)
-            ran = QueuedStep(step(), None)
-            follow()
-            return ran
-        logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self._ends(rows)
-        ends = 0 if keep or planned.scores_prompts else usual
-        forward: Callable[[], Tensor] = partial(self._alone, rows, ends)
-        if ends == usual:  # others are too seldom and too large to be captured while everybody waits
-            forward = self._graph(("forward", rows, ends), forward)
-        judge: Callable[[], StepTensors] = partial(self._judge, logits, traits, hosted)
+        if features.has_grammar:
+            self.buffers.masks()
+        draft = self._draft_after(rows, planned, budget, features)
+        if not host_processed and not keep_hidden and not planned.has_prompts:
+            task = self.decode_task(rows, features)
+            step = self.graphs.get(task.key, task.function)
+            self.plan_buffer.load(planned, budget)
+            queued = QueuedStep(step(), None)
+            draft()
+            return queued
+        logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self.num_output_rows(rows)
+        output_rows = 0 if keep_hidden or planned.needs_prompt_logprobs else usual
+        forward: Callable[[], Tensor] = partial(self._forward_only, rows, output_rows)
+        if output_rows == usual:  # other sizes are too rare and too large to be captured during a request
+            forward = self.graphs.get(GraphKey("forward", rows, output_rows), forward)
+        verify: Callable[[], StepTensors] = partial(self._verify, logits, features, host_processed)
         if not planned.num_logits:
-            judge = partial(self._advance, traits)
-        elif not hosted:
-            judge = self._graph(("judge", logits, traits), judge)
-        self._load(planned, budget)
-        hidden, picked = forward(), self._picked[:logits]
-        if ends:
+            verify = partial(self._advance_prompts, features)
+        elif not host_processed:
+            verify = self.graphs.get(GraphKey("verify", logits, variant=features), verify)
+        self.plan_buffer.load(planned, budget)
+        hidden, picked = forward(), self.buffers.picked[:logits]
+        if output_rows:
             picked.copy_(hidden[:logits])
         else:
-            torch.index_select(hidden, 0, self._logits[-1, :logits], out=picked)
-        ran = QueuedStep(judge(), None if ends else hidden)
-        follow()
-        return ran
+            torch.index_select(hidden, 0, self.buffers.logits_rows[:logits], out=picked)
+        queued = QueuedStep(verify(), None if output_rows else hidden)
+        draft()
+        return queued
 
-    def _follow(
-        self, rows: int, planned: StepPlan, budget: Ints, traits: StepFeatures
+    def _draft_after(
+        self, rows: int, planned: StepPlan, budget: Ints, features: StepFeatures
     ) -> Callable[[], object]:
-        """What comes behind the step: the drafts of a proposer that follows its rows."""
-        probs = self.drafting.expect(traits, self.sampler.strategies)
+        """Return the call that makes drafts behind the step, for a proposer with a model of its own."""
+        needs_probs = self.drafting.expect(features, self.sampler.strategies)
         if not self.drafting.follows_rows:
             return lambda: None
         entries = self.drafting.entries(self.ops, len(planned.slots), rows)
-        wanted = self.drafting.traits(self.ops, planned, budget, traits, probs)
-        key, draft = self._draft(rows, entries, wanted)
-        if not planned.has_prompts or key in self._graphs:  # else: too many sizes to be captured as they come
-            draft = self._graph(key, draft, apart=True)
+        spec = self.drafting.traits(self.ops, planned, budget, features, needs_probs)
+        task = self.draft_task(rows, entries, spec)
+        draft = task.function
+        if not planned.has_prompts or task.key in self.graphs:  # else: too many sizes to capture on demand
+            draft = self.graphs.get(task.key, draft, own_pool=True)
         return draft
 
-    def _draft(self, rows: int, entries: int, wanted: DraftSpec) -> tuple[Hashable, Callable[[], None]]:
-        given, draft = (entries, wanted), self.drafting.draft
-        return ("draft", rows, *given), lambda: draft(self.plan, self._layout(rows, 0).rows, *given)
-
     def put(self, planned: StepPlan, budget: Ints, draft: Draft) -> None:
-        """Take the guesses of a proposer on the host."""
+        """Store the drafts of a proposer on the host."""
         send, columns = self.ops.runtime.send, self.slots.columns
         draft = checked(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
         slots = send(torch.from_numpy(planned.slots))
         self.ops.step.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
         self.drafting.put_probs(slots, draft)
 
-    def allow(self, places: Tensor, masks: Tensor) -> None:
-        """Masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
-        lines = self._masks().view(-1, masks.shape[1])
+    def set_masks(self, places: Tensor, masks: Tensor) -> None:
+        """Store grammar masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
+        lines = self.buffers.masks().view(-1, masks.shape[1])
         lines[self.ops.runtime.send(places)] = self.ops.runtime.send(masks)
 
-    def _masks(self) -> Tensor:
-        if self._allowed is None:
-            num_slots, k = self.slots.columns.draft.shape
-            shape = (num_slots, k + 1, -(-self.slots.vocab // 32))
-            self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self.slots.device)
-        return self._allowed
+    def load_empty_plan(self) -> None:
+        """Load and lay out an empty plan: a step that runs now has no effect."""
+        self.plan_buffer.load(None)
+        self._lay_out(self.max_rows, self.max_logits)
 
-    def prepare(self, traits: Sequence[StepFeatures], wide: int, tick: Progress) -> dict[int, float]:
-        """Capture what a service will need: decoding of up to `wide` rows, and prompts of any number.
+    # --- what can be captured -----------------------------------------------------------------------
 
-        Returns the seconds of a step by its rows.
-        """
-        if not self.ops.runtime.asynchronous:
-            sizes = some_of(wide)  # in rounds: a busy moment of the machine hits one of them, not one size
-            rounds = [
-                [self.ops.runtime.seconds(partial(self._rehearse, n), times=1) for n in sizes]
-                for _ in range(3)
-            ]
-            return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
-        sizes = sorted({self.ops.runtime.bucket(n) for n in range(1, self.max_rows + 1)}, reverse=True)
-        decoding = [n for n in sizes if n <= self.ops.runtime.bucket(wide)]
-        work: Work = [(*self._draft(*one), True) for one in self.drafting.usual(self.ops, sizes)]
-        for size, ends in ((n, self._ends(n)) for n in sizes):
-            work.append((("forward", size, ends), partial(self._alone, size, ends), False))
-        for trait, size in product(traits, decoding):
-            work.append((("decode", size, trait), partial(self._whole, size, trait), False))
-            work.append((("judge", size, trait), partial(self._judge, size, trait, NO_ONE), False))
-        self.ready(work, tick, *(self._draft(*one)[1] for one in self.drafting.rare(self.ops, sizes)))
-        return {n: self.ops.runtime.seconds(self._graphs["decode", n, traits[0]]) for n in decoding}
+    def decode_task(self, rows: int, features: StepFeatures) -> GraphTask:
+        """Return the whole step of `rows` rows in which every request decodes."""
+        return GraphTask(
+            GraphKey("decode", rows, variant=features), partial(self._decode_step, rows, features)
+        )
 
-    def ready(self, work: Work, tick: Progress, *more: Callable[[], object]) -> None:
-        """Capture `work`; before, its kernels are compiled side by side, and those of `more`."""
-        proposer, functions = self.drafting.proposer, [function for _, function, _ in work]
-        self.ops.runtime.compile([self._idle, *functions, *more], partial(tick, "compiling"))
-        self.drafting.proposer, self.drafting.failure = proposer, None  # to fail it must have been run
-        for done, one in enumerate(work):
-            tick("capturing", done, len(work))
-            self._graph(*one)
-        tick("capturing", len(work), len(work))
+    def forward_task(self, rows: int) -> GraphTask:
+        """Return layout and forward pass of a step with prompts."""
+        output_rows = self.num_output_rows(rows)
+        return GraphTask(
+            GraphKey("forward", rows, output_rows), partial(self._forward_only, rows, output_rows)
+        )
 
-    def asking(self, sizes: Iterable[int]) -> dict[int, tuple[float, float]]:
-        """Seconds that drafts take behind a step of so many entries, beside keeping up with it; a round."""
-        self._idle()
-        return self.drafting.asking(self.ops, sizes, self._seconds)
+    def verify_task(self, logits: int, features: StepFeatures) -> GraphTask:
+        """Return everything behind the forward pass, for `logits` logits rows."""
+        function = partial(self._verify, logits, features, NO_REQUESTS)
+        return GraphTask(GraphKey("verify", logits, variant=features), function)
 
-    def _seconds(self, rows: int, entries: int, wanted: DraftSpec) -> float:
-        draft = self._graph(*self._draft(rows := min(rows, self.max_rows), entries, wanted), apart=True)
-        with self.drafting.rehearsed(self.plan, self._layout(rows, 0).rows, entries) as cold:
-            return self.ops.runtime.seconds(lambda: (cold(), draft()), times=3)
+    def draft_task(self, rows: int, entries: int, spec: DraftSpec) -> GraphTask:
+        """Return the drafts behind a step of `rows` rows."""
 
-    def _rehearse(self, size: int) -> None:
-        """What costs in a step of so many rows, for nobody: its keys go to page 0, which nobody has."""
-        lines = torch.zeros((4, size), dtype=torch.int64, device=self.slots.device)
-        torch.arange(size, out=lines[1])
-        rows = Rows(lines[0], lines[1], lines[2], lines[3], torch.zeros_like(self.slots.columns.page_table))
-        self.runner.logits(self.runner.forward(rows))
+        def draft() -> None:
+            self.drafting.draft(self.plan, self._layout(rows, 0).rows, entries, spec)
 
-    def forget(self) -> None:
-        """Drop what was captured: a backend's options have changed."""
-        self._graphs.clear()
-
-    def _graph(self, key: Hashable, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
-        """`function` captured under `key`. A capture runs it, on an empty plan: it then does nothing."""
-        if not self.ops.runtime.asynchronous:
-            return function
-        graph = self._graphs.get(key)
-        if graph is None:
-            self._idle()
-            try:
-                graph = self.ops.runtime.graph(function, apart)
-            except RuntimeError as error:  # no memory for it, most likely; without it the step is slower
-                log = logging.getLogger("draftproof")
-                log.warning("a step cannot be captured and runs op by op: %s", error)
-                graph = function
-            self._graphs[key] = graph
-        return graph
+        return GraphTask(GraphKey("draft", rows, entries, spec), draft, own_pool=True)
 
     # --- the stages ---------------------------------------------------------------------------------
-
-    def _load(self, planned: StepPlan | None, budget: Ints = NO_BUDGET) -> None:
-        """The plan into its buffer; none: an empty one, with which a step does nothing.
-
-        While nobody comes or goes the next plan is the last one, mostly in the same arrays, and is not sent.
-        """
-        columns = (planned.slots, planned.chunk, planned.drafts, budget) if planned is not None else ()
-        if len(columns) == len(self._from) and all(map(is_, columns, self._from)) and self._sent is not None:
-            return
-        table = self._told
-        size = len(planned.slots) if planned is not None else 0
-        for line, column in zip(table, columns, strict=False):
-            line[:size] = column
-        table[0, size:], table[1:, size:] = -1, 0
-        plan = table.tobytes()
-        if plan != self._sent:
-            self._sent = None
-            self.ops.runtime.send(self._telling, self._plan)
-            self._sent = plan
-        self._from = columns
-
-    def _idle(self) -> None:
-        """An empty plan, laid out: a step that is run now does nothing."""
-        self._load(None)
-        self._lay_out(self.max_rows, self.max_logits)
 
     def _lay_out(self, rows: int, logits: int) -> Layout:
         layout = self._layout(rows, logits)
@@ -296,109 +215,105 @@ class DeviceStep:
         return layout
 
     def _layout(self, rows: int, logits: int) -> Layout:
-        """The buffers of a step of this size."""
-        columns = self.slots.columns
-        tokens, positions, slots, kv_index = (line[:rows] for line in self._rows)
-        who, first, num_draft = self._entries
-        slot, depth, position, draft, at = (line[:logits] for line in self._logits)
-        return Layout(
-            Rows(tokens, positions, slots, kv_index, columns.page_table),
-            Windows(
-                *(columns, who, first, num_draft, slot, depth, position, draft),
-                draft_probs=self.drafting.probs,
-                allowed=self._allowed,
-            ),
-            at,
-        )
+        return self.buffers.layout(rows, logits, self.drafting.probs)
 
-    def _whole(self, size: int, traits: StepFeatures) -> StepTensors:
-        windows = self._lay_out(size, size).windows  # of entries that decode every row has logits
-        return self._tail(self._forward(size), windows, traits, NO_ONE)
+    def _decode_step(self, size: int, features: StepFeatures) -> StepTensors:
+        windows = self._lay_out(size, size).windows  # every row of a decoding entry has logits
+        return self._sample_and_commit(self._forward(size), windows, features, NO_REQUESTS)
 
-    def _ends(self, size: int) -> int:
-        """How many rows the last layer of a pass with prompts ends with; 0: all.
+    def num_output_rows(self, rows: int) -> int:
+        """Return how many rows the last layer of a pass with prompts keeps; 0: all.
 
-        Of a prompt's rows the last one alone has logits. There is room for all that may decode with all their
-        drafts: no step needs another pass than the one that was captured for its size.
+        Only the last row of a prompt has logits. The number leaves room for all requests that may decode,
+        with all their drafts, so a step never needs another pass than the one captured for its size.
         """
-        narrow = 0 < self.ops.forward.gather_last_layer_from_rows <= size and 2 * self.max_logits <= size
-        return self.max_logits if narrow and not self.drafting.follows_rows else 0
+        gathers = 0 < self.ops.forward.gather_last_layer_from_rows <= rows and 2 * self.max_logits <= rows
+        return self.max_logits if gathers and not self.drafting.follows_rows else 0
 
-    def _forward(self, size: int, ends: int = 0) -> Tensor:
-        """[size, hidden]; with `ends`, of as many logits rows, [ends, hidden]."""
-        layout = self._layout(size, ends)
-        if ends:
+    def _forward(self, size: int, output_rows: int = 0) -> Tensor:
+        """Return hidden rows [size, hidden]; with `output_rows`, of the logits rows [output_rows, hidden]."""
+        layout = self._layout(size, output_rows)
+        if output_rows:
             return self.runner.some_of(layout.rows, layout.at)
         hidden, *tapped = self.runner.tapped(layout.rows)
         self.drafting.keep(hidden, *tapped)
         return hidden
 
-    def _alone(self, size: int, ends: int) -> Tensor:
-        """The forward pass as a graph of its own: its rows are read after the next of the pool has run."""
+    def _forward_only(self, size: int, output_rows: int) -> Tensor:
+        """Run layout and forward pass; the result lies outside the graphs' memory pool."""
         self._lay_out(size, self.max_logits)
-        hidden = self._forward(size, ends)
-        return hidden if self._hidden is None else self._hidden[: len(hidden)].copy_(hidden)
+        hidden, kept = self._forward(size, output_rows), self.buffers.hidden
+        return hidden if kept is None else kept[: len(hidden)].copy_(hidden)
 
-    def _judge(self, size: int, traits: StepFeatures, hosted: Mapping[int, Request]) -> StepTensors:
-        """Of the rows that were picked."""
-        return self._tail(self._picked[:size], self._layout(0, size).windows, traits, hosted)
+    def _verify(
+        self, size: int, features: StepFeatures, host_processed: Mapping[int, Request]
+    ) -> StepTensors:
+        """Sample and commit from the hidden rows in `buffers.picked`."""
+        windows = self._layout(0, size).windows
+        return self._sample_and_commit(self.buffers.picked[:size], windows, features, host_processed)
 
-    def _advance(self, traits: StepFeatures) -> StepTensors:
-        """No entry has reached the end of its prompt."""
+    def _advance_prompts(self, features: StepFeatures) -> StepTensors:
+        """Commit a step in which no entry has reached the end of its prompt."""
         windows = self._layout(0, 1).windows
         none = torch.zeros_like(windows.slot)
-        outcome, parts = self._outcome(len(none))
+        outcome, writer = self.buffers.outcome(len(self.plan.slots), len(none))
         self.ops.step.commit(self.plan, windows, Choice(none), none, outcome)
-        return StepTensors(outcome, windows, None, None, None, None, self._pack(parts, traits))
+        return StepTensors(outcome, windows, None, None, None, None, self._pack(writer, features))
 
-    def _tail(
-        self, hidden: Tensor, windows: Windows, traits: StepFeatures, hosted: Mapping[int, Request]
+    def _sample_and_commit(
+        self,
+        hidden: Tensor,
+        windows: Windows,
+        features: StepFeatures,
+        host_processed: Mapping[int, Request],
     ) -> StepTensors:
-        """hidden [L, hidden] of the windows' rows."""
+        """Run every stage behind the forward pass. hidden [L, hidden] of the windows' rows."""
         logits = self.runner.logits(hidden)
-        sampled = self.sampler(logits, windows, traits, hosted)
-        outcome, parts = self._outcome(len(logits))
+        sampled = self.sampler(logits, windows, features, host_processed)
+        outcome, writer = self.buffers.outcome(len(self.plan.slots), len(logits))
         self.ops.step.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
-        told = partial(self._logprobs, parts, windows=windows, outcome=outcome, traits=traits)
-        logprobs = self.drafting.beside(
-            lambda: (told(logits, LogprobKind.RAW), told(sampled.processed, LogprobKind.PROCESSED)), traits
+        logprobs_of = partial(
+            _write_logprobs, self.ops, writer, windows=windows, outcome=outcome, features=features
         )
-        packed = self._pack(parts, traits)
+        logprobs = self.drafting.beside(
+            lambda: (
+                logprobs_of(logits, LogprobKind.RAW),
+                logprobs_of(sampled.processed, LogprobKind.PROCESSED),
+            ),
+            features,
+        )
+        packed = self._pack(writer, features)
         if self.drafting.in_step:
             self.drafting.draft(self.plan)
-        return StepTensors(outcome, windows, logits, sampled, *logprobs(), packed)
+        raw, processed = logprobs()
+        return StepTensors(outcome, windows, logits, sampled, raw, processed, packed)
 
-    def _pack(self, parts: ResultWriter, traits: StepFeatures) -> PackedResults:
-        """Before the next drafts are made: what is known of those that were verified is still there."""
+    def _pack(self, writer: ResultWriter, features: StepFeatures) -> PackedResults:
+        """Add what is known of the verified drafts, before the next drafts overwrite it."""
         columns = self.slots.columns
-        drafts = {"draft logprobs": columns.draft_logprob} if traits.needs_draft_logprobs else {}
+        if features.needs_draft_logprobs:
+            writer.add_draft_logprobs(columns.draft_logprob)
         if self.drafting.several:
-            drafts["draft sources"] = columns.draft_source
-        for name, column in drafts.items():
-            parts.add(name, tuple(column.shape), column.dtype).copy_(column)
-        return parts.packed()
+            writer.add_draft_sources(columns.draft_source)
+        return writer.packed()
 
-    def _outcome(self, size: int) -> tuple[Outcome, ResultWriter]:
-        """Where a step says what it did, and the row of results that begins with it."""
-        parts = ResultWriter(self._results)
-        table = parts.add("table", (len(self.plan.slots), self.width), torch.int64)
-        return Outcome(table, *(line[:size] for line in self._picks)), parts
 
-    def _logprobs(
-        self,
-        parts: ResultWriter,
-        logits: Tensor,
-        kind: LogprobKind,
-        windows: Windows,
-        outcome: Outcome,
-        traits: StepFeatures,
-    ) -> TokenLogprobs | None:
-        tops = {LogprobKind.RAW: traits.raw_top, LogprobKind.PROCESSED: traits.processed_top}
-        if tops[kind] < 0:
-            return None
-        rows = outcome.pick_rows
-        if min(tops.values()) >= 0:  # both kinds are wanted: of the others' rows nothing is computed
-            slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
-            rows = torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
-        out = parts.logprobs(kind.name.lower(), len(rows), tops[kind])
-        return self.ops.sampling.logprobs(logits, rows, outcome.pick_tokens, tops[kind], out)
+def _write_logprobs(
+    ops: Ops,
+    writer: ResultWriter,
+    logits: Tensor,
+    kind: LogprobKind,
+    windows: Windows,
+    outcome: Outcome,
+    features: StepFeatures,
+) -> TokenLogprobs | None:
+    """Write logprobs of one kind for the committed tokens; None if no request needs this kind."""
+    tops = {LogprobKind.RAW: features.raw_top, LogprobKind.PROCESSED: features.processed_top}
+    if tops[kind] < 0:
+        return None
+    rows = outcome.pick_rows
+    if min(tops.values()) >= 0:  # both kinds are needed: skip rows of requests with the other kind
+        slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
+        rows = torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
+    out = writer.add_logprobs(kind, len(rows), tops[kind])
+    return ops.sampling.logprobs(logits, rows, outcome.pick_tokens, tops[kind], out)

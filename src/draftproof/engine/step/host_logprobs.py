@@ -16,7 +16,7 @@ from draftproof.engine.drafting.budget import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep, QueuedStep
-from draftproof.engine.step.logprob_routing import by_host
+from draftproof.engine.step.logprob_routing import needs_host_token_logprobs
 from draftproof.engine.step.step_results import HostLogprobs
 from draftproof.models.runner import Runner
 from draftproof.ops import Ops
@@ -94,14 +94,14 @@ class Extras:
         source: list[int],
         extra: HostLogprobs,
     ) -> None:
-        request, decided, ops = planned.sequences[b].request, ran.decided, self.device.ops
-        assert decided.logits is not None and decided.sampled is not None
-        logits = decided.logits if request.params.logprobs_mode == "raw" else decided.sampled.processed
-        if by_host(request.params, self.slots.vocab):
+        request, tensors, ops = planned.sequences[b].request, ran.tensors, self.device.ops
+        assert tensors.logits is not None and tensors.sampled is not None
+        logits = tensors.logits if request.params.logprobs_mode == "raw" else tensors.sampled.processed
+        if needs_host_token_logprobs(request.params, self.slots.vocab):
             extra.logprobs = token_logprobs(ops, request, line, logits)
         if request.params.include_draft_logprobs:
             count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
-            drafts = decided.windows.draft[first : first + count].tolist()
+            drafts = tensors.windows.draft[first : first + count].tolist()
             sources = [self.sources[n] for n in source[:count]]
             start = length - len(request.prompt_token_ids)
             extra.drafts = draft_records(ops, line, start, drafts, own, sources, logits)

@@ -1,69 +1,139 @@
-"""A step's results as one row of bytes: one copy brings them to the host, and a copy is what costs there.
+"""Result buffer: all results of a step in one byte tensor, copied to the host with a single transfer.
 
-The row never moves, and a step writes its results into parts of it, so that nothing has to put them together.
-What a step left there is gone with the next one: it is fetched before that.
+The buffer is allocated once and never moves. A step writes its results directly into parts of it, so no
+packing pass is needed. The next step overwrites the parts, so the copy is queued before that step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftproof.engine.step.step_results import LogprobColumns
 from draftproof.ops import TokenLogprobs
+from draftproof.types import LogprobKind
 
-KINDS = {torch.int64: np.int64, torch.float32: np.float32, torch.int8: np.int8}
-ALIGN = 256  # bytes: any kernel likes to find a tensor there
+NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.int8: np.int8}
+PART_ALIGN_BYTES = 256  # start of every part; enough for any kernel's vector loads
+
+
+class BufferPart(NamedTuple):
+    """Position and type of one tensor in the buffer."""
+
+    shape: tuple[int, ...]
+    dtype: Any  # numpy dtype
+    offset: int  # bytes
+
+    def view(self, row: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return the part as an array that shares memory with `row`."""
+        return np.ndarray(self.shape, self.dtype, row, self.offset)
+
+
+class LogprobParts(NamedTuple):
+    """Parts of one kind of logprobs."""
+
+    values: BufferPart  # [N, 1 + top] fp32
+    ids: BufferPart  # [N, top] int64
+    ranks: BufferPart  # [N] int64
+
+
+@dataclass(slots=True)
+class ResultLayout:
+    """Parts that a step has written."""
+
+    table: BufferPart | None = None  # [B, TOKENS + K + 1] int64, see `types.Outcome`
+    logprobs: dict[LogprobKind, LogprobParts] = field(default_factory=dict)
+    draft_logprobs: BufferPart | None = None  # [S, K] fp32
+    draft_sources: BufferPart | None = None  # [S, K] int8
+
+
+class HostResults(NamedTuple):
+    """Results of a step as numpy arrays on the host."""
+
+    table: NDArray[np.int64]  # [B, TOKENS + K + 1]
+    logprobs: dict[LogprobKind, LogprobColumns]
+    draft_logprobs: NDArray[np.float32] | None  # [S, K]
+    draft_sources: NDArray[np.int8] | None  # [S, K]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedResults:
-    data: Tensor  # [bytes] uint8
-    forms: tuple[tuple[str, tuple[int, ...], Any, int], ...]  # name, shape, numpy's type, first byte
+    """Used bytes of the buffer and their layout."""
 
-    def open(self, data: Tensor) -> dict[str, NDArray[Any]]:
-        """The tensors again, from the bytes as they came to the host."""
-        row = data.numpy()
-        return {name: np.ndarray(shape, kind, row, at) for name, shape, kind, at in self.forms}
+    data: Tensor  # [bytes] uint8
+    layout: ResultLayout
+
+    def unpack(self, data: Tensor) -> HostResults:
+        """Return the arrays in `data`, the host copy of the buffer."""
+        row, layout = data.numpy(), self.layout
+        assert layout.table is not None
+        return HostResults(
+            table=layout.table.view(row),
+            logprobs={
+                kind: LogprobColumns(parts.values.view(row), parts.ids.view(row), parts.ranks.view(row))
+                for kind, parts in layout.logprobs.items()
+            },
+            draft_logprobs=None if layout.draft_logprobs is None else layout.draft_logprobs.view(row),
+            draft_sources=None if layout.draft_sources is None else layout.draft_sources.view(row),
+        )
 
 
 class ResultWriter:
-    """What one step leaves in the row, one part behind the other."""
+    """Allocator of the parts that one step writes, one behind the other."""
 
     def __init__(self, row: Tensor) -> None:
-        """row: [bytes] uint8."""
+        """`row`: [bytes] uint8."""
         self._row = row
-        self._forms: list[tuple[str, tuple[int, ...], Any, int]] = []
+        self._layout = ResultLayout()
         self._end = 0
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next part, to be written."""
-        at, size = self._end, prod(shape) * dtype.itemsize
-        if at + size > len(self._row):
-            raise AssertionError(f"{name} {list(shape)} does not fit into a row of {len(self._row)} bytes")
-        self._forms.append((name, shape, np.dtype(KINDS[dtype]), at))
-        self._end = at + padded(size)
-        return self._row[at : at + size].view(dtype).view(shape)
+    def add_table(self, entries: int, width: int) -> Tensor:
+        """Return the outcome table [entries, width] int64, to be written."""
+        tensor, self._layout.table = self._add((entries, width), torch.int64)
+        return tensor
 
-    def logprobs(self, name: str, count: int, top: int) -> TokenLogprobs:
-        ids = self.add(f"{name} ids", (count, top), torch.int64)
-        ranks = self.add(f"{name} ranks", (count,), torch.int64)
-        return TokenLogprobs(self.add(name, (count, 1 + top), torch.float32), ids, ranks)
+    def add_logprobs(self, kind: LogprobKind, count: int, top: int) -> TokenLogprobs:
+        """Return tensors for logprobs of `count` tokens with `top` alternatives, to be written."""
+        ids, ids_part = self._add((count, top), torch.int64)
+        ranks, ranks_part = self._add((count,), torch.int64)
+        values, values_part = self._add((count, 1 + top), torch.float32)
+        self._layout.logprobs[kind] = LogprobParts(values_part, ids_part, ranks_part)
+        return TokenLogprobs(values, ids, ranks)
+
+    def add_draft_logprobs(self, column: Tensor) -> None:
+        """Copy `column` [S, K] fp32 into the buffer."""
+        tensor, self._layout.draft_logprobs = self._add(tuple(column.shape), column.dtype)
+        tensor.copy_(column)
+
+    def add_draft_sources(self, column: Tensor) -> None:
+        """Copy `column` [S, K] int8 into the buffer."""
+        tensor, self._layout.draft_sources = self._add(tuple(column.shape), column.dtype)
+        tensor.copy_(column)
 
     def packed(self) -> PackedResults:
-        return PackedResults(self._row[: self._end], tuple(self._forms))
+        """Return everything written so far."""
+        return PackedResults(self._row[: self._end], self._layout)
+
+    def _add(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, BufferPart]:
+        start, size = self._end, prod(shape) * dtype.itemsize
+        if start + size > len(self._row):
+            raise AssertionError(f"a part {list(shape)} does not fit into a row of {len(self._row)} bytes")
+        self._end = start + _padded(size)
+        part = BufferPart(shape, np.dtype(NUMPY_DTYPES[dtype]), start)
+        return self._row[start : start + size].view(dtype).view(shape), part
 
 
-def padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+def buffer_bytes(entries: int, width: int, k: int, rows: int, top: int) -> int:
+    """Return the bytes of a table, logprobs of both kinds, draft logprobs and draft sources."""
+    logprobs = _padded(8 * rows * top) + _padded(8 * rows) + _padded(4 * rows * (1 + top))
+    return _padded(8 * entries * width) + 2 * logprobs + _padded(4 * entries * k) + _padded(entries * k)
 
 
-def room_for(entries: int, width: int, k: int, rows: int, top: int) -> int:
-    """Bytes: a table, logprobs of both kinds, and of the drafts their logprobs and sources."""
-    logprobs = padded(8 * rows * top) + padded(8 * rows) + padded(4 * rows * (1 + top))
-    return padded(8 * entries * width) + 2 * logprobs + padded(4 * entries * k) + padded(entries * k)
+def _padded(size: int) -> int:
+    return -(-size // PART_ALIGN_BYTES) * PART_ALIGN_BYTES

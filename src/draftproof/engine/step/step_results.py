@@ -1,7 +1,7 @@
-"""Settling a step: from the device's columns to what each request is told: tokens, logprobs, endings.
+"""Results of a step: tokens, logprobs and finished requests, as columns over all requests.
 
-All requests at once, as columns. Only those that ended, or that asked for something rare, are looked at
-one by one; whoever wants one object a request makes it from the columns when it is read.
+Only requests that finished or have host-side logprobs are handled one by one. A `StepOutput` per request is
+made from the columns when it is read.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
+from draftproof.numpy_types import Floats32, Ints
 from draftproof.sampling_params import top_of
 from draftproof.types import (
     ENDED,
@@ -33,38 +33,24 @@ from draftproof.types import (
     StepOutput,
 )
 
-Ints = NDArray[np.int64]
-
-REASONS = {
+ERROR_MESSAGES = {
     FinishStatus.NO_ALLOWED_TOKEN: NO_TOKEN_LEFT,
     FinishStatus.NOT_FINITE: "the logits are not finite (NaN or infinity)",
 }
-KINDS = tuple(
-    (kind, (name, f"{name} ids", f"{name} ranks"))
-    for kind, name in ((LogprobKind.RAW, "raw"), (LogprobKind.PROCESSED, "processed"))
-)
-Reals = NDArray[np.float32]
 
 
 @dataclass(slots=True)
 class LogprobColumns:
-    """Logprobs of the picked tokens of a step."""
+    """Logprobs of the committed tokens of a step, for requests that want this kind."""
 
-    values: Reals  # [N, 1 + top]: the token's own, then the best
+    values: Floats32  # [N, 1 + top]: the token's own, then the best
     ids: Ints  # [N, top]
     ranks: Ints  # [N]
 
 
-def columns_of(found: Mapping[str, NDArray[Any]]) -> dict[LogprobKind, LogprobColumns]:
-    """Of the kinds that were computed, as they came from the device."""
-    return {
-        kind: LogprobColumns(*map(found.__getitem__, names)) for kind, names in KINDS if names[0] in found
-    }
-
-
 @dataclass(slots=True)
 class HostLogprobs:
-    """What one entry asked for that the columns do not hold."""
+    """Logprobs of one entry that the host computed; the columns do not hold them."""
 
     logprobs: list[LogprobRow] | None = None
     prompt_logprobs: list[LogprobRow] | None = None
@@ -73,29 +59,33 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """Reason for which a request finished."""
+
     reason: FinishReason
-    stop: int | None = None
+    stop: int | None = None  # the stop token
     error: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class StepResults(Sequence[StepOutput]):
-    """What a step did for n requests, as columns; as a sequence, one StepOutput a request."""
+    """Results of a step for n requests, as columns. As a sequence: one StepOutput per request."""
 
     requests: list[Request]  # [n]
-    table: Ints  # [n, …], see types.Outcome
+    table: Ints  # [n, TOKENS + K + 1], see types.Outcome
     columns: dict[LogprobKind, LogprobColumns]
-    sources: tuple[str, ...] = ()  # who may have proposed a draft
-    source: NDArray[np.int8] | None = None  # [n, K]; None: all are the first
+    sources: tuple[str, ...] = ()  # names of the proposer's draft sources
+    source: NDArray[np.int8] | None = None  # [n, K] index into `sources`; None: all drafts are of the first
     finishes: dict[int, Finish] = field(default_factory=dict)
     host_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
-    # by the id of a job's first request: what an engine that is asked from afar says later than `add`
+    # Errors that a remote engine reports after `add`, by the id of the first request of a prompt.
     refused: dict[str, RequestError | EngineClosedError] = field(default_factory=dict)
 
     def __len__(self) -> int:
+        """Return the number of requests."""
         return len(self.requests)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # slices are lists
+        """Return the output of one request, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -104,7 +94,7 @@ class StepResults(Sequence[StepOutput]):
 
     @cached_property
     def _lines(self) -> list[list[int]]:
-        """The table as lists: whoever reads one line of a step mostly reads them all."""
+        """Return the table as lists: a reader of one line mostly reads all of them."""
         return self.table.tolist()  # type: ignore[no-any-return]
 
     @cached_property
@@ -115,12 +105,13 @@ class StepResults(Sequence[StepOutput]):
         }
 
     def tokens(self, i: int) -> list[int]:
+        """Return the committed tokens of request i."""
         line = self._lines[i]
         return line[TOKENS : TOKENS + line[NUM_OUT]]
 
     def _output(self, i: int) -> StepOutput:
         request, line = self.requests[i], self._lines[i]
-        extra, ending = self.host_logprobs.get(i), self.finishes.get(i)
+        extra, finish = self.host_logprobs.get(i), self.finishes.get(i)
         accepted = line[NUM_ACCEPTED]
         return StepOutput(
             request_id=request.id,
@@ -131,12 +122,13 @@ class StepResults(Sequence[StepOutput]):
             num_accepted=accepted,
             sources=self.sources_of(i, accepted),
             drafts=extra.drafts if extra else None,
-            finish_reason=ending.reason if ending else None,
-            stop_reason=ending.stop if ending else None,
-            error=ending.error if ending else None,
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop if finish else None,
+            error=finish.error if finish else None,
         )
 
     def sources_of(self, i: int, count: int) -> list[str]:
+        """Return the source names of the first `count` drafts of request i."""
         if self.source is None:
             return [self.sources[0]] * count if count else []
         return [self.sources[number] for number in self.source[i, :count].tolist()]
@@ -159,7 +151,10 @@ class StepResults(Sequence[StepOutput]):
 
 
 def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish | None:
-    """How a request's line of the table says it ended. End-of-text has no stop; a stop token is its own."""
+    """Return how a request finished by its line of the outcome table; None: it has not.
+
+    An end-of-text token has no `stop`. `errors`: messages by logits row.
+    """
     ended = FinishStatus(int(line[ENDED]))
     if ended is FinishStatus.RUNNING:
         return None
@@ -171,4 +166,4 @@ def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish
         is_eos = last in request.eos_token_ids and not params.ignore_eos
         return Finish("stop", None if is_eos and last not in params.stop_token_ids else last)
     row = int(line[FIRST_ROW]) + int(line[NUM_OUT])
-    return Finish("error", error=errors.get(row) or REASONS[ended])
+    return Finish("error", error=errors.get(row) or ERROR_MESSAGES[ended])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.logprob_routing import by_host, logprob_kind_of
+from draftproof.engine.step.logprob_routing import logprob_kind_of, needs_host_token_logprobs
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
@@ -129,7 +129,7 @@ class ReceivedGroup:
             at=at,
             kinds=kinds,
             max_top=max_top,
-            host_logprobs=[i for i, request in pairs if by_host(request.params, vocab)],
+            host_logprobs=[i for i, request in pairs if needs_host_token_logprobs(request.params, vocab)],
             wants_drafts=[i for i, request in pairs if request.params.include_draft_logprobs],
         )
 
