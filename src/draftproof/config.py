@@ -85,7 +85,7 @@ class EngineConfig:
         default_text="where the device has a queue",
         api_only=True,
     )
-    debug: bool = option(False, "check invariants at every step; implies `enforce_eager`", api_only=True)
+    debug: bool = option(False, "check invariants at every step", api_only=True)
 
     @classmethod
     def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:

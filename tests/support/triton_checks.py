@@ -507,7 +507,9 @@ def truncation() -> None:
         scaled = rows_of(12, vocab)
         picked = list(choices)
         for turn in range(3):
-            top_p.MAX_KEYS = 2048 if turn == 1 else 16  # by bisection, or by bins and digits where ties are many
+            top_p.MAX_KEYS = (
+                2048 if turn == 1 else 16
+            )  # by bisection, or by bins and digits where ties are many
             picked = picked[turn:] + picked[:turn]
             k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
             got, want = ops.sampling.truncate(scaled, k, p, m), ref.sampling.truncate(scaled, k, p, m)

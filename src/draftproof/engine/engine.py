@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,11 @@ class Engine:
             drafts_before_plan=proposer is not None and not ahead and self._asks_for_all(proposer),
         )
         sampler = Sampler(self.ops, self._judges, config.speculative)
-        step = DeviceStep(self.runner, slots, sampler, proposer, sizes.max_rows)
+        # An error inside a replayed graph does not name its op: debugging ops one by one needs eager steps.
+        enforce_eager = config.enforce_eager or os.environ.get("DRAFTPROOF_DEBUG", "0") == "1"
+        step = DeviceStep(
+            self.runner, slots, sampler, proposer, max_rows=sizes.max_rows, enforce_eager=enforce_eager
+        )
         self.loop = Loop(scheduler, slots, step, proposer, ahead, config.debug)
         self.limits = Limits(
             vocab_size=vocab,
