@@ -34,7 +34,6 @@ from common.measure import finish, others_seconds, python_us
 
 from draftproof import LLM, SamplingParams
 from draftproof.errors import DraftproofError
-from draftproof.metrics import SpecStats
 from draftproof.models.hub import find_model
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, Request
@@ -166,7 +165,7 @@ def acceptance(options: argparse.Namespace, engines: Engines) -> dict[str, Any]:
 
 def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: argparse.Namespace) -> Any:
     """Tokens a step that had drafts; the step of the prompt has none."""
-    llm.jobs.stats = SpecStats()
+    llm.tracker.reset_stats()
     always = {"num_speculative_tokens": options.k, "adaptive": False}
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=options.tokens, speculative=always)

@@ -172,23 +172,23 @@ def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> 
     """Seconds: taking in, all steps, and of these after the last results came."""
     real = llm.engine
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(PROMPT)]} for i in range(batch)]
-    llm.jobs.engine = Scripted(real, steps, ("ngram",))  # type: ignore[assignment]
+    llm.tracker.engine = Scripted(real, steps, ("ngram",))  # type: ignore[assignment]
     try:
         begin = time.thread_time()
-        jobs = [llm._job(prompt, params) for prompt in prompts]
+        jobs = [llm._open_job(prompt, params) for prompt in prompts]
         llm._add(deque(jobs))
         ready = time.thread_time()
         for _ in steps[:-1]:
-            llm.jobs.step()
+            llm.tracker.step()
         last = time.thread_time()
-        llm.jobs.step()
-        results = [llm.jobs.result(job) for job in jobs]
+        llm.tracker.step()
+        results = [llm.tracker.result(job) for job in jobs]
         done = time.thread_time()
-        assert all(r.finished for r in results) and not llm.jobs.ledger.num_open
+        assert all(r.finished for r in results) and not llm.tracker.table.num_open
         for job in jobs:
-            llm.jobs.drop(job)
+            llm.tracker.drop(job)
     finally:
-        llm.jobs.engine = real
+        llm.tracker.engine = real
     return ready - begin, done - ready, done - last
 
 
@@ -220,20 +220,20 @@ def between_steps(llm: LLM, device: Pretence, batch: int, top: int | None) -> fl
     """Seconds a step of `LLM.generate` while all decode and nobody ends: of the quickest 16 in a row."""
     params = SamplingParams(max_tokens=256, logprobs=top, ignore_eos=True, temperature=0.0)
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(50)]} for i in range(batch)]
-    jobs = [llm._job(prompt, params) for prompt in prompts]
+    jobs = [llm._open_job(prompt, params) for prompt in prompts]
     llm._add(deque(jobs))
     for _ in range(6):
-        llm.jobs.step()
+        llm.tracker.step()
     spent = [0.0]
-    while llm.jobs.ledger.num_open == batch and len(spent) < 96:
+    while llm.tracker.table.num_open == batch and len(spent) < 96:
         begin, pretending = time.thread_time(), device.spent
-        llm.jobs.step()
+        llm.tracker.step()
         spent.append(time.thread_time() - begin - (device.spent - pretending))
     total = np.cumsum(spent[:-1])  # the last may have had an end in it
     for job in jobs:
-        llm.jobs.drop(job)
+        llm.tracker.drop(job)
     while llm.engine.has_work:
-        llm.jobs.step()
+        llm.tracker.step()
     return float((total[16:] - total[:-16]).min()) / 16
 
 

@@ -104,7 +104,7 @@ def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) ->
         engine=engine,
         config=SimpleNamespace(model="made-up", speculative=None),
         tokenizer=SimpleNamespace(where=tokenizer),
-        grammar_of=None,
+        compile_grammar=None,
     )
     made: Any = Worker(llm, socket_address(folder), {})  # type: ignore[arg-type]
     write_status(folder, WorkerStatus("ready", pid=os.getpid(), since=time.time()))

@@ -1,19 +1,20 @@
-"""AsyncLLM: one engine for many callers, from any event loop and any thread, in the habits of vLLM's users.
+"""AsyncLLM: one engine for many callers, from any event loop and any thread. The interface follows vLLM's.
 
     async with AsyncLLM("smollm2-135m") as llm:
         async for event in llm.stream("Once upon a time", SamplingParams(max_tokens=32)):
             ...
 
-What is promised:
+Guarantees:
 
-* Answers are those of `LLM`, bit for bit, whoever else is served and whatever happens to them.
-* A reader that is slow slows itself alone. The engine never waits for one: the request runs to its end at
-  full speed, gives its slot and pages back, and what was not read yet is kept: at most `max_tokens` of it, in
-  hardly more memory than the answer takes anyway.
-* A reader that leaves (break, cancellation, `aclose`, its loop closed) aborts its request: nothing is
-  delivered any more, and its slot and pages are free before the next step.
-* What was delivered stands: a step's results go out when all of it has been read and settled. If the engine
-  breaks, what has not ended ends with finish_reason "error" and why; later calls raise EngineDeadError.
+* Outputs equal those of `LLM` bit for bit, whatever other requests run and however they end.
+* A slow reader delays itself alone. The engine never waits for a reader: the request runs to its end at full
+  speed and releases its slot and pages. Unread events are kept, at most `max_tokens` of them, in little more
+  memory than the output takes anyway.
+* A reader that leaves (break, cancellation, `aclose`, its loop closed) aborts its request: no further event
+  is delivered, and its slot and pages are free before the next step.
+* Delivered events are final: the results of a step are delivered when all of it has been read and processed.
+  If the engine breaks, unfinished requests end with finish_reason "error" and the cause; later calls raise
+  EngineDeadError.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from typing import Any
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, RequestError
-from draftproof.frontend.engine_thread import Driver
-from draftproof.frontend.input_processor import Front, Messages, params_for
-from draftproof.frontend.request_tracker import Job
-from draftproof.frontend.stream_queue import Box
+from draftproof.frontend.engine_thread import EngineThread
+from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
+from draftproof.frontend.job import Job
+from draftproof.frontend.stream_queue import StreamQueue
 from draftproof.metrics import EngineStats, SpecStats, StepTotals, WorkerStatus
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.logprobs import LogprobMaps
@@ -41,34 +42,35 @@ from draftproof.text.prompts import Prompt
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Logprob, RequestOutput, TokenEvent
 
-LONG_TEXT = 4096  # characters of a prompt that an event loop should not tokenise itself
-STOP_SECONDS = 30.0  # that the end of a program waits for a step under way
+MAX_INLINE_CHARS = 4096  # longer prompts are tokenized in a thread, not on the event loop
+STOP_SECONDS = 30.0  # time that the end of a program waits for a step in flight
 
 
 class AsyncLLM:
-    """A model, ready to serve. Options are those of `LLM`."""
+    """Model that is loaded and ready to serve. Options are those of `LLM`."""
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        from draftproof.llm import LLM  # here: a process that has its engine elsewhere needs no torch
+        from draftproof.llm import LLM  # not at the top: a process with a remote engine needs no torch
 
-        self._own(LLM(model, **options))
-        self._made_it = True
+        self._attach(LLM(model, **options))
+        self._owns_llm = True
 
     @classmethod
-    def from_llm(cls, llm: Front) -> AsyncLLM:
-        """On the engine of an LLM, which can be used itself again after `shutdown`."""
+    def from_llm(cls, llm: InputProcessor) -> AsyncLLM:
+        """Create one on the engine of an LLM, which can be used itself again after `shutdown`."""
         made = cls.__new__(cls)
-        made._own(llm)
+        made._attach(llm)
         return made
 
-    def _own(self, llm: Front) -> None:
-        if llm.jobs.driver is not None or llm.jobs.owners:
+    def _attach(self, llm: InputProcessor) -> None:
+        """Start the engine thread on an unused LLM."""
+        if llm.tracker.is_in_use:
             raise ConfigError("this LLM is in use: shut its AsyncLLM down, or read its streams to their ends")
-        self._made_it = False
+        self._owns_llm = False
         self._llm = llm
-        self._driver = Driver(llm.jobs, type(self).__name__)
-        # when nobody has it any more, or at the end of the program; the thread does not hold it
-        self._stop: weakref.finalize[..., Any] = weakref.finalize(self, self._driver.stop, STOP_SECONDS)
+        self._thread = EngineThread(llm.tracker, type(self).__name__)
+        # runs when this object is collected or the program ends; the thread holds no reference to it
+        self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, self._thread.stop, STOP_SECONDS)
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -79,7 +81,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
     ) -> Stream:
-        """Token by token, as they are committed. The request is made when the first is asked for."""
+        """Return a stream of tokens as they are committed. The request starts with the first read."""
         return Stream(self, prompt, sampling_params, request_id)
 
     async def generate(
@@ -89,51 +91,54 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
     ) -> RequestOutput:
-        """The whole answer (n of them). Cancelling this aborts the request."""
-        name = name_of(request_id)
-        _, box = await self._submit(prompt, sampling_params, name, stream=False)
+        """Return the complete output of a prompt. Cancelling this aborts the request."""
+        job_id = new_request_id(request_id)
+        _, queue = await self._submit(prompt, sampling_params, job_id, stream=False)
         try:
-            await box.wait()
+            await queue.wait()
         finally:
-            self._driver.leave(name, box)
-        assert box.output is not None
-        return box.output
+            self._thread.leave(job_id, queue)
+        assert queue.output is not None
+        return queue.output
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; False if it is not (or no longer) here. Its reader gets what was there before."""
-        return await self._driver.abort(request_id)
+        """End a request; False if it is not open. Its reader gets the events from before the call."""
+        return await self._thread.abort(request_id)
 
     async def _submit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, name: str, stream: bool
-    ) -> tuple[Job, Box]:
-        error = self._driver.closed()
+        self, prompt: Prompt, sampling_params: SamplingParams | None, job_id: str, stream: bool
+    ) -> tuple[Job, StreamQueue]:
+        """Create a job and hand it to the engine thread."""
+        error = self._thread.closed_error()
         if error is not None:
             raise error
         params = params_for([prompt], sampling_params)[0]
-        make = partial(self._llm.new_job, prompt, params, name)
-        # a long text or a grammar takes a while: not on the caller's loop, and never on the engine's thread
-        long = any(isinstance(text, str) and len(text) > LONG_TEXT for text in (prompt, params.prediction))
-        job = await asyncio.to_thread(make) if long or params.structure is not None else make()
-        return job, self._driver.submit(job, stream)
+        make = partial(self._llm.new_job, prompt, params, job_id)
+        # a long text or a grammar takes time: keep it off the caller's loop and the engine thread
+        is_long = any(
+            isinstance(text, str) and len(text) > MAX_INLINE_CHARS for text in (prompt, params.prediction)
+        )
+        job = await asyncio.to_thread(make) if is_long or params.structure is not None else make()
+        return job, self._thread.submit(job, stream)
 
     # --- ends ---------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float | None = None) -> int:
-        """Refuse new requests and finish those that are here; after `timeout` seconds abort the rest.
+        """Refuse new requests and finish the open ones; after `timeout` seconds abort the rest.
 
-        How many had to be aborted.
+        Return the number of requests that were aborted.
         """
         try:
-            await asyncio.wait_for(self._driver.drain(), timeout)
+            await asyncio.wait_for(self._thread.drain(), timeout)
         except TimeoutError:
-            return await self._driver.abort_all()
+            return await self._thread.abort_all()
         return 0
 
     async def shutdown(self) -> None:
-        """Abort everything and stop; once more does nothing."""
-        await self._driver.stopped()
-        self._stop.detach()
-        if self._made_it:
+        """Abort everything and stop. A second call does nothing."""
+        await self._thread.shut_down()
+        self._finalizer.detach()
+        if self._owns_llm:
             self._llm.close()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -148,33 +153,36 @@ class AsyncLLM:
 
     @property
     def dead(self) -> bool:
-        """Has the engine broken? Then `dead_error` says by what."""
-        return self._driver.cause is not None
+        """True if the engine has broken; `dead_error` is the cause."""
+        return self._thread.error is not None
 
     @property
     def dead_error(self) -> BaseException | None:
-        return self._driver.cause
+        """Exception that broke the engine."""
+        return self._thread.error
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
-        return self._driver.num_open
+        """Number of requests that have not ended."""
+        return self._thread.num_open
 
     @property
     def config(self) -> EngineConfig:
+        """Configuration of the engine."""
         return self._llm.config
 
     @property
     def stats(self) -> SpecStats:
+        """Speculation counters of all finished outputs."""
         return self._llm.stats
 
     @property
     def limits(self) -> Limits:
-        """What this engine can serve."""
+        """Limits of the requests that the engine can serve."""
         return self._llm.engine.limits
 
     def engine_stats(self) -> EngineStats:
-        """How the engine stands: who runs and waits, pages, cache hits."""
+        """Return counters, gauges and timings of the engine."""
         return self._llm.engine_stats()
 
     def worker_status(self) -> WorkerStatus | None:
@@ -186,43 +194,46 @@ class AsyncLLM:
         return None
 
     def describe(self) -> str:
+        """Return one line about model, device and speculation."""
         return self._llm.engine.describe()
 
     def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; RequestError if the model has none."""
         return self._llm.get_tokenizer()
 
     def chat_token_ids(self, messages: Messages, **template: Any) -> list[int]:
-        """A conversation as a prompt."""
+        """Return the prompt of a conversation."""
         return self._llm.chat_token_ids(messages, **template)
 
 
 class Stream:
-    """The events of one request, to be read in one event loop by one task at a time.
+    """Events of one request, read in one event loop by one task at a time.
 
-    When it is over, `output` is the whole of it.
+    When the stream has ended, `output` is the complete output.
     """
 
     def __init__(
         self, llm: AsyncLLM, prompt: Prompt, params: SamplingParams | None, request_id: str | None
     ) -> None:
-        self.request_id = name_of(request_id)
-        self._llm = llm  # which must not be collected before this
-        self._asked = prompt, params
+        self.request_id = new_request_id(request_id)
+        self._llm = llm  # keeps the engine alive while the stream exists
+        self._arguments = prompt, params
         self._job: Job | None = None
-        self._box: Box | None = None
+        self._queue: StreamQueue | None = None
         self._ready: deque[TokenEvent] = deque()
         self._closed = False
 
     @property
     def output(self) -> RequestOutput | None:
-        return None if self._box is None else self._box.output
+        """Complete output, once the stream has ended."""
+        return None if self._queue is None else self._queue.output
 
     @property
     def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None]:
-        """Of the prompt, as far as they are here: all of them when the first answer's first token is."""
+        """Logprobs of the prompt so far; complete when the first token of the first output arrives."""
         if self._job is None:
             return []
-        return LogprobMaps([None, *self._job.prompt_rows], self._job.tokenizer)
+        return LogprobMaps([None, *self._job.prompt_logprob_rows], self._job.tokenizer)
 
     def __aiter__(self) -> Stream:
         return self
@@ -233,32 +244,34 @@ class Stream:
         return self._ready.popleft()
 
     async def read(self) -> list[TokenEvent]:
-        """All events that are here, at least one; none when it is over."""
+        """Return all unread events, at least one; an empty list when the stream has ended."""
         if not self._ready:
             await self._more()
-        while not self._closed and self._box is not None and self._box.parts:
-            self._ready.extend(self._box.parts.popleft())
+        while not self._closed and self._queue is not None and self._queue.parts:
+            self._ready.extend(self._queue.parts.popleft())
         events = list(self._ready)
         self._ready.clear()
         return events
 
     async def _more(self) -> bool:
-        """Wait for a step's events."""
+        """Wait for the events of a step; False at the end."""
         if self._closed:
             return False
         try:
-            if self._box is None:
-                self._job, self._box = await self._llm._submit(*self._asked, self.request_id, stream=True)
-            await self._box.wait()
-        except BaseException:  # cancelled: the reader is gone; refused: there is nothing to leave
+            if self._queue is None:
+                self._job, self._queue = await self._llm._submit(
+                    *self._arguments, self.request_id, stream=True
+                )
+            await self._queue.wait()
+        except BaseException:  # cancelled: the reader has left; refused: nothing is open
             self._leave()
             raise
-        if self._box.parts:
-            self._ready.extend(self._box.parts.popleft())
+        if self._queue.parts:
+            self._ready.extend(self._queue.parts.popleft())
         return bool(self._ready)
 
     async def aclose(self) -> None:
-        """Leave; the request is aborted if it has not ended."""
+        """Stop reading; the request is aborted if it has not ended."""
         self._leave()
 
     async def __aenter__(self) -> Stream:
@@ -270,17 +283,19 @@ class Stream:
         self._leave()
 
     def _leave(self) -> None:
+        """Discard unread events and abort the request."""
         self._closed = True
         self._ready.clear()
-        if self._box is not None:
-            self._llm._driver.leave(self.request_id, self._box)
+        if self._queue is not None:
+            self._llm._thread.leave(self.request_id, self._queue)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):  # it may never have come to be
+        if not getattr(self, "_closed", True):  # __init__ may have failed
             self._leave()
 
 
-def name_of(request_id: str | None) -> str:
+def new_request_id(request_id: str | None) -> str:
+    """Return the caller's request id, or a new one; RequestError if it is not a text."""
     if request_id is None:
         return uuid.uuid4().hex
     if not isinstance(request_id, str) or not request_id:

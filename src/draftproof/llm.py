@@ -1,43 +1,42 @@
-"""LLM: the engine in this process, for scripts and notebooks, in the habits of vLLM's users."""
+"""LLM: offline entry point with the engine in this process. The interface follows vLLM's."""
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from itertools import count
-from math import inf
+from types import TracebackType
 from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
-from draftproof.frontend.input_processor import Front, Messages, params_for
+from draftproof.frontend.gc_pause import no_full_collection
+from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
+from draftproof.frontend.job import Job, OnEvents
 from draftproof.frontend.progress import progress_bar
-from draftproof.frontend.request_tracker import Job, Jobs, Tell
-from draftproof.metrics import SpecStats
+from draftproof.frontend.request_tracker import RequestTracker
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.grammar.compiler import Grammars
+from draftproof.text.grammar.compiler import GrammarCompiler
 from draftproof.text.prompts import Prompt, prompt_list
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar, RequestOutput, TokenEvent
 
 __all__ = ["LLM", "Messages", "params_for"]
 
-SELDOM = 10_000  # collections of what is new, of some thousand objects each, between two of everything
 
-
-class LLM(Front):
-    """A model, ready to generate.
+class LLM(InputProcessor):
+    """Model that is loaded and ready to generate.
 
         llm = LLM("smollm2-135m", speculative_config={"method": "ngram", "num_speculative_tokens": 5})
         print(llm.generate("The sky is", SamplingParams(temperature=0))[0].outputs[0].text)
 
     Options are the fields of `EngineConfig`, with `speculative_config` in vLLM's or FastDeploy's keys.
-    For one thread at a time: `AsyncLLM` is for several.
+    Only one thread at a time may use it; `AsyncLLM` serves several. `with LLM(...) as llm:` closes it at
+    the end.
     """
 
     engine: Engine
@@ -54,12 +53,13 @@ class LLM(Front):
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
         with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
-        self._grammars = Grammars(self.tokenizer, self.engine.limits.vocab_size, self._eos_token_ids())
-        self.jobs = Jobs(self.engine)
+        self._grammars = GrammarCompiler(self.tokenizer, self.engine.limits.vocab_size, self._eos_token_ids())
+        self.tracker = RequestTracker(self.engine)
         self._ids = count()
-        self._draw_seeds()
+        self._is_closed = False
+        self._init_seeds()
 
-    # --- faces ------------------------------------------------------------------------------------
+    # --- public methods ------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -67,12 +67,12 @@ class LLM(Front):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. One params for all, or one each."""
-        many = prompt_list(prompts)
-        params = params_for(many, sampling_params)
-        coming = (self._job(prompt, p) for prompt, p in zip(many, params, strict=True))
+        """Return one RequestOutput for each prompt, in order; `sampling_params`: one for all, or one each."""
+        listed = prompt_list(prompts)
+        params = params_for(listed, sampling_params)
+        jobs = (self._open_job(prompt, p) for prompt, p in zip(listed, params, strict=True))
         with no_full_collection():
-            return self._serve(coming, len(many), progress=use_tqdm and len(many) > 1)
+            return self._run(jobs, len(listed), progress=use_tqdm and len(listed) > 1)
 
     def chat(
         self,
@@ -81,9 +81,10 @@ class LLM(Front):
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several. `template` goes to the chat template (`front.TEMPLATE`).
+        """Generate the next message of one conversation or several.
 
-        `chat_template` in it is another template to use, `chat_template_kwargs` more names for it.
+        `template`: options of the chat template (`TEMPLATE_OPTIONS`). `chat_template` replaces the model's
+        own, `chat_template_kwargs` are further names for it.
         """
         one = not messages or isinstance(messages, str) or isinstance(messages[0], Mapping)
         several: Any = [messages] if one else messages
@@ -91,99 +92,108 @@ class LLM(Front):
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
-        """Token by token, as they are committed. Leaving the loop early aborts the request."""
+        """Yield tokens as they are committed. Leaving the loop early aborts the request."""
         params = params_for([prompt], sampling_params)[0]
         events: deque[TokenEvent] = deque()
-        return self._events(self._job(prompt, params, events.extend), events)
+        return self._events(self._open_job(prompt, params, events.extend), events)
 
     def _events(self, job: Job, events: deque[TokenEvent]) -> Iterator[TokenEvent]:
-        """Apart from `stream`, so that a wrong request is refused there and not at the first token."""
+        """Run one job and yield its events. Apart from `stream`, which can then refuse a request at once."""
         queue = deque([job])
         try:
-            while events or not job.finished:
+            while events or not job.is_finished:
                 if not events:
                     self._add(queue)
-                    self.jobs.step()
+                    self.tracker.step()
                 while events:
                     yield events.popleft()
         finally:
-            self.jobs.drop(job)
+            self.tracker.drop(job)
 
     def close(self) -> None:
-        """End the process that compiles grammars, if there is one. Else it ends with this program."""
+        """Abort what is running and end the grammar compiler's process. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.tracker.drop_all()
         self._grammars.close()
 
     def reset_stats(self) -> None:
         """Set the speculation counters to zero."""
-        self.jobs.stats = SpecStats()
+        self.tracker.reset_stats()
 
-    def grammar_of(self, params: SamplingParams) -> Grammar | None:
-        return self._grammars.of(params)
+    def __enter__(self) -> LLM:
+        return self
 
-    # --- serving ----------------------------------------------------------------------------------
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
-    def _job(self, prompt: Prompt, params: SamplingParams, tell: Tell | None = None) -> Job:
-        """Everything is checked here, before it enters the engine."""
-        job = self.new_job(prompt, params, str(next(self._ids)), tell)
-        self.jobs.open(job)
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of `params.structured_outputs`, None without it."""
+        return self._grammars.compile(params)
+
+    # --- running jobs -----------------------------------------------------------------------------
+
+    def _open_job(self, prompt: Prompt, params: SamplingParams, on_events: OnEvents | None = None) -> Job:
+        """Create a job and check it before it enters the engine."""
+        self._check_usable()
+        job = self.new_job(prompt, params, str(next(self._ids)), on_events)
+        self.tracker.open(job)
         return job
 
-    def _serve(self, coming: Iterator[Job], count: int, progress: bool) -> list[RequestOutput]:
-        """Where steps overlap the device is at work while prompts are taken in and answers given out.
+    def _run(self, jobs: Iterator[Job], count: int, progress: bool) -> list[RequestOutput]:
+        """Run `count` jobs to their ends and return their outputs in order.
 
-        If a later prompt is refused, what has begun is dropped: the caller has no answers either way.
+        Where steps overlap, the device works while prompts are tokenized and outputs are built. If a later
+        prompt is refused, the jobs that have begun are dropped, since the caller gets no outputs.
         """
-        here: dict[str, Job] = {}
+        running: dict[str, Job] = {}
         results: dict[str, RequestOutput | None] = {}  # in the order of the prompts
         queue: deque[Job] = deque()
-        loop, num_ended = self.engine.loop, 0
-        full = loop.scheduler.max_rows if loop.overlap else inf
-        self.jobs.patient = True
+        max_rows, num_finished = self.engine.intake_rows, 0
         try:
             with progress_bar() if progress else nullcontext() as show:
-                while num_ended < count:
+                while num_finished < count:
                     rows = 0
-                    while rows < full and (job := next(coming, None)) is not None:
-                        here[job.name], results[job.name] = job, None
+                    while rows < max_rows and (job := next(jobs, None)) is not None:
+                        running[job.id], results[job.id] = job, None
                         queue.append(job)
-                        rows += len(job.ids) * len(job.requests)
+                        rows += len(job.prompt_token_ids) * len(job.requests)
                     self._add(queue)
-                    ended = [job for job in self.jobs.step() if job.name in here]  # not of a stream beside
-                    for job in ended:
-                        results[job.name] = self.jobs.result(job)
-                        self.jobs.drop(here.pop(job.name))
-                    num_ended += len(ended)
-                    if ended and show is not None:
-                        show("generating", num_ended, count)
+                    # jobs of a concurrent stream are not among `running`
+                    finished = [job for job in self.tracker.step(defer_close=True) if job.id in running]
+                    for job in finished:
+                        results[job.id] = self.tracker.result(job)
+                        self.tracker.drop(running.pop(job.id))
+                    num_finished += len(finished)
+                    if finished and show is not None:
+                        show("generating", num_finished, count)
         finally:
-            self.jobs.patient = False
-            for job in here.values():
-                self.jobs.drop(job)
+            for job in running.values():
+                self.tracker.drop(job)
         return [result for result in results.values() if result is not None]
 
     def _add(self, queue: deque[Job]) -> None:
-        """As many as the engine lets wait; the others are still in `queue` afterwards."""
-        if self.jobs.driver is not None:
-            raise EngineClosedError(f"{self.jobs.driver} runs this engine: use it, or shut it down first")
+        """Add jobs to the engine until its waiting queue is full; the rest stays in `queue`."""
+        self._check_usable()
         with suppress(QueueFullError):
             while queue:
-                self.jobs.add(queue[0])
+                self.tracker.add(queue[0])
                 queue.popleft()
 
-
-@contextmanager
-def no_full_collection() -> Iterator[None]:
-    """A full garbage collection looks at all that was ever imported, which takes as long as a hundred steps
-    of a quick device. What is new is collected as ever, and after some ten million objects everything is."""
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, SELDOM))
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
+    def _check_usable(self) -> None:
+        """Raise EngineClosedError if this LLM is closed or its engine is claimed."""
+        if self._is_closed:
+            raise EngineClosedError("this LLM was closed: create another one")
+        owner = self.tracker.owner
+        if owner is not None:
+            raise EngineClosedError(f"{owner} runs this engine: use it, or shut it down first")
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
+    """Load the configured tokenizer, or the model's own; None for dummy weights without one."""
     if config.tokenizer is not None:
         return load_tokenizer(find_model(config.tokenizer, weights=False))
     if source is None:

@@ -237,7 +237,7 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
 
     def breaks(count, all_here):
         """Not before all are let in: a dead engine takes nobody in."""
-        llm.engine.ops.gone |= count >= 5 and len(llm.jobs.owners) == all_here
+        llm.engine.ops.gone |= count >= 5 and llm.tracker.num_requests == all_here
         return False
 
     llm.engine.ops.when = lambda ops, op, count: op == "sample" and breaks(count, 4)

@@ -27,8 +27,8 @@ from async_serving import (
     serve_all,
 )
 from draftproof import AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, QueueFullError, RequestError
-from draftproof.frontend.engine_thread import Driver
-from draftproof.text.bulk.output_table import Ledger
+from draftproof.frontend.engine_thread import EngineThread
+from draftproof.text.bulk.output_table import OutputTable
 from exact import check_empty
 
 # --- requests that are refused ----------------------------------------------------------------------------
@@ -189,16 +189,16 @@ def test_shutdown_ends_open_requests_and_twice_is_once(make: Any, alone: Any) ->
 def test_an_llm_that_was_interrupted_can_be_served(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers that had ended by then and were not closed are nobody's."""
     llm = make("plain")
-    want, add, calls = llm.generate(*ASKS[0])[0], Ledger.add, []
+    want, add, calls = llm.generate(*ASKS[0])[0], OutputTable.add, []
 
-    def interrupted(self: Ledger, *step: Any) -> list[int]:
+    def interrupted(self: OutputTable, *step: Any) -> list[int]:
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
         return add(self, *step)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Ledger, "add", interrupted)
+        patch.setattr(OutputTable, "add", interrupted)
         llm.generate(["ab", "ba"], [params(max_tokens=n, ignore_eos=True) for n in (2, 9)], use_tqdm=False)
 
     async def main() -> None:
@@ -277,23 +277,23 @@ def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, 
 
     Not before all have `asked` and are let in: a dead engine takes nobody in.
     """
-    owner: Any = llm.engine if where == "step" else Ledger
-    whole, submit, calls, asking, all_here = getattr(owner, where), Driver.submit, [], [], Event()
+    owner: Any = llm.engine if where == "step" else OutputTable
+    whole, submit, calls, asking, all_here = getattr(owner, where), EngineThread.submit, [], [], Event()
 
-    def noted(driver: Driver, *args: Any) -> Any:
-        box = submit(driver, *args)
-        asking.append(driver)
+    def noted(thread: EngineThread, *args: Any) -> Any:
+        queue = submit(thread, *args)
+        asking.append(thread)
         if len(asking) == asked:
             all_here.set()
-        return box
+        return queue
 
-    monkeypatch.setattr(Driver, "submit", noted)
+    monkeypatch.setattr(EngineThread, "submit", noted)
 
     def broken(*args: Any) -> Any:
         calls.append(1)
         if len(calls) > after:
             assert all_here.wait(60)
-            asking[0]._listen()
+            asking[0]._read_inbox()
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return whole(*args)
 
@@ -370,11 +370,11 @@ def test_control_a_broken_engine_that_calls_it_an_end(
     make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("draftproof"), "disabled", True)
-    let_go = Driver._let_go
+    end_job = EngineThread._end_job
 
-    def lie(self: Driver, job: Any, reason: str = "abort", error: Any = None) -> None:
-        let_go(self, job, "length" if error else reason)
+    def lie(self: EngineThread, job: Any, reason: str = "abort", error: Any = None) -> None:
+        end_job(self, job, "length" if error else reason)
 
-    monkeypatch.setattr(Driver, "_let_go", lie)
+    monkeypatch.setattr(EngineThread, "_end_job", lie)
     with pytest.raises(AssertionError):
         dies(make, alone, monkeypatch, "step", 9)

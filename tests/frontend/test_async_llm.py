@@ -24,9 +24,9 @@ from async_serving import (
     serve_all,
 )
 from draftproof import AsyncLLM, EngineClosedError
-from draftproof.frontend.engine_thread import Driver
-from draftproof.frontend.request_tracker import Jobs
-from draftproof.frontend.stream_queue import Bell, Box
+from draftproof.frontend.engine_thread import EngineThread
+from draftproof.frontend.request_tracker import RequestTracker
+from draftproof.frontend.stream_queue import LoopWaker, StreamQueue
 from draftproof.types import RequestOutput, TokenEvent
 from exact import check_empty
 from text_pieces import CONFIG, Pieces
@@ -62,13 +62,13 @@ def test_answers_are_those_of_llm_from_any_loop_and_thread(make: Any, alone: Any
 
 
 def test_control_events_of_a_neighbour(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, last = Box.put, []
+    put, last = StreamQueue.put, []
 
-    def mixed_up(self: Box, events: Any) -> None:
+    def mixed_up(self: StreamQueue, events: Any) -> None:
         put(last[-1] if last and len(last) % 7 == 0 else self, events)
         last.append(self)
 
-    monkeypatch.setattr(Box, "put", mixed_up)
+    monkeypatch.setattr(StreamQueue, "put", mixed_up)
     with pytest.raises(AssertionError):
         run(make("plain"), lambda engine: serve_all(engine, alone, random.Random(3)))
 
@@ -88,14 +88,14 @@ def test_control_who_was_in_the_last_step_is_remembered(
     make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the second of two equal requests is taken for the first."""
-    add = Jobs.add
+    add = RequestTracker.add
 
-    def remembers(self: Jobs, job: Any) -> None:
-        company = self._company
+    def remembers(self: RequestTracker, job: Any) -> None:
+        group = self._group
         add(self, job)
-        self._company = company
+        self._group = group
 
-    monkeypatch.setattr(Jobs, "add", remembers)
+    monkeypatch.setattr(RequestTracker, "add", remembers)
     monkeypatch.setattr(logging.getLogger("draftproof"), "disabled", True)
     with pytest.raises((AssertionError, EngineClosedError)):
         test_a_name_used_again_for_the_same_request(make, alone)
@@ -107,7 +107,7 @@ def test_grammars_are_compiled_elsewhere(make: Any, monkeypatch: pytest.MonkeyPa
     pieces, wish = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
     words = Words(["abba", "bab"], [pieces.token_bytes(i) for i in range(CONFIG["vocab_size"])], {2}, 2)
     grammar = lambda asked: threads.append(threading.get_ident()) or (asked.structure and words)  # noqa: E731
-    monkeypatch.setattr(llm._grammars, "of", grammar)
+    monkeypatch.setattr(llm._grammars, "compile", grammar)
     want = llm.generate("ab", wish)[0]
     assert want.outputs[0].text in ("abba", "bab") and want.outputs[0].finish_reason == "stop"
     threads.clear()
@@ -209,7 +209,7 @@ def test_a_reader_that_left_has_its_request_aborted(make: Any) -> None:
 
 
 def test_control_a_reader_that_leaves_and_is_not_noticed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Driver, "_on_leave", lambda *_: None)
+    monkeypatch.setattr(EngineThread, "_on_leave", lambda *_: None)
     with pytest.raises(AssertionError):
         test_a_reader_that_left_has_its_request_aborted(make)
 
@@ -231,15 +231,15 @@ def test_no_token_after_an_abort(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
     llm = make("ngram")
     want = llm.generate("ab", params(**LONG))[0]
     run(llm, lambda engine: abort_another(engine, want))
-    let_go = Driver._let_go
+    end_job = EngineThread._end_job
 
-    def late(self: Driver, job: Any, *rest: Any) -> None:  # control: what it had is told after its end
-        box, news = self._open[job.name][1], list(self._news)
-        let_go(self, job, *rest)
-        for events in [*(part for _, part in news), *list(box.parts)[-2:]]:
-            box.put(events)
+    def late(self: EngineThread, job: Any, *rest: Any) -> None:  # control: what it had is told after its end
+        queue, pending = self._open[job.id][1], list(self._delivery._pending)
+        end_job(self, job, *rest)
+        for events in [*(part for _, part in pending), *list(queue.parts)[-2:]]:
+            queue.put(events)
 
-    monkeypatch.setattr(Driver, "_let_go", late)
+    monkeypatch.setattr(EngineThread, "_end_job", late)
     with pytest.raises(AssertionError):
         run(llm, lambda engine: abort_another(engine, want))
 
@@ -279,14 +279,14 @@ def test_a_slow_reader_slows_itself_alone(make: Any, alone: Any, monkeypatch: py
 def test_control_the_engine_waits_for_a_slow_reader(
     make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, over = Box.put, threading.Event()
+    put, over = StreamQueue.put, threading.Event()
 
-    def wait(self: Box, events: Any) -> None:
+    def wait(self: StreamQueue, events: Any) -> None:
         while len(self.parts) > 3 and not over.wait(0.01):
             pass
         put(self, events)
 
-    monkeypatch.setattr(Box, "put", wait)
+    monkeypatch.setattr(StreamQueue, "put", wait)
     with pytest.raises(TimeoutError):
         slow_reader(make, alone, monkeypatch, over, seconds=0.5)
 
@@ -317,7 +317,7 @@ def test_a_loop_that_is_stuck_collects_nothing(make: Any) -> None:
         events = [await anext(stream)]
         while engine.num_open:
             time.sleep(0.001)  # nothing of this loop runs meanwhile
-        assert stream._box is not None and len(stream._box.bell._due) == 1
+        assert stream._queue is not None and stream._queue.waker.num_due == 1
         assert len(asyncio.get_running_loop()._ready) <= 2  # type: ignore[attr-defined]
         check_stream(events + await stream.read(), want)
         assert await stream.read() == []
@@ -326,9 +326,9 @@ def test_a_loop_that_is_stuck_collects_nothing(make: Any) -> None:
 
 
 def test_control_a_wake_up_that_is_lost(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ring, rung = Bell.ring, []
+    ring, rung = LoopWaker.wake, []
 
-    def lost(self: Bell) -> bool:
+    def lost(self: LoopWaker) -> bool:
         rung.append(1)
         return ring(self) if len(rung) < 3 else True
 
@@ -336,8 +336,8 @@ def test_control_a_wake_up_that_is_lost(make: Any, alone: Any, monkeypatch: pyte
         try:
             await collect(engine.stream("ab", params(**LONG)))
         finally:
-            monkeypatch.setattr(Bell, "ring", ring)
+            monkeypatch.setattr(LoopWaker, "wake", ring)
 
-    monkeypatch.setattr(Bell, "ring", lost)
+    monkeypatch.setattr(LoopWaker, "wake", lost)
     with pytest.raises(TimeoutError):
         run(make("plain"), main, seconds=0.5)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from draftproof import LLM, ConfigError, LoadError, RequestError, SamplingParams
-from draftproof.text.bulk.output_table import Ledger
+from draftproof.text.bulk.output_columns import OutputColumns
+from draftproof.text.bulk.output_table import OutputTable
 
 COPY = "one two three four five six seven eight one two three four five six seven eight one two three"
 
@@ -240,8 +241,8 @@ def test_the_tokenizer_may_be_named_like_a_model(smollm2_path: object, tmp_path:
 def test_an_answer_does_not_wait_for_a_stream_beside_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("Once upon a time", greedy(max_tokens=60, ignore_eos=True, speculative=False))
     next(stream)
-    step, calls = llm.jobs.step, []
-    monkeypatch.setattr(llm.jobs, "step", lambda: calls.append(1) or step())
+    step, calls = llm.tracker.step, []
+    monkeypatch.setattr(llm.tracker, "step", lambda **how: calls.append(1) or step(**how))
     each = [greedy(max_tokens=n, ignore_eos=True, speculative=False) for n in (2, 4)]
     assert len(llm.generate(["a", "b"], each, use_tqdm=False)) == 2
     assert len(calls) < 8
@@ -261,11 +262,12 @@ def test_one_bad_request_loses_nothing(llm: LLM) -> None:
 
 def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the engine has let a request go and its answer is not built yet."""
-    for moment, number in (("add", 3), ("close_soon", 3), ("_write", 1), ("_close", 1)):
-        whole, calls = getattr(Ledger, moment), []
+    moments = (OutputTable, "add", 3), (OutputTable, "close_deferred", 3), (OutputColumns, "append", 1)
+    for owner, moment, number in (*moments, (OutputTable, "_close_finished", 1)):
+        whole, calls = getattr(owner, moment), []
 
         def interrupted(
-            self: Ledger, *args: object, whole: Any = whole, calls: Any = calls, number: int = number
+            self: object, *args: object, whole: Any = whole, calls: Any = calls, number: int = number
         ) -> Any:
             calls.append(1)
             if len(calls) == number:
@@ -273,12 +275,11 @@ def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pyt
             return whole(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, moment, interrupted)
+            patch.setattr(owner, moment, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 each = [greedy(max_tokens=n) for n in (2, 3, 4, 5)]  # no two of them end together
                 llm.generate(["a", "b", "c", "d"], each, use_tqdm=False)
-        assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
-        assert not llm.jobs._ending  # or whoever runs the engine next would hear of it
+        assert not llm.tracker.has_pending_outputs and not llm.engine.has_work
     assert llm.generate("fine", greedy())[0].finished
 
 

@@ -162,7 +162,7 @@ def test_worker_compiles_grammars(
             raise RequestError("structured_outputs: invalid", "structured_outputs")
         return asked.structure and words
 
-    monkeypatch.setattr(llm._grammars, "of", grammar)
+    monkeypatch.setattr(llm._grammars, "compile", grammar)
     want = llm.generate("ab", guided)[0]
 
     async def main(remote: RemoteLLM) -> None:

@@ -321,14 +321,14 @@ def test_what_takes_too_long(folder: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def slow_down(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that takes 10 ms a step."""
-    jobs = running.llm._llm.jobs
-    step = jobs.step
+    tracker = running.llm._llm.tracker
+    step = tracker.step
 
     def slowly() -> Any:
         time.sleep(0.01)
         return step()
 
-    monkeypatch.setattr(jobs, "step", slowly)
+    monkeypatch.setattr(tracker, "step", slowly)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -93,7 +93,7 @@ def check_prefix(events: Sequence[TokenEvent], want: RequestOutput) -> None:
 def check_left(llm: LLM) -> None:
     """Nothing is left behind, and no thread either."""
     check_empty(llm.engine)
-    assert not llm.jobs.owners and not llm.jobs.ledger.num_open
+    assert not llm.tracker.has_pending_outputs
     assert not [t for t in threading.enumerate() if t.name == "draftproof-engine"]
 
 

@@ -1,4 +1,4 @@
-"""Grammars over the tiny models' vocabulary: a character a token, a few tokens of several."""
+"""GrammarCompiler over the tiny models' vocabulary: a character a token, a few tokens of several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftproof.types import Grammar
 from words import Words
 
 if TYPE_CHECKING:
-    from draftproof.text.grammar.compiler import Grammars
+    from draftproof.text.grammar.compiler import GrammarCompiler
 
 EOS = 2
 _SPECIAL = 3
@@ -68,12 +68,12 @@ BIAS: dict[str, dict[int, float]] = {
 
 
 @cache
-def grammars(vocab_size: int = tiny.VOCAB) -> Grammars:
+def grammars(vocab_size: int = tiny.VOCAB) -> GrammarCompiler:
     from draftproof.text.grammar.compiler import (
-        Grammars,  # it wants tokenizers, which a GPU machine may not have
+        GrammarCompiler,  # it wants tokenizers, which a GPU machine may not have
     )
 
-    return Grammars(TINY, vocab_size, [EOS])
+    return GrammarCompiler(TINY, vocab_size, [EOS])
 
 
 @cache
@@ -81,7 +81,7 @@ def grammar(name: str) -> Grammar | None:
     wish = WISHES.get(name)
     if wish is not None and find_spec("xgrammar") is None:  # a GPU machine without it: the engine cannot tell
         return words(*OTHERWISE, end=">" if "reasoning_end" in wish else "")
-    return grammars().of(SamplingParams(structured_outputs=wish)) if wish else None
+    return grammars().compile(SamplingParams(structured_outputs=wish)) if wish else None
 
 
 def words(*several: str, end: str = "") -> Words:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models
 
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.detokenizer import Detokenizer
-from draftproof.text.streaming_output import OutputBuilder
+from draftproof.text.streaming_output import StreamingOutput
 from draftproof.text.token_bytes import byte_level_alphabet
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Request, StepOutput
@@ -142,7 +142,7 @@ def test_an_answer_reads_on_from_its_prompt() -> None:
     tokenizer = fallback()
     the = tokenizer.backend.token_to_id("▁the")
     request = Request(id="0", prompt_token_ids=[the], params=SamplingParams(), seed=0)
-    builder = OutputBuilder(0, request, tokenizer)
+    builder = StreamingOutput(0, request, tokenizer)
     step = StepOutput("0", [the], None, None, 0, 0, [], None, "length")
     assert builder.feed(step)[0].text == builder.output.text == " the"
 

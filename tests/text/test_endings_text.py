@@ -16,7 +16,7 @@ from rich.progress import Progress
 import proposers
 from draftproof import LLM, SamplingParams
 from draftproof.engine.step.step_results import StepResults
-from draftproof.text.streaming_output import OutputBuilder
+from draftproof.text.streaming_output import StreamingOutput
 from text_pieces import CONFIG, FIRST, PIECES, Always, Pieces, seen
 
 
@@ -205,7 +205,7 @@ def test_control_tokens_kept_behind_a_stop_string(llms, monkeypatch):
 
     stop = answers(llms, ignore_eos=True).text[4:7]
     assert answers(llms, ignore_eos=True, stop=[stop]).finish_reason == "stop"
-    monkeypatch.setattr(OutputBuilder, "_show", broken)
+    monkeypatch.setattr(StreamingOutput, "_visible_texts", broken)
     with pytest.raises(AssertionError):
         answers(llms, ignore_eos=True, stop=[stop])
 
@@ -261,7 +261,7 @@ def test_bulk_is_what_token_by_token_gives(llms):
             assert [replace(r, request_id="") for r in bulk] == [replace(r, request_id="") for r in watched]
             reasons |= {(o.finish_reason, o.stop_reason) for r in bulk for o in r.outputs}
             origins |= {origin for r in bulk for o in r.outputs for origin in o.provenance}
-            assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
+            assert not llm.tracker.has_pending_outputs and not llm.engine.has_work
     assert reasons > {("length", None), ("stop", None), ("stop", 12), ("stop", "bb"), ("stop", "\ufffd")}
     assert {"plain", "bonus", "recovered"} < origins
 
@@ -282,11 +282,11 @@ def test_results_a_step_late_change_no_answer(llms, make):
         answers = llm.generate(["ab"] * 3, wishes, use_tqdm=False)
         assert [a.outputs[0].text for a in answers[:2]] == [text[: text.index(text[6:8])], text]
         assert sum(a.metrics.num_emitted_tokens for a in answers) == bulk_tokens(answers)
-        assert not llm.jobs.ledger.num_open and not llm.jobs.owners and not llm.engine.has_work
+        assert not llm.tracker.has_pending_outputs and not llm.engine.has_work
 
 
 def test_control_a_bulk_answer_that_differs(llms, monkeypatch):
-    monkeypatch.setattr("draftproof.text.bulk.detokenizer.BulkDetokenizer.push_unseen", lambda self: None)
+    monkeypatch.setattr("draftproof.text.bulk.detokenizer.BulkDetokenizer.push_hidden", lambda self: None)
     with pytest.raises(AssertionError):
         test_bulk_is_what_token_by_token_gives(llms)
 
@@ -322,7 +322,7 @@ def test_streams_stop_strings_and_bulk_in_one_engine(llms):
         for i in (0, 2):
             assert seen(answers[i].outputs[0]) == seen(alone[i].outputs[0])
         assert answers[1].outputs[0].stop_reason == stop
-        assert not llm.engine.has_work and not llm.jobs.owners and not llm.jobs.ledger.num_open
+        assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -347,7 +347,7 @@ def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeyp
                     use_tqdm=False,
                 )
         assert llm.stats.num_emitted_tokens - before == sum(told)
-        assert not llm.engine.has_work and not llm.jobs.owners and not llm.jobs.ledger.num_open
+        assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
 
 
 def test_the_bar_moves_with_endings_alone(llms, monkeypatch):

@@ -68,7 +68,7 @@ def answers(method: str | None, count: int = RUNS, **options: Any) -> dict[str, 
     for i in range(count):
         wish = {"json": SCHEMAS[i % len(SCHEMAS)], "max_whitespace": 2}
         ask = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=wish)
-        requests.append(tiny.request(i, ask, 5 + i % 9, grammar=grammars.grammars().of(ask)))
+        requests.append(tiny.request(i, ask, 5 + i % 9, grammar=grammars.grammars().compile(ask)))
     return tiny.run(target, requests)
 
 
@@ -235,7 +235,7 @@ def sampled(strategy: str, proposer: str, count: int = COUNT) -> list[tuple[str,
     }
     target = tiny.engine(speculative=spec, max_num_seqs=64, max_num_batched_tokens=1024, debug=False)
     ask = SamplingParams(temperature=3.0, max_tokens=8, structured_outputs={"regex": REGEX})
-    grammar = grammars.grammars().of(ask)
+    grammar = grammars.grammars().compile(ask)
     requests = [tiny.request(i, ask, prompt_token_ids=tiny.prompt(0), grammar=grammar) for i in range(count)]
     records = tiny.run(target, requests)
     assert all(r.finish[0] == "stop" and r.token_ids[-1] == EOS for r in records.values())

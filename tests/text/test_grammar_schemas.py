@@ -124,7 +124,7 @@ def invalid(seed: int) -> tuple[str, list[str]]:
     schema = make(seed)
     wish = {"json": schema, "max_whitespace": 1}
     try:
-        grammar = grammars.grammars().of(SamplingParams(structured_outputs=wish))
+        grammar = grammars.grammars().compile(SamplingParams(structured_outputs=wish))
     except RequestError:
         return "refused", []
     check = jsonschema.Draft202012Validator(schema)

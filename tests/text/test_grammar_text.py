@@ -19,7 +19,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.structured_outputs import LONGEST, StructuredOutputs
 from draftproof.text.grammar import compiler as text_grammar
 from draftproof.text.grammar import worker
-from draftproof.text.grammar.compiler import Grammars
+from draftproof.text.grammar.compiler import GrammarCompiler
 from draftproof.text.grammar.json_schema import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
@@ -29,7 +29,7 @@ VOCABULARY = [b"" if i in TINY.special_ids else TINY.token_bytes(i) for i in ran
 
 
 def compiled(**wish: Any) -> Any:
-    return grammars.grammars().of(SamplingParams(structured_outputs=wish))
+    return grammars.grammars().compile(SamplingParams(structured_outputs=wish))
 
 
 def matches(text: str, **wish: Any) -> bool:
@@ -137,19 +137,19 @@ def test_a_grammar_that_cannot_be_used(name: str) -> None:
 def test_without_a_tokenizer_or_an_end() -> None:
     ask = SamplingParams(structured_outputs={"regex": "a"})
     for made, message in (
-        (Grammars(None, 97, [2]), "needs a tokenizer"),
-        (Grammars(TINY, 97, []), "end-of-text"),
+        (GrammarCompiler(None, 97, [2]), "needs a tokenizer"),
+        (GrammarCompiler(TINY, 97, []), "end-of-text"),
     ):
         with pytest.raises(RequestError, match=message) as caught:
-            made.of(ask)
+            made.compile(ask)
         assert caught.value.param == "structured_outputs"
-    assert Grammars(None, 97, []).of(SamplingParams()) is None
+    assert GrammarCompiler(None, 97, []).compile(SamplingParams()) is None
 
 
 def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_grammar, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install xgrammar"):
-        Grammars(TINY, 97, [2]).of(SamplingParams(structured_outputs={"regex": "a"}))
+        GrammarCompiler(TINY, 97, [2]).compile(SamplingParams(structured_outputs={"regex": "a"}))
 
 
 # --- schemas: enforced or refused -----------------------------------------------------------------------
@@ -413,13 +413,13 @@ BIG = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ran
 
 
 def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
-    made = Grammars(TINY, tiny.VOCAB, [EOS])
+    made = GrammarCompiler(TINY, tiny.VOCAB, [EOS])
     made.seconds = 0.05
     with pytest.raises(RequestError, match="longer than 0.05 s") as caught:
-        made.of(SamplingParams(structured_outputs={"json": BIG}))
+        made.compile(SamplingParams(structured_outputs={"json": BIG}))
     assert caught.value.param == "structured_outputs"
     made.seconds = 60
-    assert made.of(SamplingParams(structured_outputs={"regex": "a+"})) is not None
+    assert made.compile(SamplingParams(structured_outputs={"regex": "a+"})) is not None
     made.close()
 
 
@@ -491,10 +491,10 @@ def test_each_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: 
 
     monkeypatch.setattr(GrammarProcess, "compile", counted)
     monkeypatch.setattr(text_grammar, "CACHED", 2)
-    made = Grammars(TINY, tiny.VOCAB, [EOS])
+    made = GrammarCompiler(TINY, tiny.VOCAB, [EOS])
 
     def ask(regex: str, **more: Any) -> None:
-        made.of(SamplingParams(structured_outputs={"regex": regex, **more}))
+        made.compile(SamplingParams(structured_outputs={"regex": regex, **more}))
 
     ask("a"), ask("b"), ask("a"), ask("a", reasoning_end="x")
     assert [job[1] for job in jobs] == ["a", "b"]

@@ -147,6 +147,6 @@ def test_a_later_prompt_that_is_refused_leaves_nothing_of_the_earlier_ones(llms,
         with pytest.raises(RequestError, match="empty"):
             llm.generate([*PROMPTS, []], params(), use_tqdm=False)
         assert at, "some had begun"
-        assert not llm.engine.has_work and not llm.jobs.owners and not llm.jobs.ledger.num_open
+        assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
         assert llm.engine.loop.slots.num_free == 2
     assert gc.get_threshold() == before, "full collections come back"

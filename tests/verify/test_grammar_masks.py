@@ -63,7 +63,7 @@ ENDING = [grammars.token_of(text) for text in ("=", ">", "a", "=>x", "=>{")]
 
 def compiled(name: str, end: str | int = "") -> Grammar:
     wish = {**CASES[name][0], **({"reasoning_end": end} if end != "" else {})}
-    found = grammars.grammars().of(SamplingParams(structured_outputs=wish))
+    found = grammars.grammars().compile(SamplingParams(structured_outputs=wish))
     assert found is not None
     return found
 
@@ -126,7 +126,7 @@ def test_every_token_of_every_state(name: str, end: str) -> None:
 def test_a_token_that_ends_the_free_section_and_says_more() -> None:
     """Only what the grammar begins with may follow the end in the same token."""
     for choice, fits in (("xy", "=>x"), ("{}", "=>{")):
-        grammar = grammars.grammars().of(
+        grammar = grammars.grammars().compile(
             SamplingParams(structured_outputs={"choice": [choice], "reasoning_end": "=>"})
         )
         assert grammar is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,7 @@ from draftproof.verify.sampler import Sampler
 class Engine:
     """Serves token ids. `add` and `abort` at any time between steps; `step` does the work."""
 
-    waits = False
+    step_blocks = False
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress = lambda *_: None
@@ -242,7 +243,12 @@ class Engine:
     def wake(self) -> None:
         """A step never waits for anything that somebody could end."""
 
-    def meanwhile(self, work: Callable[[], object]) -> None:
+    @property
+    def intake_rows(self) -> float:
+        """Prompt rows to prepare before a step: one step's worth if steps overlap, else no limit."""
+        return self.loop.scheduler.max_rows if self.loop.overlap else math.inf
+
+    def set_background_work(self, work: Callable[[], object]) -> None:
         """`work` is done while the device has a step to run and the next one queued: nobody waits for it."""
         self.loop.meanwhile = work
 

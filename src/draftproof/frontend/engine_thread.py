@@ -1,8 +1,8 @@
-"""The thread that runs the engine for `AsyncLLM`.
+"""Thread that runs the engine for `AsyncLLM`.
 
-Calls reach the thread as notes in its inbox, which it reads between steps; without work it sleeps on it.
-What a step brought goes out when the step is whole: into the box of each request, with one wake-up for each
-event loop that has readers. The thread never waits for a reader.
+Calls reach the thread as commands in its inbox, which it reads between steps; when idle it waits for one.
+The events of a step are delivered when the step is complete: into the queue of each request, with one wake-up
+for each event loop that has readers. The thread never waits for a reader.
 """
 
 from __future__ import annotations
@@ -10,309 +10,284 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
-from weakref import WeakValueDictionary
 
 from draftproof.errors import EngineClosedError, EngineDeadError, EngineDownError, RequestError
-from draftproof.frontend.request_tracker import Job, Jobs
-from draftproof.frontend.stream_queue import Bell, Box
-from draftproof.types import RequestOutput, TokenEvent
+from draftproof.frontend.job import Job
+from draftproof.frontend.request_tracker import RequestTracker
+from draftproof.frontend.stream_queue import EventDelivery, StreamQueue
 
 Reply = Callable[[Any], None]
+_log = logging.getLogger("draftproof")
 
 
-class Driver:
-    """Runs steps while there is work. What is named `_on_…` and everything below it is the thread's own."""
+class EngineThread:
+    """Engine loop with an inbox. Methods `_on_…` and those they call run in the thread."""
 
-    def __init__(self, jobs: Jobs, name: str) -> None:
-        self._jobs = jobs
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # `put` may interrupt itself: __del__
-        self._bells: WeakValueDictionary[asyncio.AbstractEventLoop, Bell] = WeakValueDictionary()
-        self._open: dict[str, tuple[Job, Box]] = {}
-        self._news: list[tuple[Box, Sequence[TokenEvent]]] = []  # of a step that is not whole yet
-        self._due: set[Bell] = set()
-        self._drainers: list[Reply] = []
-        self._stoppers: list[Reply] = []
-        self._refusal: str | None = None  # why nothing is taken in any more
-        self._stopping = self._gone = False
-        self.cause: BaseException | None = None  # what broke it
-        jobs.driver = name
-        # a daemon, so that a program may end; whoever owns this stops it before
+    def __init__(self, tracker: RequestTracker, name: str) -> None:
+        self._tracker = tracker
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # reentrant, so safe in __del__
+        self._delivery = EventDelivery()
+        self._open: dict[str, tuple[Job, StreamQueue]] = {}
+        self._drain_replies: list[Reply] = []
+        self._stop_replies: list[Reply] = []
+        self._closed_reason: str | None = None  # why no new request is accepted
+        self._is_stopping = self._has_ended = False
+        self.error: BaseException | None = None  # the exception that ended the engine
+        tracker.claim(name)
+        # a daemon thread lets the program end; the owner stops it before
         self._thread = threading.Thread(target=self._run, name="draftproof-engine", daemon=True)
         self._thread.start()
 
-    # --- for callers, from any thread ---------------------------------------------------------------
+    # --- calls from any thread ----------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
+        """Jobs that have not ended."""
         return len(self._open)
 
-    def closed(self) -> EngineClosedError | None:
-        """A new error if nothing is taken in any more."""
-        if self._refusal is None:
+    def closed_error(self) -> EngineClosedError | None:
+        """Return a new error if no request is accepted any more."""
+        if self._closed_reason is None:
             return None
-        if self.cause is None:
-            return EngineClosedError(self._refusal)
-        error = EngineDeadError(self._refusal)
-        error.__cause__ = self.cause
+        if self.error is None:
+            return EngineClosedError(self._closed_reason)
+        error = EngineDeadError(self._closed_reason)
+        error.__cause__ = self.error
         return error
 
-    def submit(self, job: Job, stream: bool) -> Box:
-        """For the loop that runs; what becomes of it is told in the box."""
-        box = Box(self._bell())
+    def submit(self, job: Job, stream: bool) -> StreamQueue:
+        """Queue a job for the running event loop; its results and errors come through the queue."""
+        queue = StreamQueue(self._delivery.current_waker())
         if stream:
-            job.tell = partial(self._hear, box)
-        self._post(partial(self._on_submit, job, box))
-        return box
+            job.on_events = partial(self._delivery.buffer, queue)
+        self._post(partial(self._on_submit, job, queue))
+        return queue
 
-    def leave(self, name: str, box: Box) -> None:
-        """The reader is gone. Nothing waits; safe in __del__."""
-        box.left = True
-        box.parts.clear()
-        if not box.ended:
-            self._post(partial(self._on_leave, name, box))
+    def leave(self, job_id: str, queue: StreamQueue) -> None:
+        """Abort a job because its reader has left. Does not wait; safe in __del__."""
+        queue.abandon()
+        if not queue.is_ended:
+            self._post(partial(self._on_leave, job_id, queue))
 
-    def abort(self, name: str) -> asyncio.Future[bool]:
-        return self._ask(partial(self._on_abort, name))
+    def abort(self, job_id: str) -> asyncio.Future[bool]:
+        """Abort a job; False if it is not open."""
+        return self._call(partial(self._on_abort, job_id))
 
     def drain(self) -> asyncio.Future[None]:
-        """Take nothing in from now on; done when all that is here has ended."""
-        return self._ask(self._on_drain)
+        """Accept no new job; done when all open ones have ended."""
+        return self._call(self._on_drain)
 
     def abort_all(self) -> asyncio.Future[int]:
-        return self._ask(self._on_abort_all)
+        """Abort every open job and return their number."""
+        return self._call(self._on_abort_all)
 
-    async def stopped(self) -> None:
-        await self._ask(self._on_stop)
+    async def shut_down(self) -> None:
+        """Stop the thread and wait for its end."""
+        await self._call(self._on_stop)
         self.join()
 
     def stop(self, seconds: float | None = None) -> None:
-        """Without an event loop, also at the very end of a program."""
+        """Stop the thread without an event loop, also while the interpreter exits."""
         self._post(partial(self._on_stop, lambda _: None))
         self.join(seconds)
 
     def join(self, seconds: float | None = None) -> None:
-        if threading.current_thread() is not self._thread:  # the collector may run anywhere
+        """Wait for the end of the thread."""
+        if threading.current_thread() is not self._thread:  # the garbage collector may run in any thread
             self._thread.join(seconds)
 
-    def _bell(self) -> Bell:
-        loop = asyncio.get_running_loop()
-        bell = self._bells.get(loop)
-        if bell is None:
-            bell = self._bells[loop] = Bell(loop)
-        return bell
+    def _call(self, command: Callable[[Reply], None]) -> asyncio.Future[Any]:
+        """Post a command and return a future of its reply in the running loop."""
+        waker = self._delivery.current_waker()
+        result: asyncio.Future[Any] = waker.loop.create_future()
 
-    def _ask(self, note: Callable[[Reply], None]) -> asyncio.Future[Any]:
-        bell = self._bell()
-        answer: asyncio.Future[Any] = bell.loop.create_future()
-
-        def settle(value: Any) -> None:
-            if not answer.done():
-                answer.set_result(value)
+        def set_result(value: Any) -> None:
+            if not result.done():
+                result.set_result(value)
 
         def reply(value: Any) -> None:
-            bell.add(partial(settle, value))
-            bell.ring()
+            waker.add(partial(set_result, value))
+            waker.wake()
 
-        self._post(partial(note, reply))
-        return answer
+        self._post(partial(command, reply))
+        return result
 
-    def _post(self, note: Callable[[], None]) -> None:
-        self._inbox.put(note)
-        self._jobs.engine.wake()
-        if self._gone:
-            self._sweep()
+    def _post(self, command: Callable[[], None]) -> None:
+        """Put a command into the inbox."""
+        self._inbox.put(command)
+        self._tracker.engine.wake()
+        if self._has_ended:
+            self._drain_inbox()
 
-    def _sweep(self) -> None:
-        """Answer what came too late for the thread."""
+    def _drain_inbox(self) -> None:
+        """Run commands that came after the end of the thread."""
         with suppress(Empty):
             while True:
                 self._inbox.get_nowait()()
-        self._ring()
+        self._delivery.wake_loops()
 
     # --- the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run commands and steps until stopped or broken."""
+        engine = self._tracker.engine
         try:
-            while not self._stopping:
-                self._listen()
-                if self._jobs.engine.waits:
-                    self._publish()  # what the notes brought does not wait with the step
-                if (self._open or self._jobs.engine.waits) and not self._stopping:
+            while not self._is_stopping:
+                self._read_inbox()
+                if engine.step_blocks:
+                    self._publish()  # results of commands must not wait for the step
+                if (self._open or engine.step_blocks) and not self._is_stopping:
                     self._step()
                 self._publish()
         except BaseException as error:
-            logging.getLogger("draftproof").critical("the engine broke and has stopped", exc_info=error)
-            self.cause = error
-            self._refusal = f"the engine broke and has stopped: {type(error).__name__}: {error}"
-        self._finish()
+            _log.critical("the engine broke and has stopped", exc_info=error)
+            self.error = error
+            self._closed_reason = f"the engine broke and has stopped: {type(error).__name__}: {error}"
+        self._end_all()
 
-    def _listen(self) -> None:
-        """Read the notes that are here by now; more of them keep no step waiting. Idle: wait for one."""
-        if not self._open and not self._jobs.engine.waits:
+    def _read_inbox(self) -> None:
+        """Run the commands that are queued now; wait for one if the engine is idle."""
+        if not self._open and not self._tracker.engine.step_blocks:
             self._inbox.get()()
         with suppress(Empty):
             for _ in range(self._inbox.qsize()):
                 self._inbox.get_nowait()()
 
     def _step(self) -> None:
+        """Run one engine step and end the jobs that it finished or rejected."""
         try:
-            ended = self._jobs.step()
-        except EngineDownError as error:  # its process is gone: another one may come
-            self._lose(error)
+            finished = self._tracker.step()
+        except EngineDownError as error:  # the engine's process is gone; a new one may come
+            for job, _ in list(self._open.values()):
+                self._end_job(job, "error", str(error))
             return
-        for job in ended:
-            if job.refused is None:
-                self._let_go(job)
+        for job in finished:
+            if job.rejection is None:
+                self._end_job(job)
             else:
-                self._refuse(job, job.refused)
-        if self._open and not self._jobs.engine.has_work:  # better an error than readers who wait for ever
+                self._reject_job(job, job.rejection)
+        if self._open and not self._tracker.engine.has_work:  # an error instead of readers that wait for ever
             raise AssertionError(f"the engine has lost {len(self._open)} requests")
 
-    def _let_go(self, job: Job, reason: Any = "abort", error: str | None = None) -> None:
-        """It has ended, or ends by this; what it gave goes out with the rest of the step."""
-        _, box = self._open.pop(job.name)
+    def _end_job(self, job: Job, reason: Any = "abort", error: str | None = None) -> None:
+        """End a job, finished or not; its last events are delivered with the step."""
+        _, queue = self._open.pop(job.id)
         try:
-            self._jobs.drop(job, reason, error)
+            self._tracker.drop(job, reason, error)
         finally:
-            self._tell_end(box, self._jobs.result(job))
+            self._delivery.end(queue, self._tracker.result(job))
 
-    def _refuse(self, job: Job, error: Exception) -> None:
-        _, box = self._open.pop(job.name)
-        job.tell = None  # nothing came of it, and nobody hears of its end but by the error
-        self._jobs.drop(job)
-        self._tell_end(box, None, error)
-
-    def _lose(self, error: EngineDownError) -> None:
-        """What was delivered stands; what has not ended never will."""
-        for job, _ in list(self._open.values()):
-            self._let_go(job, "error", str(error))
-
-    def _hear(self, box: Box, events: Sequence[TokenEvent]) -> None:
-        self._news.append((box, events))
-
-    def _tell_end(self, box: Box, output: RequestOutput | None, error: Exception | None = None) -> None:
-        """Behind its events."""
-        self._tell_news()
-        box.end(output, error)
-        self._wake(box)
-
-    def _tell_news(self) -> None:
-        news, self._news = self._news, []
-        for box, events in news:
-            box.put(events)
-            self._wake(box)
-
-    def _wake(self, box: Box) -> None:
-        if not box.due:
-            box.due = True
-            box.bell.add(box.wake)
-            self._due.add(box.bell)
+    def _reject_job(self, job: Job, error: Exception) -> None:
+        """End a job that the engine did not accept; its reader gets the error alone."""
+        _, queue = self._open.pop(job.id)
+        job.on_events = None
+        self._tracker.drop(job)
+        self._delivery.end(queue, None, error)
 
     def _publish(self) -> None:
-        """A step is whole: out with it."""
-        self._tell_news()
-        closed = self._ring()
-        for job, box in list(self._open.values()) if closed else ():
-            if box.bell in closed:
-                self._let_go(job)
-        if self._drainers and not self._open:
-            self._answer(self._drainers)
+        """Deliver the events of a complete step; end jobs whose event loop is closed."""
+        self._delivery.flush()
+        closed = self._delivery.wake_loops()
+        for job, queue in list(self._open.values()) if closed else ():
+            if queue.waker in closed:
+                self._end_job(job)
+        if self._drain_replies and not self._open:
+            _reply_all(self._drain_replies)
 
-    def _ring(self) -> set[Bell]:
-        """Those that nobody hears any more."""
-        closed = set()
-        with suppress(KeyError):  # it is empty; once the thread is gone, several callers may be here
-            while True:
-                bell = self._due.pop()
-                if not bell.ring():
-                    closed.add(bell)
-        return closed
-
-    def _answer(self, replies: list[Reply]) -> None:
-        while replies:
-            replies.pop()(None)
-
-    def _finish(self) -> None:
-        """Everything open ends here. In a broken engine each of these may fail as well."""
-        reason = "error" if self.cause is not None else "abort"
-        for job, box in list(self._open.values()):
+    def _end_all(self) -> None:
+        """End every open job when the thread ends. In a broken engine each of these may fail as well."""
+        reason = "error" if self.error is not None else "abort"
+        for job, queue in list(self._open.values()):
             try:
-                self._let_go(job, reason, self._refusal if self.cause is not None else None)
+                self._end_job(job, reason, self._closed_reason if self.error is not None else None)
             except Exception as error:
-                logging.getLogger("draftproof").error("request %s is lost", job.name, exc_info=error)
-                self._tell_end(box, None, self.closed())
+                _log.error("request %s is lost", job.id, exc_info=error)
+                self._delivery.end(queue, None, self.closed_error())
         self._publish()
-        if self.cause is None:
-            self._jobs.driver = None
-        self._gone = True
-        self._sweep()
-        self._answer(self._drainers)
-        self._answer(self._stoppers)
+        if self.error is None:
+            self._tracker.release()
+        self._has_ended = True
+        self._drain_inbox()
+        _reply_all(self._drain_replies)
+        _reply_all(self._stop_replies)
 
-    # --- notes --------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------
 
-    def _on_submit(self, job: Job, box: Box) -> None:
-        error: Exception | None = self.closed()
-        if error is None and job.name in self._open:
-            error = RequestError(f"a request with id {job.name!r} is already running", "request_id")
+    def _on_submit(self, job: Job, queue: StreamQueue) -> None:
+        """Check a job and add it to the engine."""
+        error: Exception | None = self.closed_error()
+        if error is None and job.id in self._open:
+            error = RequestError(f"a request with id {job.id!r} is already running", "request_id")
         if error is None:
             try:
-                self._jobs.open(job)
-                self._check_number(job)
-                self._jobs.add(job)
-            except Exception as caught:  # its own business; a RequestError if all is well
-                error, job.tell = caught, None
-                self._jobs.drop(job)
+                self._tracker.open(job)
+                _check_number(job, self._tracker.engine.limits.at_once)
+                self._tracker.add(job)
+            except Exception as caught:  # concerns this job alone; mostly a RequestError
+                error, job.on_events = caught, None
+                self._tracker.drop(job)
         if error is None:
-            self._open[job.name] = job, box
+            self._open[job.id] = job, queue
         else:
-            self._tell_end(box, None, error)
+            self._delivery.end(queue, None, error)
 
-    def _check_number(self, job: Job) -> None:
-        """Later there would not be more room for it either."""
-        most, number = self._jobs.engine.limits.at_once, len(job.requests)
-        if most is not None and number > most:
-            raise RequestError(
-                f"n={number} is more than this engine takes at once, which is {most} (max_num_seqs and "
-                "max_num_waiting): ask for fewer, several times, or start it with more",
-                "n",
-            )
+    def _on_leave(self, job_id: str, queue: StreamQueue) -> None:
+        """Abort the job of a reader that has left."""
+        job, current = self._open.get(job_id, (None, None))
+        if job is not None and current is queue:  # not a later job of the same id
+            self._end_job(job)
 
-    def _on_leave(self, name: str, box: Box) -> None:
-        job, its = self._open.get(name, (None, None))
-        if job is not None and its is box:  # and not another one of the same name
-            self._let_go(job)
-
-    def _on_abort(self, name: str, reply: Reply) -> None:
-        here = name in self._open
-        if here:
-            self._let_go(self._open[name][0])
-        reply(here)
+    def _on_abort(self, job_id: str, reply: Reply) -> None:
+        """Abort a job."""
+        is_open = job_id in self._open
+        if is_open:
+            self._end_job(self._open[job_id][0])
+        reply(is_open)
 
     def _on_drain(self, reply: Reply) -> None:
-        if self._refusal is None:
-            self._refusal = "the engine drains: it takes no new requests"
+        """Accept no new jobs; reply when all have ended."""
+        if self._closed_reason is None:
+            self._closed_reason = "the engine drains: it takes no new requests"
         if self._open:
-            self._drainers.append(reply)
+            self._drain_replies.append(reply)
         else:
             reply(None)
 
     def _on_abort_all(self, reply: Reply) -> None:
+        """Abort every open job."""
         jobs = [job for job, _ in self._open.values()]
         for job in jobs:
-            self._let_go(job)
+            self._end_job(job)
         reply(len(jobs))
 
     def _on_stop(self, reply: Reply) -> None:
-        if self.cause is None:
-            self._refusal = "the engine was shut down"
-        self._stopping = True
-        if self._gone:
+        """Leave the loop after this command."""
+        if self.error is None:
+            self._closed_reason = "the engine was shut down"
+        self._is_stopping = True
+        if self._has_ended:
             reply(None)
         else:
-            self._stoppers.append(reply)
+            self._stop_replies.append(reply)
+
+
+def _check_number(job: Job, limit: int | None) -> None:
+    """Refuse a job with more requests than the engine ever takes at once."""
+    number = len(job.requests)
+    if limit is not None and number > limit:
+        raise RequestError(
+            f"n={number} is more than this engine takes at once, which is {limit} (max_num_seqs and "
+            "max_num_waiting): send several requests with a smaller n, or start it with higher limits",
+            "n",
+        )
+
+
+def _reply_all(replies: list[Reply]) -> None:
+    """Reply to every waiting call."""
+    while replies:
+        replies.pop()(None)

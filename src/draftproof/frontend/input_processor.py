@@ -1,6 +1,6 @@
-"""The text side of an engine: prompts, chat templates, words to ids. Where the engine runs is not asked here.
+"""Input processor: prompts and conversations to token ids and engine requests. Free of torch.
 
-`LLM` puts an engine of this process behind it, the server one of another. Nothing here needs torch.
+`LLM` combines it with an engine in this process, the server with an engine in another one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.errors import RequestError, nearest
-from draftproof.frontend.request_tracker import EngineLike, Job, Jobs, Tell
+from draftproof.frontend.engine_client import EngineClient
+from draftproof.frontend.job import Job, OnEvents
+from draftproof.frontend.request_tracker import RequestTracker
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import MAX_SEED, SamplingParams
 from draftproof.text.prompts import Prompt, token_ids
@@ -19,44 +21,47 @@ from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Grammar, Request
 
 Messages = Sequence[Mapping[str, Any]]
-# what a caller may say of how a conversation becomes a prompt, beside names for the template itself
-TEMPLATE = "add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents"
+MAX_N = 16384  # outputs of one prompt; each is a request of its own
+# options of `chat` for the template; other names for it go into chat_template_kwargs
+TEMPLATE_OPTIONS = "add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents"
 
 
-class Front:
-    """Makes jobs of prompts."""
+class InputProcessor:
+    """Conversion of prompts to jobs, shared by the front ends of an engine."""
 
     config: EngineConfig
-    engine: EngineLike
+    engine: EngineClient
     tokenizer: Tokenizer | None
-    jobs: Jobs
+    tracker: RequestTracker
 
-    def _draw_seeds(self) -> None:
-        """With a seed, the n-th request is given the same one in every run."""
+    def _init_seeds(self) -> None:
+        """Set the source of seeds; with a configured seed the n-th request gets the same one in every run."""
         seed = self.config.seed
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
     @property
     def stats(self) -> SpecStats:
-        """Of everything that was generated through this."""
-        return self.jobs.stats
+        """Speculation counters of all finished outputs."""
+        return self.tracker.stats
 
     def engine_stats(self) -> EngineStats:
-        """How the engine stands, and what it did and how long that took, for everybody."""
+        """Return counters, gauges and timings of the engine."""
         return self.engine.stats()
 
     def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; RequestError if the model has none."""
         return self._need_tokenizer("get_tokenizer()")
 
     def chat_token_ids(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None, **template: Any
     ) -> list[int]:
+        """Return the prompt of a conversation; `template` are options of TEMPLATE_OPTIONS."""
         tokenizer = self._need_tokenizer("chat")
         for name in template:
-            if name not in TEMPLATE:
+            if name not in TEMPLATE_OPTIONS:
                 raise RequestError(
-                    f"chat has no option {name!r}: {nearest(name, TEMPLATE)}; how to sample is said in "
-                    "SamplingParams, more names for the template in chat_template_kwargs",
+                    f"chat has no option {name!r}: {nearest(name, TEMPLATE_OPTIONS)}; options of sampling go "
+                    "into SamplingParams, other names for the template into chat_template_kwargs",
                     name,
                 )
         if isinstance(messages, str) or not messages or not all(isinstance(m, Mapping) for m in messages):
@@ -64,20 +69,23 @@ class Front:
         text = tokenizer.apply_chat_template(messages, **{**template, **(chat_template_kwargs or {})})
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def new_job(self, prompt: Prompt, params: SamplingParams, name: str, tell: Tell | None = None) -> Job:
-        """A prompt in tokens, with all its requests need; RequestError if it has none of that.
+    def new_job(
+        self, prompt: Prompt, params: SamplingParams, job_id: str, on_events: OnEvents | None = None
+    ) -> Job:
+        """Tokenize a prompt and create its n requests; RequestError if that is not possible.
 
-        The engine is not asked, so any thread may do this at any time. A grammar may take seconds.
+        The engine is not used, so any thread may call this. Compiling a grammar may take seconds.
         """
+        _check_n(params.n)
         text, ids = self.read_prompt(prompt)
         if params.stop:
             self._need_tokenizer("stop")
         bad_words, prediction = self._bad_words(params), self._prediction(params)
-        eos, grammar = self._eos_token_ids(), self.grammar_of(params)
+        eos, grammar = self._eos_token_ids(), self.compile_grammar(params)
         seed = self._seeds.randrange(MAX_SEED - params.n) if params.seed is None else params.seed
         requests = [
             Request(
-                id=name if params.n == 1 else f"{name}-{i}",
+                id=job_id if params.n == 1 else f"{job_id}-{i}",
                 prompt_token_ids=ids,
                 params=params,
                 seed=(seed + i) % (MAX_SEED + 1),
@@ -88,15 +96,16 @@ class Front:
             )
             for i in range(params.n)
         ]
-        return Job(name, text, ids, requests, self.tokenizer, tell)
+        return Job(job_id, text, ids, requests, self.tokenizer, on_events)
 
     def close(self) -> None:
-        """Give back what is not given back by itself."""
+        """Release what is not released by itself."""
         return None
 
     # --- prompts ----------------------------------------------------------------------------------
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return the text (None for token ids) and the token ids of a prompt."""
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("a text prompt").encode(prompt)
         if isinstance(prompt, Mapping):
@@ -110,11 +119,12 @@ class Front:
             )
         return None, token_ids(prompt)
 
-    def grammar_of(self, params: SamplingParams) -> Grammar | None:
-        """What `params.structured_outputs` is for the engine."""
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of `params.structured_outputs`, None without it."""
         raise NotImplementedError
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
+        """Return the tokenizer; RequestError that names `what` if there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 f"{what} needs a tokenizer and this model has none: pass tokenizer=FOLDER, "
@@ -123,33 +133,42 @@ class Front:
         return self.tokenizer
 
     def _eos_token_ids(self) -> tuple[int, ...]:
+        """Return the end-of-text tokens of model and tokenizer."""
         ids = set(self.engine.eos_token_ids)
         if self.tokenizer is not None:
             ids |= set(self.tokenizer.eos_token_ids)
-        # a tokenizer may know more tokens than the model can say
+        # a tokenizer may have more tokens than the model's vocabulary
         return tuple(sorted(i for i in ids if i < self.engine.limits.vocab_size))
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each word as it is spelt at the start of a text and after a space."""
+        """Return the token ids of each bad word, at the start of a text and after a space."""
         words = []
         for word in params.bad_words:
             tokenizer = self._need_tokenizer("bad_words")
             for form in (word, " " + word.lstrip()):
                 ids = tokenizer.encode(form, add_special_tokens=False)
-                sayable = ids and max(ids) < self.engine.limits.vocab_size
-                if sayable and ids not in words:
+                in_vocab = ids and max(ids) < self.engine.limits.vocab_size
+                if in_vocab and ids not in words:
                     words.append(ids)
         return words
 
     def _prediction(self, params: SamplingParams) -> Sequence[int]:
+        """Return the token ids of the predicted output."""
         if isinstance(params.prediction, str):
             return self._need_tokenizer("prediction").encode(params.prediction, add_special_tokens=False)
         return params.prediction or ()
 
 
+def _check_n(n: int) -> None:
+    """Refuse more outputs for one prompt than fit into memory beside others."""
+    if n > MAX_N:
+        raise RequestError(f"n must be at most {MAX_N}, got {n}: send the prompt several times", "n")
+
+
 def params_for(
     prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
+    """Return one SamplingParams for each prompt, from one for all or a list."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in params):

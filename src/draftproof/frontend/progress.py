@@ -1,4 +1,4 @@
-"""A bar for what takes a while: starting, and answering many prompts."""
+"""Progress bar for start-up and for generating from many prompts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-EVERY = 10.0  # seconds between two lines of a log
+LOG_INTERVAL_SECONDS = 10.0
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar, there from the first call on: what is done, how much, of how much.
+    """Show a progress bar; yield a function that takes the name of the task, the number done and the total.
 
-    Where nobody looks, now and then a line of the log.
+    The bar appears with the first call. Without a terminal, progress is logged from time to time.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
-    # where nobody looks it would still write lines, and what it writes to may be a full disk
+    # without a terminal the bar would still write lines, and stderr may be a file on a full disk
     bar = Progress(*columns, console=console, disable=not (console.is_terminal or console.is_jupyter))
     tasks: dict[str, TaskID] = {}
-    told = time.monotonic()
+    last_logged = time.monotonic()
 
     def show(what: str, done: int, total: int) -> None:
-        nonlocal told
-        if bar.disable and time.monotonic() - told > EVERY:
-            told = time.monotonic()
+        nonlocal last_logged
+        if bar.disable and time.monotonic() - last_logged > LOG_INTERVAL_SECONDS:
+            last_logged = time.monotonic()
             logging.getLogger("draftproof").info("%s: %d of %d", what, done, total)
         if what not in tasks:
             tasks[what] = bar.add_task(what, total=total)

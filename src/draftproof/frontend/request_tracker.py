@@ -1,288 +1,279 @@
-"""Jobs: prompts on their way through the engine, and what each step brought them.
+"""Request tracker: maps the results of engine steps to jobs and their outputs.
 
-`LLM` and `AsyncLLM` share this. One thread at a time may use it: the one that runs the engine.
+`LLM` and `AsyncLLM` share it. Only the thread that runs the engine may use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.engine.step.logprob_routing import needs_host_logprobs
 from draftproof.engine.step.step_results import Finish, StepResults
-from draftproof.engine.validation import Limits
 from draftproof.errors import EngineClosedError, RequestError
-from draftproof.metrics import EngineStats, RequestStats, SpecStats
-from draftproof.sampling_params import SamplingParams
-from draftproof.text.bulk.output import Answer
-from draftproof.text.bulk.output_table import Ended, Ledger
+from draftproof.frontend.engine_client import EngineClient
+from draftproof.frontend.job import Job
+from draftproof.metrics import SpecStats
+from draftproof.text.bulk.output import BulkOutput
+from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
 from draftproof.text.logprobs import LogprobMaps
-from draftproof.text.streaming_output import OutputBuilder
-from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import FinishReason, LogprobRow, Request, RequestOutput, TokenEvent
+from draftproof.text.streaming_output import StreamingOutput
+from draftproof.types import FinishReason, Request, RequestOutput
 
-BY_STOP_STRING = Finish("stop")  # the engine knows none: the answer says which
-Tell = Callable[[Sequence[TokenEvent]], Any]
-
-
-class EngineLike(Protocol):
-    """What jobs are run on: `engine.Engine`, or one in another process."""
-
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Who may have proposed a draft."""
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def waits(self) -> bool:
-        """Does `step` wait for something to happen? Then `wake`, from any thread, ends that."""
-
-    def check(self, request: Request) -> int: ...
-    def add(self, request: Request, max_length: int | None = None) -> RequestStats: ...
-    def abort(self, request_id: str) -> bool: ...
-    def step(self) -> StepResults: ...
-    def wake(self) -> None: ...
-    def meanwhile(self, work: Callable[[], object]) -> None:
-        """`work`, which may be done at any time between two steps, is best done while a device runs one."""
-
-    def strategy_label(self, params: SamplingParams) -> tuple[str, bool]: ...
-    def stats(self) -> EngineStats: ...
-    def describe(self) -> str: ...
-
-
-@dataclass(slots=True)
-class Job:
-    """One prompt on its way: its requests (n of them) and what has come back."""
-
-    name: str
-    text: str | None
-    ids: list[int]
-    requests: list[Request]
-    tokenizer: Tokenizer | None
-    tell: Tell | None  # takes the events of a stream, step by step
-    max_length: int = 0
-    answers: Sequence[Answer | OutputBuilder] = ()  # none before it is opened
-    prompt_rows: list[LogprobRow] = field(default_factory=list)
-    counts: list[RequestStats] = field(default_factory=list)  # of the requests that were let in
-    num_ended: int = 0
-    refused: RequestError | EngineClosedError | None = None  # by an engine that is asked from afar
-
-    @property
-    def finished(self) -> bool:
-        """Have all its answers come to an end of their own?"""
-        return self.num_ended == len(self.requests)
+FINISHED_BY_STOP_STRING = Finish("stop")  # the output has the string; the engine does not search for any
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """The requests of a step: those whose answers are built in bulk, and the others."""
+class RequestGroup:
+    """Requests of a step, split by how their outputs are built. Reused while they stay the same."""
 
     requests: list[Request]
-    lines: NDArray[np.int64]  # in the ledger
-    at: NDArray[np.int64]  # where in `requests`
-    singly: list[int]  # where the others are
+    lines: NDArray[np.int64]  # of the output table, for bulk outputs
+    bulk: NDArray[np.int64]  # indices into `requests`: bulk outputs
+    streaming: list[int]  # indices into `requests`: streaming outputs
 
 
-NOBODY = Company([], np.zeros(0, np.int64), np.zeros(0, np.int64), [])
+NO_REQUESTS = RequestGroup([], np.zeros(0, np.int64), np.zeros(0, np.int64), [])
 
 
-class Jobs:
-    """Who has which request in the engine."""
+class RequestTracker:
+    """Jobs in the engine and their outputs."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
-        self.stats = SpecStats()  # of everything
-        self.owners: dict[str, tuple[Job, int]] = {}
-        self.driver: str | None = None  # who alone may run the engine, if somebody claims that
+        self.stats = SpecStats()  # of all finished outputs
         limits = engine.limits
-        self.ledger = Ledger(limits.vocab_size, limits.speculative_tokens, engine.sources)
-        self.patient = False  # nobody waits for an answer before all are there: then they are closed together
-        self._ending: list[tuple[Job, int]] = []  # answers that ended and may not be closed yet
-        self._company = NOBODY
-        engine.meanwhile(self.ledger.catch_up)
+        self.table = OutputTable(limits.vocab_size, limits.speculative_tokens, engine.sources)
+        self._jobs: dict[str, tuple[Job, int]] = {}  # by request id: its job, and its index there
+        self._owner: str | None = None
+        self._finishing: list[tuple[Job, int]] = []  # finished outputs that may not be closed yet
+        self._group = NO_REQUESTS
+        engine.set_background_work(self.table.flush_if_due)
 
-    # --- coming and going ---------------------------------------------------------------------------
+    # --- owner --------------------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> str | None:
+        """Name of the object that alone may run the engine, if one has claimed it."""
+        return self._owner
+
+    def claim(self, owner: str) -> None:
+        """Reserve the engine for one runner."""
+        self._owner = owner
+
+    def release(self) -> None:
+        """Drop the reservation."""
+        self._owner = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if the engine is claimed or has requests."""
+        return self._owner is not None or bool(self._jobs)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the engine."""
+        return len(self._jobs)
+
+    @property
+    def has_pending_outputs(self) -> bool:
+        """True while the output of any request is not complete."""
+        return bool(self._jobs or self._finishing or self.table.num_open)
+
+    def reset_stats(self) -> None:
+        """Start the totals again."""
+        self.stats = SpecStats()
+
+    # --- jobs ---------------------------------------------------------------------------------------
 
     def open(self, job: Job) -> None:
-        """Ask the engine whether it can be served (RequestError), and prepare its answers."""
+        """Check a job against the engine's limits (RequestError) and create its outputs."""
         params = job.requests[0].params
         job.max_length = self.engine.check(job.requests[0])
-        # nobody sees a token before the answer is complete: then it is built when it is
-        in_bulk = job.tell is None and not needs_host_logprobs(params, self.engine.limits.vocab_size)
-        make = self.ledger.answer if in_bulk else OutputBuilder
-        job.answers = [make(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
+        # an output without a reader is built in bulk
+        is_bulk = job.on_events is None and not needs_host_logprobs(params, self.engine.limits.vocab_size)
+        create = self.table.new_output if is_bulk else StreamingOutput
+        job.outputs = [create(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
 
     def add(self, job: Job) -> None:
-        """Let it in. If this raises, `drop` leaves nothing behind; called again, it goes on from there."""
-        self._company = NOBODY  # it may equal one that was here before, name and all
-        for request in job.requests[len(job.counts) :]:
-            if request.id in self.owners:
+        """Queue the requests of a job. After an error `add` continues where it stopped; `drop` undoes it."""
+        self._group = NO_REQUESTS  # a request with the same id and fields may have been in the last step
+        for request in job.requests[len(job.request_stats) :]:
+            if request.id in self._jobs:
                 raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
-            self.owners[request.id] = job, len(job.counts)
+            self._jobs[request.id] = job, len(job.request_stats)
             try:
-                job.counts.append(self.engine.add(request, job.max_length))
+                job.request_stats.append(self.engine.add(request, job.max_length))
             except RequestError:
-                del self.owners[request.id]
+                del self._jobs[request.id]
                 raise
 
     def drop(self, job: Job, reason: FinishReason = "abort", error: str | None = None) -> None:
-        """Let it go, wherever it is; answers that have not ended end by this."""
-        if any(one is job for one, _ in self._ending):
-            self._forget_ending(job)
+        """Remove a job from the engine and finish its unfinished outputs with `reason`."""
+        if any(one is job for one, _ in self._finishing):
+            self._close_finishing(job)
         try:
             for request in job.requests:
-                if self.owners.get(request.id, (None,))[0] is job:
-                    del self.owners[request.id]
+                if self._jobs.get(request.id, (None,))[0] is job:
+                    del self._jobs[request.id]
                     self.engine.abort(request.id)
-        finally:  # also where a broken engine lets nobody go
-            for answer in job.answers:
-                if not answer.output.finished():
-                    self._cut_off(job, answer, reason, error)
+        finally:  # the engine may be broken
+            for output in job.outputs:
+                if not output.output.finished():
+                    self._abort_output(job, output, reason, error)
 
-    def _forget_ending(self, job: Job) -> None:
-        """Answers of it have ended by themselves; `step` names it no more, since it is nobody's."""
-        self.ledger.write()
-        mine = [index for one, index in self._ending if one is job]
-        self._ending = [one for one in self._ending if one[0] is not job]
-        for index in mine:
-            if job.answers[index].output.finished():
-                self._ended(job, index)
+    def drop_all(self) -> None:
+        """Remove every job."""
+        for job in {id(job): job for job, _ in self._jobs.values()}.values():
+            self.drop(job)
 
-    def _cut_off(
-        self, job: Job, answer: Answer | OutputBuilder, reason: FinishReason, error: str | None
+    def _close_finishing(self, job: Job) -> None:
+        """Close outputs of a job that finished by themselves; `step` no longer returns the job."""
+        self.table.flush_steps()
+        indices = [index for one, index in self._finishing if one is job]
+        self._finishing = [one for one in self._finishing if one[0] is not job]
+        for index in indices:
+            if job.outputs[index].output.finished():
+                self._count_finished(job, index)
+
+    def _abort_output(
+        self, job: Job, output: BulkOutput | StreamingOutput, reason: FinishReason, error: str | None
     ) -> None:
-        if isinstance(answer, Answer):
-            out = self.ledger.close(answer, "abort", None, None)
+        """Finish one output from outside."""
+        if isinstance(output, BulkOutput):
+            out = self.table.close(output, "abort", None, None)
             out.finish_reason, out.error = reason, error
         else:
-            events = answer.abort(reason, error)
-            if job.tell is not None:
-                job.tell(events)
-        self.stats.add(answer.output.metrics)
+            events = output.abort(reason, error)
+            if job.on_events is not None:
+                job.on_events(events)
+        self.stats.add(output.output.metrics)
 
     def result(self, job: Job) -> RequestOutput:
+        """Return the outputs of a job so far."""
         params = job.requests[0].params
         strategy, lossless = self.engine.strategy_label(params)
         total = SpecStats()
-        for answer in job.answers:
-            total.add(answer.output.metrics)
-        asked = params.prompt_logprobs is not None
+        for output in job.outputs:
+            total.add(output.output.metrics)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = LogprobMaps([None, *job.prompt_logprob_rows], job.tokenizer)
+        stats = job.request_stats
         return RequestOutput(
-            request_id=job.name,
-            prompt=job.text,
-            prompt_token_ids=job.ids,
-            prompt_logprobs=LogprobMaps([None, *job.prompt_rows], job.tokenizer) if asked else None,
-            outputs=[answer.output for answer in job.answers],
-            finished=job.finished,
+            request_id=job.id,
+            prompt=job.prompt,
+            prompt_token_ids=job.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[output.output for output in job.outputs],
+            finished=job.is_finished,
             metrics=total,
-            num_cached_tokens=job.counts[0].num_cached_tokens if job.counts else 0,
-            num_preemptions=sum(counts.num_preemptions for counts in job.counts),
-            queue_seconds=_first(counts.queue_seconds for counts in job.counts),
-            first_token_seconds=_first(counts.first_token_seconds for counts in job.counts),
+            num_cached_tokens=stats[0].num_cached_tokens if stats else 0,
+            num_preemptions=sum(each.num_preemptions for each in stats),
+            queue_seconds=_first(each.queue_seconds for each in stats),
+            first_token_seconds=_first(each.first_token_seconds for each in stats),
             strategy=strategy,
             lossless=lossless,
         )
 
     # --- steps --------------------------------------------------------------------------------------
 
-    def step(self) -> list[Job]:
-        """One step of the engine; each job gets what is its own. The jobs that it completed or refused."""
-        results, company = self.engine.step(), self._company
-        completed = [self._refuse(*refusal) for refusal in results.refused.items()]
-        if not len(results):
-            return completed + self._closed()
-        if results.requests != company.requests:
-            company = self._company = self._meet(results.requests)
-        matched = self._write_down(results, company) if len(company.lines) else []
-        for i, extra in results.host_logprobs.items():
-            job, index = self.owners[results.requests[i].id]
-            if extra.prompt_logprobs is not None and index == 0:
-                job.prompt_rows.extend(extra.prompt_logprobs)
-        for i in company.singly:
-            output = results[i]
-            job, index = self.owners[output.request_id]
-            builder = job.answers[index]
-            assert isinstance(builder, OutputBuilder)
-            events = builder.feed(output, tell=job.tell is not None)
-            if job.tell is not None and events:
-                job.tell(events)
-            if builder.finished:
-                self.engine.abort(output.request_id)  # a stop string ends it here, not in the engine
-                completed += self._ended(job, index)
-        if results.finishes or matched:
-            self._close(results, dict.fromkeys([*results.finishes, *matched]))
-        return completed + self._closed()
+    def step(self, defer_close: bool = False) -> list[Job]:
+        """Run one engine step and return the jobs that it finished or rejected.
 
-    def _close(self, results: StepResults, ended: Iterable[int]) -> None:
-        """The answers built in bulk that ended with a step."""
-        owners = {i: self.owners[results.requests[i].id] for i in ended}
-        closing: dict[int, Ended] = {}
-        for i, (job, index) in owners.items():
-            answer, how = job.answers[index], results.finishes.get(i, BY_STOP_STRING)
-            if isinstance(answer, Answer):
-                closing[i] = answer, how.reason, how.stop, how.error
-                self._ending.append((job, index))
-        (self.ledger.close_soon if self.patient else self.ledger.close_all)(list(closing.values()))
+        `defer_close`: bulk outputs may be completed some steps later, several at once.
+        """
+        results, group = self.engine.step(), self._group
+        completed = [self._reject(*refusal) for refusal in results.refused.items()]
+        if not len(results):
+            return completed + self._take_closed()
+        if results.requests != group.requests:
+            group = self._group = self._regroup(results.requests)
+        matched = self._append_bulk(results, group) if len(group.lines) else []
+        for i, extra in results.host_logprobs.items():
+            job, index = self._jobs[results.requests[i].id]
+            if extra.prompt_logprobs is not None and index == 0:
+                job.prompt_logprob_rows.extend(extra.prompt_logprobs)
+        for i in group.streaming:
+            step_output = results[i]
+            job, index = self._jobs[step_output.request_id]
+            output = job.outputs[index]
+            assert isinstance(output, StreamingOutput)
+            events = output.feed(step_output, wants_events=job.on_events is not None)
+            if job.on_events is not None and events:
+                job.on_events(events)
+            if output.finished:
+                self.engine.abort(step_output.request_id)  # the engine does not search for stop strings
+                completed += self._count_finished(job, index)
+        if results.finishes or matched:
+            self._close(results, dict.fromkeys([*results.finishes, *matched]), defer_close)
+        return completed + self._take_closed()
+
+    def _close(self, results: StepResults, finished: Iterable[int], defer_close: bool) -> None:
+        """Close the bulk outputs that finished with a step."""
+        jobs = {i: self._jobs[results.requests[i].id] for i in finished}
+        closing: dict[int, FinishedOutput] = {}
+        for i, (job, index) in jobs.items():
+            output, how = job.outputs[index], results.finishes.get(i, FINISHED_BY_STOP_STRING)
+            if isinstance(output, BulkOutput):
+                closing[i] = FinishedOutput(output, how.reason, how.stop, how.error)
+                self._finishing.append((job, index))
+        close = self.table.close_deferred if defer_close else self.table.close_all
+        close(list(closing.values()))
         for i in closing:
             if i not in results.finishes:
                 self.engine.abort(results.requests[i].id)
 
-    def _closed(self) -> list[Job]:
-        """The jobs of which the last answer is closed by now. When there is nothing else to do, all are."""
-        if not self._ending:
+    def _take_closed(self) -> list[Job]:
+        """Return the jobs whose last output is closed; when the engine is idle, all outputs are closed."""
+        if not self._finishing:
             return []
         if not self.engine.has_work:
-            self.ledger.write()
-        over = [job.answers[index].output.finished() for job, index in self._ending]
-        closed = [one for one, is_over in zip(self._ending, over, strict=True) if is_over]
-        self._ending = [one for one, is_over in zip(self._ending, over, strict=True) if not is_over]
-        return [job for one in closed for job in self._ended(*one)]
+            self.table.flush_steps()
+        is_closed = [job.outputs[index].output.finished() for job, index in self._finishing]
+        closed = [one for one, done in zip(self._finishing, is_closed, strict=True) if done]
+        self._finishing = [one for one, done in zip(self._finishing, is_closed, strict=True) if not done]
+        return [job for one in closed for job in self._count_finished(*one)]
 
-    def _refuse(self, request_id: str, error: RequestError | EngineClosedError) -> Job:
-        """All of the job: none of its requests was let in."""
-        job, _ = self.owners[request_id]
-        job.refused, job.tell = error, None
+    def _reject(self, request_id: str, error: RequestError | EngineClosedError) -> Job:
+        """Mark a job as rejected; the engine has accepted none of its requests."""
+        job, _ = self._jobs[request_id]
+        job.rejection, job.on_events = error, None
         return job
 
-    def _meet(self, requests: list[Request]) -> Company:
-        """Who takes part in a step, for as long as it stays the same."""
-        lines, singly = [], []
+    def _regroup(self, requests: list[Request]) -> RequestGroup:
+        """Split the requests of a step into bulk and streaming outputs."""
+        lines, streaming = [], []
         for i, request in enumerate(requests):
-            job, index = self.owners[request.id]
-            answer = job.answers[index]
-            if isinstance(answer, Answer):
-                lines.append(answer.line if answer.line >= 0 else self.ledger.open(answer))
+            job, index = self._jobs[request.id]
+            output = job.outputs[index]
+            if isinstance(output, BulkOutput):
+                lines.append(output.line if output.line >= 0 else self.table.open(output))
             else:
-                singly.append(i)
-        at = np.delete(np.arange(len(requests)), singly)
-        return Company(requests, np.array(lines, np.int64), at, singly)
+                streaming.append(i)
+        bulk = np.delete(np.arange(len(requests)), streaming)
+        return RequestGroup(requests, np.array(lines, np.int64), bulk, streaming)
 
-    def _write_down(self, results: StepResults, company: Company) -> list[int]:
-        """What a step brought the answers built in bulk; those of them that met a stop string."""
+    def _append_bulk(self, results: StepResults, group: RequestGroup) -> list[int]:
+        """Append a step to the bulk outputs; return the indices of requests that a stop string ends."""
         table, source = results.table, results.source
-        ends = {i: ending.reason for i, ending in results.finishes.items()}
-        if company.singly:
-            table, source = table[company.at], None if source is None else source[company.at]
-            ends = {n: ends[i] for n, i in enumerate(company.at.tolist()) if i in ends}
-        columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
-        matched = self.ledger.add(company.lines, table, source, columns, ends)
-        return [int(company.at[n]) for n in matched]
+        reasons = {i: finish.reason for i, finish in results.finishes.items()}
+        if group.streaming:
+            table, source = table[group.bulk], None if source is None else source[group.bulk]
+            reasons = {n: reasons[i] for n, i in enumerate(group.bulk.tolist()) if i in reasons}
+        matched = self.table.add(group.lines, table, source, results.columns, reasons)
+        return [int(group.bulk[n]) for n in matched]
 
-    def _ended(self, job: Job, index: int) -> list[Job]:
-        """Count an answer that is complete; the job if it was its last."""
-        self.stats.add(job.answers[index].output.metrics)
-        job.num_ended += 1
-        return [job] if job.finished else []
+    def _count_finished(self, job: Job, index: int) -> list[Job]:
+        """Count a complete output; return its job if it was the last."""
+        self.stats.add(job.outputs[index].output.metrics)
+        job.num_finished += 1
+        return [job] if job.is_finished else []
 
 
 def _first(times: Iterable[float | None]) -> float | None:
+    """Return the smallest known time."""
     return min((seconds for seconds in times if seconds is not None), default=None)

@@ -1,4 +1,4 @@
-"""Incremental detokenising: token ids in, whole characters out, as they become certain."""
+"""Incremental detokenizer: token ids in, whole characters out as soon as they are certain."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from draftproof.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one output, token by token.
+    """Text of one output, token by token.
 
-    The pieces that `push` and `finish` give, joined, are `tokenizer.decode` of all the ids. A
-    character whose bytes are spread over tokens comes with the token that completes it. With
-    `continues` the output is read on from a prompt, and a vocabulary that drops the leading space
-    of a text keeps it.
+    The pieces that `push` and `finish` return, joined, equal `tokenizer.decode` of all ids. A character whose
+    bytes are spread over tokens is returned with the token that completes it. With `continues` the output
+    follows a prompt, and a vocabulary that drops the leading space of a text keeps it.
     """
 
     def __init__(
@@ -25,40 +24,42 @@ class Detokenizer:
         self._strip = 0 if continues else tokenizer.strip_left
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._length = 0
-        self.offsets: list[int] = []  # per token: the character of the text at which it begins
+        self.offsets: list[int] = []  # per token: the character of the text where it begins
 
     @property
     def length(self) -> int:
-        """Characters given out so far."""
+        """Characters returned so far."""
         return self._length
 
     @property
-    def holds(self) -> bool:
-        """Are there bytes that wait for the rest of their character?"""
+    def has_pending_bytes(self) -> bool:
+        """True while bytes of an incomplete character are held."""
         return bool(self._decoder.getstate()[0])
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
-        """One piece of text per token; "" for a token that shows nothing yet."""
+        """Return one piece of text per token; "" for a token that completes no character."""
         return [self._push_one(token_id) for token_id in token_ids]
 
     def finish(self) -> str:
-        """What is still held: bytes that never became a character show as U+FFFD."""
-        return self._give(self._decoder.decode(b"", final=True))
+        """Return the text of held bytes: U+FFFD for those that never became a character."""
+        return self._emit(self._decoder.decode(b"", final=True))
 
     def _push_one(self, token_id: int) -> str:
+        """Return the text that one token completes."""
         data = b"" if token_id in self._skip else self._tokenizer.token_bytes(token_id)
-        # The first byte alone tells whether held bytes end in this token's character or before it.
-        held = self.holds
+        # The first byte alone decides whether held bytes belong to this token's character or end before it.
+        held = self.has_pending_bytes
         head = self._decoder.decode(data[:1])
-        given_up = held and (len(head) == 2 or (len(head) == 1 and self.holds))
-        self.offsets.append(self._length + given_up)
-        return self._give(head + self._decoder.decode(data[1:]))
+        abandoned = held and (len(head) == 2 or (len(head) == 1 and self.has_pending_bytes))
+        self.offsets.append(self._length + abandoned)
+        return self._emit(head + self._decoder.decode(data[1:]))
 
-    def _give(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
+        """Drop leading spaces of the text where the vocabulary does, and count its characters."""
         if self._strip and text:
             spaces = len(text) - len(text.lstrip(" "))
             cut = min(self._strip, spaces)
-            # Once anything else than a space was seen, nothing more is dropped.
+            # After any other character no space is dropped.
             self._strip = self._strip - cut if spaces == len(text) else 0
             text = text[cut:]
         self._length += len(text)

@@ -1,7 +1,7 @@
-"""Logprobs of an answer, made into mappings when they are read.
+"""Logprobs of an output, converted to mappings when they are read.
 
-A batch of answers with 20 logprobs a token has more than a million entries, of which most readers look at
-few. They stay columns; whoever indexes or iterates gets the same dicts as if they had been made at once.
+A batch of outputs with 20 logprobs a token has more than a million entries, of which most readers use few.
+They stay columns until they are indexed or iterated.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.text.bulk.logprob_rows import Rows, columns_of
+from draftproof.text.bulk.logprob_rows import Rows, unpack_rows
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Logprob, LogprobRow
 
 
 class LogprobTable(Sequence[LogprobRow]):
-    """Columns of n tokens with up to `top` of the best: a LogprobRow each, when it is read."""
+    """Sequence of LogprobRow over packed rows of n tokens."""
 
     def __init__(self, parts: list[Rows]) -> None:
-        """One part behind the other, at least one, joined when somebody reads them."""
+        """Take at least one part; parts are concatenated at the first read."""
         self._parts = parts
 
     @property
     def rows(self) -> Rows:
+        """Packed rows of all tokens."""
         if len(self._parts) > 1:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
-        return columns_of(self.rows)
+        """Tokens, values, ids of the best, ranks."""
+        return unpack_rows(self.rows)
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -44,26 +46,26 @@ class LogprobTable(Sequence[LogprobRow]):
     def __getitem__(self, index: int | slice) -> LogprobRow | LogprobTable:
         if isinstance(index, slice):
             return LogprobTable([self.rows[index]])
-        token, value, best, rank = (column[index].tolist() for column in self.columns)
-        return LogprobRow([token, *best], value, [rank, *range(1, len(best) + 1)])
+        token, values, best, rank = (column[index].tolist() for column in self.columns)
+        return LogprobRow([token, *best], values, [rank, *range(1, len(best) + 1)])
 
     def __iter__(self) -> Iterator[LogprobRow]:
         columns = self.columns
         tokens, values, all_ids, ranks = (column.tolist() for column in columns)
-        below = list(range(1, columns[2].shape[1] + 1))
+        top_ranks = list(range(1, columns[2].shape[1] + 1))
         for token, value, ids, rank in zip(tokens, values, all_ids, ranks, strict=True):
-            yield LogprobRow([token, *ids], value, [rank, *below])
+            yield LogprobRow([token, *ids], value, [rank, *top_ranks])
 
 
 class LogprobMaps(Sequence[Any]):
-    """A list to read: token id -> Logprob at each position, the token itself first, then the best.
+    """Read-only list of mappings token id -> Logprob, one a position: the token itself, then the best.
 
-    None where there is nothing to tell: before the first token of a prompt. Pickled or copied deeply it
-    becomes a plain list.
+    An entry is None where no logprob exists: at the first token of a prompt. A pickle or a deep copy is a
+    plain list, which compares equal.
     """
 
     __slots__ = ("_rows", "_text")
-    __hash__ = None  # type: ignore[assignment]  # as a list
+    __hash__ = None  # type: ignore[assignment]  # like a list
 
     def __init__(self, rows: Sequence[LogprobRow | None], tokenizer: Tokenizer | None) -> None:
         self._rows = rows
@@ -72,7 +74,7 @@ class LogprobMaps(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # a slice is of this class again
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # a slice is of this class as well
         if isinstance(index, slice):
             part = object.__new__(LogprobMaps)
             part._rows, part._text = self._rows[index], self._text
@@ -86,8 +88,8 @@ class LogprobMaps(Sequence[Any]):
         if isinstance(other, LogprobMaps):
             if len(self) != len(other):
                 return False
-            # the methods are equal if they are of one tokenizer
-            if self._text == other._text and _same(self._rows, other._rows):
+            # bound methods are equal if they belong to one tokenizer
+            if self._text == other._text and _has_equal_columns(self._rows, other._rows):
                 return True
         elif not isinstance(other, list):
             return NotImplemented
@@ -107,22 +109,24 @@ class LogprobMaps(Sequence[Any]):
 
 
 def logprob_map(row: LogprobRow | None, text: Callable[[int], str]) -> dict[int, Logprob] | None:
+    """Return the mapping of one row; None for None."""
     if row is None:
         return None
     entries: dict[int, Logprob] = {}
-    new = tuple.__new__  # Logprob(…) would do the same in twice the time, six times a token of a stream
+    new = tuple.__new__  # Logprob(…) takes twice the time, six times a token of a stream
     for token, value, rank in zip(row.token_ids, row.logprobs, row.ranks, strict=True):
         if token not in entries:
             entries[token] = new(Logprob, (value, rank, text(token)))
     return entries
 
 
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Are these equal columns? Others may still tell the same."""
+def _has_equal_columns(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Return whether both are tables with equal columns; other sequences may still have equal rows."""
     if not isinstance(left, LogprobTable) or not isinstance(right, LogprobTable):
         return False
     return all(np.array_equal(a, b) for a, b in zip(left.columns, right.columns, strict=True))
 
 
 def _no_text(token_id: int) -> str:
+    """Return the text of a token without a tokenizer."""
     return ""

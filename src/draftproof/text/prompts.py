@@ -1,4 +1,4 @@
-"""Prompts in every form that users give them."""
+"""Prompt forms: text, token ids, mappings, arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+    """Return a list of prompts, from one prompt or several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     prompts = _plain(prompts)
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
-        return [prompts]  # refused where single prompts are read
+        return [prompts]  # `read_prompt` refuses it
     items: list[Any] = [_plain(item) for item in prompts]
     if items and all(isinstance(item, int) for item in items):
         return [items]
@@ -24,7 +24,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids(value: Any) -> list[int]:
-    """A prompt that is no text."""
+    """Return the token ids of a prompt that is not a text."""
     value = _plain(value)
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray)):
         raise RequestError(f"a prompt is a text or a list of token ids, not {value!r}", "prompt")
@@ -32,5 +32,5 @@ def token_ids(value: Any) -> list[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors, and numbers out of them, as Python has them."""
+    """Convert arrays, tensors and their scalars to Python values."""
     return value.tolist() if hasattr(value, "tolist") else value

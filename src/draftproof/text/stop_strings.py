@@ -1,8 +1,8 @@
-"""Stop strings: where an output ends because of what it says, and what may be shown until then.
+"""Stop strings: search in the text of an output, and the text that may be shown before a match.
 
-Tokens are looked at one by one in their order, so the outcome does not depend on how many of them a
-step committed. The first token that completes a stop string ends the output; if it completes several,
-the one that begins earliest counts, and of those that begin together the longest.
+Tokens are searched one by one in order, so the result does not depend on how many of them a step committed.
+The first token that completes a stop string ends the output. If it completes several, the one that begins
+earliest counts, and among those that begin together the longest.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from draftproof.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string was found; everything after `text_length` characters is cut."""
+    """Stop string that was found; the text after `text_length` characters is cut."""
 
     stop: str
-    token_index: int  # in the output, from 0: this token completed it and is the last one
-    start: int  # character of the output text at which the stop string begins
+    token_index: int  # 0-based index of the token that completed it, the last of the output
+    start: int  # character of the output text where the stop string begins
     text_length: int  # of the output text that remains
 
 
 class StopStrings:
-    """Watches the text of one output.
+    """Search for stop strings in one output.
 
-    `push` gives back what can be shown: text that may be the beginning of a stop string is held
-    back until it is known not to be. A stop string that completes within the first `min_tokens`
-    tokens does not count, and its text is shown.
+    `push` returns the text that can be shown. Text that may begin a stop string is held back until it is
+    known not to. A stop string that is completed within the first `min_tokens` tokens does not count, and its
+    text is shown.
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False, min_tokens: int = 0) -> None:
@@ -39,8 +39,8 @@ class StopStrings:
         self._include = include_in_output
         self._min_tokens = min_tokens
         self._reach = max((len(stop) for stop in self._stops), default=1) - 1
-        self._begun = [0] * len(self._stops)  # of each, how much the end of the text has of its beginning
-        self._tail = ""  # the last characters of the text: as many as an unfinished stop may need
+        self._prefix_length = [0] * len(self._stops)  # of each stop: of its prefix at the text's end
+        self._tail = ""  # last characters of the text, as many as an unfinished stop may need
         self._length = 0  # characters of the whole text so far, shown or held
         self._shown = 0
         self._tokens = 0
@@ -48,40 +48,42 @@ class StopStrings:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the output that count: none after the one that completed a stop string."""
+        """Tokens of the output, up to the one that completed a stop string."""
         return self._tokens
 
     def push(self, pieces: Sequence[str]) -> str:
-        """One piece per token. The text to show; afterwards `match` says whether it ended."""
+        """Take one piece per token and return the text to show; `match` is set if the output ended."""
         return "".join(self._push_one(piece, new_token=True) for piece in pieces)
 
     def finish(self, piece: str = "") -> str:
-        """The output ended otherwise: `piece` is what its last token still had; the rest is shown."""
+        """End the output for another reason and return the held text; `piece`: rest of its last token."""
         text = self._push_one(piece, new_token=False)
         if self.match is None:
             text += self._show(self._length)
         return text
 
-    def look(self, piece: str, new_token: bool = True) -> StopMatch | None:
-        """As `push` of one token, for a text that is shown when it has ended and not before."""
-        self._take(piece, new_token)
+    def scan(self, piece: str, new_token: bool = True) -> StopMatch | None:
+        """Take the piece of one token and return the match, for a text that is not shown before its end."""
+        self._append(piece, new_token)
         if self.match is None:
-            self._forget()
+            self._trim_tail()
         return self.match
 
     def _push_one(self, piece: str, new_token: bool) -> str:
+        """Take one piece and return the text to show."""
         if self.match is not None:
             return ""
-        self._take(piece, new_token)
+        self._append(piece, new_token)
         if not piece:
             return ""
         if self.match is not None:
             return self._show(self.match.text_length)
         text = self._show(self._length - (0 if self._include else self._held(piece)))
-        self._forget()
+        self._trim_tail()
         return text
 
-    def _take(self, piece: str, new_token: bool) -> None:
+    def _append(self, piece: str, new_token: bool) -> None:
+        """Append a piece and search it."""
         self._tokens += new_token
         if not piece:
             return
@@ -90,12 +92,13 @@ class StopStrings:
         if self._tokens > self._min_tokens:
             self.match = self._find(len(piece))
 
-    def _forget(self) -> None:
-        # Everything not shown yet is within reach, since an unfinished stop is shorter than a stop.
+    def _trim_tail(self) -> None:
+        """Drop text that no stop string can reach."""
+        # text that is not shown yet stays: an unfinished stop is shorter than a stop
         self._tail = self._tail[-self._reach :] if self._reach else ""
 
     def _find(self, fresh: int) -> StopMatch | None:
-        """The match that ends within the last `fresh` characters, if there is one."""
+        """Return the match that ends within the last `fresh` characters, if any."""
         base = self._length - len(self._tail)  # position of the tail's first character
         best: tuple[int, str] | None = None
         for stop in self._stops:  # longest first, so an equal start keeps the longer
@@ -110,23 +113,24 @@ class StopStrings:
         return StopMatch(best[1], self._tokens - 1, start, length)
 
     def _held(self, piece: str) -> int:
-        """Length of the longest end of the text, now longer by `piece`, that begins a stop string.
+        """Return the length of the longest suffix of the text that begins a stop string.
 
-        Each stop is followed character by character (Knuth, Morris, Pratt): a long one costs no more than
-        a short one, so no request can make this slow.
+        `piece` was appended to the text. Each stop is matched character by character (Knuth, Morris, Pratt),
+        so a long stop string costs no more than a short one.
         """
         for number, stop in enumerate(self._stops):
-            shorter, size = _shorter(stop), self._begun[number]
+            fallback, size = _prefix_function(stop), self._prefix_length[number]
             for character in piece:
                 while size and stop[size] != character:
-                    size = shorter[size - 1]
+                    size = fallback[size - 1]
                 size += stop[size] == character
-                if size == len(stop):  # it is all there, and did not count
-                    size = shorter[size - 1]
-            self._begun[number] = size
-        return max(self._begun, default=0)
+                if size == len(stop):  # complete, but within min_tokens
+                    size = fallback[size - 1]
+            self._prefix_length[number] = size
+        return max(self._prefix_length, default=0)
 
     def _show(self, upto: int) -> str:
+        """Return the text between what was shown and `upto`."""
         base = self._length - len(self._tail)
         text = self._tail[self._shown - base : upto - base]
         self._shown = max(self._shown, upto)
@@ -134,8 +138,8 @@ class StopStrings:
 
 
 @lru_cache(maxsize=1024)
-def _shorter(stop: str) -> tuple[int, ...]:
-    """For each beginning of `stop`, the longest shorter one that it ends with."""
+def _prefix_function(stop: str) -> tuple[int, ...]:
+    """Return, for each prefix of `stop`, the length of the longest shorter prefix that ends it."""
     sizes, size = [0], 0
     for character in stop[1:]:
         while size and stop[size] != character:

@@ -1,7 +1,7 @@
-"""From step outputs to an answer: text, logprobs with decoded tokens, provenance, counts that agree.
+"""Streaming output: one output built token by token, with an event for each token.
 
-Stop strings are found here. What a step committed beyond one is dropped from every list alike: token ids,
-logprobs, text, provenance and statistics.
+Stop strings are found here. Tokens that a step committed after a stop string are dropped from token ids,
+logprobs, text, provenance and statistics alike. `text/bulk` builds the same outputs without events.
 """
 
 from __future__ import annotations
@@ -23,68 +23,75 @@ from draftproof.types import (
     TokenEvent,
 )
 
-Finish = tuple[FinishReason | None, int | str | None, str | None]
-Drafted = tuple[int, list[DraftRecord] | None]  # how many drafts a step verified; which, if somebody asked
+Finish = tuple[FinishReason | None, int | str | None, str | None]  # reason, stop, error
+Drafted = tuple[int, list[DraftRecord] | None]  # number of drafts verified; the drafts, on request
 
 
 class StepEvents(Sequence[TokenEvent]):
-    """The events of one step of one answer, each made when it is read.
+    """Events of one step of one output, each created when it is read.
 
-    Until then they hold hardly more than the answer does anyway, so a reader may be late at no great cost.
+    Unread events take little more memory than the output itself, so a slow reader costs little.
     """
 
     __slots__ = (
-        *("_begins", "_drafted", "_ending", "_first", "_index", "_lines"),
-        *("_origins", "_shown", "_tokens"),
+        "_drafted",
+        "_finish",
+        "_first",
+        "_index",
+        "_logprobs",
+        "_offsets",
+        "_provenance",
+        "_texts",
+        "_tokens",
     )
 
     def __init__(
         self,
         index: int,
         tokens: list[int],
-        shown: list[str],
-        origins: list[str],
-        lines: LogprobMaps | None,  # the whole answer's
-        begins: list[int] | None,  # the whole answer's offsets
-        first: int,  # where these begin in both
-        ending: Finish,
+        texts: list[str],
+        provenance: list[str],
+        logprobs: LogprobMaps | None,  # of the whole output
+        offsets: list[int] | None,  # of the whole output
+        first: int,  # index of the step's first token in both
+        finish: Finish,
         drafted: Drafted,
     ) -> None:
-        self._index, self._tokens, self._shown, self._origins = index, tokens, shown, origins
-        self._lines, self._begins, self._first = lines, begins, first
-        self._ending, self._drafted = ending, drafted
+        self._index, self._tokens, self._texts, self._provenance = index, tokens, texts, provenance
+        self._logprobs, self._offsets, self._first = logprobs, offsets, first
+        self._finish, self._drafted = finish, drafted
 
     def __len__(self) -> int:
-        return len(self._shown)
+        return len(self._texts)
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        return map(self.__getitem__, range(len(self._shown)))
+        return map(self.__getitem__, range(len(self._texts)))
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # slices are lists
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
         last = i == len(self) - 1
-        reason, stop, error = self._ending if last else (None, None, None)
+        reason, stop, error = self._finish if last else (None, None, None)
         num_draft, drafts = self._drafted if last else (0, None)
         return TokenEvent(
             index=self._index,
             token_id=self._tokens[i],
-            text=self._shown[i],
-            provenance=self._origins[i],
-            logprobs=None if self._lines is None else self._lines[self._first + i],
+            text=self._texts[i],
+            provenance=self._provenance[i],
+            logprobs=None if self._logprobs is None else self._logprobs[self._first + i],
             step_end=last,
             finish_reason=reason,
             stop_reason=stop,
             error=error,
-            text_offset=0 if self._begins is None else self._begins[self._first + i],
+            text_offset=0 if self._offsets is None else self._offsets[self._first + i],
             num_draft=num_draft,
             drafts=drafts,
         )
 
 
-class OutputBuilder:
-    """Builds one CompletionOutput; without a tokenizer it has ids and no text."""
+class StreamingOutput:
+    """One CompletionOutput under construction; without a tokenizer it has ids and no text."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -92,13 +99,13 @@ class OutputBuilder:
         self.tokenizer = tokenizer
         self.output = CompletionOutput(index=index, seed=request.seed)
         self._rows: list[LogprobRow] = []
-        self._lines = LogprobMaps(self._rows, tokenizer)
+        self._logprobs = LogprobMaps(self._rows, tokenizer)
         if params.wants_logprobs:
-            self.output.logprobs, self.output.cumulative_logprob = self._lines, 0.0
+            self.output.logprobs, self.output.cumulative_logprob = self._logprobs, 0.0
         if params.include_draft_logprobs:
             self.output.drafts = []
         self._detokenizer = None
-        if tokenizer is not None:  # prompt + text must read on: an answer keeps its leading space
+        if tokenizer is not None:  # the output continues the prompt and keeps its leading space
             self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, continues=True)
         self._stops = StopStrings(
             params.stop,
@@ -108,68 +115,85 @@ class OutputBuilder:
 
     @property
     def finished(self) -> bool:
+        """True once the output has a finish reason."""
         return self.output.finish_reason is not None
 
-    def feed(self, step: StepOutput, tell: bool = True) -> Sequence[TokenEvent]:
-        """Take a step's tokens; one event for each that counts, and one for an end that has none.
+    def feed(self, step: StepOutput, wants_events: bool = True) -> Sequence[TokenEvent]:
+        """Append the tokens of a step.
 
-        Unless somebody listens (`tell`) there are no events.
+        Return one event for each token that counts, and one for an end without a token; none unless
+        `wants_events`.
         """
-        shown = self._show(step)
-        kept = len(shown)
+        texts = self._visible_texts(step)
+        kept = len(texts)
         drafts = self._count(step, kept)
         origins = provenance(step)[:kept]
         self._add(step, kept, origins)
         before = len(self.output.text)
-        self._end(step, shown)
-        return self._events(step, shown, origins, before, drafts) if tell else []
+        self._update_text(step, texts)
+        return self._events(step, texts, origins, before, drafts) if wants_events else []
 
     def _events(
         self,
         step: StepOutput,
-        shown: list[str],
+        texts: list[str],
         origins: list[str],
         before: int,
         drafts: list[DraftRecord] | None,
     ) -> Sequence[TokenEvent]:
+        """Return the events of a step; `before`: characters of the text before it."""
         out = self.output
-        if self.finished and not shown:
-            return [self._last_words(out.text[before:])]
-        ending = out.finish_reason, out.stop_reason, out.error
-        lines = self._lines if step.logprobs is not None else None
-        first = len(out.token_ids) - len(shown)
-        drafted = step.num_draft, drafts
-        begins = self._detokenizer.offsets if self._detokenizer else None
-        return StepEvents(out.index, step.token_ids, shown, origins, lines, begins, first, ending, drafted)
+        if self.finished and not texts:
+            return [self._end_event(out.text[before:])]
+        return StepEvents(
+            index=out.index,
+            tokens=step.token_ids,
+            texts=texts,
+            provenance=origins,
+            logprobs=self._logprobs if step.logprobs is not None else None,
+            offsets=self._detokenizer.offsets if self._detokenizer else None,
+            first=len(out.token_ids) - len(texts),
+            finish=(out.finish_reason, out.stop_reason, out.error),
+            drafted=(step.num_draft, drafts),
+        )
 
-    def _last_words(self, text: str) -> TokenEvent:
-        """An end that comes without a token."""
+    def _end_event(self, text: str) -> TokenEvent:
+        """Return the event of an end without a token."""
         out = self.output
         return TokenEvent(
-            out.index, None, text, "", None, True, out.finish_reason, out.stop_reason, out.error
+            index=out.index,
+            token_id=None,
+            text=text,
+            provenance="",
+            logprobs=None,
+            step_end=True,
+            finish_reason=out.finish_reason,
+            stop_reason=out.stop_reason,
+            error=out.error,
         )
 
     def abort(self, reason: FinishReason = "abort", error: str | None = None) -> Sequence[TokenEvent]:
-        """The request was ended from outside; what was delivered stays. The event that says so."""
+        """End the output from outside and return the event of the end; delivered tokens stay."""
         if self.finished:
             return []
-        rest = self._rest()
+        rest = self._held_text()
         self.output.text += rest
         self.output.finish_reason, self.output.error = reason, error
-        return [self._last_words(rest)]
+        return [self._end_event(rest)]
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _show(self, step: StepOutput) -> list[str]:
-        """The text that becomes visible with each token, up to the one that completes a stop string."""
-        shown = []
+    def _visible_texts(self, step: StepOutput) -> list[str]:
+        """Return the text that becomes visible with each token, up to one that completes a stop string."""
+        texts = []
         for i, token in enumerate(step.token_ids):
-            shown.append(self._stops.push([self._piece(step, i, token)]))
+            texts.append(self._stops.push([self._piece(step, i, token)]))
             if self._stops.match is not None:
                 break
-        return shown
+        return texts
 
     def _piece(self, step: StepOutput, i: int, token: int) -> str:
+        """Return the text that token i of a step completes."""
         if self._detokenizer is None:
             return ""
         ends = step.finish_reason == "stop" and i == len(step.token_ids) - 1
@@ -179,19 +203,20 @@ class OutputBuilder:
         return self._detokenizer.push([token])[0]
 
     def _count(self, step: StepOutput, kept: int) -> list[DraftRecord] | None:
-        """The step's drafts, if somebody asked for them."""
+        """Count a step and return its drafts if the request wants them."""
         if not kept:
             return None
         self.output.metrics.record(step.num_draft, min(step.num_accepted, kept), kept)
         if step.drafts is None or self.output.drafts is None:
             return None
         end = len(self.output.token_ids) + kept
-        # behind a stop string no draft stood, as behind an end token
+        # drafts after a stop string are not accepted, as after an end token
         drafts = [replace(d, accepted=d.accepted and d.position < end) for d in step.drafts]
         self.output.drafts.extend(drafts)
         return drafts
 
     def _add(self, step: StepOutput, kept: int, origins: list[str]) -> None:
+        """Append tokens, provenance and logprobs."""
         out = self.output
         out.token_ids.extend(step.token_ids[:kept])
         out.provenance.extend(origins)
@@ -200,34 +225,35 @@ class OutputBuilder:
                 self._rows.append(row)
                 out.cumulative_logprob += row.logprobs[0]
 
-    def _end(self, step: StepOutput, shown: list[str]) -> None:
-        """Settle the text; on an ending flush what was held back into the last token's piece."""
+    def _update_text(self, step: StepOutput, texts: list[str]) -> None:
+        """Append the text and offsets; at the end add held text to the last token's piece."""
         out = self.output
         if self._stops.match is not None:
             out.finish_reason, out.stop_reason = "stop", self._stops.match.stop
         elif step.finish_reason is not None:
             out.finish_reason, out.stop_reason = step.finish_reason, step.stop_reason
             out.error = step.error
-            rest = self._rest()
-            if shown:
-                shown[-1] += rest
+            rest = self._held_text()
+            if texts:
+                texts[-1] += rest
             else:
                 out.text += rest
-            if self._stops.match is not None:  # the flushed text completed a stop string
+            if self._stops.match is not None:  # the held text completed a stop string
                 out.finish_reason, out.stop_reason = "stop", self._stops.match.stop
-        out.text += "".join(shown)
-        known, count = len(out.text_offsets), len(out.token_ids)
-        begins = self._detokenizer.offsets[known:count] if self._detokenizer else [0] * (count - known)
-        out.text_offsets.extend(begins)
-        if self.finished:  # a stop string that was cut off leaves tokens that begin behind the text's end
+        out.text += "".join(texts)
+        first, count = len(out.text_offsets), len(out.token_ids)
+        offsets = self._detokenizer.offsets[first:count] if self._detokenizer else [0] * (count - first)
+        out.text_offsets.extend(offsets)
+        if self.finished:  # tokens of a removed stop string begin at the text's end
             out.text_offsets = [min(begin, len(out.text)) for begin in out.text_offsets]
 
-    def _rest(self) -> str:
+    def _held_text(self) -> str:
+        """Return the text that was held back for stop strings and incomplete characters."""
         return self._stops.finish(self._detokenizer.finish() if self._detokenizer else "")
 
 
 def provenance(step: StepOutput) -> list[str]:
-    """Where each token of a step came from."""
+    """Return the provenance of each token of a step."""
     origins = [f"accepted:{source}" for source in step.sources]
     if len(step.token_ids) > len(origins):
         if step.num_draft == 0:

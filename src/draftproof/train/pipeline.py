@@ -25,7 +25,6 @@ from torch import Tensor, utils
 
 from draftproof.errors import ConfigError
 from draftproof.llm import LLM
-from draftproof.metrics import SpecStats
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.config import Target
 from draftproof.models.draft_head.formats import load_head, read_head
@@ -178,7 +177,7 @@ class Run:
         found = {}
         for temperature in sorted({text.temperature for text in held}):
             some = [text for text in held if text.temperature == temperature]
-            llm.jobs.stats = SpecStats()
+            llm.tracker.reset_stats()
             asked = [{"prompt_token_ids": text.tokens[: text.prompt_length].tolist()} for text in some]
             params = [
                 SamplingParams(

@@ -59,7 +59,7 @@ class RemoteEngine:
     `on_step` is called with the seconds of each step that had results for this process.
     """
 
-    waits = True
+    step_blocks = True
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class RemoteEngine:
         """End the wait of `step`, from any thread."""
         self._connection.wake()
 
-    def meanwhile(self, work: Callable[[], object]) -> None:
+    def set_background_work(self, work: Callable[[], object]) -> None:
         """Ignore `work`: there is no device here to overlap it with."""
 
     def step(self) -> StepResults:

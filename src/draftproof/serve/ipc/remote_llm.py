@@ -16,9 +16,9 @@ from dataclasses import replace
 from draftproof.async_llm import STOP_SECONDS, AsyncLLM
 from draftproof.config import EngineConfig
 from draftproof.errors import EngineDeadError
-from draftproof.frontend.engine_thread import Driver
-from draftproof.frontend.input_processor import Front
-from draftproof.frontend.request_tracker import Jobs
+from draftproof.frontend.engine_thread import EngineThread
+from draftproof.frontend.input_processor import InputProcessor
+from draftproof.frontend.request_tracker import RequestTracker
 from draftproof.metrics import StepTotals, WorkerStatus
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc.remote_engine import CONNECT_SECONDS, RemoteEngine
@@ -38,7 +38,7 @@ class RemoteGrammar:
 REMOTE_GRAMMAR = RemoteGrammar()
 
 
-class RemoteFrontend(Front):
+class RemoteFrontend(InputProcessor):
     """Frontend whose engine is in another process."""
 
     engine: RemoteEngine
@@ -46,10 +46,10 @@ class RemoteFrontend(Front):
     def __init__(self, engine: RemoteEngine, tokenizer: Tokenizer | None) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.config = EngineConfig.parse(engine.info.model, engine.info.options)
-        self.jobs = Jobs(engine)
-        self._draw_seeds()
+        self.tracker = RequestTracker(engine)
+        self._init_seeds()
 
-    def grammar_of(self, params: SamplingParams) -> Grammar | None:
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
         """Return a placeholder if the request has a grammar."""
         if params.structure is None:
             return None
@@ -65,11 +65,11 @@ class RemoteLLM(AsyncLLM):
     """AsyncLLM whose engine is in another process. Built by `connect`."""
 
     def __init__(self, frontend: RemoteFrontend) -> None:
-        self._own(frontend)
-        self._made_it = True
+        self._attach(frontend)
+        self._owns_llm = True
         self._engine = frontend.engine
-        self._stop.detach()
-        self._stop = weakref.finalize(self, _close, self._driver, frontend)
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _close, self._thread, frontend)
 
     def worker_status(self) -> WorkerStatus:
         """Return the state of the worker process. `ready`: requests are served."""
@@ -90,8 +90,8 @@ class RemoteLLM(AsyncLLM):
     @property
     def dead_error(self) -> BaseException | None:
         """Error by which the engine stopped for good."""
-        if self._driver.cause is not None or self._engine.is_connected:
-            return self._driver.cause
+        if self._thread.error is not None or self._engine.is_connected:
+            return self._thread.error
         error = self._engine.down_error()
         return error if isinstance(error, EngineDeadError) else None
 
@@ -102,8 +102,8 @@ class RemoteLLM(AsyncLLM):
         return {name: each.under_policy(info.accept_policy) for name, each in info.strategies.items()}
 
 
-def _close(driver: Driver, frontend: RemoteFrontend) -> None:
-    driver.stop(STOP_SECONDS)
+def _close(thread: EngineThread, frontend: RemoteFrontend) -> None:
+    thread.stop(STOP_SECONDS)
     frontend.close()
 
 

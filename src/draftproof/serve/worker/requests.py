@@ -62,7 +62,7 @@ class RequestTable:
     ) -> None:
         """Compile the grammar in a thread, then queue the admission for the worker's loop."""
         try:
-            grammar = self._llm.grammar_of(params)
+            grammar = self._llm.compile_grammar(params)
             self._compiled.put(partial(self._admit, connection, add, body, params, grammar))
         except Exception as error:
             self._compiled.put(partial(self._fail, connection, add, error))

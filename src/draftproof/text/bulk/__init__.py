@@ -1,1 +1,1 @@
-"""Columnar construction of outputs that are not streamed."""
+"""Outputs that are not streamed, built from columns of many requests and steps at once."""

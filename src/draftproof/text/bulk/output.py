@@ -1,64 +1,75 @@
-"""An answer that nobody looks at before it is complete: what was taken out of the ledger for it so far."""
+"""Output that is not streamed: the part of it that has left the output table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from draftproof.sampling_params import top_of
-from draftproof.text.bulk.detokenizer import BulkDetokenizer, Pieces
+from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts
 from draftproof.text.bulk.logprob_rows import Rows
-from draftproof.text.bulk.stop_strings import Watch
+from draftproof.text.bulk.stop_strings import StopScanner
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 from draftproof.text.stop_strings import StopMatch
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import CompletionOutput, FinishReason, LogprobKind, LogprobRow, Request
 
 
-class Answer:
-    """Tokens, text and logprobs as far as they have left its line of the ledger."""
+class BulkOutput:
+    """Tokens, text and logprobs of one output, as far as they were flushed from its line of the table."""
 
     def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer | None, pieces: Pieces | None, vocab: int
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        token_texts: TokenTexts | None,
+        vocab: int,
     ) -> None:
         params = request.params
-        self.wants = LogprobKind.NONE
+        self.logprob_kind = LogprobKind.NONE
         if params.wants_logprobs:
-            self.wants = LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
+            self.logprob_kind = LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
         self.top = top_of(params.logprobs, vocab)
         self.max_tokens = params.max_tokens
-        self.line = -1
+        self.line = -1  # of the table; -1: none
         self.tokenizer = tokenizer
-        self.shows_end = params.include_stop_str_in_output
+        self.shows_stop = params.include_stop_str_in_output
         self.output = CompletionOutput(index=index, seed=request.seed)
-        self.text = BulkDetokenizer(pieces) if pieces else None
-        self.watch = Watch(params, pieces) if pieces and params.stop else None
-        self.parts: list[Rows] = []  # its logprobs
-        self.total = 0.0  # of the tokens' own, added one after the other
+        self.text = BulkDetokenizer(token_texts) if token_texts else None
+        self.stop_scanner = StopScanner(params, token_texts) if token_texts and params.stop else None
+        self.logprob_parts: list[Rows] = []
+        self.cumulative_logprob = 0.0
+
+    @property
+    def has_stop_match(self) -> bool:
+        """True once a stop string was found."""
+        return self.stop_scanner is not None and self.stop_scanner.match is not None
 
     def hides_last(self, reason: FinishReason) -> bool:
-        """Is the last token an end or stop token, which is counted and not shown?"""
-        matched = self.watch is not None and self.watch.match is not None
-        return reason == "stop" and not self.shows_end and not matched
+        """Return whether the last token is an end or stop token, which is counted and not shown."""
+        return reason == "stop" and not self.shows_stop and not self.has_stop_match
 
     def finish(self, reason: FinishReason, stop: int | str | None, error: str | None) -> CompletionOutput:
+        """Complete and return the output."""
         out = self.output
         out.finish_reason, out.stop_reason = reason, stop
-        # behind a stop string nothing happened any more
-        out.error = None if self.watch is not None and self.watch.match is not None else error
+        # an error after a stop string concerns tokens that are not part of the output
+        out.error = None if self.has_stop_match else error
         if self.text is not None:
             out.text, out.text_offsets = self.text.finish(), self.text.offsets
         else:
             out.text_offsets = [0] * len(out.token_ids)
-        if self.watch is not None and reason != "abort":
-            self.watch.finish()
-            self._cut(self.watch.match)
-        if self.wants is not LogprobKind.NONE:
-            rows: Sequence[LogprobRow] = LogprobTable(self.parts) if self.parts else []
-            out.logprobs, out.cumulative_logprob = LogprobMaps(rows, self.tokenizer), self.total
+        if self.stop_scanner is not None and reason != "abort":
+            self.stop_scanner.finish()
+            self._truncate(self.stop_scanner.match)
+        if self.logprob_kind is not LogprobKind.NONE:
+            rows: Sequence[LogprobRow] = LogprobTable(self.logprob_parts) if self.logprob_parts else []
+            out.logprobs = LogprobMaps(rows, self.tokenizer)
+            out.cumulative_logprob = self.cumulative_logprob
         return out
 
-    def _cut(self, match: StopMatch | None) -> None:
-        """What a stop string leaves: tokens that begin behind it begin at the text's end."""
+    def _truncate(self, match: StopMatch | None) -> None:
+        """Cut the text at a stop string; tokens that begin after the cut begin at the text's end."""
         if match is None:
             return
         out, end = self.output, match.text_length

@@ -1,20 +1,22 @@
-"""Stop strings in an answer that nobody reads before it is complete: found with the token that ends it."""
+"""Stop strings in outputs that are not streamed, found with the token that completes them."""
 
 from __future__ import annotations
 
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.bulk.detokenizer import Pieces
+from draftproof.text.bulk.detokenizer import TokenTexts
 from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.stop_strings import StopMatch, StopStrings
 
 
-class Watch:
-    """One answer's. It agrees with `StopStrings` on every token, and costs a look-up for most."""
+class StopScanner:
+    """Stop-string search in one output: one cache lookup for most tokens, results as of `StopStrings`."""
 
-    def __init__(self, params: SamplingParams, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self._speller = Detokenizer(pieces.tokenizer, pieces.skip_special_tokens, continues=True)
-        self._holds = False
+    def __init__(self, params: SamplingParams, token_texts: TokenTexts) -> None:
+        self._token_texts = token_texts
+        self._detokenizer = Detokenizer(
+            token_texts.tokenizer, token_texts.skip_special_tokens, continues=True
+        )
+        self._has_pending_bytes = False
         self._stops = StopStrings(
             params.stop,
             include_in_output=params.include_stop_str_in_output,
@@ -23,27 +25,29 @@ class Watch:
 
     @property
     def match(self) -> StopMatch | None:
+        """Stop string that was found, if any."""
         return self._stops.match
 
-    def push(self, tokens: list[int], unseen: bool) -> int:
-        """How many of these count: all, or up to the one that completed a stop string.
+    def push(self, tokens: list[int], hides_last: bool) -> int:
+        """Return how many of the tokens count: all, or up to the one that completes a stop string.
 
-        `unseen`: the last one is not shown.
+        `hides_last`: the last token adds no text.
         """
         for i, token in enumerate(tokens):
-            piece = "" if unseen and i == len(tokens) - 1 else self._piece(token)
-            if self._stops.look(piece) is not None:
+            piece = "" if hides_last and i == len(tokens) - 1 else self._piece(token)
+            if self._stops.scan(piece) is not None:
                 return i + 1
         return len(tokens)
 
     def finish(self) -> None:
-        """The answer ended otherwise: what is still held may complete a stop string."""
+        """End the output for another reason; pending bytes may still complete a stop string."""
         if self.match is None:
-            self._stops.look(self._speller.finish(), new_token=False)
+            self._stops.scan(self._detokenizer.finish(), new_token=False)
 
     def _piece(self, token: int) -> str:
-        if not self._holds and (text := self._pieces.text_of(token)) is not None:
+        """Return the text that a token adds."""
+        if not self._has_pending_bytes and (text := self._token_texts.token_text(token)) is not None:
             return text
-        piece = self._speller.push([token])[0]
-        self._holds = self._speller.holds
+        piece = self._detokenizer.push([token])[0]
+        self._has_pending_bytes = self._detokenizer.has_pending_bytes
         return piece

@@ -1,4 +1,4 @@
-"""Grammars for structured output: from a request's wish to what the engine asks for masks.
+"""GrammarCompiler for structured output: from a request's wish to what the engine asks for masks.
 
 The compiler is xgrammar; it sees the vocabulary as bytes. Special tokens say nothing to it (they would vanish
 from the text), so the grammar never lets one through; where the grammar is complete, end-of-text is allowed.
@@ -34,7 +34,7 @@ LARGEST = 32 << 20  # characters of a compiled grammar, serialised
 CACHED, CACHED_BYTES = 256, 256 << 20  # grammars kept, and what they may hold together
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles what requests ask for, each different one once for as long as it is remembered."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stops: Sequence[int]) -> None:
@@ -48,8 +48,8 @@ class Grammars:
         self._ends: dict[str | int, ReasoningEnd] = {}
         self.seconds = COMPILE_SECONDS
 
-    def of(self, params: SamplingParams) -> Grammar | None:
-        """The grammar of a request; RequestError if it cannot be had."""
+    def compile(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a request, None without one; RequestError if it cannot be compiled."""
         wish = params.structure
         if wish is None:
             return None

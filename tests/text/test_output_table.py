@@ -19,12 +19,13 @@ import pytest
 
 from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.bulk import output_table as ledger_module
+from draftproof.text.bulk import output_columns, output_table
 from draftproof.text.bulk.detokenizer import BulkDetokenizer
-from draftproof.text.bulk.output import Answer
-from draftproof.text.bulk.output_table import Ledger
-from draftproof.text.bulk.stop_strings import Watch
-from draftproof.text.streaming_output import OutputBuilder
+from draftproof.text.bulk.output import BulkOutput
+from draftproof.text.bulk.output_columns import OutputColumns
+from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
+from draftproof.text.bulk.stop_strings import StopScanner
+from draftproof.text.streaming_output import StreamingOutput
 from draftproof.types import (
     FIRST_ROW,
     NUM_ACCEPTED,
@@ -154,39 +155,38 @@ def alive(results: StepResults, over: Container[str]) -> StepResults:
 
 
 def singly(steps: list[StepResults], tokenizer: Any) -> dict[str, CompletionOutput]:
-    builders: dict[str, OutputBuilder] = {}
+    builders: dict[str, StreamingOutput] = {}
     for everybody in steps:
         results = alive(everybody, {name for name, builder in builders.items() if builder.finished})
         for request, output in zip(results.requests, results, strict=True):
-            builder = builders.setdefault(request.id, OutputBuilder(0, request, tokenizer))
+            builder = builders.setdefault(request.id, StreamingOutput(0, request, tokenizer))
             builder.feed(output)
     return {name: builder.output for name, builder in builders.items()}
 
 
 def in_bulk(
-    steps: list[StepResults], tokenizer: Any, ledger: Ledger | None = None, soon: bool = False
+    steps: list[StepResults], tokenizer: Any, table: OutputTable | None = None, soon: bool = False
 ) -> dict[str, CompletionOutput]:
     """`soon`: answers that ended are closed when something is written down."""
-    ledger, answers, done = ledger or Ledger(VOCAB, K, SOURCES), {}, {}
-    close = ledger.close_soon if soon else ledger.close_all
+    table, answers, done = table or OutputTable(VOCAB, K, SOURCES), {}, {}
+    close = table.close_deferred if soon else table.close_all
     lines = np.zeros(0, np.int64)
     for everybody in steps:
         results = alive(everybody, done)
         for request in results.requests:
             if request.id not in answers:
-                answers[request.id] = ledger.answer(0, request, tokenizer)
-                ledger.open(answers[request.id])
+                answers[request.id] = table.new_output(0, request, tokenizer)
+                table.open(answers[request.id])
         now = np.array([answers[r.id].line for r in results.requests], np.int64)
-        lines = lines if np.array_equal(lines, now) else now  # as `Jobs` does
-        columns = {kind: (c.values, c.ids, c.ranks) for kind, c in results.columns.items()}
+        lines = lines if np.array_equal(lines, now) else now  # as `RequestTracker` does
         ends = {i: ending.reason for i, ending in results.finishes.items()}
-        matched = ledger.add(lines, results.table, results.source, columns, ends)
+        matched = table.add(lines, results.table, results.source, results.columns, ends)
         ended = {i: results.finishes.get(i, Finish("stop")) for i in {*results.finishes, *matched}}
         over = {results.requests[i].id: ending for i, ending in ended.items()}
-        close([(answers[name], e.reason, e.stop, e.error) for name, e in over.items()])
+        close([FinishedOutput(answers[name], e.reason, e.stop, e.error) for name, e in over.items()])
         done.update({name: answers.pop(name).output for name in over})
-    ledger.write()
-    assert not answers and not ledger.num_open
+    table.flush_steps()
+    assert not answers and not table.num_open
     return done
 
 
@@ -217,7 +217,7 @@ def compare(seeds: range, tokenizer: Any = ODD) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "PAGE", 9)
+    monkeypatch.setattr(output_table, "MIN_LINE_TOKENS", 9)
 
 
 def test_equal_in_every_field() -> None:
@@ -225,13 +225,13 @@ def test_equal_in_every_field() -> None:
 
 
 def test_equal_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_ledger.STOPS", [])  # which stop strings need
+    monkeypatch.setattr("test_output_table.STOPS", [])  # which stop strings need
     monkeypatch.setattr(random.Random, "sample", lambda self, *rest: [])
     assert compare(range(100, 105), None) == set()
 
 
 def test_equal_with_pages_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "PAGE", 128)
+    monkeypatch.setattr(output_table, "MIN_LINE_TOKENS", 128)
     assert compare(range(200, 205)) == set()
 
 
@@ -258,64 +258,62 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
     for cut in (0, 1, 7, 30):
         steps = [replace(r, finishes={}) for r in script(7, steps=cut, at_once=1, ends=0.0)[:cut]]
         request = Request(id="x", prompt_token_ids=[4], params=SamplingParams(logprobs=2), seed=1)
-        builder, ledger = OutputBuilder(0, request, ODD), Ledger(VOCAB, K, SOURCES)
-        answer = ledger.answer(0, request, ODD)
+        builder, table = StreamingOutput(0, request, ODD), OutputTable(VOCAB, K, SOURCES)
+        answer = table.new_output(0, request, ODD)
         for results in steps:
             if not len(results):
                 continue
-            table = results.table.copy()
-            table[:, PICK] = 0
+            columns = results.table.copy()
+            columns[:, PICK] = 0
             mine = {LogprobKind.RAW: columns_of(random.Random(1), K + 1)}
-            told = StepResults([request], table, mine, SOURCES, results.source)
+            told = StepResults([request], columns, mine, SOURCES, results.source)
             builder.feed(told[0])
             if answer.line < 0:
-                ledger.open(answer)
-            found = {kind: (c.values, c.ids, c.ranks) for kind, c in mine.items()}
-            ledger.add(np.array([answer.line]), table, results.source, found, {})
-            assert ledger.num_tokens(answer) == len(builder.output.token_ids)
+                table.open(answer)
+            table.add(np.array([answer.line]), columns, results.source, mine, {})
+            assert table.num_tokens(answer) == len(builder.output.token_ids)
         builder.abort()
-        assert differences(builder.output, ledger.close(answer, "abort", None, None)) == []
-        assert not ledger.num_open
+        assert differences(builder.output, table.close(answer, "abort", None, None)) == []
+        assert not table.num_open
 
 
-def room(ledger: Ledger) -> int:
-    columns = [*vars(ledger).values(), ledger._logprobs.rows]
-    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+def room(table: OutputTable) -> int:
+    return table.num_bytes
 
 
 def test_nothing_is_kept_of_answers_that_ended() -> None:
     """Thousands of requests, a few at a time: as many lines as run at once, and no answer stays."""
-    ledger = Ledger(VOCAB, K, SOURCES)
-    kept: list[weakref.ref[Answer]] = []
-    make = ledger.answer
+    table = OutputTable(VOCAB, K, SOURCES)
+    kept: list[weakref.ref[BulkOutput]] = []
+    make = table.new_output
 
-    def watched(*args: Any) -> Answer:
+    def watched(*args: Any) -> BulkOutput:
         answer = make(*args)
         kept.append(weakref.ref(answer))
         return answer
 
-    ledger.answer = watched  # type: ignore[method-assign]
-    in_bulk(script(1, steps=900, at_once=6, ends=0.2), ODD, ledger)
+    table.new_output = watched  # type: ignore[method-assign]
+    in_bulk(script(1, steps=900, at_once=6, ends=0.2), ODD, table)
     gc.collect()
     assert len(kept) > 500 and not [ref for ref in kept if ref() is not None]
-    assert len(ledger._answers) == 8
-    size = room(ledger)
-    in_bulk(script(2, steps=900, at_once=6, ends=0.2), ODD, ledger)
-    assert size == room(ledger)
+    assert len(table._outputs) == 8
+    size = room(table)
+    in_bulk(script(2, steps=900, at_once=6, ends=0.2), ODD, table)
+    assert size == room(table)
 
 
 def test_a_window_longer_than_a_page() -> None:
     """A line has room for two steps at least, however many drafts there are."""
-    ledger = Ledger(VOCAB, 200, SOURCES)
+    table = OutputTable(VOCAB, 200, SOURCES)
     request = Request(id="x", prompt_token_ids=[4], params=SamplingParams(), seed=1)
-    answer = ledger.answer(0, request, ODD)
-    ledger.open(answer)
-    table = np.zeros((1, TOKENS + 201), np.int64)
-    table[0, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED]] = 201, 200, 200
-    table[0, TOKENS:] = 7
+    answer = table.new_output(0, request, ODD)
+    table.open(answer)
+    columns = np.zeros((1, TOKENS + 201), np.int64)
+    columns[0, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED]] = 201, 200, 200
+    columns[0, TOKENS:] = 7
     for _ in range(3):
-        ledger.add(np.array([answer.line]), table, None, {}, {})
-    out = ledger.close(answer, "length", None, None)
+        table.add(np.array([answer.line]), columns, None, {}, {})
+    out = table.close(answer, "length", None, None)
     assert out.text == "x" * 603 and out.metrics.accepted_per_position == [3] * 200
 
 
@@ -327,93 +325,95 @@ def test_control_half_a_character_lost_at_a_page_border(monkeypatch: pytest.Monk
 
     def forgetful(self: BulkDetokenizer, ids: Any) -> None:
         push(self, ids)
-        self._speller = None
+        self._incremental = None
 
     monkeypatch.setattr(BulkDetokenizer, "push", forgetful)
     assert compare(range(5)) == {"text", "text_offsets"}
 
 
 def test_control_the_stop_token_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = Ledger._empty
+    empty = OutputTable._flush_lines
     monkeypatch.setattr(
-        Ledger, "_empty", lambda self, lines, unseen: empty(self, lines, [False] * len(lines))
+        OutputTable, "_flush_lines", lambda self, lines, hides_last: empty(self, lines, [False] * len(lines))
     )
     assert "text" in compare(range(5))
 
 
 def test_control_tokens_kept_behind_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Watch.push
+    push = StopScanner.push
 
-    def all_of_them(self: Watch, tokens: list[int], unseen: bool) -> int:
-        push(self, tokens, unseen)
+    def all_of_them(self: StopScanner, tokens: list[int], hides_last: bool) -> int:
+        push(self, tokens, hides_last)
         return len(tokens)
 
-    monkeypatch.setattr(Watch, "push", all_of_them)
+    monkeypatch.setattr(StopScanner, "push", all_of_them)
     assert {"token_ids", "provenance", "metrics", "text_offsets", "logprobs"} <= compare(range(5))
 
 
 def test_control_a_stop_string_begun_with_half_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Watch, "_piece", lambda self, token: self._pieces.text_of(token) or "")
+    monkeypatch.setattr(StopScanner, "_piece", lambda self, token: self._token_texts.token_text(token) or "")
     assert "text" in compare(range(5))
 
 
 def test_control_a_stop_string_in_bytes_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Watch, "finish", lambda self: None)
+    monkeypatch.setattr(StopScanner, "finish", lambda self: None)
     assert "stop_reason" in compare(range(10))
 
 
 def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Ledger.add
+    add = OutputTable.add
 
-    def early(self: Ledger, *args: Any) -> Any:
+    def early(self: OutputTable, *args: Any) -> Any:
         matched = add(self, *args)
-        self.write()
-        self._tidy()
+        self.flush_steps()
+        self._flush_full_lines()
         return matched
 
-    monkeypatch.setattr(Ledger, "add", early)
+    monkeypatch.setattr(OutputTable, "add", early)
     assert "text" in compare(range(10))
 
 
 def test_control_an_answer_closed_after_the_next_ones_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ended must be closed before its line is looked at again: its last token may be one to hide."""
-    write = Ledger.write
+    flush = OutputTable.flush_steps
 
-    def late(self: Ledger) -> None:
-        ended, self._ended = self._ended, []
-        write(self)
-        self._ended = ended
+    def late(self: OutputTable) -> None:
+        finished, self._finished = self._finished, []
+        flush(self)
+        self._finished = finished
 
-    def at_last(self: Ledger, ended: Any) -> None:
-        self._ended += ended
+    def at_last(self: OutputTable, finished: Any) -> None:
+        self._finished += finished
         late(self)
-        self._tidy()
-        self._close()
+        self._flush_full_lines()
+        self._close_finished()
 
-    monkeypatch.setattr(Ledger, "write", late)
-    monkeypatch.setattr(Ledger, "close_soon", at_last)
-    monkeypatch.setattr(Ledger, "close_all", at_last)
+    monkeypatch.setattr(OutputTable, "flush_steps", late)
+    monkeypatch.setattr(OutputTable, "close_deferred", at_last)
+    monkeypatch.setattr(OutputTable, "close_all", at_last)
     assert "text" in compare(range(10))
 
 
 def test_control_logprobs_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Ledger._add_logprobs
+    add = OutputColumns._add_logprobs
 
-    def shifted(self: Ledger, lines: Any, step: Any, owner: Any, where: Any, place: Any, *rest: Any) -> None:
-        add(self, lines, step, owner, where, np.maximum(place - 1, 0), *rest)
+    def shifted(
+        self: OutputColumns, lines: Any, number: Any, owner: Any, where: Any, place: Any, *rest: Any
+    ) -> None:
+        add(self, lines, number, owner, where, np.maximum(place - 1, 0), *rest)
 
-    monkeypatch.setattr(Ledger, "_add_logprobs", shifted)
+    monkeypatch.setattr(OutputColumns, "_add_logprobs", shifted)
     assert {"logprobs", "cumulative_logprob"} <= compare(range(3))
 
 
 def test_control_steps_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Ledger._write
+    append = OutputColumns.append
 
-    def backwards(self: Ledger, steps: list[Any]) -> None:
-        write(self, steps[::-1])
+    def backwards(self: OutputColumns, steps: list[Any]) -> None:
+        append(self, steps[::-1])
 
-    monkeypatch.setattr(ledger_module, "PAGE", 128)
-    monkeypatch.setattr(Ledger, "_write", backwards)
+    monkeypatch.setattr(output_table, "MIN_LINE_TOKENS", 128)
+    monkeypatch.setattr(OutputColumns, "append", backwards)
     assert {"token_ids", "logprobs", "text"} <= compare(range(3))
 
 
@@ -429,14 +429,14 @@ def test_control_a_sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None
             def accumulate(values: Any) -> Any:
                 return [np.sum(values[::-1], axis=0)]
 
-    monkeypatch.setattr(ledger_module, "np", Pairwise())
+    monkeypatch.setattr(output_columns, "np", Pairwise())
     assert compare(range(10)) == {"cumulative_logprob", "cumulative bits"}
 
 
 def test_control_origins_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "BONUS", 2)
+    monkeypatch.setattr(output_columns, "BONUS", 2)
     assert compare(range(3)) == {"provenance"}
     monkeypatch.undo()
-    monkeypatch.setattr(ledger_module, "PAGE", 9)
-    monkeypatch.setattr(ledger_module, "WIDEST", 0)
+    monkeypatch.setattr(output_table, "MIN_LINE_TOKENS", 9)
+    monkeypatch.setattr(output_columns, "MAX_DRAFTED", 0)
     assert compare(range(3)) == {"metrics"}

@@ -1,0 +1,243 @@
+"""Columns of the output table: tokens, provenance, logprobs and counters of unfinished outputs.
+
+Each output has one line of `width` tokens. Steps are appended for all lines at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.metrics import SpecStats
+from draftproof.text.bulk.logprob_rows import LogprobBuffer, Rows, pack_rows
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind
+
+Ints = NDArray[np.int64]
+PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # provenance of a token; ACCEPTED + i: a draft of source i
+# columns of the counters
+NUM_STEPS, NUM_DRAFTED_STEPS, NUM_DRAFTED, NUM_ACCEPTED_DRAFTS, MAX_DRAFTED = range(5)
+
+
+class LogprobArrays(Protocol):
+    """Logprobs of the picked tokens of a step."""
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """[N, 1 + top]: the token's own, then the best."""
+
+    @property
+    def ids(self) -> Ints:
+        """[N, top] ids of the best tokens."""
+
+    @property
+    def ranks(self) -> Ints:
+        """[N] ranks of the tokens."""
+
+
+class StepColumns(NamedTuple):
+    """One step of n requests."""
+
+    lines: Ints  # [n] lines of the table
+    table: Ints  # [n, …], see types.Outcome
+    source: NDArray[np.int8] | None  # [n, K] index of each draft's proposer; None: all are the first
+    logprobs: Mapping[LogprobKind, LogprobArrays]
+
+
+class OutputColumns:
+    """Storage of all lines. The caller assigns lines to outputs and keeps `fill` below `width`."""
+
+    def __init__(self, width: int, max_drafts: int, sources: Sequence[str]) -> None:
+        self.width = width  # tokens of a line
+        self.fill = np.zeros(0, np.int64)  # [lines] tokens in use
+        self.logprob_kind = np.zeros(0, np.int64)  # [lines] a LogprobKind
+        self._counters = np.zeros((0, 5), np.int64)
+        self._accepted_at = np.zeros((0, max_drafts), np.int64)  # by position in the draft window
+        self._tokens = np.zeros(0, np.int64)  # [lines * width]
+        self._origins = np.zeros(0, np.int16)  # [lines * width] provenance
+        self._logprobs = LogprobBuffer()  # [lines * width]
+        self._totals = np.zeros(0, np.float64)  # [lines] sum of the tokens' own logprobs
+        names = ["plain", "bonus", "recovered", *(f"accepted:{source}" for source in sources)]
+        self._origin_names = np.array(names, object)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all columns."""
+        arrays = [*vars(self).values(), self._logprobs.rows]
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+    def resize(self, num_lines: int) -> None:
+        """Grow to `num_lines` lines."""
+        for name in ("fill", "logprob_kind", "_counters", "_accepted_at", "_totals"):
+            setattr(self, name, longer(getattr(self, name), num_lines))
+        for name in ("_tokens", "_origins"):
+            setattr(self, name, longer(getattr(self, name), num_lines * self.width))
+        self._logprobs.resize(num_lines * self.width)
+
+    def reset(self, line: int, kind: LogprobKind, top: int) -> None:
+        """Prepare a line for a new output."""
+        self.fill[line] = self._counters[line] = self._accepted_at[line] = self._totals[line] = 0
+        self.logprob_kind[line] = kind
+        if kind is not LogprobKind.NONE and top > self._logprobs.top:
+            self._logprobs.widen(top)
+
+    # --- append -------------------------------------------------------------------------------------
+
+    def append(self, steps: Sequence[StepColumns]) -> None:
+        """Append S steps of n entries in all; a line occurs at most once in each step."""
+        lines = joined([step.lines for step in steps])  # [n]
+        table = joined([step.table for step in steps])  # [n, …]
+        number = np.repeat(np.arange(len(steps)), [len(step.lines) for step in steps])  # [n] which step
+        out = table[:, NUM_OUT]
+        by_step = self._by_step(number, lines, out)
+        before = by_step.cumsum(0)
+        begin = lines * self.width + self.fill[lines] + before[number, lines] - out
+        # one element a token: its entry, and its place among the tokens of that entry
+        owner = np.repeat(np.arange(len(out)), out)
+        place = np.arange(len(owner)) - np.repeat(out.cumsum() - out, out)
+        where = begin[owner] + place
+        self._tokens[where] = table[owner, TOKENS + place]
+        self.fill += before[-1]
+        self._counters[:, NUM_STEPS] += (by_step > 0).sum(0)
+        if table[:, NUM_DRAFT].any():
+            known = [step.source for step in steps if step.source is not None]
+            self._origins[where] = _origins(owner, place, table, joined(known) if known else None)
+            committed = out > 0  # a step that committed no token is not counted
+            self._count_drafts(
+                number[committed],
+                lines[committed],
+                table[committed, NUM_DRAFT],
+                table[committed, NUM_ACCEPTED],
+            )
+        else:
+            self._origins[where] = PLAIN
+        if steps[0].logprobs:
+            logprobs = [step.logprobs for step in steps]
+            self._add_logprobs(lines, number, owner, where, place, table, logprobs)
+
+    def _by_step(self, number: Ints, lines: Ints, column: Ints) -> Ints:
+        """Scatter a column [n] to [S, lines]; 0 where there is no entry."""
+        found = np.zeros((int(number[-1]) + 1 if len(number) else 1, len(self.fill)), np.int64)
+        found[number, lines] = column
+        return found
+
+    def _count_drafts(self, number: Ints, lines: Ints, num_draft: Ints, num_accepted: Ints) -> None:
+        """Add the draft counts of n entries to the counters."""
+        drafted, accepted = (self._by_step(number, lines, column) for column in (num_draft, num_accepted))
+        counters = self._counters
+        counters[:, NUM_DRAFTED_STEPS] += (drafted > 0).sum(0)
+        counters[:, NUM_DRAFTED] += drafted.sum(0)
+        counters[:, NUM_ACCEPTED_DRAFTS] += accepted.sum(0)
+        np.maximum(counters[:, MAX_DRAFTED], drafted.max(0), out=counters[:, MAX_DRAFTED])
+        self._accepted_at += (accepted[..., None] > np.arange(self._accepted_at.shape[1])).sum(0)
+
+    def _add_logprobs(
+        self,
+        lines: Ints,
+        number: Ints,
+        owner: Ints,
+        where: Ints,
+        place: Ints,
+        table: Ints,
+        steps: Sequence[Mapping[LogprobKind, LogprobArrays]],
+    ) -> None:
+        """Copy the logprobs of the tokens at `where` from the steps' arrays."""
+        kinds = self.logprob_kind[lines]
+        begins = number.searchsorted(np.arange(len(steps)))
+        ends = np.maximum.reduceat(table[:, PICK] + table[:, NUM_OUT], begins).tolist()
+        for kind in steps[0]:
+            mine = kinds == kind
+            if not mine.any():
+                continue
+            found = [logprobs[kind] for logprobs in steps]
+            used = [max(0, min(end, len(each.ranks))) for end, each in zip(ends, found, strict=True)]
+            first = np.cumsum([0, *used[:-1]])  # of each step, among all rows in use
+            values = joined([each.values[:end] for each, end in zip(found, used, strict=True)])
+            ids = joined([each.ids[:end] for each, end in zip(found, used, strict=True)])
+            ranks = joined([each.ranks[:end] for each, end in zip(found, used, strict=True)])
+            at, entry, index = where, owner, place
+            if not mine.all():
+                of_kind = mine[owner]
+                at, entry, index = where[of_kind], owner[of_kind], place[of_kind]
+            if not len(at):
+                continue
+            rows = index + table[entry, PICK] + first[number[entry]]
+            # the rows are mostly consecutive: a slice then saves a gather
+            is_consecutive = (rows[1:] - rows[:-1] == 1).all()
+            pick: Any = slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else rows
+            buffer = self._logprobs
+            buffer.rows[at] = pack_rows(self._tokens[at], values[pick], ids[pick], ranks[pick], buffer.top)
+
+    # --- read ---------------------------------------------------------------------------------------
+
+    def read(self, lines: Ints, sizes: Ints) -> tuple[Ints, list[str]]:
+        """Return tokens and provenance of the first `sizes` tokens of each line, line after line.
+
+        Their logprobs are added to the lines' totals, and the lines are empty afterwards.
+        """
+        ends = sizes.cumsum()
+        at = np.arange(int(ends[-1])) + np.repeat(lines * self.width - ends + sizes, sizes)
+        tokens, origins = self._tokens[at], self._origin_names[self._origins[at]].tolist()
+        if (self.logprob_kind[lines] != LogprobKind.NONE).any():
+            self._add_totals(lines, sizes, at - np.repeat(lines * self.width, sizes), at)
+        self.fill[lines] = 0
+        return tokens, origins
+
+    def logprob_rows(self, line: int, size: int, top: int) -> Rows:
+        """Return a copy of the first `size` logprob rows of a line."""
+        first = line * self.width
+        return self._logprobs.copy_rows(first, first + size, top)
+
+    def _add_totals(self, lines: Ints, sizes: Ints, place: Ints, at: Ints) -> None:
+        """Add each line's logprobs to its total in token order, so the sum has the same bits."""
+        terms = np.zeros((1 + int(sizes.max()), len(lines)))  # trailing zeros change no bit
+        terms[0] = self._totals[lines]
+        own = self._logprobs.token_logprobs[at]
+        own[np.repeat(self.logprob_kind[lines] == LogprobKind.NONE, sizes)] = 0.0  # left by earlier outputs
+        terms[1 + place, np.repeat(np.arange(len(lines)), sizes)] = own
+        self._totals[lines] = np.add.accumulate(terms)[-1]
+
+    def summaries(self, lines: Ints, num_tokens: Sequence[int]) -> list[tuple[SpecStats, float]]:
+        """Return the statistics and the cumulative logprob of each line."""
+        columns = (column[lines].tolist() for column in (self._counters, self._accepted_at, self._totals))
+        return [
+            (_stats(counters, accepted_at, emitted), total)
+            for counters, accepted_at, total, emitted in zip(*columns, num_tokens, strict=True)
+        ]
+
+
+def _stats(counters: list[int], accepted_at: list[int], emitted: int) -> SpecStats:
+    """Build the statistics of one output from its counters."""
+    return SpecStats(
+        num_steps=counters[NUM_STEPS],
+        num_drafts=counters[NUM_DRAFTED_STEPS],
+        num_draft_tokens=counters[NUM_DRAFTED],
+        num_accepted_tokens=counters[NUM_ACCEPTED_DRAFTS],
+        num_emitted_tokens=emitted,
+        accepted_per_position=accepted_at[: counters[MAX_DRAFTED]],
+    )
+
+
+def _origins(owner: Ints, place: Ints, table: Ints, source: NDArray[np.int8] | None) -> NDArray[Any]:
+    """Return the provenance of each token: accepted drafts first, then the token that follows them."""
+    drafted, accepted = table[:, NUM_DRAFT], table[:, NUM_ACCEPTED]
+    last = np.where(drafted == 0, PLAIN, np.where(accepted == drafted, BONUS, RECOVERED))
+    is_accepted = place < accepted[owner]
+    if source is None:
+        return np.where(is_accepted, ACCEPTED, last[owner])
+    proposer = source[owner, np.minimum(place, source.shape[1] - 1)].astype(np.int64)
+    return np.where(is_accepted, ACCEPTED + proposer, last[owner])
+
+
+def joined(columns: list[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate arrays; a single one is returned without a copy."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def longer(column: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Return a copy that is extended with zeros to `rows` rows."""
+    made = np.zeros((rows, *column.shape[1:]), column.dtype)
+    made[: len(column)] = column
+    return made
