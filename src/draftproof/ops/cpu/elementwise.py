@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from draftproof.ops.cpu.attention.kv import kv_offset, store_kv
 from draftproof.ops.cpu.jit.compile import (
     Kernel,
     copy_bytes,
@@ -150,7 +151,7 @@ def _rope_store(bf16: bool) -> Kernel:
         for unit in range(begin, end):
             row = unit // heads
             head = unit - row * heads
-            src = qkv + unit * dim * size
+            src, address = qkv + unit * dim * size, 0
             position = min(max(load_i64(positions + 8 * row), 0), max_len - 1)
             angles = rope + position * dim * 4
             if head < num_q:
@@ -162,15 +163,18 @@ def _rope_store(bf16: bool) -> Kernel:
                     continue  # nowhere to store
                 is_v = head >= num_q + num_kv
                 kv_head = head - num_q - (num_kv if is_v else 0)
-                dst = cache + ((place + (places if is_v else 0)) * num_kv + kv_head) * dim * size
-                norm = k_norm
+                address = cache + kv_offset(place + (places if is_v else 0), kv_head, num_kv, dim, size)
                 if is_v:
-                    copy_bytes(dst, src, dim * size)
+                    store_kv(address, src, dim, size)
                     continue
+                dst = scratch
+                norm = k_norm
             if norm != 0:
                 _normalise(src, dst, norm, dim, eps, bf16)
                 src = dst
             _rotate(src, dst, angles, dim // 2, bf16)
+            if head >= num_q:
+                store_kv(address, dst, dim, size)
 
     return rope_store
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import AttentionShape
+from draftproof.ops.reference.kv import load_kv, store_kv
 from draftproof.types import Rows
 
 
@@ -56,27 +57,22 @@ class ReferenceForward(ForwardOps):
         eps: float,
     ) -> Tensor:
         out = []
-        page_size = cache.shape[2]
         for r in range(len(qkv)):
             q, k, v = qkv[r].view(-1, heads.dim).split([heads.num_q, heads.num_kv, heads.num_kv])
             at = rope[int(rows.positions[r])]
             q = torch.stack([_rotate(_norm(h, q_norm, eps), at) for h in q])
             k = torch.stack([_rotate(_norm(h, k_norm, eps), at) for h in k])
-            page, offset = divmod(int(rows.kv_index[r]), page_size)
-            cache[0, page, offset] = k
-            cache[1, page, offset] = v
+            store_kv(cache, int(rows.kv_index[r]), k, v)
             out.append(q.reshape(-1))
         return _stack(out, (len(qkv), heads.num_q * heads.dim), qkv.dtype)
 
     def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         out = []
         group = heads.num_q // heads.num_kv
-        page_size = cache.shape[2]
         for r in range(len(q)):
             position, pages = int(rows.positions[r]), rows.page_table[int(rows.slots[r])]
             first = max(0, position - heads.window + 1) if heads.window else 0
-            at = [divmod(j, page_size) for j in range(first, position + 1)]
-            stored = torch.stack([cache[:, int(pages[p]), o] for p, o in at]).double()
+            stored = load_kv(cache, pages, range(first, position + 1))
             for h, query in enumerate(q[r].view(heads.num_q, heads.dim).double()):
                 keys, values = stored[:, 0, h // group], stored[:, 1, h // group]
                 scores = (keys * query).sum(-1) * heads.scale

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import AttentionShape
+from draftproof.ops.torch.kv import load_kv, store_kv
 from draftproof.ops.torch.rowwise import map_rows
 from draftproof.types import Rows
 
@@ -75,9 +76,7 @@ class TorchForward(ForwardOps):
             q = self.rms_norm(q.reshape(-1, heads.dim), q_norm, eps).view_as(q)
         if k_norm is not None:
             k = self.rms_norm(k.reshape(-1, heads.dim), k_norm, eps).view_as(k)
-        flat = cache.view(2, -1, heads.num_kv, heads.dim)
-        flat[0, rows.kv_index] = _rotate(k, cos, sin)
-        flat[1, rows.kv_index] = v
+        store_kv(cache, rows.kv_index, _rotate(k, cos, sin), v)
         return _rotate(q, cos, sin).reshape(num_rows, heads.num_q * heads.dim)
 
     def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _attend(q: Tensor, positions: Tensor, pages: Tensor, heads: AttentionShape, cache: Tensor) -> Tensor:
     """Attend up to BLOCK_ROWS rows of one slot to its keys, in ascending blocks of BLOCK_KEYS."""
     num_rows, group = len(q), heads.num_q // heads.num_kv
-    page_size, device = cache.shape[2], q.device
+    device = q.device
     query = torch.zeros((BLOCK_ROWS, heads.num_kv, group, heads.dim), device=device)
     query[:num_rows] = q.view(num_rows, heads.num_kv, group, heads.dim)
     query = query.transpose(0, 1).reshape(heads.num_kv, BLOCK_ROWS * group, heads.dim) * heads.scale
@@ -118,10 +117,9 @@ def _attend(q: Tensor, positions: Tensor, pages: Tensor, heads: AttentionShape, 
     for start in range(first // BLOCK_KEYS * BLOCK_KEYS, last + 1, BLOCK_KEYS):
         key_at = torch.arange(start, start + BLOCK_KEYS, device=device)
         hidden = (key_at > at) | ((key_at <= at - heads.window) if heads.window else False)
-        held = key_at.clamp(max=last)  # pages beyond the last row may not exist
-        index = pages[held // page_size].long() * page_size + held % page_size
-        keys, values = cache.view(2, -1, heads.num_kv, heads.dim)[:, index].float()
-        # a key no row may see could hold anything, NaN too, and 0 * NaN is not 0
+        # pages beyond the last row may not exist
+        keys, values = load_kv(cache, pages, key_at.clamp(max=last))
+        # a key that no row may see is undefined, maybe NaN, and 0 * NaN is not 0
         values = torch.where((key_at <= last)[:, None, None], values, 0.0)
         scores = torch.bmm(query, keys.permute(1, 2, 0).contiguous())
         scores = scores.view(heads.num_kv, BLOCK_ROWS, group, BLOCK_KEYS).transpose(0, 1)

@@ -34,25 +34,24 @@ from draftproof.ops.cpu.attention.fma import (
     clip,
     first_key,
 )
+from draftproof.ops.cpu.attention.kv import copy_kv_bf16, key_stride, kv_offset, plane_bytes, token_index
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose
 from draftproof.ops.cpu.jit.amx import TILE_BYTES, tiles_dot, tiles_dot_pair
 from draftproof.ops.cpu.jit.compile import (
-    copy_bytes,
     device,
     f64_of_bits,
     inlined,
-    load_i32,
     load_i64,
     store_f32,
     store_i64,
 )
+from draftproof.ops.cpu.jit.load_store import copy_bf16
 from draftproof.ops.cpu.jit.simd import (
     as_float,
     as_int,
     iadd,
     iand,
     ieq,
-    iload,
     iload_u16,
     iload_u16_n,
     ior,
@@ -85,31 +84,20 @@ _EXPONENT = 0x7F80  # of a bf16; all ones in NaN and infinity
 
 
 @device
-def _find(args: int, slot: int, head: int, start: int, end: int, places: int) -> None:
-    """places [end - start] int64: where, in bytes, the head's vectors are in K's half of the cache."""
+def _find_keys(args: int, slot: int, head: int, start: int, end: int, places: int) -> None:
+    """Write places [end - start] int64: offsets in bytes of the head's vectors in a plane of the cache."""
     page_size, max_pages = arg(args, PAGE_SIZE), arg(args, MAX_PAGES)
     num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
     pages = arg(args, PAGE_TABLE) + slot * max_pages * 4
     key = start
     while key < end:
-        line = key // page_size
-        # a page out of range reads valid memory rather than foreign memory
-        page = min(max(load_i32(pages + 4 * line), 0), arg(args, NUM_PAGES) - 1)
-        place = ((page * page_size + key - line * page_size) * num_kv + head) * dim * 2
-        for i in range(key, min(end, (line + 1) * page_size)):
+        index = token_index(pages, key, page_size, arg(args, NUM_PAGES))
+        place = kv_offset(index, head, num_kv, dim, 2)
+        stop = (key // page_size + 1) * page_size
+        for i in range(key, min(end, stop)):
             store_i64(places + 8 * (i - start), place)
-            place += num_kv * dim * 2
-        key = (line + 1) * page_size
-
-
-@inlined
-def _copy(target: int, source: int, dim: int) -> None:
-    """A vector of `dim` bf16."""
-    if dim % 32 == 0:
-        for at in range(0, dim * 2, 64):
-            istore(target + at, iload(source + at))
-    else:
-        copy_bytes(target, source, dim * 2)
+            place += key_stride(num_kv, dim, 2)
+        key = stop
 
 
 @device
@@ -118,7 +106,7 @@ def _pack_keys(args: int, places: int, keys: int, padded: int, lines: int, packe
     dim, cache = arg(args, DIM), arg(args, CACHE)
     for block in range(0, keys, 64):
         for key in range(block, min(block + 64, keys)):
-            _copy(lines + (key - block) * padded * 2, cache + load_i64(places + 8 * key), dim)
+            copy_kv_bf16(lines + (key - block) * padded * 2, cache + load_i64(places + 8 * key), dim)
         to = packed + block * padded * 2
         for step in range(padded // 32):
             for tile in range(4):
@@ -142,7 +130,8 @@ def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flag
     whether there are any (if not, the flags are not written).
     """
     dim = arg(args, DIM)
-    cache = arg(args, CACHE) + arg(args, NUM_PAGES) * arg(args, PAGE_SIZE) * arg(args, NUM_KV) * dim * 2
+    cache = arg(args, CACHE)
+    cache += plane_bytes(arg(args, NUM_PAGES), arg(args, PAGE_SIZE), arg(args, NUM_KV), dim, 2)
     steps = (keys + 31) // 32
     any_bad = False
     exponents, none = isplat(_EXPONENT), isplat(0)
@@ -251,9 +240,9 @@ def split_amx(
             vstore(at, splat(_ZERO))
     for i in range(queries):
         src = arg(args, Q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
-        _copy(qs + i * padded * 2, src, dim)
+        copy_bf16(qs + i * padded * 2, src, dim)
 
-    _find(args, slot, head, lowest, highest, places)
+    _find_keys(args, slot, head, lowest, highest, places)
     _pack_keys(args, places, highest - lowest, padded, lines, packed)
     for block in range(lowest, highest, 64):
         tiles = packed + (block - lowest) // 64 * (padded // 32) * 4 * TILE_BYTES

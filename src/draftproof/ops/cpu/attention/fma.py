@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from draftproof.ops.cpu.attention.kv import key_stride, kv_offset, load_kv, plane_bytes, token_index
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_f32, transpose
 from draftproof.ops.cpu.jit.compile import (
     device,
     f64_of_bits,
     inlined,
     load_f32,
-    load_i32,
     load_i64,
     store_f32,
 )
@@ -87,16 +87,14 @@ def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, 
     pages = arg(args, PAGE_TABLE) + slot * max_pages * 4
     key = first
     while key < last:
-        line = key // page_size
-        # a page out of range reads valid memory rather than foreign memory
-        page = min(max(load_i32(pages + 4 * line), 0), num_pages - 1)
-        src = cache + ((page * page_size + key - line * page_size) * num_kv + head) * dim * size
-        stop = min(last, (line + 1) * page_size)
+        index = token_index(pages, key, page_size, num_pages)
+        src = cache + kv_offset(index, head, num_kv, dim, size)
+        stop = min(last, (key // page_size + 1) * page_size)
         while key < stop:
             dst = out + (key - first) * wide * 4
             for i in range(0, dim, 16):
-                vstore(dst + 4 * i, tload(src, i, dim - i, bf16))
-            src += num_kv * dim * size
+                vstore(dst + 4 * i, load_kv(src, i, dim - i, bf16))
+            src += key_stride(num_kv, dim, size)
             key += 1
 
 
@@ -236,7 +234,7 @@ def split_fma(
     queries = rows * group
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
     cache = arg(args, CACHE)
-    values = cache + arg(args, NUM_PAGES) * arg(args, PAGE_SIZE) * arg(args, NUM_KV) * dim * size
+    values = cache + plane_bytes(arg(args, NUM_PAGES), arg(args, PAGE_SIZE), arg(args, NUM_KV), dim, size)
 
     qs = scratch  # [queries, wide] fp32, scaled
     scores = qs + queries * wide * 4  # [queries, SPLIT]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftproof.ops.cpu.jit.compile import inlined
+from draftproof.ops.cpu.jit.compile import copy_bytes, inlined
 from draftproof.ops.cpu.jit.simd import (
+    iload,
+    istore,
     vload,
     vload_bf16,
     vload_bf16_n,
@@ -53,3 +55,13 @@ def tround(x: Any, bf16: bool) -> Any:
     if bf16:
         return vround_bf16(x)
     return x
+
+
+@inlined
+def copy_bf16(target: int, source: int, count: int) -> None:
+    """Copy `count` bf16."""
+    if count % 32 == 0:
+        for at in range(0, count * 2, 64):
+            istore(target + at, iload(source + at))
+    else:
+        copy_bytes(target, source, count * 2)
