@@ -44,8 +44,9 @@ LAYERS = [
     {"ops"},
     {"registry"},
     {"config", "types"},
+    {"outputs"},
     {"speculative_config"},
-    {"metrics", "sampling_params", "outputs"},
+    {"metrics", "sampling_params"},
     {"structured_outputs"},
     {"errors", "numba_jit", "arrays"},
 ]

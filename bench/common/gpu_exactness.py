@@ -25,8 +25,9 @@ from draftproof.engine.engine import Engine
 from draftproof.models import decoder
 from draftproof.models.config import ModelConfig
 from draftproof.models.load import load_config
+from draftproof.outputs import RequestOutput
 from draftproof.propose import Proposer
-from draftproof.types import Draft, ProposeBatch, RequestOutput
+from draftproof.types import Draft, ProposeBatch
 
 # A layer of an 8B model: of its weights [4096, 4096] and [4096, 14336] cuBLAS splits K for few rows and not
 # for many, so that a row's bits depend on how many there are. Of a small model's weights it splits none.

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     )
     from draftproof.llm import LLM
     from draftproof.metrics import EngineStats, SpecStats
+    from draftproof.outputs import CompletionOutput, Logprob, RequestOutput, TokenEvent
     from draftproof.sampling_params import SamplingParams, SpeculativeParams
     from draftproof.speculative_config import SpeculativeConfig
     from draftproof.structured_outputs import StructuredOutputs
-    from draftproof.types import CompletionOutput, Logprob, RequestOutput, TokenEvent
 
 __version__ = "0.2.0"
 
 _HOMES = {
     "AsyncLLM": "async_llm",
-    "CompletionOutput": "types",
+    "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "DraftproofError": "errors",
     "EngineClosedError": "errors",
@@ -39,16 +39,16 @@ _HOMES = {
     "EngineStats": "metrics",
     "LLM": "llm",
     "LoadError": "errors",
-    "Logprob": "types",
+    "Logprob": "outputs",
     "QueueFullError": "errors",
     "RequestError": "errors",
-    "RequestOutput": "types",
+    "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "SpecStats": "metrics",
     "SpeculativeConfig": "speculative_config",
     "SpeculativeParams": "sampling_params",
     "StructuredOutputs": "structured_outputs",
-    "TokenEvent": "types",
+    "TokenEvent": "outputs",
 }
 __all__ = [
     "LLM",

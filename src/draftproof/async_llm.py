@@ -36,11 +36,11 @@ from draftproof.frontend.input_processor import InputProcessor, Messages, params
 from draftproof.frontend.job import Job
 from draftproof.frontend.stream_queue import StreamQueue
 from draftproof.metrics import EngineStats, SpecStats, StepTotals, WorkerStatus
+from draftproof.outputs import Logprob, RequestOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.prompts import Prompt
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import Logprob, RequestOutput, TokenEvent
 
 MAX_INLINE_CHARS = 4096  # longer prompts are tokenized in a thread, not on the event loop
 STOP_SECONDS = 30.0  # time that the end of a program waits for a step in flight

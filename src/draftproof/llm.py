@@ -19,11 +19,12 @@ from draftproof.frontend.progress import progress_bar
 from draftproof.frontend.request_tracker import RequestTracker
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
+from draftproof.outputs import RequestOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.grammar.compiler import GrammarCompiler
 from draftproof.text.prompts import Prompt, prompt_list
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
-from draftproof.types import Grammar, RequestOutput, TokenEvent
+from draftproof.types import Grammar
 
 __all__ = ["LLM", "Messages", "params_for"]
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftproof.outputs import CompletionOutput, Logprob
 from draftproof.text.bulk.logprob_rows import rows_of
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
-from draftproof.types import CompletionOutput, Logprob, LogprobRow
+from draftproof.types import LogprobRow
 
 
 class Letters:

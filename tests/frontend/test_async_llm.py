@@ -27,7 +27,7 @@ from draftproof import AsyncLLM, EngineClosedError
 from draftproof.frontend.engine_thread import EngineThread
 from draftproof.frontend.request_tracker import RequestTracker
 from draftproof.frontend.stream_queue import LoopWaker, StreamQueue
-from draftproof.types import RequestOutput, TokenEvent
+from draftproof.outputs import RequestOutput, TokenEvent
 from exact import check_empty
 from text_pieces import CONFIG, Pieces
 from words import Words

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from draftproof import SamplingParams
-from draftproof.types import RequestOutput
+from draftproof.outputs import RequestOutput
 from serving import END, NGRAM, Served, events, make_folder, serving, tiny
 
 PROMPT = "one two three four one two three"

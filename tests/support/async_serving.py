@@ -11,7 +11,7 @@ from typing import Any
 import proposers
 from draftproof import LLM, AsyncLLM, SamplingParams
 from draftproof.async_llm import Stream
-from draftproof.types import RequestOutput, TokenEvent
+from draftproof.outputs import RequestOutput, TokenEvent
 from exact import check_empty
 from text_pieces import FIRST, PIECES, Always, Pieces, seen
 

@@ -13,6 +13,7 @@ import numpy as np
 from draftproof.engine.step.logprob_routing import logprob_kind_of
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.metrics import EngineStats, RequestStats
+from draftproof.outputs import DraftRecord
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.serve.ipc.encode import EngineSnapshot, RequestGroup, encode_step
 from draftproof.serve.ipc.frame import CHECKSUM_START_BYTE, COLUMNS, HEADER_STRUCT, Bounds
@@ -22,7 +23,6 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    DraftRecord,
     LogprobKind,
     LogprobRow,
     Request,

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
+from draftproof.outputs import CompletionOutput
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.bulk import output_columns, output_table
 from draftproof.text.bulk.detokenizer import BulkDetokenizer
@@ -33,7 +34,6 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    CompletionOutput,
     LogprobKind,
     Request,
 )

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from draftproof.errors import DraftproofError, RequestError
 from draftproof.metrics import SpecStats
+from draftproof.outputs import TokenEvent
 from draftproof.serve.settings import KEY_VARIABLE
-from draftproof.types import TokenEvent
 
 TIMEOUT_SECONDS = 600.0
 

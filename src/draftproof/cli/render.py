@@ -15,7 +15,7 @@ from draftproof.errors import RequestError
 
 if TYPE_CHECKING:
     from draftproof.metrics import SpecStats
-    from draftproof.types import TokenEvent
+    from draftproof.outputs import TokenEvent
 
 STYLES = {"plain": "", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from draftproof.engine.drafting.budget import Ints
+from draftproof.arrays import Ints
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.step.step_results import Finish, StepResults

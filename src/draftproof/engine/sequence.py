@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftproof.engine.drafting.budget import Bools, Ints
+from draftproof.arrays import Bools, Ints
 from draftproof.engine.slots import SlotInit
 from draftproof.metrics import RequestStats
 from draftproof.types import LogprobKind, Request

@@ -17,11 +17,12 @@ from draftproof.errors import EngineClosedError, RequestError
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.frontend.job import Job
 from draftproof.metrics import SpecStats
+from draftproof.outputs import FinishReason, RequestOutput
 from draftproof.text.bulk.output import BulkOutput
 from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.streaming_output import StreamingOutput
-from draftproof.types import FinishReason, Request, RequestOutput
+from draftproof.types import Request
 
 FINISHED_BY_STOP_STRING = Finish("stop")  # the output has the string; the engine does not search for any
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
-from draftproof.types import RequestOutput, TokenEvent
+from draftproof.outputs import RequestOutput, TokenEvent
 
 
 class LoopWaker:

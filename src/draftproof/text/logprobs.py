@@ -12,9 +12,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.outputs import Logprob
 from draftproof.text.bulk.logprob_rows import Rows, unpack_rows
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import Logprob, LogprobRow
+from draftproof.types import LogprobRow
 
 
 class LogprobTable(Sequence[LogprobRow]):

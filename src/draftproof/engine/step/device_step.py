@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from draftproof.arrays import Ints
 from draftproof.engine.drafting.device_proposer import Drafting, checked
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
@@ -23,7 +24,6 @@ from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
 from draftproof.engine.step.result_buffer import PackedResults, ResultWriter
 from draftproof.engine.step.step_buffers import PlanBuffer, StepBuffers
 from draftproof.models.runner import Runner
-from draftproof.numpy_types import Ints
 from draftproof.ops import Layout, Ops, TokenLogprobs
 from draftproof.propose import Proposer
 from draftproof.types import (

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from draftproof.arrays import Bools, Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep
-from draftproof.numpy_types import Bools, Ints
 from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
 
 GrammarErrors = Mapping[int, Mapping[int, str]]  # entry -> depth -> message of the grammar's exception

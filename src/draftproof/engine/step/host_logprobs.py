@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.engine.drafting.budget import Ints
+from draftproof.arrays import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep, QueuedStep
@@ -20,6 +20,7 @@ from draftproof.engine.step.logprob_routing import needs_host_token_logprobs
 from draftproof.engine.step.step_results import HostLogprobs
 from draftproof.models.runner import Runner
 from draftproof.ops import Ops
+from draftproof.outputs import DraftRecord
 from draftproof.sampling_params import top_of
 from draftproof.types import (
     FIRST_ROW,
@@ -27,7 +28,6 @@ from draftproof.types import (
     NUM_DRAFT,
     NUM_OUT,
     TOKENS,
-    DraftRecord,
     LogprobRow,
     Request,
 )

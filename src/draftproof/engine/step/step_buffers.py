@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.arrays import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import ALIGN, Slots
 from draftproof.engine.step.result_buffer import ResultWriter, buffer_bytes
 from draftproof.engine.step.step_features import LOGPROB_WIDTHS
-from draftproof.numpy_types import Ints
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.types import TOKENS, Outcome, PlanColumns, Windows
 

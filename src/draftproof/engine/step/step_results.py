@@ -13,8 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.arrays import Floats32, Ints
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
-from draftproof.numpy_types import Floats32, Ints
+from draftproof.outputs import DraftRecord, FinishReason
 from draftproof.sampling_params import top_of
 from draftproof.types import (
     ENDED,
@@ -24,8 +25,6 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    DraftRecord,
-    FinishReason,
     FinishStatus,
     LogprobKind,
     LogprobRow,

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftproof import __version__
 from draftproof.errors import RequestError
+from draftproof.outputs import RequestOutput, TokenEvent
 from draftproof.serve.api.logprob_format import TokenNames
 from draftproof.serve.api.metrics import Meters
 from draftproof.serve.api.request_parser import Wish, Wishes
@@ -30,7 +31,6 @@ from draftproof.serve.http.request_guard import Caller, ClientGone, Desk
 from draftproof.serve.http.request_log import LOGGER, Ticket
 from draftproof.serve.http.sse import Chunks, Unfinished, error_event
 from draftproof.serve.settings import Settings
-from draftproof.types import RequestOutput, TokenEvent
 
 MANY = 20_000  # logprobs that an event loop should not put into words itself
 SEEDS = (1 << 53) - 128  # for those who give none: what JavaScript can repeat

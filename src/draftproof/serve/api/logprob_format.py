@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from draftproof.outputs import DraftRecord, Logprob
 from draftproof.serve.api.response_schema import (
     ChatLogprob,
     DraftInfo,
@@ -14,7 +15,6 @@ from draftproof.serve.api.response_schema import (
 )
 from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import DraftRecord, Logprob
 
 LEAST = -9999.0  # JSON has no infinity: OpenAI's way to say "impossible"
 Row = Mapping[int, Logprob]  # the token itself first, then the others by rank

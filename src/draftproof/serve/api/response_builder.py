@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from draftproof.errors import NO_TOKEN_LEFT
 from draftproof.metrics import SpecStats
+from draftproof.outputs import CompletionOutput, RequestOutput, TokenEvent
 from draftproof.sampling_params import MAX_SEED
 from draftproof.serve.api.logprob_format import Row, Teller, TokenNames
 from draftproof.serve.api.request_parser import PromptIn, Wish
@@ -30,7 +31,6 @@ from draftproof.serve.api.response_schema import (
     Usage,
 )
 from draftproof.serve.http.errors import Problem
-from draftproof.types import CompletionOutput, RequestOutput, TokenEvent
 
 
 class Form:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from draftproof.outputs import RequestOutput, TokenEvent
 from draftproof.serve.api.logprob_format import Row
 from draftproof.serve.api.response_builder import ChatForm, TextForm, finish
 from draftproof.serve.api.response_schema import Usage
 from draftproof.serve.http.errors import ErrorReply, Problem
-from draftproof.types import RequestOutput, TokenEvent
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()

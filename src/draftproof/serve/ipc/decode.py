@@ -13,6 +13,7 @@ from draftproof.engine.step.logprob_routing import logprob_kind_of, needs_host_t
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
+from draftproof.outputs import DraftRecord
 from draftproof.sampling_params import top_of
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
@@ -30,7 +31,6 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    DraftRecord,
     LogprobKind,
     LogprobRow,
     Request,

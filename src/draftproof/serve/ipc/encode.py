@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from draftproof.engine.step.step_results import HostLogprobs, StepResults
 from draftproof.metrics import EngineStats, RequestStats
+from draftproof.outputs import DraftRecord
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
     STATUS_BY_REASON,
@@ -30,7 +31,6 @@ from draftproof.types import (
     NUM_OUT,
     PICK,
     TOKENS,
-    DraftRecord,
     LogprobKind,
     LogprobRow,
 )

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.types import FinishReason, LogprobKind
+from draftproof.outputs import FinishReason
+from draftproof.types import LogprobKind
 
 MAGIC = b"DPRF"
 VERSION = 1

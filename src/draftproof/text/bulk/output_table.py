@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.outputs import CompletionOutput, FinishReason
 from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts, push_many
 from draftproof.text.bulk.output import BulkOutput
 from draftproof.text.bulk.output_columns import Ints, LogprobArrays, OutputColumns, StepColumns, longer
@@ -23,8 +24,6 @@ from draftproof.types import (
     NUM_ACCEPTED,
     NUM_OUT,
     TOKENS,
-    CompletionOutput,
-    FinishReason,
     LogprobKind,
     Request,
 )

@@ -1,0 +1,98 @@
+"""Results that users receive: outputs of a prompt, stream events, logprobs and draft records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from draftproof.metrics import SpecStats
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecord:
+    """One draft, accepted or rejected."""
+
+    token_id: int
+    position: int  # 0-based index in the output it was proposed for
+    source: str
+    accepted: bool
+    draft_logprob: float | None  # by the drafter; None: it reported none
+    target_logprob: float | None  # by the target model
+
+
+class Logprob(NamedTuple):
+    """One entry of a `.logprobs` mapping."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)  # one per streamed token: freezing it would take three times as long
+class TokenEvent:
+    """One committed token of a stream. The texts of all events add up to the output text."""
+
+    index: int  # which of the n outputs
+    token_id: int | None  # None: the output ended without another token, by an error or an abort
+    text: str
+    provenance: str
+    logprobs: dict[int, Logprob] | None
+    step_end: bool  # last token that its step committed
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    text_offset: int = 0  # first character in the output text, unless a stop string cuts it off
+    num_draft: int = 0  # with `step_end`: drafts verified in the step
+    drafts: list[DraftRecord] | None = None  # with `step_end` and `include_draft_logprobs`
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output of a prompt. `token_ids`, `logprobs`, `provenance`, `text_offsets` have equal length."""
+
+    index: int
+    seed: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Sequence[dict[int, Logprob]] | None = None  # made when they are read
+    cumulative_logprob: float | None = None
+    provenance: list[str] = field(default_factory=list)  # "plain", "accepted:ngram", "recovered", "bonus"
+    text_offsets: list[int] = field(default_factory=list)
+    drafts: list[DraftRecord] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    metrics: SpecStats = field(default_factory=SpecStats)
+
+    def finished(self) -> bool:
+        """Return whether generation has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All outputs of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: SpecStats
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, for the first output
+    num_preemptions: int = 0  # over all outputs
+    queue_seconds: float | None = field(default=None, compare=False)  # first output; None: not scheduled
+    first_token_seconds: float | None = field(default=None, compare=False)  # since arrival, first output
+    strategy: str = ""  # verification strategy and its label
+    lossless: bool = True
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Return token counts by OpenAI's names."""
+        out = sum(len(o.token_ids) for o in self.outputs)
+        prompt = len(self.prompt_token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": out, "total_tokens": prompt + out}
