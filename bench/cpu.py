@@ -67,7 +67,7 @@ class Ours:
 
     def parts(self, ids: list[int], tokens: int) -> dict[str, float]:
         """Milliseconds of a plain decode step, by where they go."""
-        runner, methods = self.llm.engine.runner, {"forward": "tapped", "logits": "logits"}
+        runner, methods = self.llm.engine.runner, {"forward": "forward_tapped", "logits": "logits"}
         spent = dict.fromkeys(methods, 0.0)
         kept = {name: getattr(runner, method) for name, method in methods.items()}
 

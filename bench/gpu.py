@@ -128,7 +128,7 @@ def floor(bench: Bench) -> dict[str, Any]:
     llm = bench.llm()
     model, ops = llm.engine.runner.model, llm.engine.ops
     layers = [layer for block in model.layers for layer in (block.qkv, block.out, block.gate_up, block.down)]
-    weights = [packed.weight for packed in (*layers, model.head)]
+    weights = [packed.weight for packed in (*layers, model.lm_head)]
     size = sum(w.numel() * w.element_size() for w in weights)
     held = max((*weights, *llm.engine.runner.caches), key=lambda t: t.numel() * t.element_size())
     large = held.view(-1).view(torch.int64)[: READ >> 3]

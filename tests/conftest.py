@@ -61,7 +61,7 @@ def smollm2():
         if dtype not in loaded:
             loaded[dtype] = load_checkpoint("smollm2-135m", dtype=dtype)
         made = loaded[dtype]
-        return Checkpoint(made.config, dict(made.tensors), made.dtype, made.source, made.format)
+        return made.copy()
 
     return checkpoint
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import heads
 import tiny
-from draftproof.models.decoder import Llama
 from draftproof.models.draft_head.model import TargetParts
+from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
@@ -102,7 +102,7 @@ def proposer(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> Eagle3Proposer
     made = tiny.checkpoint("even", "bfloat16")
     parts = TargetParts(
         *(made.config, config.target, torch.bfloat16, made.tensors["model.embed_tokens.weight"], None),
-        head_rows=lambda ids: torch.zeros((len(ids), SMALL["hidden_size"]), dtype=torch.bfloat16),
+        lm_head_rows=lambda ids: torch.zeros((len(ids), SMALL["hidden_size"]), dtype=torch.bfloat16),
     )
     env = ProposerEnv(triton_ops, K, tiny.VOCAB, SMALL["hidden_size"], 256, 9, PAGE, 64, 2048, parts)
     return Eagle3Proposer(env, {"model": head})
@@ -173,7 +173,7 @@ def test_taps_take_no_launch(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -
     counts = []
     for taps in ((), (0, 1)):
         made = tiny.checkpoint("even", "bfloat16")
-        model = Llama(made.config, made.tensors, triton_ops, 64)
+        model = create_model(made.config, made.weights, triton_ops, 64)
         runner = Runner(model, triton_ops, made.dtype, num_pages=9, page_size=PAGE, max_rows=32, taps=taps)
         column, table = torch.zeros(5, dtype=torch.int64), torch.zeros((4, 16), dtype=torch.int32)
         rows = Rows(column, column, column, column, table)

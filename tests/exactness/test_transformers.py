@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.models.decoder import Llama
 from draftproof.models.load import load_checkpoint
+from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
@@ -92,7 +92,7 @@ def ours(folder: Path, tokens: Tensor, chunk: int, backend: str = "auto") -> Ten
     """Logits of every position, the prompt taken in chunks, on pages out of order."""
     checkpoint = load_checkpoint(folder, dtype="float32")
     ops = resolve(backend, CPU)
-    model = Llama(checkpoint.config, checkpoint.tensors, ops, 128)
+    model = create_model(checkpoint.config, checkpoint.weights, ops, 128)
     runner = Runner(model, ops, torch.float32, num_pages=20, page_size=8, max_rows=len(tokens))
     table = (1 + torch.randperm(16, generator=torch.Generator().manual_seed(2)))[None].to(torch.int32)
     out = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiny
-from draftproof.models.decoder import Llama
+from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 from draftproof.ops.cpu.backend import CpuOps
@@ -56,13 +56,13 @@ class NarrowOps(CpuOps):
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 def test_some_rows_are_those_of_all(backend, arch):
     made, ops = tiny.checkpoint(arch, "bfloat16"), resolve(backend, CPU)
-    model = Llama(made.config, made.tensors, ops, 64)
+    model = create_model(made.config, made.weights, ops, 64)
     all_of, some_of = (Runner(model, ops, made.dtype, num_pages=9, page_size=8, max_rows=32) for _ in "ab")
     at = torch.arange(4 if backend == "reference" else 21)
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
     rows = all_of.rows(at * 7 % tiny.VOCAB, at, torch.ones_like(at), table)
     wanted = torch.tensor([len(at) - 1, 0, 2, 0])
-    assert torch.equal(some_of.some_of(rows, wanted), all_of.forward(rows)[wanted])
+    assert torch.equal(some_of.forward_selected(rows, wanted), all_of.forward(rows)[wanted])
     for mine, theirs in zip(all_of.caches, some_of.caches, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -83,8 +83,12 @@ def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
     for ask in served.asks:  # remembered: below, all passes are those of the company
         solo(ask, served.where)
     with (
-        mock.patch.object(Runner, "some_of", autospec=True, side_effect=Runner.some_of) as some,
-        mock.patch.object(Runner, "tapped", autospec=True, side_effect=Runner.tapped) as whole,
+        mock.patch.object(
+            Runner, "forward_selected", autospec=True, side_effect=Runner.forward_selected
+        ) as some,
+        mock.patch.object(
+            Runner, "forward_tapped", autospec=True, side_effect=Runner.forward_tapped
+        ) as whole,
     ):
         assert served.differences() == []
     sizes = {len(call.args[1].tokens) for call in (whole if prompt else some).call_args_list}
@@ -99,8 +103,8 @@ def captured(served: Company) -> set[bool]:
         found.add(NarrowRuntime.running)
         return tapped(self, *rows)
 
-    tapped = Runner.tapped
-    with mock.patch.object(Runner, "tapped", noted):
+    tapped = Runner.forward_tapped
+    with mock.patch.object(Runner, "forward_tapped", noted):
         assert served.differences() == []
     return found
 
@@ -115,7 +119,7 @@ def test_no_pass_runs_op_by_op_however_many_drafts_there_are(seats):
 
 
 def test_the_wrong_rows_are_noticed():
-    right = Runner.some_of
+    right = Runner.forward_selected
     wrong = lambda self, rows, at: right(self, rows, (at - 1).clamp(min=0))  # noqa: E731
-    with mock.patch.object(Runner, "some_of", wrong):
+    with mock.patch.object(Runner, "forward_selected", wrong):
         assert company().differences()

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from draftproof.errors import LoadError
-from draftproof.models.config import ARCHITECTURES, ModelConfig, RopeScaling, config_from_hf
+from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.registry import MODELS, config_from_hf
 from draftproof.models.rope import inverse_frequencies, rope_table
 
 SIZES = {
@@ -83,7 +84,7 @@ def test_read_as_transformers_does(tmp_path: Path, kind: str, changes: dict[str,
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     if theirs.tie_word_embeddings:
         del shapes["lm_head.weight"]
-    from draftproof.models.weights import expected_tensors
+    from draftproof.models.registry import expected_tensors
 
     assert expected_tensors(ours) == shapes
     windows = [getattr(layer.self_attn, "sliding_window", None) or 0 for layer in model.model.layers]
@@ -201,5 +202,5 @@ def test_end_tokens_from_both_files() -> None:
 
 
 def test_every_architecture_has_its_transformers_class() -> None:
-    for name in ARCHITECTURES:
+    for name in MODELS:
         assert hasattr(transformers, name)

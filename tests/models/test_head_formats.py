@@ -19,16 +19,17 @@ from torch import Tensor
 import heads
 import tiny
 from draftproof.errors import LoadError
-from draftproof.models.draft_head.config import HeadConfig, Target
-from draftproof.models.draft_head.formats import load_head, read_head
-from draftproof.models.draft_head.model import HeadModel, TargetParts
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.formats import load_draft_head, read_draft_head
+from draftproof.models.draft_head.model import DraftHeadModel, TargetParts
+from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import Rows, resolve
 from exact import Ask, Company, Where
 
 CPU = torch.device("cpu")
 
 
-def decoder(config: HeadConfig, kind: str) -> dict[str, Any]:
+def decoder(config: DraftHeadConfig, kind: str) -> dict[str, Any]:
     """As transformers would write it down."""
     return {
         "model_type": kind,
@@ -71,8 +72,9 @@ def offsets(tensors: dict[str, Tensor], vocab: int) -> dict[str, Tensor]:
     return {**tensors, "d2t": ids - torch.arange(len(ids)), "t2d": mask}
 
 
-def same(where: str, config: HeadConfig, tensors: dict[str, Tensor], layers: int = 2) -> HeadConfig:
-    found, got = read_head(where, layers)
+def same(where: str, config: DraftHeadConfig, tensors: dict[str, Tensor], layers: int = 2) -> DraftHeadConfig:
+    found, weights = read_draft_head(where, layers)
+    got = dequantize_all(weights)
     told = replace(found, target=config.target)
     assert told == config
     assert got.keys() == tensors.keys()
@@ -82,7 +84,12 @@ def same(where: str, config: HeadConfig, tensors: dict[str, Tensor], layers: int
 
 @pytest.mark.parametrize("norm", ["none", "whole", "each"])
 def test_speculators_eagle3(tmp_path, norm):
-    fields = {"share_head": False, "own_embedding": True, "norm_before_residual": True, "feature_norm": norm}
+    fields = {
+        "share_lm_head": False,
+        "own_embedding": True,
+        "norm_before_residual": True,
+        "feature_norm": norm,
+    }
     config = heads.head_config("eagle3", norm_output=norm == "each", **fields)
     tensors = heads.head_tensors(config)
     theirs = {"whole": {"feature_norm.": "input_norm."}, "each": {"feature_norm.": "fc_norm."}, "none": {}}[
@@ -100,15 +107,15 @@ def test_speculators_eagle3(tmp_path, norm):
     }
     where = write(tmp_path / "head", raw, renamed(offsets(tensors, 97), theirs))
     found = same(where, config, tensors)
-    assert found.target == Target("LlamaForCausalLM", 32, 97, 0, "")
+    assert found.target == TargetIdentity("LlamaForCausalLM", 32, 97, 0, "")
     with pytest.raises(LoadError, match="class is LlamaForCausalLM, this model's is Qwen2"):
-        load_head(where, replace(config.target, model_type="Qwen2ForCausalLM"))
+        load_draft_head(where, replace(config.target, model_type="Qwen2ForCausalLM"))
     with pytest.raises(LoadError, match="it reads layers"):
-        read_head(where, 1)
+        read_draft_head(where, 1)
 
 
 def test_specforge_eagle3(tmp_path):
-    config = heads.head_config("eagle3", share_head=False)
+    config = heads.head_config("eagle3", share_lm_head=False)
     tensors = heads.head_tensors(config)
     raw = decoder(config, "llama") | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -122,20 +129,20 @@ def test_specforge_eagle3(tmp_path):
     same(write(tmp_path / "head", raw, stored), config, tensors)
     stored["t2d"] = torch.zeros(97, dtype=torch.bool)
     with pytest.raises(LoadError, match="d2t and t2d do not agree"):
-        read_head(write(tmp_path / "head", raw, stored), 2)
+        read_draft_head(write(tmp_path / "head", raw, stored), 2)
 
 
 def test_layers_that_nobody_named_are_the_usual_ones(tmp_path):
     config = heads.head_config("eagle3", aux_layers=(0, 1, 1), draft_vocab_size=97)
     tensors = heads.head_tensors(config)
     raw = decoder(config, "llama") | {"architectures": ["LlamaForCausalLMEagle3"]}
-    found, _ = read_head(write(tmp_path / "head", raw, tensors), 30)
+    found, _ = read_draft_head(write(tmp_path / "head", raw, tensors), 30)
     assert found.aux_layers == (1, 14, 26)
 
 
 def test_eagle_of_the_first_kind(tmp_path):
     norms = {"input_norm": False, "final_norm": False}
-    config = heads.head_config("eagle", feature="last_normed", share_head=True, num_layers=1, **norms)
+    config = heads.head_config("eagle", feature="last_normed", share_lm_head=True, num_layers=1, **norms)
     tensors = heads.head_tensors(config)
     raw = decoder(config, "llama") | {"architectures": ["LlamaForCausalLM"], "bias": True}
     same(write(tmp_path / "head", raw, tensors), config, tensors)
@@ -158,13 +165,13 @@ def test_mtp(tmp_path, names):
 
 
 def test_what_is_not_supported_is_named(tmp_path):
-    config = heads.head_config("eagle3", share_head=False)
+    config = heads.head_config("eagle3", share_lm_head=False)
     raw = {"speculators_model_type": "dflash", "transformer_layer_config": decoder(config, "llama")}
     with pytest.raises(LoadError, match="speculators of type 'dflash' are not supported"):
-        read_head(write(tmp_path / "head", raw, heads.head_tensors(config)), 2)
+        read_draft_head(write(tmp_path / "head", raw, heads.head_tensors(config)), 2)
     raw = decoder(config, "gpt_oss") | {"architectures": ["LlamaForCausalLMEagle3"]}
     with pytest.raises(LoadError, match="layers of type 'gpt_oss' are not supported"):
-        read_head(write(tmp_path / "head", raw, heads.head_tensors(config)), 2)
+        read_draft_head(write(tmp_path / "head", raw, heads.head_tensors(config)), 2)
 
 
 # --- with the package itself --------------------------------------------------------------------------
@@ -225,12 +232,12 @@ def made_by_speculators(folder: Path, kind: str, **flags: Any) -> Any:
 def test_a_checkpoint_of_speculators_gives_its_logits(kind, flags, tmp_path):
     theirs = made_by_speculators(tmp_path, kind, **flags)
     target = heads.target_of("llama", "float32")
-    config, tensors = load_head(tmp_path, target)
+    config, tensors = load_draft_head(tmp_path, target)
     made, ops = tiny.checkpoint("llama"), resolve("torch", CPU)
     parts = TargetParts(
         made.config, target, torch.float32, made.tensors["model.embed_tokens.weight"], None, lambda ids: ids
     )
-    ours = HeadModel(config, tensors, ops, 64, parts, 12)
+    ours = DraftHeadModel(config, tensors, ops, 64, parts, 12)
 
     count = 12
     tokens, features = torch.randint(97, (count,)), torch.randn(count, 64)
@@ -246,7 +253,7 @@ def test_a_checkpoint_of_speculators_gives_its_logits(kind, flags, tmp_path):
     caches = [torch.zeros(2, 5, 8, config.num_kv_heads, config.head_dim)]
     rows = Rows(tokens, at, torch.zeros_like(at), 8 + at, table)
     row = ours.forward(rows, ours.feature(features), caches)
-    got, after = ours.logits(row), ours.following(row)
+    got, after = ours.logits(row), ours.next_feature(row)
     assert torch.allclose(got[:, ours.ids], logits[0], atol=1e-4)
     assert got.isinf().sum() == count * 36
     for p in range(count - 2, -1, -1):  # a round after each row, with the token that comes next

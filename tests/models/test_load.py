@@ -24,10 +24,11 @@ from draftproof.models import hub, load, weight_cache
 from draftproof.models import weights as model_tensors
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.gguf.file import read_gguf
-from draftproof.models.gguf.llama import config_from_gguf, split_halves
+from draftproof.models.gguf.llama import config_from_gguf
 from draftproof.models.load import load_checkpoint, load_config
-from draftproof.models.rope import inverse_frequencies
-from draftproof.models.weights import dummy_tensors, expected_tensors
+from draftproof.models.registry import expected_tensors
+from draftproof.models.rope import inverse_frequencies, pairs_to_halves
+from draftproof.models.weights import dummy_tensors
 from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
 
 SIZES: dict[str, Any] = {
@@ -220,7 +221,7 @@ def test_gguf_types(tmp_path: Path, kind: str) -> None:
         wanted = torch.from_numpy(data.astype(np.float32))
         for part, heads in (("q_proj", 4), ("k_proj", 2)):
             if part in name:
-                wanted = split_halves(wanted, heads)
+                wanted = pairs_to_halves(wanted, heads)
         assert torch.equal(tensor, wanted), name
         assert torch.equal(narrow.tensors[name], wanted.to(torch.bfloat16)), name
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -308,7 +309,7 @@ def test_gguf_rope_scaling(tmp_path: Path, extra: dict[str, Any], scaling: RopeS
         ("llama", {"attention.value_length": 8}, "values of another size"),
         ("llama", {"attention.head_count_kv": [1, 2]}, "head_count_kv.*differs"),
         ("llama", {"block_count": None}, "block_count is missing"),
-        ("llama", {"block_count": 2**31}, "layers cannot be meant"),
+        ("llama", {"block_count": 2**31}, "not a plausible number"),
         ("llama", {"block_count": 3}, r"missing model\.layers\.2"),
         ("llama", {"block_count": 1}, r"no place for model\.layers\.1"),
         ("llama", {"embedding_length": 32}, r"is \[64, 64\] but should be \[64, 32\]"),
@@ -473,7 +474,7 @@ def test_dummy(tmp_path: Path) -> None:
 
 def test_large_dummy_tensors_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same seed, same numbers; no two rows of a tensor are alike, and no two tensors."""
-    monkeypatch.setattr(model_tensors, "POOL", 1009)
+    monkeypatch.setattr(model_tensors, "POOL_SIZE", 1009)
     tensors = dummy_tensors(SMALL, torch.float32, 5)
     assert same(tensors, dummy_tensors(SMALL, torch.float32, 5))
     large = [t for t in tensors.values() if t.numel() > 1009]

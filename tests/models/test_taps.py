@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from draftproof.models.decoder import Llama
+from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def runner(backend: str, dtype: str, taps: tuple[int, ...], arch: str = "qwen3") -> Runner:
     made, ops = tiny.checkpoint(arch, dtype), resolve(backend, CPU)
-    model = Llama(made.config, made.tensors, ops, 64)
+    model = create_model(made.config, made.weights, ops, 64)
     return Runner(model, ops, made.dtype, num_pages=9, page_size=8, max_rows=32, taps=taps)
 
 
@@ -30,7 +30,7 @@ def test_taps_change_no_bit_and_are_what_the_next_layer_reads(backend, dtype):
         tokens, slots = places * 7 % tiny.VOCAB, torch.ones_like(places)
         rows = plain.rows(tokens, places, slots, table)
         want = plain.forward(rows)
-        hidden, second, first = tapped.tapped(rows)
+        hidden, second, first = tapped.forward_tapped(rows)
         assert torch.equal(hidden, want)
         assert torch.equal(plain.ops.forward.rms_norm(second.contiguous(), plain.model.norm, 1e-6), want)
         assert first.shape == want.shape and not torch.equal(first, second)

@@ -143,7 +143,7 @@ def perfect(monkeypatch):
     made = tiny.checkpoint("one", "float32")
     size = made.config.hidden_size
     config = heads.head_config(
-        "eagle", "one", num_layers=1, window=9, fc_bias=False, share_head=True, intermediate_size=48
+        "eagle", "one", num_layers=1, window=9, fc_bias=False, share_lm_head=True, intermediate_size=48
     )
     eye = torch.eye(size)
     tensors = {"fc.weight": torch.cat([eye, torch.zeros_like(eye)], 1), "norm.weight": torch.ones(size)}

@@ -10,9 +10,9 @@ import tiny
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models.draft_head.bundled import shipped, shipped_for, shipped_like
-from draftproof.models.draft_head.config import Target
-from draftproof.models.draft_head.formats import load_head
+from draftproof.models.draft_head.bundled import bundled_heads, find_bundled_head, find_bundled_head_by_size
+from draftproof.models.draft_head.config import TargetIdentity
+from draftproof.models.draft_head.formats import load_draft_head
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.text.tokenizer import load_tokenizer
@@ -23,33 +23,33 @@ MEGABYTES = 12
 
 
 @pytest.fixture(scope="module")
-def target(smollm2) -> Target:
+def target(smollm2) -> TargetIdentity:
     checkpoint = smollm2("bfloat16")
-    return Target.of(checkpoint.config, checkpoint.tensors)
+    return TargetIdentity.from_weights(checkpoint.config, checkpoint.tensors)
 
 
 def test_what_is_shipped_is_small_and_whole() -> None:
-    assert shipped(), "no head comes with the package"
-    for folder, config in shipped().items():
+    assert bundled_heads(), "no head comes with the package"
+    for folder, config in bundled_heads().items():
         size = sum(path.stat().st_size for path in folder.iterdir())
         assert size <= MEGABYTES * 10**6, f"{folder.name}: {size} bytes"
         assert "Apache" in (folder / "LICENSE").read_text()
         assert config.target.digest
 
 
-def test_it_is_found_by_its_model(smollm2, target: Target) -> None:
-    folder = shipped_for("eagle3", target)
-    assert folder is not None and folder == shipped_like("eagle3", smollm2("bfloat16").config)
-    config, _ = load_head(folder, target)
+def test_it_is_found_by_its_model(smollm2, target: TargetIdentity) -> None:
+    folder = find_bundled_head("eagle3", target)
+    assert folder is not None and folder == find_bundled_head_by_size("eagle3", smollm2("bfloat16").config)
+    config, _ = load_draft_head(folder, target)
     assert config.target == target
     wide = smollm2("float32")
-    assert shipped_for("eagle3", Target.of(wide.config, wide.tensors)) == folder
+    assert find_bundled_head("eagle3", TargetIdentity.from_weights(wide.config, wide.tensors)) == folder
     # another kind, and a model that differs in its weights alone
-    assert shipped_for("mtp", target) is None
-    assert shipped_for("eagle3", replace(target, digest="0" * 32)) is None
+    assert find_bundled_head("mtp", target) is None
+    assert find_bundled_head("eagle3", replace(target, digest="0" * 32)) is None
 
 
-def test_another_model_is_refused(target: Target) -> None:
+def test_another_model_is_refused(target: TargetIdentity) -> None:
     def engine(options: dict[str, object]) -> Engine:
         spec = SpeculativeConfig.parse({"method": "eagle3", **options})
         config = EngineConfig(model="tiny", max_model_len=64, max_num_seqs=2, speculative=spec)
@@ -58,7 +58,7 @@ def test_another_model_is_refused(target: Target) -> None:
     with pytest.raises(ConfigError, match="none for this model comes with the package"):
         engine({})
     with pytest.raises(LoadError, match="made for another model: its target's hidden size is 576"):
-        engine({"model": str(shipped_for("eagle3", target))})
+        engine({"model": str(find_bundled_head("eagle3", target))})
 
 
 def test_it_changes_nothing_but_the_steps(smollm2, smollm2_path) -> None:

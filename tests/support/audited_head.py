@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 import tiny
-from draftproof.models.decoder import Llama
+from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.propose.head import HeadProposer
 
@@ -24,7 +24,7 @@ class Audited(HeadProposer):
         made = tiny.checkpoint(*self.options["weights"].split("/"))
         pages = -(-env.max_len // env.page_size)
         sizes = {"num_pages": pages + 1, "page_size": env.page_size, "max_rows": env.max_len}
-        model = Llama(made.config, made.tensors, env.ops, env.max_len)
+        model = create_model(made.config, made.weights, env.ops, env.max_len)
         self.target = Runner(model, env.ops, made.dtype, taps=self.taps, **sizes)
         self.again = [torch.zeros_like(cache[:, : pages + 1]) for cache in self.caches]
         self.table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
@@ -45,7 +45,7 @@ class Audited(HeadProposer):
         at = torch.arange(computed)
         tokens, line = columns.tokens[slot], torch.zeros_like(at)
         rows = self.target.rows(tokens[:computed], at, line, self.table)
-        hidden, *tapped = self.target.tapped(rows)
+        hidden, *tapped = self.target.forward_tapped(rows)
         wanted = torch.cat([hidden, *tapped] if self.needs_hidden else tapped, 1)
         committed = here[batch.rows.positions[here] < computed]
         places = batch.rows.positions[committed]

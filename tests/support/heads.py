@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tiny
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 from draftproof.models.weights import dummy_tensors
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
@@ -31,12 +31,12 @@ def folder(name: str) -> Path:
     return made
 
 
-def target_of(arch: str, dtype: str) -> Target:
+def target_of(arch: str, dtype: str) -> TargetIdentity:
     made = tiny.checkpoint(arch, dtype)
-    return Target.of(made.config, made.tensors)
+    return TargetIdentity.from_weights(made.config, made.tensors)
 
 
-def head_config(kind: str, arch: str = "llama", dtype: str = "float32", **fields: Any) -> HeadConfig:
+def head_config(kind: str, arch: str = "llama", dtype: str = "float32", **fields: Any) -> DraftHeadConfig:
     """Each kind differs from the others in more than its name."""
     model = tiny.model_config(arch)
     values: dict[str, Any] = {
@@ -51,13 +51,13 @@ def head_config(kind: str, arch: str = "llama", dtype: str = "float32", **fields
     }
     values |= {
         "eagle3": {"aux_layers": (0, 1), "draft_vocab_size": 61, "num_kv_heads": 1},
-        "eagle": {"feature": "last", "num_layers": 2, "share_head": False, "fc_bias": True},
+        "eagle": {"feature": "last", "num_layers": 2, "share_lm_head": False, "fc_bias": True},
         "mtp": {"feature": "last_normed", "qk_norm": True, "norm_output": True},
     }[kind]
-    return HeadConfig(**{**values, **fields})
+    return DraftHeadConfig(**{**values, **fields})
 
 
-def head_tensors(config: HeadConfig, seed: int = 5, bold: float = 8.0) -> dict[str, Tensor]:
+def head_tensors(config: DraftHeadConfig, seed: int = 5, bold: float = 8.0) -> dict[str, Tensor]:
     """Random ones, and ids that a reduced vocabulary knows."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ def head_tensors(config: HeadConfig, seed: int = 5, bold: float = 8.0) -> dict[s
     return tensors
 
 
-def save_head(name: str, config: HeadConfig, tensors: dict[str, Tensor]) -> str:
+def save_head(name: str, config: DraftHeadConfig, tensors: dict[str, Tensor]) -> str:
     made = folder(name)
     (made / "config.json").write_text(json.dumps(config.to_json()))
     save_file(tensors, made / "model.safetensors")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 import tiny
-from draftproof.models.decoder import Llama
+from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import DeviceProposer, Proposer, ProposerEnv
@@ -179,7 +179,7 @@ class SelfModel(Proposer):
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
         made = tiny.checkpoint(*self.options["weights"].split("/"))
-        model = Llama(made.config, made.tensors, env.ops, env.max_len)
+        model = create_model(made.config, made.weights, env.ops, env.max_len)
         self.runner = Runner(
             model,
             env.ops,

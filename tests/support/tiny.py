@@ -58,7 +58,7 @@ def _weights(name: str, dtype: str) -> Checkpoint:
 def checkpoint(name: str = "llama", dtype: str = "float32") -> Checkpoint:
     """A fresh one each time: the engine takes the tensors out of it."""
     made = _weights(name, dtype)
-    return Checkpoint(made.config, dict(made.tensors), made.dtype, made.source, made.format)
+    return made.copy()
 
 
 def engine(

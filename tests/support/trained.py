@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import tiny
-from draftproof.models.draft_head.config import HeadConfig
+from draftproof.models.draft_head.config import DraftHeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TrainPlan
@@ -86,7 +86,7 @@ def trainer(name: str = "llama", device: str = "cpu", **changes: Any) -> Trainer
 
 
 def drafted_outputs(
-    config: HeadConfig,
+    config: DraftHeadConfig,
     weights: dict[str, Tensor],
     features: Tensor,  # [T, layers * hidden]
     embeds: Tensor,  # [T + 1 + steps, hidden]: of the tokens

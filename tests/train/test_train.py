@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 import tiny
 import trained
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models.draft_head.config import HeadConfig, Target
-from draftproof.models.draft_head.formats import load_head
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.formats import load_draft_head
+from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import Ops
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import settle
@@ -443,7 +444,7 @@ def test_a_head_in_eight_bits(tmp_path: Path) -> None:
     size, full = (sum(t.nbytes for name, t in some.items() if name != "d2t") for some in (narrow, wide))
     assert 0.5 * full < size < 0.6 * full
     target = made.config.target
-    for name, weight in load_head(folders[0], target)[1].items():
+    for name, weight in dequantize_all(load_draft_head(folders[0], target)[1]).items():
         if name != "d2t":
             assert weight.dtype == torch.bfloat16 and torch.equal(weight.float(), made.rounded()[name])
             kept = made.weights[name].detach()
@@ -453,7 +454,7 @@ def test_a_head_in_eight_bits(tmp_path: Path) -> None:
     del narrow["fc.weight.scale"]
     save_file(narrow, folders[0] / "model.safetensors")
     with pytest.raises(LoadError, match=r"fc\.weight is packed, but fc\.weight\.scale"):
-        load_head(folders[0], target)
+        load_draft_head(folders[0], target)
     with pytest.raises(ConfigError, match="bits is 8 or 16, got 4"):
         trained.plan(bits=4)
 
@@ -480,7 +481,7 @@ def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
     assert torch.equal(ids, ours["d2t"]) and torch.equal(theirs["t2d"].nonzero()[:, 0], ids)
     assert torch.equal(theirs["lm_head.weight"], made.teacher.head[ids].bfloat16())
     raw = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert HeadConfig.from_json(raw) == made.config
+    assert DraftHeadConfig.from_json(raw) == made.config
     raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert raw["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in made.config.aux_layers]
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/model"
@@ -524,9 +525,13 @@ def test_speculators_read_what_was_written(tmp_path: Path, options: dict[str, An
 def test_a_head_knows_its_target() -> None:
     one, other = (tiny.checkpoint(name) for name in ("llama", "qwen2"))
     target = trained.trainer().config.target
-    assert target == Target.of(one.config, one.tensors) != Target.of(other.config, other.tensors)
+    assert (
+        target
+        == TargetIdentity.from_weights(one.config, one.tensors)
+        != TargetIdentity.from_weights(other.config, other.tensors)
+    )
     tensors = {name: tensor.bfloat16() for name, tensor in one.tensors.items()}
-    assert Target.of(one.config, tensors) == target
+    assert TargetIdentity.from_weights(one.config, tensors) == target
 
 
 def test_another_plan_needs_another_folder(tmp_path: Path) -> None:

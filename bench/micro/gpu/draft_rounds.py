@@ -48,7 +48,7 @@ from draftproof.engine.slots import SlotInit
 from draftproof.engine.step.graph_cache import GraphTask
 from draftproof.engine.step.warmup import WarmUp
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.ops import Ops
 from draftproof.ops.contract.forward import ForwardOps
@@ -87,7 +87,7 @@ def dummy_head(made: Checkpoint, vocab: int, folder: Path) -> str:
     """A head of one layer with the widths of its model, over every (V / vocab)-th id."""
     model, random = made.config, torch.Generator().manual_seed(1)
     layers = model.num_layers
-    config = HeadConfig(
+    config = DraftHeadConfig(
         kind="eagle3",
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
@@ -98,7 +98,7 @@ def dummy_head(made: Checkpoint, vocab: int, folder: Path) -> str:
         rope_theta=model.rope_theta,
         aux_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
         draft_vocab_size=min(vocab, model.vocab_size),
-        target=Target.of(model, made.tensors),
+        target=TargetIdentity.from_weights(model, made.tensors),
     )
     tensors: dict[str, Tensor] = {}
     for name, shape in config.tensors().items():
@@ -226,7 +226,7 @@ class Decoding:
         context = int(self._state["length"][:batch].sum())
         stored = sum(cache[:, 0, 0].nbytes for cache in self.drafter.caches) * context
         rows = 4 * batch * config.hidden_size * 2
-        return once + self.k * (sizes + model.head.weight.nbytes + stored + rows)
+        return once + self.k * (sizes + model.lm_head.weight.nbytes + stored + rows)
 
     def drafted(self, batch: int) -> tuple[Tensor, list[Tensor]]:
         """Drafts and the head's storage after a step, op by op launched anew."""

@@ -34,7 +34,8 @@ from common.measure import commit
 from op_times import CONFIG as SMALL
 
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import Llama
+from draftproof.models.decoder import DenseDecoder
+from draftproof.models.weight_formats import read_weights
 from draftproof.ops import Rows
 from draftproof.ops.triton.backend import TritonOps
 
@@ -91,7 +92,7 @@ class Bed:
     """A model, its caches on pages out of order, and passes over them."""
 
     def __init__(self, config: ModelConfig, ops: TritonOps, tensors: dict[str, Tensor], most: int) -> None:
-        self.ops, self.model = ops, Llama(config, dict(tensors), ops, LENGTH)
+        self.ops, self.model = ops, DenseDecoder(config, read_weights(tensors), ops, LENGTH)
         used = -(-most // PAGE)
         shape = (2, 1 + SLOTS * used, PAGE, config.num_kv_heads, config.head_dim)
         random = torch.Generator(device=GPU).manual_seed(3)

@@ -38,7 +38,7 @@ from op_checks import GPU, LARGE, LARGE_HEADS, SMALL, SMALL_HEADS, Paged, keys, 
 from step_ops import STEP_CHECKS, step_times
 
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import Llama
+from draftproof.models.decoder import DenseDecoder
 from draftproof.models.load import load_checkpoint
 from draftproof.models.runner import Runner
 from draftproof.ops.triton.backend import TritonOps
@@ -177,7 +177,7 @@ def forward_times(pdl: bool, context: int = 400) -> dict[str, Any]:
     loaded = load_checkpoint(CONFIG, dtype="bfloat16", load_format="dummy")
     slots, pages = 256, 2048 // 16
     begun = time.perf_counter()
-    model = Llama(loaded.config, dict(loaded.tensors), ops, 2048)
+    model = DenseDecoder(loaded.config, dict(loaded.weights), ops, 2048)
     used = -(-(context + 8) // 16)
     runner = Runner(model, ops, BF16, num_pages=1 + slots * used, page_size=16, max_rows=512)
     for cache in runner.caches:

@@ -21,14 +21,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Print sizes, tokenizer and source of a model."""
     import torch
 
-    from draftproof.models.decoder import Llama
     from draftproof.models.load import load_config
-    from draftproof.models.weights import expected_tensors
+    from draftproof.models.registry import expected_tensors, kv_layout
     from draftproof.text.tokenizer import load_tokenizer
 
     config, source = load_config(options.model)
     parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
-    kv = Llama.kv_layout(config, torch.bfloat16).bytes_per_token
+    kv = kv_layout(config, torch.bfloat16).bytes_per_token
     table = Table(show_header=False, box=None)
     rows: list[tuple[str, object]] = [
         ("architecture", config.architecture),

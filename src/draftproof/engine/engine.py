@@ -28,10 +28,10 @@ from draftproof.engine.step.warmup import Progress, WarmUp
 from draftproof.engine.validation import Limits, check_request
 from draftproof.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, nearest
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.models.decoder import Llama
-from draftproof.models.draft_head.config import Target
+from draftproof.models.draft_head.config import TargetIdentity
 from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.load import Checkpoint
+from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve, resolve_device
 from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
@@ -68,9 +68,10 @@ class Engine:
         device = resolve_device(config.device)
         self.ops = resolve(config.backend, device, config.numerics)
         sizes = resolve_sizes(config, checkpoint, self.ops, _drafter(config.speculative, checkpoint))
-        heads = [checkpoint.tensors.get("lm_head.weight", checkpoint.tensors["model.embed_tokens.weight"])]
-        facts = Target.of(model_config, checkpoint.tensors)
-        model = Llama(model_config, checkpoint.tensors, self.ops, sizes.max_len)
+        weights = checkpoint.weights
+        lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
+        identity = TargetIdentity.from_weights(model_config, checkpoint.tensors)
+        model = create_model(model_config, weights, self.ops, sizes.max_len)
         vocab = model_config.vocab_size
         slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
         budgets = DraftBudgets(sizes.num_seqs, RowCosts.guess(sizes.max_rows))
@@ -85,15 +86,19 @@ class Engine:
             max_len=sizes.max_len,
             max_rows=sizes.max_rows,
             target=TargetParts(
-                *(model_config, facts, checkpoint.dtype, model.embedding, model.head),
-                head_rows=lambda ids: heads[0][ids.to(heads[0].device)].to(ids.device, checkpoint.dtype),
+                config=model_config,
+                identity=identity,
+                dtype=checkpoint.dtype,
+                embedding=model.embedding,
+                lm_head=model.lm_head,
+                lm_head_rows=lambda ids: lm_head[0].rows(ids).dequantize(checkpoint.dtype).to(ids.device),
             ),
         )
         proposer = self._speculation(config.speculative, env)
         budgets.asked_apart = proposer is not None and proposer.weighed >= 0 and self._adaptive
         if proposer is not None:
             budget_kernels.ready()
-        heads.clear()  # its packed form is enough from now on
+        lm_head.clear()  # from here on only the packed form is used
         self.runner = Runner(
             model,
             self.ops,

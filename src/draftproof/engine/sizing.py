@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from draftproof.config import EngineConfig
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import Llama
 from draftproof.models.load import Checkpoint
+from draftproof.models.registry import kv_layout
 from draftproof.ops import Ops
 
 DEFAULT_MAX_LEN = 8192  # where the model allows more, longer contexts are asked for by max_model_len
@@ -69,7 +69,7 @@ def _max_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _kv_bytes(checkpoint: Checkpoint) -> int:
-    return Llama.kv_layout(checkpoint.config, checkpoint.dtype).bytes_per_token
+    return kv_layout(checkpoint.config, checkpoint.dtype).bytes_per_token
 
 
 def _row_bytes(checkpoint: Checkpoint) -> int:
@@ -84,7 +84,7 @@ def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: 
     free = ops.runtime.free_memory()
     if free is None:
         return max(DEFAULT_KV_BYTES, least)
-    weights = sum(t.numel() * t.element_size() for t in checkpoint.tensors.values())
+    weights = sum(weight.nbytes for weight in checkpoint.weights.values())
     room = int(free * config.memory_utilization) - weights - workspace
     if room < least:
         gib = 1 << 30

@@ -1,35 +1,52 @@
-"""The decoder of the Llama family: one forward pass over ragged rows; the members differ by flags."""
+"""Dense decoder: token embedding, layers of attention and MLP, final norm, LM head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
+from draftproof.models.hf_config import dense_config_from_hf
 from draftproof.models.layers import run_layers
 from draftproof.models.rope import rope_table
+from draftproof.models.weight_formats import FloatWeight, WeightPacker, WeightTensor, pack_weight
+from draftproof.models.weights import dense_tensor_shapes
 from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Ops, Rows
 
 
-class Llama:
-    """Weights and the order of the ops. Storage of K and V is the caller's."""
+class DenseDecoder:
+    """Model of every dense family; see `registry.Model`. The caller owns the storage of K and V."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops, max_len: int) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, WeightTensor], ops: Ops, max_len: int) -> None:
+        """Pack `weights` for the backend; entries are removed from the dictionary as they are packed."""
         self.config = config
         self.ops = ops
         self.rope = rope_table(config, max_len).to(ops.device)
-        take = Weights(tensors, ops)
-        self.embedding = take.tensor("model.embed_tokens.weight")
-        self.layers = [decoder_layer(take, f"model.layers.{i}.", config, i) for i in range(config.num_layers)]
-        self.norm = take.tensor("model.norm.weight")
-        self.head = (
-            ops.forward.pack_linear(self.embedding)
-            if config.tie_embeddings
-            else take.packed(["lm_head"], bias=False)
-        )
+        packer = WeightPacker(weights, ops)
+        self.embedding = packer.tensor("model.embed_tokens.weight")
+        self.layers = [
+            decoder_layer(packer, f"model.layers.{i}.", config, i) for i in range(config.num_layers)
+        ]
+        self.norm = packer.tensor("model.norm.weight")
+        if config.tie_embeddings:
+            self.lm_head = pack_weight(ops, FloatWeight(self.embedding))
+        else:
+            self.lm_head = packer.packed(["lm_head"], bias=False)
+
+    @staticmethod
+    def config_from_hf(
+        architecture: str, raw: Mapping[str, Any], generation: Mapping[str, Any]
+    ) -> ModelConfig:
+        """Parse config.json and generation_config.json."""
+        return dense_config_from_hf(architecture, raw, generation)
+
+    @staticmethod
+    def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every tensor of a checkpoint, in forward order."""
+        return dense_tensor_shapes(config)
 
     @staticmethod
     def kv_layout(config: ModelConfig, dtype: torch.dtype) -> KVLayout:
@@ -37,34 +54,44 @@ class Llama:
         return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
 
     def forward(
-        self, rows: Rows, caches: list[Tensor], taps: Sequence[int] = (), wanted: Tensor | None = None
+        self,
+        rows: Rows,
+        caches: Sequence[Tensor],
+        taps: Sequence[int] = (),
+        output_rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Hidden rows after the last norm, [rows, hidden]; stores K and V of every row.
+        """Store K and V of every row and return the hidden rows after the last norm, [rows, hidden].
 
-        Then the residual rows after each layer of `taps`.
-        `wanted` [W]: of all rows only these are returned, and the last layer ends with them alone.
+        The residual rows after each layer of `taps` follow. With `output_rows` [W] only those rows pass
+        through the MLP of the last layer and are returned.
         """
         ops, eps = self.ops, self.config.norm_eps
         ops.forward.begin_pass(rows)
         embedded = ops.forward.embed(rows.tokens, self.embedding)
         hidden, _, *tapped = run_layers(
-            ops, embedded, self.layers, self.norm, rows, self.rope, caches, eps, taps, output_rows=wanted
+            ops, embedded, self.layers, self.norm, rows, self.rope, caches, eps, taps, output_rows=output_rows
         )
         return hidden, *tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] fp32."""
-        return self.ops.forward.linear(hidden, self.head, torch.float32)
+        """Return fp32 logits [rows, vocab] of hidden rows [rows, hidden]."""
+        return self.ops.forward.linear(hidden, self.lm_head, torch.float32)
 
 
 def decoder_layer(
-    take: Weights, at: str, config: ModelConfig, index: int, input_norm: str = "input_layernorm"
+    packer: WeightPacker,
+    prefix: str,
+    config: ModelConfig,
+    index: int,
+    input_norm: str | None = "input_layernorm",
 ) -> Layer:
-    """Layer `index`, whose names begin with `at`; `input_norm`: the name of its first norm, "": none."""
-    attention, mlp = at + "self_attn.", at + "mlp."
-    qk_norm = config.qk_norm
+    """Pack layer `index`, whose tensor names begin with `prefix`.
+
+    `input_norm` names the norm before the attention; None: the layer has none.
+    """
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
     return Layer(
-        attention_norm=take.tensor(f"{at}{input_norm}.weight") if input_norm else None,
+        attention_norm=None if input_norm is None else packer.tensor(f"{prefix}{input_norm}.weight"),
         attention=Attention(
             heads=AttentionShape(
                 num_q=config.num_heads,
@@ -73,32 +100,14 @@ def decoder_layer(
                 scale=config.head_dim**-0.5,
                 window=config.windows[index],
             ),
-            qkv=take.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
-            q_norm=take.tensor(attention + "q_norm.weight") if qk_norm else None,
-            k_norm=take.tensor(attention + "k_norm.weight") if qk_norm else None,
-            out=take.packed([attention + "o_proj"], config.o_bias),
+            qkv=packer.packed([attention + f"{x}_proj" for x in "qkv"], config.qkv_bias),
+            q_norm=packer.tensor(attention + "q_norm.weight") if config.qk_norm else None,
+            k_norm=packer.tensor(attention + "k_norm.weight") if config.qk_norm else None,
+            out=packer.packed([attention + "o_proj"], config.o_bias),
         ),
-        mlp_norm=take.tensor(at + "post_attention_layernorm.weight"),
+        mlp_norm=packer.tensor(prefix + "post_attention_layernorm.weight"),
         mlp=Mlp(
-            gate_up=take.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
-            down=take.packed([mlp + "down_proj"], config.mlp_bias),
+            gate_up=packer.packed([mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
+            down=packer.packed([mlp + "down_proj"], config.mlp_bias),
         ),
     )
-
-
-class Weights:
-    """Takes tensors out of the checkpoint one by one, so that none is held twice."""
-
-    def __init__(self, tensors: dict[str, Tensor], ops: Ops, rough: bool = False) -> None:
-        """`rough`: of a model that only guesses."""
-        self.tensors = tensors
-        self.ops = ops
-        self._pack = ops.forward.pack_draft_linear if rough else ops.forward.pack_linear
-
-    def tensor(self, name: str) -> Tensor:
-        return self.tensors.pop(name).to(self.ops.device).contiguous()
-
-    def packed(self, names: list[str], bias: bool) -> Any:
-        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
-        biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        return self._pack(weight, biases)

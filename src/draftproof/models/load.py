@@ -1,12 +1,12 @@
-"""Loading: a model name in, configuration and named tensors out.
+"""Checkpoint loading: a model name in, configuration and weights out.
 
-Every format ends in the same thing, a `Checkpoint` under Hugging Face's tensor names, checked
-against the one table in `tensors`; nothing behind this file knows where the weights came from.
+Every loader returns a `Checkpoint` under Hugging Face tensor names, checked against the table of the model's
+class. No later module depends on the file format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,27 +15,39 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError, nearest
-from draftproof.models.config import ModelConfig, config_from_hf, read_json
+from draftproof.models.config import ModelConfig, read_json
 from draftproof.models.gguf.file import is_gguf, read_gguf
 from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors
 from draftproof.models.hub import find_model
+from draftproof.models.registry import config_from_hf, expected_tensors
+from draftproof.models.rope import qk_to_halves
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
 from draftproof.models.weight_cache import read_unpacked, unpacked_path, write_unpacked
-from draftproof.models.weights import check_shapes, dummy_tensors, expected_tensors, is_ignored
+from draftproof.models.weight_formats import FloatWeight, WeightTensor, dequantize_all
+from draftproof.models.weights import check_shapes, dummy_tensors, is_ignored, split_draft_tensors
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model, ready to be packed for a device."""
+    """Loaded model, ready to be packed for a device."""
 
     config: ModelConfig
-    tensors: dict[str, Tensor]  # Hugging Face names; no lm_head.weight when embeddings are tied
+    weights: dict[str, WeightTensor]  # Hugging Face names; no lm_head.weight when embeddings are tied
     dtype: torch.dtype
     source: Path | None  # folder or .gguf file, for the tokenizer; None for a bare ModelConfig
     format: str  # a key of FORMATS
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights as float tensors; those stored as floats share their memory."""
+        return dequantize_all(self.weights)
+
+    def copy(self) -> Checkpoint:
+        """Return a copy with a dictionary of its own, since building a model empties it."""
+        return replace(self, weights=dict(self.weights))
 
 
 def load_checkpoint(
@@ -49,30 +61,30 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load `model`: a folder, a .gguf file, a built-in name or a Hugging Face id.
 
-    dtype "auto" keeps fp32 checkpoints in fp32 and makes everything else bf16. `load_format`
-    "dummy" makes random weights from `seed`; it takes a ModelConfig in place of a name too.
+    dtype "auto" keeps fp32 checkpoints in fp32 and converts every other one to bf16. `load_format` "dummy"
+    makes random weights from `seed`; it takes a ModelConfig in place of a name too.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}: {nearest(dtype, ['auto', *DTYPES])}")
     if load_format not in ("auto", *FORMATS):
         raise ConfigError(f"unknown load_format {load_format!r}: {nearest(load_format, ['auto', *FORMATS])}")
-    wanted = DTYPES.get(dtype)
+    requested = DTYPES.get(dtype)
     if isinstance(model, ModelConfig):
         if load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format {load_format!r} needs a model on disk")
-        return _dummy(model, None, wanted, seed)
+        return _dummy(model, None, requested, seed)
     source = find_model(str(model), revision, progress)
     if load_format == "auto":
         load_format = _detect(source)
-    return FORMATS[load_format](source, wanted, seed, progress)
+    return FORMATS[load_format](source, requested, seed, progress)
 
 
 def load_config(model: str | Path, revision: str | None = None) -> tuple[ModelConfig, Path]:
-    """The configuration alone, and the source it came from."""
+    """Load the configuration alone; return it with the source it was read from."""
     source = find_model(str(model), revision, weights=False)
     if gguf := _gguf_file(source):
         return config_from_gguf(read_gguf(gguf)), gguf
-    return _folder_config(source), source
+    return _folder_config(source)[0], source
 
 
 def _detect(source: Path) -> str:
@@ -82,7 +94,7 @@ def _detect(source: Path) -> str:
 
 
 def _gguf_file(source: Path) -> Path | None:
-    """`source` itself, or the only .gguf of a folder that has no config.json."""
+    """Return `source` itself, or the only .gguf of a folder that has no config.json."""
     if source.is_file():
         return source if source.name != "config.json" else None
     files = sorted(source.glob("*.gguf"))
@@ -94,78 +106,88 @@ def _gguf_file(source: Path) -> Path | None:
     return files[0]
 
 
-def _folder_config(source: Path) -> ModelConfig:
+def _folder_config(source: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return the configuration of a folder, and the contents of its config.json."""
     folder = source.parent if source.is_file() else source
     path = folder / "config.json"
     if not path.exists():
         raise LoadError(f"{folder}: no config.json in it, so it is not a model folder")
     generation = folder / "generation_config.json"
-    more = read_json(generation) if generation.exists() else None
-    return config_from_hf(read_json(path), more, str(path))
+    raw = read_json(path)
+    return config_from_hf(raw, read_json(generation) if generation.exists() else None, str(path)), raw
 
 
-def _load_safetensors(source: Path, wanted: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
+def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
     if source.is_file():
         raise LoadError(f"{source}: a folder with config.json and safetensors files is expected")
-    config = _folder_config(source)
-    tensors: dict[str, Tensor] = {}
+    config, raw = _folder_config(source)
+    stored: dict[str, Tensor] = {}
     for path in checkpoint_files(source):
         for name, tensor in read_safetensors(path).items():
-            if name in tensors:
+            if name in stored:
                 raise LoadError(f"{path}: {name} is in another file of this checkpoint too")
             if not is_ignored(name):
-                tensors[name] = tensor
-    config = _settle_tie(config, tensors)
+                stored[name] = tensor
+    tensors, draft_tensors = split_draft_tensors(stored, raw)
+    if draft_tensors:
+        config = replace(config, mtp_source=str(source))
+    config = _resolve_tied_embeddings(config, tensors)
     expected = expected_tensors(config)
     check_shapes({name: tuple(t.shape) for name, t in tensors.items()}, expected, str(source))
-    stored = tensors["model.embed_tokens.weight"].dtype
+    stored_dtype = tensors["model.embed_tokens.weight"].dtype
     for name, tensor in tensors.items():
-        if tensor.dtype not in _STORED:
+        if tensor.dtype not in _STORED_DTYPES:
             raise LoadError(f"{source}: {name} is {tensor.dtype}, not fp32, bf16 or fp16")
         if tensor.ndim > 1 and tensor.dtype != torch.float32:
-            stored = tensor.dtype
-    dtype = wanted or (torch.float32 if stored == torch.float32 else torch.bfloat16)
-    config = replace(config, dtype=str(stored).removeprefix("torch."))
-    ready = {name: tensors[name].to(dtype) for name in expected}
+            stored_dtype = tensor.dtype
+    dtype = requested or (torch.float32 if stored_dtype == torch.float32 else torch.bfloat16)
+    config = replace(config, dtype=str(stored_dtype).removeprefix("torch."))
+    if config.rope_interleaved:
+        tensors = {name: qk_to_halves(name, tensor, config) for name, tensor in tensors.items()}
+    ready: dict[str, WeightTensor] = {name: FloatWeight(tensors[name].to(dtype)) for name in expected}
     return Checkpoint(config, ready, dtype, source, "safetensors")
 
 
-def _settle_tie(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
-    """A head stored beside tied embeddings: dropped when it is a copy, used when it is not."""
-    head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if not config.tie_embeddings or head is None or table is None:
+def _resolve_tied_embeddings(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
+    """Drop an LM head stored beside tied embeddings if it is a copy; use it if it differs."""
+    lm_head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if not config.tie_embeddings or lm_head is None or table is None:
         return config
-    if head.shape == table.shape and torch.equal(head, table):
+    if lm_head.shape == table.shape and torch.equal(lm_head, table):
         del tensors["lm_head.weight"]
         return config
     return replace(config, tie_embeddings=False)  # as transformers does
 
 
-def _load_gguf(source: Path, wanted: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
+def _load_gguf(source: Path, requested: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
     path = _gguf_file(source)
     if path is None:
         raise LoadError(f"{source}: there is no GGUF file here")
     file = read_gguf(path)
     config = config_from_gguf(file)
-    dtype = wanted or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
+    dtype = requested or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
     cached = unpacked_path(path, dtype)
     tensors = read_unpacked(cached, expected_tensors(config), dtype)
     if tensors is None:
-        tensors = gguf_tensors(file, config, dtype, _bar(f"unpacking {path.name}", progress))
+        tensors = gguf_tensors(file, config, dtype, _progress_bar(f"unpacking {path.name}", progress))
         write_unpacked(cached, tensors)
-        # From the file, so that the first start and the next ones run on the same memory.
+        # Read back, so that the first start and later ones map the same memory.
         tensors = read_unpacked(cached, expected_tensors(config), dtype) or tensors
-    return Checkpoint(config, tensors, dtype, path, "gguf")
+    return Checkpoint(config, _float_weights(tensors), dtype, path, "gguf")
 
 
-def _bar(text: str, progress: bool) -> Callable[[Iterator[Any], int], Iterator[Any]] | None:
+def _float_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:
+    return {name: FloatWeight(tensor) for name, tensor in tensors.items()}
+
+
+def _progress_bar(text: str, progress: bool) -> Callable[[Iterator[Any], int], Iterator[Any]] | None:
     if not progress:
         return None
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    if not console.is_terminal:  # it would write an empty line, and what it writes to may be a full disk
+    if not console.is_terminal:  # it would write an empty line, and the disk behind stderr may be full
         return None
 
     def bar(items: Iterator[Any], total: int) -> Iterator[Any]:
@@ -174,17 +196,17 @@ def _bar(text: str, progress: bool) -> Callable[[Iterator[Any], int], Iterator[A
     return bar
 
 
-def _load_dummy(source: Path, wanted: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
+def _load_dummy(source: Path, requested: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
     gguf = _gguf_file(source)
     if gguf is not None and is_gguf(gguf):
-        return _dummy(config_from_gguf(read_gguf(gguf)), gguf, wanted, seed)
+        return _dummy(config_from_gguf(read_gguf(gguf)), gguf, requested, seed)
     folder = source.parent if source.is_file() else source
-    return _dummy(_folder_config(source), folder, wanted, seed)
+    return _dummy(_folder_config(source)[0], folder, requested, seed)
 
 
-def _dummy(config: ModelConfig, source: Path | None, wanted: torch.dtype | None, seed: int) -> Checkpoint:
-    dtype = wanted or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
-    return Checkpoint(config, dummy_tensors(config, dtype, seed), dtype, source, "dummy")
+def _dummy(config: ModelConfig, source: Path | None, requested: torch.dtype | None, seed: int) -> Checkpoint:
+    dtype = requested or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
+    return Checkpoint(config, _float_weights(dummy_tensors(config, dtype, seed)), dtype, source, "dummy")
 
 
 FORMATS: dict[str, Callable[[Path, torch.dtype | None, int, bool], Checkpoint]] = {

@@ -1,4 +1,4 @@
-"""Rotary embedding: the table of cosines and sines, with the frequencies that transformers uses."""
+"""Rotary embedding: table of cosines and sines, frequencies as in transformers, order of q and k rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,33 @@ from draftproof.models.config import ModelConfig, RopeScaling
 
 
 def rope_table(config: ModelConfig, max_len: int) -> Tensor:
-    """[max_len, head_dim] fp32: cos of the head_dim/2 frequencies, then sin. Rows are positions."""
+    """Return [max_len, head_dim] fp32: cos of the head_dim/2 frequencies, then sin. Rows are positions."""
     frequencies, scale = inverse_frequencies(config)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies[None, :]
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=1)
 
 
+def pairs_to_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Reorder the rows of a q or k projection from adjacent rotary pairs to halves, head by head.
+
+    Rows (0, 1), (2, 3), … of a head become its two halves, so that half-split rope kernels rotate the same
+    pairs. Products of q and k do not change, because both are reordered alike.
+    """
+    pairs = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def qk_to_halves(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Reorder the tensor `name` if it belongs to a q or k projection stored as adjacent rotary pairs."""
+    if ".q_proj." in name:
+        return pairs_to_halves(tensor, config.num_heads)
+    if ".k_proj." in name:
+        return pairs_to_halves(tensor, config.num_kv_heads)
+    return tensor
+
+
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """The frequencies [head_dim / 2] fp32, and what cos and sin are multiplied by."""
+    """Return the frequencies [head_dim / 2] fp32 and the factor of cos and sin."""
     dim, scaling = config.head_dim, config.rope_scaling
     powers = config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     plain = 1.0 / powers
@@ -39,7 +58,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are stretched by `factor`, short ones stay, those between are blended."""
+    """Divide low frequencies by `factor`, keep high ones, blend those between."""
     low, high, old_len = (
         scaling.low_freq_factor,
         scaling.high_freq_factor,

@@ -1,7 +1,7 @@
-"""A runner: a model, its KV storage, and its forward pass in the quick form that the backend offers.
+"""Model runner: a model, the storage of its K and V, and its forward pass as the backend captures it.
 
-Storage is indexed by page ids that the engine accounts for. A draft model is another runner on the
-same page ids, so there is one allocation and one rollback.
+Storage is indexed by page ids that the engine allocates. A draft model is another runner on the same page
+ids, so allocation and rollback happen once.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftproof.models.decoder import Llama
+from draftproof.models.registry import Model
 from draftproof.ops import Ops, Rows
 
 
 class Runner:
-    """Rows in, hidden rows and logits out."""
+    """Compute hidden rows and logits of token rows."""
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         ops: Ops,
         dtype: torch.dtype,
         *,
@@ -29,7 +29,7 @@ class Runner:
         max_rows: int,
         taps: Sequence[int] = (),
     ) -> None:
-        """`taps`: layers whose residual rows somebody wants to see."""
+        """Allocate K and V. `taps`: layers whose residual rows `forward_tapped` returns."""
         self.model = model
         self.ops = ops
         self.dtype = dtype
@@ -38,23 +38,23 @@ class Runner:
         self._forward = ops.runtime.capture(lambda rows: model.forward(rows, self.caches, taps), max_rows)
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
-        """Rows with the place of their K and V worked out from the page table."""
+        """Return rows with the KV index of each computed from the page table."""
         pages = page_table[slots, positions // self.page_size].long()
         index = pages * self.page_size + positions % self.page_size
         return Rows(tokens, positions, slots, index, page_table)
 
     def forward(self, rows: Rows) -> Tensor:
-        """[rows, hidden], valid until the next call."""
+        """Return the hidden rows [rows, hidden], valid until the next call."""
         return self._forward(rows)[0]
 
-    def some_of(self, rows: Rows, wanted: Tensor) -> Tensor:
-        """`forward`, but of the rows `wanted` [W] alone: [W, hidden]."""
-        return self.model.forward(rows, self.caches, (), wanted)[0]
+    def forward_selected(self, rows: Rows, output_rows: Tensor) -> Tensor:
+        """Run all rows and return the hidden rows of `output_rows` [W] alone: [W, hidden]."""
+        return self.model.forward(rows, self.caches, (), output_rows)[0]
 
-    def tapped(self, rows: Rows) -> tuple[Tensor, ...]:
-        """The same, then [rows, hidden] of each tap."""
+    def forward_tapped(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Return the hidden rows, then the residual rows of each tap, [rows, hidden] each."""
         return self._forward(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] fp32."""
+        """Return fp32 logits [rows, vocab] of hidden rows [rows, hidden]."""
         return self.model.logits(hidden)

@@ -1,26 +1,29 @@
-"""Named tensors: the one table of what a checkpoint must hold, its check, and random stand-ins."""
+"""Tensor names and shapes of a checkpoint: the table for dense decoders, the check, and random weights."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig
+from draftproof.models.registry import expected_tensors
 
+_MTP = re.compile(r"(model\.)?mtp[._]")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Buffers that old exporters wrote into checkpoints; they are computed from the config instead.
 _IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\..*")
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor of this model, in forward order."""
+def dense_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return Hugging Face name -> shape of every tensor of a dense decoder, in forward order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    biases = config.qkv_bias, config.o_bias, config.mlp_bias
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -29,7 +32,17 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes |= linear_shapes(prefix, hidden, hidden, q_size, kv_size, inner, biases)
+        shapes |= linear_shapes(
+            prefix,
+            hidden=hidden,
+            attention_inputs=hidden,
+            q_size=q_size,
+            kv_size=kv_size,
+            inner=inner,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            mlp_bias=config.mlp_bias,
+        )
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
@@ -38,24 +51,26 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def linear_shapes(
     prefix: str,
+    *,
     hidden: int,
-    reads: int,
+    attention_inputs: int,  # columns of q_proj, k_proj and v_proj
     q_size: int,
     kv_size: int,
     inner: int,
-    biases: tuple[bool, bool, bool],
+    qkv_bias: bool,
+    o_bias: bool,
+    mlp_bias: bool,
 ) -> dict[str, tuple[int, ...]]:
-    """Of one layer whose attention reads `reads` columns; biases of q, k and v, of o, and of the MLP."""
-    of_qkv, of_o, of_mlp = biases
+    """Return name -> shape of the linear weights of one layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns, bias in (
-        ("self_attn.q_proj", q_size, reads, of_qkv),
-        ("self_attn.k_proj", kv_size, reads, of_qkv),
-        ("self_attn.v_proj", kv_size, reads, of_qkv),
-        ("self_attn.o_proj", hidden, q_size, of_o),
-        ("mlp.gate_proj", inner, hidden, of_mlp),
-        ("mlp.up_proj", inner, hidden, of_mlp),
-        ("mlp.down_proj", hidden, inner, of_mlp),
+        ("self_attn.q_proj", q_size, attention_inputs, qkv_bias),
+        ("self_attn.k_proj", kv_size, attention_inputs, qkv_bias),
+        ("self_attn.v_proj", kv_size, attention_inputs, qkv_bias),
+        ("self_attn.o_proj", hidden, q_size, o_bias),
+        ("mlp.gate_proj", inner, hidden, mlp_bias),
+        ("mlp.up_proj", inner, hidden, mlp_bias),
+        ("mlp.down_proj", hidden, inner, mlp_bias),
     ):
         shapes[f"{prefix}{name}.weight"] = (rows, columns)
         if bias:
@@ -64,14 +79,33 @@ def linear_shapes(
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a stored tensor is one that every loader leaves out."""
+    """Return whether a stored tensor is left out by every loader."""
     return _IGNORED.fullmatch(name) is not None
+
+
+def split_draft_tensors(
+    tensors: Mapping[str, Tensor], raw: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Separate the tensors of a model from those of MTP layers in the same files.
+
+    MTP layers are named `mtp.*` or `model.mtp*`, or are the `num_nextn_predict_layers` layers after the
+    `num_hidden_layers` of the model. `raw` is the model's config.json.
+    """
+    first, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
+    beyond = range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
+    model: dict[str, Tensor] = {}
+    draft: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer = _LAYER.match(name)
+        is_draft = _MTP.match(name) is not None or (layer is not None and int(layer[1]) in beyond)
+        (draft if is_draft else model)[name] = tensor
+    return model, draft
 
 
 def check_shapes(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """LoadError naming what is missing, unknown or of another shape."""
+    """Raise LoadError with the names that are missing, unknown or of another shape."""
     if missing := [name for name in expected if name not in found]:
         shapes = [f"{name} {list(expected[name])}" for name in missing]
         raise LoadError(f"{where}: missing {_some(shapes)}")
@@ -93,14 +127,14 @@ def _some(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(every[:limit]) + more
 
 
-POOL = (1 << 24) + 43  # numbers drawn for all large tensors together; a prime: no two rows are alike
+POOL_SIZE = (1 << 24) + 43  # numbers drawn for all large tensors together; a prime, so that rows differ
 
 
 def dummy_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """Random weights of a sensible size, the same for the same seed: for tests and benchmarks.
+    """Return random weights for tests and benchmarks, the same for the same seed.
 
-    Large layers add little to the embedding, so where the head is tied to it greedy text soon repeats itself:
-    what a benchmark of drafts from the text wants.
+    Large layers add little to the embedding. With a tied LM head greedy text therefore soon repeats itself,
+    which gives n-gram drafts something to match.
     """
     generator = torch.Generator().manual_seed(seed)
     depth = 1 / math.sqrt(2 * config.num_layers)  # the residual stream keeps its size
@@ -110,20 +144,20 @@ def dummy_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[st
         if name.endswith("norm.weight"):
             tensors[name] = torch.ones(shape, dtype=dtype)
             continue
-        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-        std = 0.02 * depth * min(1.0, 640 / shape[1]) if adds else 0.02
-        if math.prod(shape) <= POOL:
+        is_added = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.02 * depth * min(1.0, 640 / shape[1]) if is_added else 0.02
+        if math.prod(shape) <= POOL_SIZE:
             tensors[name] = torch.randn(shape, generator=generator).mul_(std).to(dtype)
             continue
         if std not in pools:  # eight billion draws would take minutes
-            pools[std] = torch.randn(POOL, generator=generator).mul_(std).to(dtype)
-        start = int(torch.randint(POOL, (1,), generator=generator))
+            pools[std] = torch.randn(POOL_SIZE, generator=generator).mul_(std).to(dtype)
+        start = int(torch.randint(POOL_SIZE, (1,), generator=generator))
         tensors[name] = _window(pools[std], start, math.prod(shape)).view(shape)
     return tensors
 
 
 def _window(pool: Tensor, start: int, size: int) -> Tensor:
-    """`size` numbers of the pool from `start` on, round and round."""
+    """Return `size` numbers of the pool from `start` on, wrapping around."""
     out = torch.empty(size, dtype=pool.dtype)
     done = 0
     while done < size:

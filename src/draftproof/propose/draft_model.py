@@ -17,10 +17,9 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import Llama
 from draftproof.models.load import load_checkpoint, load_config
+from draftproof.models.registry import create_model, expected_tensors, kv_layout
 from draftproof.models.runner import Runner
-from draftproof.models.weights import expected_tensors
 from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Sureness
@@ -58,7 +57,7 @@ class DraftModelProposer(DeviceProposer):
                 f"{source} has {config.max_position} positions: lower max_model_len ({env.max_len}) to that"
             )
         self.runner = Runner(
-            Llama(config, made.tensors, env.ops, env.max_len),
+            create_model(config, made.weights, env.ops, env.max_len),
             env.ops,
             made.dtype,
             num_pages=env.num_pages,
@@ -72,7 +71,7 @@ class DraftModelProposer(DeviceProposer):
             return 0, 0
         config, _ = load_config(options["model"])
         weights = sum(math.prod(shape) for shape in expected_tensors(config).values())
-        return Llama.kv_layout(config, dtype).bytes_per_token, weights * dtype.itemsize
+        return kv_layout(config, dtype).bytes_per_token, weights * dtype.itemsize
 
     def draft(self, batch: DeviceBatch) -> Draft:
         assert batch.spec is not None

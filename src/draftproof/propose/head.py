@@ -17,9 +17,9 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.bundled import shipped_for, shipped_like
-from draftproof.models.draft_head.formats import load_head, read_head
-from draftproof.models.draft_head.model import HeadModel
+from draftproof.models.draft_head.bundled import find_bundled_head, find_bundled_head_by_size
+from draftproof.models.draft_head.formats import load_draft_head, read_draft_head
+from draftproof.models.draft_head.model import DraftHeadModel
 from draftproof.ops import Rows
 from draftproof.propose import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Sureness
@@ -44,17 +44,20 @@ class HeadProposer(DeviceProposer):
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None and target is not None:
-            source = shipped_for(self.kind, target.facts)
+            source = _default_source(self.kind, target.config) or find_bundled_head(
+                self.kind, target.identity
+            )
         if source is None:
             raise ConfigError(
-                f"method {self.kind!r} needs a head, and none for this model comes with the package: give "
-                "the folder of one as 'model' (`draftproof train` makes heads for method 'eagle3')"
+                f"method {self.kind!r} needs a head: the model's files hold none, and none for this model "
+                "comes with the package: give the folder of one as 'model' (`draftproof train` trains heads "
+                "for method 'eagle3')"
             )
         assert target is not None
-        config, tensors = load_head(source, target.facts)
+        config, weights = load_draft_head(source, target.identity)
         if config.kind != self.kind:
             raise ConfigError(f"{source} is a head of kind {config.kind!r}: use method {config.kind!r}")
-        self.model = HeadModel(config, tensors, env.ops, env.max_len, target, env.num_slots)
+        self.model = DraftHeadModel(config, weights, env.ops, env.max_len, target, env.num_slots)
         self.needs_hidden = config.feature == "last_normed"
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
@@ -70,12 +73,13 @@ class HeadProposer(DeviceProposer):
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
         source = options.get("model")
-        source = shipped_like(cls.kind, target) if source is None else source
+        if source is None:
+            source = _default_source(cls.kind, target) or find_bundled_head_by_size(cls.kind, target)
         if source is None:
             return 0, 0
-        config, _ = read_head(source, target.num_layers)
+        config, _ = read_draft_head(source, target.num_layers)
         weights = sum(math.prod(shape) for shape in config.tensors().values())
-        if config.share_head and config.reduced:
+        if config.share_lm_head and config.has_reduced_vocab:
             weights += config.draft_vocab_size * config.hidden_size
         return config.kv_layout(dtype).bytes_per_token, weights * dtype.itemsize
 
@@ -111,14 +115,21 @@ class HeadProposer(DeviceProposer):
         for j in range(count):
             (row,) = self._forward(rounds.rows(j) if j else rows, feature)
             if rounds.plain:
-                row = model.pick(row, at, rounds.windows(j), self.greedy, rounds.ahead.tokens[j], rounds.sure)
+                row = model.sample(
+                    row, at, rounds.windows(j), self.greedy, rounds.ahead.tokens[j], rounds.sure
+                )
             else:
                 row = row if at is None else row[at.clamp(min=0)]
                 rounds.take(j, model.logits(row))
-            feature, at, self.asked_rounds = model.following(row), None, j + 1
+            feature, at, self.asked_rounds = model.next_feature(row), None, j + 1
             if not rounds.goes_on(j):
                 break
         return rounds.draft()
+
+
+def _default_source(kind: str, target: ModelConfig) -> str | None:
+    """Return the target's own folder where it holds MTP layers, for the method that runs them."""
+    return target.mtp_source if kind == "mtp" and target.mtp_source else None
 
 
 class MtpProposer(HeadProposer):

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig, RopeScaling
-from draftproof.models.draft_head.config import HeadConfig
-from draftproof.models.draft_head.quantize import packed
+from draftproof.models.draft_head.config import DraftHeadConfig
+from draftproof.models.draft_head.quantize import quantize_matrices
 from draftproof.train.config import write_json
 
 WEIGHTS = "model.safetensors"
@@ -22,11 +22,11 @@ SPECULATORS_VERSION = "0.3.0"  # of the format that is written: the first with e
 
 
 def write_head(
-    folder: Path, config: HeadConfig, weights: Mapping[str, Tensor], d2t: Tensor, bits: int = 16
+    folder: Path, config: DraftHeadConfig, weights: Mapping[str, Tensor], d2t: Tensor, bits: int = 16
 ) -> None:
     """Ours: the target's embedding and LM head left out. The same weights give the same bytes."""
     tensors = stored(weights, bits)
-    if config.reduced:
+    if config.has_reduced_vocab:
         tensors["d2t"] = d2t.to(torch.int64)
     _save(folder, tensors)
     write_json(folder / CONFIG, config.to_json())
@@ -34,7 +34,7 @@ def write_head(
 
 def write_speculators(
     folder: Path,
-    config: HeadConfig,
+    config: DraftHeadConfig,
     weights: Mapping[str, Tensor],
     d2t: Tensor,
     target: ModelConfig,
@@ -47,7 +47,7 @@ def write_speculators(
     ids = d2t.detach().cpu().to(torch.int64)
     tensors = stored({**weights, "lm_head.weight": lm_head}, bits=16)
     tensors = {name.replace("feature_norm.", "fc_norm."): tensor for name, tensor in tensors.items()}
-    if config.reduced:
+    if config.has_reduced_vocab:
         used = torch.zeros(target.vocab_size, dtype=torch.bool)
         used[ids] = True
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -57,7 +57,7 @@ def write_speculators(
 
 
 def _speculators_config(
-    config: HeadConfig, target: ModelConfig, verifier: str | None, drafts: int
+    config: DraftHeadConfig, target: ModelConfig, verifier: str | None, drafts: int
 ) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
@@ -104,7 +104,7 @@ def _speculators_config(
     }
 
 
-def _rope(config: HeadConfig) -> dict[str, Any]:
+def _rope(config: DraftHeadConfig) -> dict[str, Any]:
     scaling: RopeScaling = config.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling.kind == "linear":
@@ -122,7 +122,7 @@ def _rope(config: HeadConfig) -> dict[str, Any]:
 
 def stored(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """As a file has them: bf16, matrices in eight bits if that is wanted."""
-    some = packed(weights) if bits == 8 else dict(weights)
+    some = quantize_matrices(weights) if bits == 8 else dict(weights)
     return {
         name: weight.detach().bfloat16() if name in weights and weight.is_floating_point() else weight
         for name, weight in some.items()

@@ -26,9 +26,10 @@ from torch import Tensor, utils
 from draftproof.errors import ConfigError
 from draftproof.llm import LLM
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import Target
-from draftproof.models.draft_head.formats import load_head, read_head
+from draftproof.models.draft_head.config import TargetIdentity
+from draftproof.models.draft_head.formats import load_draft_head, read_draft_head
 from draftproof.models.load import load_checkpoint, load_config
+from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import resolve_device
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TextPlan, TrainPlan, settle, write_json
@@ -210,7 +211,9 @@ class Run:
             raise ConfigError(f"{self.work / 'head'}: there is no head here: run the phase `train` first")
         checkpoint = load_checkpoint(plan.model)
         tensors, config = checkpoint.tensors, checkpoint.config
-        load_head(self.work / "head", Target.of(config, tensors))  # is it this model's?
+        load_draft_head(
+            self.work / "head", TargetIdentity.from_weights(config, tensors)
+        )  # is it this model's?
         rows = tensors["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
         self._write_speculators((config, rows), verifier, plan.drafts)
 
@@ -218,8 +221,9 @@ class Run:
         self, target: tuple[ModelConfig, Tensor], verifier: str | None, drafts: int
     ) -> None:
         """target: its description and its LM head [vocab, hidden]."""
-        config, weights = read_head(self.work / "head", target[0].num_layers)
-        ids = weights.pop("d2t") if config.reduced else torch.arange(config.draft_vocab_size)
+        config, stored = read_draft_head(self.work / "head", target[0].num_layers)
+        weights = dequantize_all(stored)
+        ids = weights.pop("d2t") if config.has_reduced_vocab else torch.arange(config.draft_vocab_size)
         other, rows = self.work / "speculators", target[1][ids.to(target[1].device)]
         write_speculators(other, config, weights, ids, target[0], rows, verifier=verifier, drafts=drafts)
         self.reporter.log(f"written: {self.work / 'head'} and {other}")

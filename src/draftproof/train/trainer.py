@@ -16,10 +16,10 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import HeadConfig, Target
-from draftproof.models.draft_head.formats import load_head
-from draftproof.models.draft_head.quantize import unpacked
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.formats import load_draft_head
 from draftproof.models.load import DTYPES, Checkpoint
+from draftproof.models.weight_formats import dequantize_all, read_weights
 from draftproof.ops import resolve
 from draftproof.train.config import TrainPlan, write_json
 from draftproof.train.data.dataset import Batch, Batches, Text, frequent_ids, usable
@@ -40,7 +40,7 @@ SAVE_EVERY = 60.0  # seconds between two saved states
 MEASURE_EVERY = 10  # updates; the others go without the value of their loss
 
 
-def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> HeadConfig:
+def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> DraftHeadConfig:
     """The head that a plan means for this target."""
     config = checkpoint.config
     if config.rope_scaling.kind not in ("none", "linear", "llama3"):
@@ -48,7 +48,7 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> He
             f"a head for rope scaling {config.rope_scaling.kind!r} is not made here: "
             "default, linear and llama3 are"
         )
-    return HeadConfig(
+    return DraftHeadConfig(
         kind="eagle3",
         hidden_size=config.hidden_size,
         intermediate_size=plan.intermediate_size or config.intermediate_size,
@@ -61,20 +61,21 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> He
         feature="aux",
         aux_layers=plan.aux_layers or _three_layers(config),
         draft_vocab_size=draft_vocab,
-        share_head=True,
+        share_lm_head=True,
         feature_norm=plan.feature_norm,
         norm_output=bool(plan.norm_output),
-        target=Target.of(config, checkpoint.tensors),
+        target=TargetIdentity.from_weights(config, checkpoint.tensors),
     )
 
 
-def begun_head(folder: str, wanted: HeadConfig, seed: int = 0) -> dict[str, Tensor]:
+def begun_head(folder: str, wanted: DraftHeadConfig, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of a head to go on from, weights in fp32; refused if it is not as the plan wants it.
 
     Its MLP may be wider than it was: what is added says nothing at first. Its draft ids may be others, since
     they are rows of the target's LM head: then there is no d2t.
     """
-    config, tensors = load_head(folder, wanted.target)
+    config, weights = load_draft_head(folder, wanted.target)
+    tensors = dequantize_all(weights)
     ours, theirs = wanted.to_json(), config.to_json()
     if config.intermediate_size < wanted.intermediate_size:
         theirs["intermediate_size"] = wanted.intermediate_size
@@ -246,7 +247,7 @@ class Trainer:
 
     def rounded(self) -> dict[str, Tensor]:
         """The weights as they will be stored, for trying."""
-        read = unpacked(stored(self.weights, self.plan.bits))
+        read = dequantize_all(read_weights(stored(self.weights, self.plan.bits)))
         return {name: weight.to(self.dtype) for name, weight in read.items()}
 
     def accepted(self, texts: Sequence[Text]) -> dict[str, Acceptance]:
@@ -332,7 +333,7 @@ class Trainer:
                 f"{path}: begun with other text, {text['tokens']:,} tokens and now "
                 f"{int(self.batches.begins[-1]):,}: use another work folder, or remove {folder} to begin anew"
             )
-        if HeadConfig.from_json(state["config"]) != self.config or not torch.equal(
+        if DraftHeadConfig.from_json(state["config"]) != self.config or not torch.equal(
             state["d2t"].to(self.device), self.d2t
         ):
             raise LoadError(f"{path}: of another head or another text: use another work folder")

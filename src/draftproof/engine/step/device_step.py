@@ -234,8 +234,8 @@ class DeviceStep:
         """Return hidden rows [size, hidden]; with `output_rows`, of the logits rows [output_rows, hidden]."""
         layout = self._layout(size, output_rows)
         if output_rows:
-            return self.runner.some_of(layout.rows, layout.at)
-        hidden, *tapped = self.runner.tapped(layout.rows)
+            return self.runner.forward_selected(layout.rows, layout.at)
+        hidden, *tapped = self.runner.forward_tapped(layout.rows)
         self.drafting.keep(hidden, *tapped)
         return hidden
 

@@ -1,4 +1,4 @@
-"""Heads that come with the package, each found by the model that it was made for."""
+"""Draft heads bundled with the package, looked up by the model they were trained for."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ from functools import cache
 from pathlib import Path
 
 from draftproof.models.config import ModelConfig, read_json
-from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 
-HEADS = Path(__file__).parent  # one folder each, in our own format
+BUNDLED_FOLDER = Path(__file__).parent  # one folder per draft head, in the package's own format
 
 
 @cache
-def shipped(heads: Path = HEADS) -> dict[Path, HeadConfig]:
-    """Every head that there is, by its folder."""
-    found = sorted(heads.glob("*/config.json"))
-    return {path.parent: HeadConfig.from_json(read_json(path)) for path in found}
+def bundled_heads(parent: Path = BUNDLED_FOLDER) -> dict[Path, DraftHeadConfig]:
+    """Return folder -> configuration of every bundled draft head."""
+    found = sorted(parent.glob("*/config.json"))
+    return {path.parent: DraftHeadConfig.from_json(read_json(path)) for path in found}
 
 
-def shipped_for(kind: str, target: Target) -> Path | None:
-    """The head of this kind whose model is this one, whatever its file, dtype or quantisation."""
-    return next((f for f, head in shipped().items() if head.kind == kind and head.target == target), None)
+def find_bundled_head(kind: str, target: TargetIdentity) -> Path | None:
+    """Return the draft head of this kind that was trained for `target`, in whatever dtype the target is."""
+    matches = (
+        folder for folder, head in bundled_heads().items() if head.kind == kind and head.target == target
+    )
+    return next(matches, None)
 
 
-def shipped_like(kind: str, model: ModelConfig) -> Path | None:
-    """One whose model has these sizes: enough to say how much memory it will take."""
-    for folder, head in shipped().items():
+def find_bundled_head_by_size(kind: str, model: ModelConfig) -> Path | None:
+    """Return a draft head whose target has the sizes of `model`: enough to compute its memory."""
+    for folder, head in bundled_heads().items():
         target = head.target
         sizes = target.hidden_size, target.vocab_size, target.num_layers
         if head.kind == kind and sizes == (model.hidden_size, model.vocab_size, model.num_layers):

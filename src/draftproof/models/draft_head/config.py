@@ -1,4 +1,4 @@
-"""A draft head: its description, its tensors, and the model it belongs to."""
+"""Draft head configuration: kind, sizes, tensor names, and the identity of its target model."""
 
 from __future__ import annotations
 
@@ -20,38 +20,46 @@ FEATURE_NORMS = ("none", "whole", "each")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How a head joins the two rows that it is given."""
+class HeadKind:
+    """How a kind of draft head combines the target's feature row and the token's embedding row."""
 
-    reads_both: bool  # its first layer's attention reads both, normed, side by side; else they are projected
-    norms_both: bool  # before that
-    fuses: str  # the name of the weight that makes one row of several
+    attends_to_pair: (
+        bool  # the first attention reads both rows, normed, side by side; else they are projected
+    )
+    norms_inputs: bool  # both rows are normed before they are combined
+    projection: str  # name of the weight that projects several rows to one
 
 
 KINDS = {
-    "eagle3": Kind(reads_both=True, norms_both=True, fuses="fc"),
-    "eagle": Kind(reads_both=False, norms_both=False, fuses="fc"),
-    "mtp": Kind(reads_both=False, norms_both=True, fuses="eh_proj"),
+    "eagle3": HeadKind(attends_to_pair=True, norms_inputs=True, projection="fc"),
+    "eagle": HeadKind(attends_to_pair=False, norms_inputs=False, projection="fc"),
+    "mtp": HeadKind(attends_to_pair=False, norms_inputs=True, projection="eh_proj"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The model that a head was trained for."""
+class TargetIdentity:
+    """Identity of the model that a draft head was trained for."""
 
-    model_type: str  # Hugging Face class name; "": not told
+    model_type: str  # Hugging Face class name; "": unknown
     hidden_size: int
     vocab_size: int
-    num_layers: int  # 0: not told
-    digest: str  # of its weights: `weights_digest`; "": not told
+    num_layers: int  # 0: unknown
+    digest: str  # of the weights, see `weights_digest`; "": unknown
 
     @classmethod
-    def of(cls, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Target:
-        sizes = config.hidden_size, config.vocab_size, config.num_layers
-        return cls(config.architecture, *sizes, weights_digest(tensors))
+    def from_weights(cls, config: ModelConfig, tensors: Mapping[str, Tensor]) -> TargetIdentity:
+        """Compute the identity of a model from its configuration and float tensors."""
+        return cls(
+            model_type=config.architecture,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_layers,
+            digest=weights_digest(tensors),
+        )
 
-    def check(self, found: Target, where: str) -> None:
-        """LoadError with the reason if `found` is not the model that this head was made for."""
+    def check(self, found: TargetIdentity, where: str) -> None:
+        """Raise LoadError with the reasons if `found` is another model."""
         reasons = [
             f"its {what} is {mine}, this model's is {theirs}"
             for what, mine, theirs in (
@@ -66,19 +74,19 @@ class Target:
         if reasons:
             raise LoadError(
                 f"{where}: this head was made for another model: {'; '.join(reasons)}. Use a head made for "
-                "this one, or make one with `draftproof train`"
+                "this one, or train one with `draftproof train`"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadConfig:
-    """One head: a small decoder over the target's rows and the next token's embedding.
+class DraftHeadConfig:
+    """Draft head: a small decoder over the target's rows and the next token's embedding.
 
-    The row at position p takes the feature of the target's row p and the embedding of token p + 1, has rope
-    position p, and predicts token p + 2. Its output, before the norm, is the feature of its own next step.
+    The row at position p reads the feature of the target's row p and the embedding of token p + 1, has rope
+    position p, and predicts token p + 2. Its output before the final norm is the feature of the next round.
 
-    "eagle3" concatenates the normed embedding and the normed feature and reads both in the attention of its
-    first layer. "eagle" and "mtp" first project the two, concatenated, to one row; "mtp" norms them before.
+    The first attention of "eagle3" reads the normed embedding and the normed feature side by side. "eagle"
+    and "mtp" project the concatenated rows to one row; "mtp" norms them first.
     """
 
     kind: str  # one of KINDS
@@ -94,21 +102,21 @@ class HeadConfig:
     feature: str = "aux"  # one of FEATURES
     aux_layers: tuple[int, ...] = ()  # layers of the target whose residual output is the feature
     draft_vocab_size: int
-    share_head: bool = True  # the target's own LM head, its rows d2t
-    target: Target
-    # what public formats differ in
-    own_embedding: bool = False  # else the target's
+    share_lm_head: bool = True  # use rows d2t of the target's LM head
+    target: TargetIdentity
+    # Differences between public formats:
+    own_embedding: bool = False  # False: the target's embedding
     feature_norm: str = "none"  # of the concatenated aux rows, before fc; one of FEATURE_NORMS
-    norm_before_residual: bool = False  # eagle3: the normed feature goes around the attention
-    norm_output: bool = False  # the feature of the next step is taken after the last norm
-    input_norm: bool = True  # eagle: the first layer has one
-    final_norm: bool = True  # there is one before the LM head
+    norm_before_residual: bool = False  # eagle3: the residual around the attention is the normed feature
+    norm_output: bool = False  # the feature of the next round is taken after the final norm
+    input_norm: bool = True  # eagle: the first layer has an input norm
+    final_norm: bool = True  # a norm before the LM head
     fc_bias: bool = False  # eagle
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    window: int = 0  # as of the target's layers; 0: all keys are seen
+    window: int = 0  # attention window; 0: full attention
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -117,34 +125,35 @@ class HeadConfig:
             ("feature_norm", self.feature_norm, FEATURE_NORMS),
         ):
             if value not in known:
-                raise LoadError(f"a head's {what} is {value!r}, which is not known: {', '.join(known)}")
+                raise LoadError(f"unknown {what} of a draft head {value!r}; known: {', '.join(known)}")
         if (self.feature == "aux") != bool(self.aux_layers):
-            raise LoadError("aux_layers belong to feature 'aux', and it needs them")
-        if self.join.reads_both != (self.feature == "aux"):
-            raise LoadError(f"a head of kind {self.kind!r} cannot have the feature {self.feature!r}")
+            raise LoadError("aux_layers must be set for feature 'aux' and for no other")
+        if self.join.attends_to_pair != (self.feature == "aux"):
+            raise LoadError(f"a draft head of kind {self.kind!r} cannot have the feature {self.feature!r}")
         layers = self.target.num_layers
         if any(not 0 <= layer < (layers or layer + 1) for layer in self.aux_layers):
             raise LoadError(f"aux_layers {list(self.aux_layers)}: the target has layers 0..{layers - 1}")
         if not 0 < self.draft_vocab_size <= self.target.vocab_size:
             raise LoadError(f"a draft vocabulary of {self.draft_vocab_size} ids of {self.target.vocab_size}")
-        alone = self.join.reads_both and self.own_embedding and not self.share_head
-        if self.hidden_size != self.target.hidden_size and not alone:
+        is_independent = self.join.attends_to_pair and self.own_embedding and not self.share_lm_head
+        if self.hidden_size != self.target.hidden_size and not is_independent:
             raise LoadError(
-                "a head of another width than the target's needs embedding and LM head of its own"
+                "a draft head whose hidden size differs from the target's needs its own embedding and LM head"
             )
         self.decoder()
 
     @property
-    def join(self) -> Kind:
+    def join(self) -> HeadKind:
+        """Return how the kind combines its two input rows."""
         return KINDS[self.kind]
 
     @property
-    def reduced(self) -> bool:
-        """Does it know some ids of the target's vocabulary alone?"""
+    def has_reduced_vocab(self) -> bool:
+        """Return whether the draft vocabulary is a part of the target's."""
         return self.draft_vocab_size != self.target.vocab_size
 
     def decoder(self) -> ModelConfig:
-        """Its layers, as those of a model."""
+        """Return the layers as a model configuration."""
         return ModelConfig(
             architecture=self.kind,
             vocab_size=self.draft_vocab_size,
@@ -169,14 +178,14 @@ class HeadConfig:
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of everything that its file holds; see `head_formats` for other people's names."""
+        """Return name -> shape of every stored tensor; `formats` renames those of public formats."""
         hidden, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         q, inner, wide = self.num_heads * self.head_dim, self.intermediate_size, self.target.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         if self.own_embedding:
             shapes["embed_tokens.weight"] = (self.target.vocab_size, hidden)
-        join, fuse = self.join, f"{self.join.fuses}.weight"
-        if join.reads_both:
+        join, fuse = self.join, f"{self.join.projection}.weight"
+        if join.attends_to_pair:
             count = len(self.aux_layers)
             if self.feature_norm == "whole":
                 shapes["feature_norm.weight"] = (count * wide,)
@@ -184,61 +193,74 @@ class HeadConfig:
                 shapes |= {f"feature_norm.{i}.weight": (wide,) for i in range(count)}
             shapes[fuse] = (hidden, count * wide)
         else:
-            if join.norms_both:
+            if join.norms_inputs:
                 shapes |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
             shapes[fuse] = (hidden, 2 * hidden)
             if self.fc_bias:
-                shapes[f"{join.fuses}.bias"] = (hidden,)
+                shapes[f"{join.projection}.bias"] = (hidden,)
         for index in range(self.num_layers):
             at, first = f"layers.{index}.", index == 0
-            reads = 2 * hidden if first and join.reads_both else hidden
-            if first and join.reads_both:
+            inputs = 2 * hidden if first and join.attends_to_pair else hidden
+            if first and join.attends_to_pair:
                 shapes[at + "hidden_norm.weight"] = (hidden,)
             if not first or self.input_norm:
                 shapes[at + "input_layernorm.weight"] = (hidden,)
-            biases = self.qkv_bias, self.o_bias, self.mlp_bias
-            shapes |= linear_shapes(at, hidden, reads, q, kv, inner, biases)
+            shapes |= linear_shapes(
+                at,
+                hidden=hidden,
+                attention_inputs=inputs,
+                q_size=q,
+                kv_size=kv,
+                inner=inner,
+                qkv_bias=self.qkv_bias,
+                o_bias=self.o_bias,
+                mlp_bias=self.mlp_bias,
+            )
             if self.qk_norm:
                 shapes |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes[at + "post_attention_layernorm.weight"] = (hidden,)
         if self.final_norm:
             shapes["norm.weight"] = (hidden,)
-        if not self.share_head:
+        if not self.share_lm_head:
             shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
-        if self.reduced:
+        if self.has_reduced_vocab:
             shapes["d2t"] = (self.draft_vocab_size,)
         return shapes
 
     def to_json(self) -> dict[str, Any]:
+        """Return the contents of a config.json."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> HeadConfig:
+    def from_json(cls, raw: Mapping[str, Any]) -> DraftHeadConfig:
+        """Parse the contents of a config.json that `to_json` returned."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(raw) - known):
-            raise LoadError(f"a head's config has no {', '.join(unknown)}")
+            raise LoadError(f"unknown keys in the config of a draft head: {', '.join(unknown)}")
         values = dict(raw)
         try:
             values["aux_layers"] = tuple(values.get("aux_layers", ()))
             scaling = dict(values.get("rope_scaling", {}))
             scaling["factors"] = tuple(scaling.get("factors", ()))
             values["rope_scaling"] = RopeScaling(**scaling)
-            values["target"] = Target(**values["target"])
+            values["target"] = TargetIdentity(**values["target"])
             return cls(**values)
         except (TypeError, KeyError) as error:
-            raise LoadError(f"not a head's config: {error}") from error
+            raise LoadError(f"not the config of a draft head: {error}") from error
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """The same for one model in every dtype and quantisation: its norms, which nobody quantises, as bf16.
+    """Return a digest of the norms as bf16, which is equal for every dtype and quantisation of a model.
 
-    Where they say nothing, all ones as in an untrained model, the embedding speaks too.
+    Where all norms are ones, as in an untrained model, rows of the embedding are included.
     """
     norms = {name: tensors[name] for name in sorted(tensors) if name.endswith("norm.weight")}
     if all(bool((norm == 1).all()) for norm in norms.values()):
         norms["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:64]
-    known = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, norm in norms.items():
-        known.update(name.encode() + str(tuple(norm.shape)).encode())
-        known.update(norm.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
-    return known.hexdigest()[:32]
+        digest.update(name.encode() + str(tuple(norm.shape)).encode())
+        digest.update(
+            norm.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+        )
+    return digest.hexdigest()[:32]

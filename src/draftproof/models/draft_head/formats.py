@@ -1,7 +1,7 @@
-"""Heads on disk: our own format, and those of SpecForge, of `speculators`, EAGLE's first and MTP layers.
+"""Draft head files: own format, SpecForge, `speculators`, the first EAGLE, MTP layers inside a model.
 
-Every format ends in the same thing, a `HeadConfig` and tensors under our own names, checked against the one
-table there. Public formats say little of the model that a head was made for: what they say is checked.
+Every format is read into a `DraftHeadConfig` and weights under its names, checked against its shapes.
+Public formats record little about the target model; what they record is checked.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
-from draftproof.models.config import ModelConfig, config_from_hf, read_json
-from draftproof.models.draft_head.config import HeadConfig, Target
-from draftproof.models.draft_head.quantize import unpacked
+from draftproof.models.config import ModelConfig, read_json
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 from draftproof.models.hub import find_model
+from draftproof.models.registry import config_from_hf
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
-from draftproof.models.weights import check_shapes
+from draftproof.models.weight_formats import WeightTensor, read_weights
+from draftproof.models.weights import check_shapes, split_draft_tensors
 
-# What transformers takes where a config is silent: `speculators` writes down what differs from it alone.
-_SILENT: dict[str, dict[str, Any]] = {
+# Defaults of transformers: `speculators` stores only the values that differ from them.
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -45,8 +46,8 @@ _SILENT: dict[str, dict[str, Any]] = {
     },
 }
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-# beginnings of other people's names -> ours; the first that fits counts
-_NAMES = (
+# Prefix in a public format -> prefix in ours; the first match applies.
+_PREFIXES = (
     ("midlayer.", "layers.0."),
     ("fc_norm.", "feature_norm."),
     ("input_norm.", "feature_norm."),
@@ -61,12 +62,24 @@ _NAMES = (
     ("mtp_layers.0.token_layernorm.", "enorm."),
     ("mtp_layers.", "layers."),
 )
-_SPECULATORS = ("eagle3", "mtp")
+# Names inside a layer stored after the model's last one -> ours; others belong to layer 0.
+_NEXT_LAYER_NAMES = (
+    ("eh_proj.", "eh_proj."),
+    ("enorm.", "enorm."),
+    ("hnorm.", "hnorm."),
+    ("shared_head.norm.", "norm."),
+    ("shared_head.head.", "lm_head."),
+    ("embed_tokens.", "embed_tokens."),
+)
+_SPECULATORS_KINDS = ("eagle3", "mtp")
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
-def read_head(where: str | Path, num_layers: int) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head's description and tensors; `num_layers` of the model that it is to draft for."""
+def read_draft_head(where: str | Path, num_layers: int) -> tuple[DraftHeadConfig, dict[str, WeightTensor]]:
+    """Read the configuration and weights of a draft head for a target model of `num_layers` layers.
+
+    `where` is a folder with the draft head alone, or the folder of a model whose files hold MTP layers too.
+    """
     folder = find_model(str(where), progress=False)
     if not folder.is_dir() or not (folder / "config.json").exists():
         raise LoadError(f"{where}: a head is a folder with config.json and a safetensors file")
@@ -76,98 +89,124 @@ def read_head(where: str | Path, num_layers: int) -> tuple[HeadConfig, dict[str,
         tensors |= read_safetensors(path)
     try:
         if "kind" in raw and "target" in raw:
-            config, tensors = HeadConfig.from_json(raw), unpacked(tensors)
+            config, weights = DraftHeadConfig.from_json(raw), read_weights(tensors)
         else:
-            config, tensors = _public(raw, tensors, num_layers)
-        check_shapes({name: tuple(t.shape) for name, t in tensors.items()}, config.tensors(), "its tensors")
-        _check_ids(config, tensors)
+            config, tensors = _read_public(raw, _draft_tensors(tensors, raw), num_layers)
+            weights = read_weights(tensors)
+        check_shapes(
+            {name: weight.shape for name, weight in weights.items()}, config.tensors(), "its tensors"
+        )
+        _check_ids(config, weights)
     except LoadError as error:
         raise LoadError(f"{folder}: {error}") from error
-    return config, tensors
+    return config, weights
 
 
-def load_head(where: str | Path, target: Target) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """`read_head`, of a head that was made for this model; LoadError with the reason if it was not."""
-    config, tensors = read_head(where, target.num_layers)
+def load_draft_head(
+    where: str | Path, target: TargetIdentity
+) -> tuple[DraftHeadConfig, dict[str, WeightTensor]]:
+    """Read a draft head and check that it was trained for `target`; LoadError names the differences."""
+    config, weights = read_draft_head(where, target.num_layers)
     config.target.check(target, str(where))
-    return config, tensors
+    return config, weights
 
 
-def _check_ids(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    if not config.reduced:
+def _draft_tensors(tensors: dict[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the MTP tensors where the folder holds a whole model, else all tensors."""
+    model, draft = split_draft_tensors(tensors, raw)
+    if not draft or "model.norm.weight" not in model:
+        return tensors
+    first = raw.get("num_hidden_layers")
+    return {_next_layer_name(name, f"model.layers.{first}."): tensor for name, tensor in draft.items()}
+
+
+def _next_layer_name(name: str, prefix: str) -> str:
+    """Return the name of an MTP tensor that is stored as the layer after the last (DeepSeek's names)."""
+    if not name.startswith(prefix):
+        return name
+    rest = name.removeprefix(prefix)
+    for stored, renamed in _NEXT_LAYER_NAMES:
+        if rest.startswith(stored):
+            return renamed + rest.removeprefix(stored)
+    return "layers.0." + rest
+
+
+def _check_ids(config: DraftHeadConfig, weights: Mapping[str, WeightTensor]) -> None:
+    if not config.has_reduced_vocab:
         return
-    ids = tensors["d2t"]
-    known = (ids >= 0) & (ids < config.target.vocab_size)
-    if ids.dtype != torch.int64 or not bool(known.all()) or len(ids.unique()) != len(ids):
+    ids = weights["d2t"].data
+    in_vocab = (ids >= 0) & (ids < config.target.vocab_size)
+    if ids.dtype != torch.int64 or not bool(in_vocab.all()) or len(ids.unique()) != len(ids):
         raise LoadError("d2t does not name each id of its draft vocabulary once")
 
 
-# --- other people's -----------------------------------------------------------------------------------
+# --- public formats -----------------------------------------------------------------------------------
 
 
-def _public(
+def _read_public(
     raw: Mapping[str, Any], tensors: dict[str, Tensor], num_layers: int
-) -> tuple[HeadConfig, dict[str, Tensor]]:
+) -> tuple[DraftHeadConfig, dict[str, Tensor]]:
     kind = raw.get("speculators_model_type")
-    if kind is not None and kind not in _SPECULATORS:
-        known = ", ".join(_SPECULATORS)
+    if kind is not None and kind not in _SPECULATORS_KINDS:
+        known = ", ".join(_SPECULATORS_KINDS)
         raise LoadError(f"speculators of type {kind!r} are not supported; supported: {known}")
     mask = tensors.get("t2d")
     named = {
-        _ours(name): t for name, t in tensors.items() if name not in _UNUSED and "rotary_emb" not in name
+        _rename(name): t for name, t in tensors.items() if name not in _UNUSED and "rotary_emb" not in name
     }
     if len(named) < sum(name not in _UNUSED and "rotary_emb" not in name for name in tensors):
-        raise LoadError("two of its tensors mean the same")
+        raise LoadError("two of its tensors have the same meaning")
     inner = raw.get("transformer_layer_config", raw)
     decoder = _decoder(inner, named)
     common = _common(raw, decoder, named)
     if "eh_proj.weight" in named:
-        config = HeadConfig(kind="mtp", feature="last_normed", norm_output=True, **common)
+        config = DraftHeadConfig(kind="mtp", feature="last_normed", norm_output=True, **common)
     elif "layers.0.hidden_norm.weight" in named:
         config = _eagle3(raw, named, num_layers, common)
     elif "fc.weight" in named:
         norms = {"input_norm": "layers.0.input_layernorm.weight", "final_norm": "norm.weight"}
         there: dict[str, Any] = {field: name in named for field, name in norms.items()}
         bias = "fc.bias" in named
-        config = HeadConfig(kind="eagle", feature="last_normed", fc_bias=bias, **there, **common)
+        config = DraftHeadConfig(kind="eagle", feature="last_normed", fc_bias=bias, **there, **common)
     else:
         raise LoadError("neither an EAGLE head nor an MTP layer: it has no tensor that joins two rows")
     if "d2t" in named:
         named["d2t"] = _ids_of(named["d2t"], mask)
-        if not config.reduced:
+        if not config.has_reduced_vocab:
             del named["d2t"]
     return config, named
 
 
-def _ours(name: str) -> str:
+def _rename(name: str) -> str:
+    """Return our name of a tensor of a public format."""
     name = name.removeprefix("model.")
-    for begin, mine in _NAMES:
-        if name.startswith(begin):
-            return mine + name.removeprefix(begin)
+    for prefix, renamed in _PREFIXES:
+        if name.startswith(prefix):
+            return renamed + name.removeprefix(prefix)
     return name
 
 
 def _decoder(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> ModelConfig:
-    """Its layers. Which model's they are like is told by the type, and by the norms of q and k."""
+    """Return the configuration of the layers; `model_type` and norms of q and k give the family."""
     kind = str(raw.get("model_type") or "llama")
     if kind not in _CLASSES:
         raise LoadError(f"layers of type {kind!r} are not supported; supported: {', '.join(_CLASSES)}")
     if kind == "llama" and any("q_norm" in name for name in named):
         kind = "qwen3"
-    silent = _SILENT.get(str(raw.get("model_type") or ""), {}) if "architectures" not in raw else {}
-    told = {key: value for key, value in raw.items() if value is not None}
-    return config_from_hf({**silent, **told, "architectures": [_CLASSES[kind]]}, where="its layers")
+    defaults = _DEFAULTS.get(str(raw.get("model_type") or ""), {}) if "architectures" not in raw else {}
+    given = {key: value for key, value in raw.items() if value is not None}
+    return config_from_hf({**defaults, **given, "architectures": [_CLASSES[kind]]}, where="its layers")
 
 
 def _common(raw: Mapping[str, Any], decoder: ModelConfig, named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What all kinds have. Layers are counted, not believed."""
+    """Return the fields that all kinds have. Layers are counted by tensor names, not read from the config."""
     layers = {int(name.split(".")[1]) for name in named if name.startswith("layers.")}
     vocab = decoder.vocab_size
     ids = named.get("d2t")
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     names = verifier.get("architectures") or [""]
     wide = int(raw.get("target_hidden_size") or decoder.hidden_size)
-    target = Target(str(names[0]) if len(names) == 1 else "", wide, vocab, 0, "")
+    target = TargetIdentity(str(names[0]) if len(names) == 1 else "", wide, vocab, 0, "")
     return {
         "hidden_size": decoder.hidden_size,
         "intermediate_size": decoder.intermediate_size,
@@ -179,7 +218,7 @@ def _common(raw: Mapping[str, Any], decoder: ModelConfig, named: Mapping[str, Te
         "rope_theta": decoder.rope_theta,
         "rope_scaling": decoder.rope_scaling,
         "draft_vocab_size": vocab if ids is None else len(ids),
-        "share_head": "lm_head.weight" not in named,
+        "share_lm_head": "lm_head.weight" not in named,
         "own_embedding": "embed_tokens.weight" in named,
         "target": target,
         "qkv_bias": "layers.0.self_attn.q_proj.bias" in named,
@@ -192,16 +231,19 @@ def _common(raw: Mapping[str, Any], decoder: ModelConfig, named: Mapping[str, Te
 
 def _eagle3(
     raw: Mapping[str, Any], named: dict[str, Tensor], num_layers: int, common: dict[str, Any]
-) -> HeadConfig:
-    """`speculators` counts layers from 1, as what comes after so many; SpecForge from 0, as outputs."""
-    later = "speculators_model_type" in raw
+) -> DraftHeadConfig:
+    """Build the configuration of an EAGLE-3 head.
+
+    `speculators` numbers the outputs of layers from 1, SpecForge from 0.
+    """
+    from_one = "speculators_model_type" in raw
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    if not later:
+    if not from_one:
         ids = ids or (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = [2, num_layers // 2, num_layers - 3]
-        later = True
-    layers = tuple(int(i) - later for i in ids)
+        from_one = True
+    layers = tuple(int(i) - from_one for i in ids)
     if any(not 0 <= layer < num_layers for layer in layers):
         raise LoadError(f"it reads layers {list(ids)} of its target: this model has {num_layers}")
     norm = "none"
@@ -212,20 +254,20 @@ def _eagle3(
     flags: dict[str, Any] = {
         name: bool(raw.get(name, False)) for name in ("norm_before_residual", "norm_output")
     }
-    return HeadConfig(kind="eagle3", aux_layers=layers, feature_norm=norm, **flags, **common)
+    return DraftHeadConfig(kind="eagle3", aux_layers=layers, feature_norm=norm, **flags, **common)
 
 
 def _ids_of(stored: Tensor, mask: Tensor | None) -> Tensor:
-    """Target ids of the draft ids. They are stored as what is to be added to the draft id.
+    """Return the target id of each draft id; files store the difference to the draft id, or the id itself.
 
-    mask [V]: which target ids are among them, if it is there to tell.
+    `mask` [V]: target ids in the draft vocabulary, where the file has it, decides between the two.
     """
     ids = stored.to(torch.int64)
     added = ids + torch.arange(len(ids))
     if mask is None:
         return added
-    for meant in (added, ids):
-        inside = (meant >= 0) & (meant < len(mask))
-        if bool(inside.all()) and bool(mask.to(torch.bool)[meant].all()):
-            return meant
+    for candidate in (added, ids):
+        inside = (candidate >= 0) & (candidate < len(mask))
+        if bool(inside.all()) and bool(mask.to(torch.bool)[candidate].all()):
+            return candidate
     raise LoadError("d2t and t2d do not agree")

@@ -1,4 +1,4 @@
-"""A head's forward pass: features of the target's rows and the tokens after them in, drafts' logits out."""
+"""Forward pass of a draft head: features of the target's rows and the next tokens in, draft logits out."""
 
 from __future__ import annotations
 
@@ -11,90 +11,92 @@ import torch
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import Weights, decoder_layer
-from draftproof.models.draft_head.config import HeadConfig, Target
+from draftproof.models.decoder import decoder_layer
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 from draftproof.models.layers import first_layer_input, run_layers, store_kv
 from draftproof.models.rope import rope_table
+from draftproof.models.weight_formats import FloatWeight, WeightPacker, WeightTensor
 from draftproof.ops import Ops, Rows
 from draftproof.types import Windows
 
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
-    """What a head may use of the model that it drafts for."""
+    """Parts of the target model that its proposer may use."""
 
     config: ModelConfig
-    facts: Target
+    identity: TargetIdentity
     dtype: torch.dtype
     embedding: Tensor  # [V, hidden]
-    head: Any  # the LM head, packed
-    head_rows: Callable[
-        [Tensor], Tensor
-    ]  # ids [n] -> those rows of it [n, hidden]; while the engine is built
+    lm_head: Any  # packed
+    # ids [n] -> rows of the LM head's weight [n, hidden]; usable only while the engine is built
+    lm_head_rows: Callable[[Tensor], Tensor]
 
 
-class HeadModel:
-    """Weights and the order of the ops. Storage of K and V is the caller's."""
+class DraftHeadModel:
+    """Draft head packed for a backend. The caller owns the storage of K and V."""
 
     def __init__(
         self,
-        config: HeadConfig,
-        tensors: dict[str, Tensor],
+        config: DraftHeadConfig,
+        weights: dict[str, WeightTensor],
         ops: Ops,
         max_len: int,
         target: TargetParts,
-        most: int,
+        max_logits_rows: int,
     ) -> None:
-        """`most`: rows that logits are asked of at a time."""
+        """Pack the weights; `max_logits_rows`: rows of one call of `logits`."""
         self.config, self.ops = config, ops
-        tensors = _folded(config, tensors)
-        tensors = {n: t if n == "d2t" else t.to(target.dtype) for n, t in tensors.items()}
-        decoder, take = config.decoder(), Weights(tensors, ops, rough=True)
+        decoder = config.decoder()
+        packer = WeightPacker(_fold_feature_norms(config, weights), ops, target.dtype, draft=True)
         self.vocab = config.target.vocab_size
         self.rope = rope_table(decoder, max_len).to(ops.device)
         self.embedding = target.embedding
-        if config.own_embedding:  # many a public head has a copy of its target's
-            own = take.tensor("embed_tokens.weight")
+        if config.own_embedding:  # public heads often hold a copy of the target's
+            own = packer.tensor("embed_tokens.weight")
             self.embedding = self.embedding if torch.equal(own, self.embedding) else own
-        self.ids = take.tensor("d2t") if config.reduced else None  # [draft vocab] target ids
-        if self.ids is not None:  # ids that it does not know stay as they are
-            self._logits = torch.full((most, self.vocab), -math.inf, device=ops.device)
-        self.feature_norm = take.tensor("feature_norm.weight") if config.feature_norm != "none" else None
+        self.ids = packer.tensor("d2t") if config.has_reduced_vocab else None  # [draft vocab] target ids
+        if self.ids is not None:  # logits of ids outside the draft vocabulary stay -inf
+            self._logits = torch.full((max_logits_rows, self.vocab), -math.inf, device=ops.device)
+        self.feature_norm = packer.tensor("feature_norm.weight") if config.feature_norm != "none" else None
         join = config.join
-        self.norms: list[Tensor] = []  # of the embedding, of the feature, before they are projected
-        if join.norms_both and not join.reads_both:
-            self.norms = [take.tensor(f"{name}.weight") for name in ("enorm", "hnorm")]
-        self.fc = take.packed([join.fuses], config.fc_bias)
-        first = "hidden_norm" if join.reads_both else "input_layernorm" if config.input_norm else ""
+        self.norms: list[Tensor] = []  # of the embedding and of the feature, before the projection
+        if join.norms_inputs and not join.attends_to_pair:
+            self.norms = [packer.tensor(f"{name}.weight") for name in ("enorm", "hnorm")]
+        self.fc = packer.packed([join.projection], config.fc_bias)
+        first = "hidden_norm" if join.attends_to_pair else "input_layernorm" if config.input_norm else None
         self.layers = [
-            decoder_layer(take, f"layers.{i}.", decoder, i, "input_layernorm" if i else first)
+            decoder_layer(packer, f"layers.{i}.", decoder, i, "input_layernorm" if i else first)
             for i in range(config.num_layers)
         ]
-        if join.reads_both:
-            of_token = take.tensor("layers.0.input_layernorm.weight")
-            around = config.norm_before_residual
-            self.layers[0] = replace(self.layers[0], token_norm=of_token, residual_is_normed=around)
-        self.norm = take.tensor("norm.weight") if config.final_norm else None
-        if not config.share_head:
-            self.head = take.packed(["lm_head"], bias=False)
+        if join.attends_to_pair:
+            token_norm = packer.tensor("layers.0.input_layernorm.weight")
+            self.layers[0] = replace(
+                self.layers[0], token_norm=token_norm, residual_is_normed=config.norm_before_residual
+            )
+        self.norm = packer.tensor("norm.weight") if config.final_norm else None
+        if not config.share_lm_head:
+            self.lm_head = packer.packed(["lm_head"], bias=False)
         else:
-            self.head = (
-                target.head if self.ids is None else ops.forward.pack_draft_linear(target.head_rows(self.ids))
+            self.lm_head = (
+                target.lm_head
+                if self.ids is None
+                else ops.forward.pack_draft_linear(target.lm_head_rows(self.ids))
             )
 
     def feature(self, rows: Tensor) -> Tensor:
-        """What it makes of the target's rows, [R, target's hidden, once or several times]: [R, hidden]."""
-        if not self.config.join.reads_both:
+        """Reduce rows of the target [R, layers * target hidden] to feature rows [R, hidden]."""
+        if not self.config.join.attends_to_pair:
             return rows
         ops, eps, count = self.ops, self.config.rms_norm_eps, len(rows)
-        if self.feature_norm is not None:  # of each layer's part, or of all of it
+        if self.feature_norm is not None:  # over each layer's part, or over the whole row
             rows = ops.forward.rms_norm(rows.reshape(-1, len(self.feature_norm)), self.feature_norm, eps)
         return ops.forward.linear(rows.view(count, -1), self.fc)
 
     def forward(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> Tensor:
-        """rows.tokens are those that follow; stores K and V of every row. `feature` may be overwritten.
+        """Run rows whose `tokens` are the next tokens, and store their K and V. `feature` may be overwritten.
 
-        [R, hidden], before the last norm: what `logits` and `following` take.
+        Return [R, hidden] before the final norm, the input of `logits` and `next_feature`.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         ops.forward.begin_pass(rows)
@@ -104,7 +106,7 @@ class HeadModel:
         )[0]
 
     def store(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> None:
-        """K and V of every row, and nothing else: nobody wants drafts of these."""
+        """Store K and V of every row, without computing drafts."""
         if len(self.layers) > 1:
             self.forward(rows, feature, caches)
             return
@@ -114,9 +116,9 @@ class HeadModel:
         store_kv(ops, layer.attention, x, rows, self.rope, caches[0], eps)
 
     def _projected(self, rows: Rows, feature: Tensor) -> Tensor:
-        """The row that its first layer is given: the feature, unless the two are projected to one."""
+        """Return the input rows of the first layer: features, or projected embeddings and features."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        if self.config.join.reads_both:
+        if self.config.join.attends_to_pair:
             return feature
         embedded = ops.forward.embed(rows.tokens, self.embedding)
         if self.norms:
@@ -129,21 +131,21 @@ class HeadModel:
             row if self.norm is None else self.ops.forward.rms_norm(row, self.norm, self.config.rms_norm_eps)
         )
 
-    def following(self, row: Tensor) -> Tensor:
-        """The features of the rows after these."""
+    def next_feature(self, row: Tensor) -> Tensor:
+        """Return the features of the next round."""
         return self._normed(row) if self.config.norm_output else row
 
     def logits(self, row: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] fp32 over the target's vocabulary; -inf at ids that it does not know.
+        """Return fp32 logits [R, V] over the target's vocabulary, -inf outside the draft vocabulary.
 
-        Valid until the next call.
+        The result is valid until the next call.
         """
-        logits = self.ops.forward.linear(self._normed(row), self.head, torch.float32)
+        logits = self.ops.forward.linear(self._normed(row), self.lm_head, torch.float32)
         if self.ids is None:
             return logits
         return self._logits[: len(logits)].index_copy_(1, self.ids, logits)
 
-    def pick(
+    def sample(
         self,
         row: Tensor,
         at: Tensor | None,
@@ -152,15 +154,14 @@ class HeadModel:
         out: Tensor,
         sure: Tensor | None = None,
     ) -> Tensor:
-        """Drafts into `out` [B], each from the row at its place, as plain sampling would take them; into
-        `sure` [B], if given, how likely the head thinks each to be.
+        """Sample one draft per entry into `out` [B], with the noise of plain sampling, from row `at` of each.
 
-        Returns these rows, [B, hidden].
+        `sure` [B], if given, receives the draft probability of each. Return the sampled rows [B, hidden].
         """
         if self.norm is not None:
             norm, eps = self.norm, self.config.rms_norm_eps
             return self.ops.rounds.lm_head_sample(
-                row, at, norm, eps, self.head, self.ids, windows, greedy, out, sure
+                row, at, norm, eps, self.lm_head, self.ids, windows, greedy, out, sure
             )
         row = row if at is None else row[at.clamp(min=0)]
         logits = self.logits(row)
@@ -169,13 +170,14 @@ class HeadModel:
         return row
 
 
-def _folded(config: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the weights of the layers' own feature norms in `fc`, so that one pass norms all of them."""
+def _fold_feature_norms(config: DraftHeadConfig, weights: dict[str, WeightTensor]) -> dict[str, WeightTensor]:
+    """Multiply the weights of per-layer feature norms into `fc`, so that one op norms all layers' parts."""
     if config.feature_norm != "each":
-        return tensors
+        return weights
     names = [name for name in config.tensors() if "feature_norm" in name]
-    weights = [tensors[name] for name in names]
-    fuse = f"{config.join.fuses}.weight"
-    kept = {name: tensor for name, tensor in tensors.items() if name not in names}
-    kept[fuse] = tensors[fuse].float() * torch.cat(weights).float()
-    return kept | {"feature_norm.weight": torch.ones_like(weights[0])}
+    norms = [weights[name].dequantize() for name in names]
+    projection = f"{config.join.projection}.weight"
+    kept = {name: weight for name, weight in weights.items() if name not in names}
+    folded = weights[projection].dequantize().float() * torch.cat(norms).float()
+    kept[projection] = FloatWeight(folded)
+    return kept | {"feature_norm.weight": FloatWeight(torch.ones_like(norms[0]))}

@@ -1,4 +1,4 @@
-"""GGUF models of the Llama family: metadata to ModelConfig, tensors to Hugging Face's names."""
+"""GGUF files of dense decoders: metadata to ModelConfig, tensors to Hugging Face names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
-from draftproof.models.config import ModelConfig, RopeScaling, plausible_layers
+from draftproof.models.config import ModelConfig, RopeScaling, check_num_layers
 from draftproof.models.gguf.file import TYPES, GGUFFile, check_types, dequantize, end_token_ids
-from draftproof.models.weights import check_shapes, expected_tensors
+from draftproof.models.registry import expected_tensors
+from draftproof.models.rope import qk_to_halves
+from draftproof.models.weights import check_shapes
 
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -23,7 +25,7 @@ GGUF_ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# llama.cpp reorders q and k of these for rotation of adjacent pairs; we rotate halves.
+# llama.cpp stores q and k of these as adjacent rotary pairs; the rope kernels rotate halves.
 _INTERLEAVED = ("llama", "mistral")
 
 _TOP = {
@@ -49,7 +51,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """The configuration that the metadata and the set of tensors describe."""
+    """Build the configuration from the metadata and the set of tensors."""
     try:
         return _config(file)
     except LoadError as error:
@@ -67,7 +69,7 @@ def _config(file: GGUFFile) -> ModelConfig:
             f"GGUF architecture {arch!r} is not supported; supported: "
             f"{', '.join(GGUF_ARCHITECTURES)} ({', '.join(GGUF_ARCHITECTURES.values())})"
         )
-    _refuse(meta, arch)
+    _check_supported(meta, arch)
 
     def need(key: str) -> Any:
         value = meta.get(f"{arch}.{key}")
@@ -78,7 +80,7 @@ def _config(file: GGUFFile) -> ModelConfig:
         return value
 
     heads, hidden = need("attention.head_count"), need("embedding_length")
-    layers = plausible_layers(need("block_count"))
+    layers = check_num_layers(need("block_count"))
     has_kv = f"{arch}.attention.head_count_kv" in meta
     head_dim = int(meta.get(f"{arch}.attention.key_length", hidden // heads))
     if meta.get(f"{arch}.attention.value_length", head_dim) != head_dim:
@@ -113,7 +115,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     )
 
 
-def _refuse(meta: dict[str, Any], arch: str) -> None:
+def _check_supported(meta: dict[str, Any], arch: str) -> None:
     if meta.get("split.count", 1) > 1:
         raise LoadError(
             f"this is part {meta.get('split.no', 0) + 1} of {meta['split.count']} of a split "
@@ -133,7 +135,7 @@ def _vocab_rows(file: GGUFFile) -> int:
 
 
 def _short(value: float) -> float:
-    """1e-05 rather than 9.999999747378752e-06: the shortest number with the same fp32 bits."""
+    """Return the shortest decimal with the same fp32 bits: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -172,7 +174,7 @@ def _windows(meta: dict[str, Any], arch: str, layers: int) -> tuple[int, ...]:
 
 
 def _stored_dtype(file: GGUFFile) -> str:
-    """The type of most matrix bytes, in torch's names where it has one."""
+    """Return the type of most matrix elements, by torch's name where it has one."""
     counts: dict[int, int] = {}
     for info in file.tensors.values():
         if len(info.shape) > 1:
@@ -184,7 +186,7 @@ def _stored_dtype(file: GGUFFile) -> str:
 
 
 def hf_name(name: str) -> str | None:
-    """Hugging Face's name of a llama.cpp tensor; None when there is none."""
+    """Return the Hugging Face name of a llama.cpp tensor, or None."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP and kind == "weight":
         return f"{_TOP[stem]}.weight"
@@ -194,19 +196,13 @@ def hf_name(name: str) -> str | None:
     return None
 
 
-def split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's reordering: rows (0, 1), (2, 3), … of a head become its two halves."""
-    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
-
-
 def gguf_tensors(
     file: GGUFFile,
     config: ModelConfig,
     dtype: torch.dtype,
     track: Callable[[Iterator[Any], int], Iterator[Any]] | None = None,
 ) -> dict[str, Tensor]:
-    """Every tensor of the model in `dtype`, under Hugging Face's names."""
+    """Return every tensor of the model in `dtype`, under its Hugging Face name."""
     check_types(file)
     expected = expected_tensors(config)
     names = {hf_name(key) or key: key for key in file.tensors if key != _ROPE_FREQS}
@@ -217,10 +213,8 @@ def gguf_tensors(
 
     def convert(name: str) -> Tensor:
         tensor = torch.from_numpy(dequantize(raw, file.tensors[names[name]]))
-        if interleaved and ".q_proj." in name:
-            tensor = split_halves(tensor, config.num_heads)
-        elif interleaved and ".k_proj." in name:
-            tensor = split_halves(tensor, config.num_kv_heads)
+        if interleaved:
+            tensor = qk_to_halves(name, tensor, config)
         return tensor.to(dtype).contiguous()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

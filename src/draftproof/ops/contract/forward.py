@@ -32,6 +32,15 @@ class ForwardOps(ABC):
         """Pack a weight of a draft model; `linear` may compute it with lower precision."""
         return self.pack_linear(weight, bias)
 
+    # Quantised weight formats that `pack_quantized` takes; a weight of another format is dequantised before.
+    weight_formats: ClassVar[frozenset[str]] = frozenset()
+
+    def pack_quantized(
+        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+    ) -> Any:
+        """Pack a quantised weight of one of `weight_formats` for `linear`."""
+        raise NotImplementedError(weight_format)
+
     @abstractmethod
     def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply x [R, K] by a packed weight: [R, N] in x's dtype or `out_dtype` (fp32 for logits)."""

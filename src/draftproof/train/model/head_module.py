@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.models.draft_head.config import HeadConfig
+from draftproof.models.draft_head.config import DraftHeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.train.model.attention import causal
 from draftproof.train.model.compile import fused
@@ -25,7 +25,7 @@ Weights = Mapping[str, Tensor]
 Keys = tuple[Tensor, Tensor]  # K and V [B, kv heads, T, dim] of one step
 
 
-def new_weights(config: HeadConfig, feature_rms: Tensor, norm: Tensor, seed: int) -> dict[str, Tensor]:
+def new_weights(config: DraftHeadConfig, feature_rms: Tensor, norm: Tensor, seed: int) -> dict[str, Tensor]:
     """Weights to begin with, fp32 on the CPU. feature_rms [layers]: how large the features of each layer are.
 
     `fc` begins as the mean of the layers, each brought to the size of one: the head then starts from what the
@@ -57,7 +57,7 @@ class HeadModule:
     """Computes a head's steps. Weights are given with every call: fp32 to train, rounded to try."""
 
     def __init__(
-        self, config: HeadConfig, device: torch.device, max_len: int, attention: str = "written"
+        self, config: DraftHeadConfig, device: torch.device, max_len: int, attention: str = "written"
     ) -> None:
         self.config = config
         self.attend = {"joined": attend_joined, "written": attend}[attention]

@@ -1,0 +1,190 @@
+"""Weight formats: how a checkpoint stores a weight, and how it is packed for a backend.
+
+A new format is one class here and one entry of `FORMATS`. A backend that multiplies a format directly lists
+its name in `ForwardOps.weight_formats` and receives it in `pack_quantized`. Every other backend receives the
+dequantised weight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import LoadError
+from draftproof.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTensor(ABC):
+    """One weight of a checkpoint in its stored format."""
+
+    data: Tensor  # [N, K]; vectors and other shapes in the float format alone
+    scales: Tensor | None = None
+
+    suffixes: ClassVar[Mapping[str, str]] = {}  # field -> what follows the weight's name in a file
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """Return the name of the format."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the logical shape."""
+        return tuple(self.data.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the stored bytes, scales included."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def rows(self, ids: Tensor) -> Self:
+        """Return the output rows `ids` [n], on the device of the weight."""
+        at = ids.to(self.data.device)
+        return type(self)(self.data[at], None if self.scales is None else self.scales[at])
+
+    @classmethod
+    def cat(cls, weights: Sequence[Self]) -> Self:
+        """Concatenate weights of one format along their output rows."""
+        if len(weights) == 1:
+            return weights[0]
+        scales = [weight.scales for weight in weights if weight.scales is not None]
+        return cls(torch.cat([weight.data for weight in weights]), torch.cat(scales) if scales else None)
+
+    def to(self, device: torch.device) -> Self:
+        """Return the weight on `device`, contiguous."""
+        scales = None if self.scales is None else self.scales.to(device).contiguous()
+        return type(self)(self.data.to(device).contiguous(), scales)
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor of `dtype`; None: the float type that the format stands for."""
+
+    @classmethod
+    def from_parts(cls, name: str, data: Tensor, parts: Mapping[str, Tensor]) -> Self:
+        """Build the weight `name` from its stored tensors; LoadError if `parts` do not belong to it."""
+        return cls(data)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatWeight(WeightTensor):
+    """Weight in a float type, stored as it is; index tensors are kept in this form too."""
+
+    @property
+    def format(self) -> str:
+        """Return "fp32", "bf16", "fp16" or torch's name of the type."""
+        return FLOAT_NAMES.get(self.data.dtype, str(self.data.dtype).removeprefix("torch."))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor itself, converted if it is a float tensor."""
+        if dtype is None or not self.data.is_floating_point():
+            return self.data
+        return self.data.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8RowWeight(WeightTensor):
+    """Matrix in int8 with one fp32 scale per output row."""
+
+    suffixes = {"scales": ".scale"}
+    limit: ClassVar[int] = 127
+
+    @property
+    def format(self) -> str:
+        """Return "int8"."""
+        return "int8"
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the matrix, rounded to bf16 whatever `dtype` is, so that every dtype has the same values."""
+        assert self.scales is not None
+        rounded = (self.data.float() * self.scales.float()[:, None]).to(torch.bfloat16)
+        return rounded if dtype is None else rounded.to(dtype)
+
+    @classmethod
+    def from_parts(cls, name: str, data: Tensor, parts: Mapping[str, Tensor]) -> Self:
+        """Build the weight from the matrix and its scales."""
+        scales = parts.get("scales")
+        if scales is None or scales.shape != data.shape[:1]:
+            raise LoadError(f"{name} is int8, but {name}.scale does not hold one scale per row")
+        return cls(data, scales)
+
+    @classmethod
+    def quantize(cls, matrix: Tensor) -> Self:
+        """Quantise a float matrix [N, K], each row by its largest magnitude."""
+        rows = matrix.detach().float()
+        scales = (rows.abs().amax(1) / cls.limit).clamp(min=torch.finfo(torch.float32).tiny)
+        return cls((rows / scales[:, None]).round().clamp(-cls.limit, cls.limit).to(torch.int8), scales)
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors that a file holds for this weight."""
+        assert self.scales is not None
+        return {name: self.data, name + self.suffixes["scales"]: self.scales}
+
+
+FLOAT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# dtype of the stored matrix -> format; every other dtype is a FloatWeight
+FORMATS: dict[torch.dtype, type[WeightTensor]] = {torch.int8: Int8RowWeight}
+
+
+def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:
+    """Group the tensors of a file into weights by name."""
+    suffixes = {suffix for kind in FORMATS.values() for suffix in kind.suffixes.values()}
+    weights: dict[str, WeightTensor] = {}
+    for name, data in tensors.items():
+        if any(name.endswith(suffix) and name.removesuffix(suffix) in tensors for suffix in suffixes):
+            continue
+        kind = FORMATS.get(data.dtype, FloatWeight)
+        parts = {field: tensors[name + end] for field, end in kind.suffixes.items() if name + end in tensors}
+        weights[name] = kind.from_parts(name, data, parts)
+    return weights
+
+
+def dequantize_all(weights: Mapping[str, WeightTensor]) -> dict[str, Tensor]:
+    """Return every weight in the float type that its format stands for."""
+    return {name: weight.dequantize() for name, weight in weights.items()}
+
+
+class WeightPacker:
+    """Remove weights from a checkpoint one by one and pack them for a backend, so that none is held twice."""
+
+    def __init__(
+        self,
+        weights: dict[str, WeightTensor],
+        ops: Ops,
+        dtype: torch.dtype | None = None,
+        draft: bool = False,
+    ) -> None:
+        """Set the dtype of dequantised weights; `draft` weights may be packed with lower precision."""
+        self.weights = weights
+        self.ops = ops
+        self.dtype = dtype
+        self.draft = draft
+
+    def tensor(self, name: str) -> Tensor:
+        """Remove one weight and return it dequantised on the device."""
+        return self.weights.pop(name).dequantize(self.dtype).to(self.ops.device).contiguous()
+
+    def packed(self, names: Sequence[str], bias: bool) -> Any:
+        """Remove linear weights, concatenate their output rows and pack them for `Ops.linear`."""
+        parts = [self.weights.pop(f"{name}.weight").to(self.ops.device) for name in names]
+        biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
+        return pack_weight(self.ops, type(parts[0]).cat(parts), biases, self.dtype, self.draft)
+
+
+def pack_weight(
+    ops: Ops,
+    weight: WeightTensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    draft: bool = False,
+) -> Any:
+    """Pack a weight for `Ops.linear`: in its own format where the backend multiplies it, else dequantised."""
+    if weight.format in ops.forward.weight_formats:
+        return ops.forward.pack_quantized(weight.format, weight.data, weight.scales, bias)
+    pack = ops.forward.pack_draft_linear if draft else ops.forward.pack_linear
+    return pack(weight.dequantize(dtype), bias)
