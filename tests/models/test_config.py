@@ -170,7 +170,7 @@ def config_with(config: ModelConfig, scaling: RopeScaling) -> ModelConfig:
         ({"vocab_size": None}, "vocab_size"),
         ({"hidden_size": "big"}, "hidden_size"),
         ({"num_attention_heads": 0}, "config"),
-        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"num_key_value_heads": 3}, "num_kv_heads .3."),
         ({"num_hidden_layers": 10**9}, "layers"),
         ({"head_dim": 7}, "head_dim"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
