@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -300,7 +302,7 @@ WRONG_CONFIGS = [
     ("must lie in 1..6", {**SYNTHETIC, "synthetic_acceptance_length": "2"}),
     ("must be 5 numbers", {**SYNTHETIC, "synthetic_acceptance_rates": "12345"}),
     ("must be 5 numbers", {**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.5, 0.5, None, 0]}),
-    ("verify_strategy must be a text", {"method": "ngram", "verify_strategy": None}),
+    ("verify_strategy must be a string", {"method": "ngram", "verify_strategy": None}),
     ("pool_tokens must be an integer", {"method": "suffix", "pool_tokens": "many"}),
     ("belongs to verify_strategy 'topp'", {"method": "ngram", "max_candidate_len": 5}),
     ("max_candidate_len", {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": 0}),
@@ -333,10 +335,10 @@ def test_speculative_config_that_means_nothing(message, spec):
         ("overlap must be true or false", {"overlap": "no"}),
         ("debug must be true or false", {"debug": None}),
         ("warm_up must be true or false", {"warm_up": 0}),
-        ("backend must be a text", {"backend": None}),
-        ("device must be a text", {"device": 0}),
-        ("tokenizer must be a text", {"tokenizer": True}),
-        ("revision must be a text", {"revision": 5}),
+        ("backend must be a string", {"backend": None}),
+        ("device must be a string", {"device": 0}),
+        ("tokenizer must be a string", {"tokenizer": True}),
+        ("revision must be a string", {"revision": 5}),
     ],
 )
 def test_engine_config_that_means_nothing(message, options):
@@ -405,3 +407,37 @@ def test_torch_tensors_are_not_touched_by_a_processor_that_writes_in_place():
     assert record.token_ids[0] == 5
     assert record.logprobs[0].logprobs[1:] == plain.logprobs[0].logprobs[1:]
     assert torch.isfinite(torch.tensor(record.logprobs[0].logprobs)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("temperature", np.float32(0.5), 0.5),
+        ("top_p", np.float64(0.9), 0.9),
+        ("n", np.int64(5), 5),
+        ("max_tokens", np.int32(7), 7),
+        ("seed", np.uint64(2**63 - 1), 2**63 - 1),
+        ("top_k", torch.tensor(3), 3),
+        ("stop_token_ids", np.array([4, 5]), (4, 5)),
+        ("allowed_token_ids", [np.int64(6), 6, 7], (6, 7)),
+        ("prediction", np.array([8, 9]), (8, 9)),
+        ("logit_bias", {np.int64(3): np.float32(1.5)}, {3: 1.5}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_numpy_scalars_in_sampling_params_become_python_numbers(name: str, value: Any, plain: Any) -> None:
+    found = getattr(SamplingParams(**{name: value}), name)
+    assert found == plain
+    items = [*found, *found.values()] if isinstance(found, dict) else found
+    for each in items if isinstance(items, (tuple, list)) else [items]:
+        assert type(each) in (int, float)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", np.bool_(True)), ("temperature", np.bool_(False)), ("n", np.float32(2)), ("n", np.array([1, 2]))],
+    ids=str,
+)
+def test_numpy_values_of_another_kind_in_sampling_params_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})

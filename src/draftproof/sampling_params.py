@@ -99,6 +99,8 @@ class SamplingParams:
     cache_salt: str | None = None  # cached prefixes are found by requests with the same salt alone
 
     def __post_init__(self) -> None:
+        for name, *_ in (*_RANGES, *_INTEGERS):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         for name, low, high in _RANGES:
             _check_number(name, getattr(self, name), low, high)
         for name, low_int in _INTEGERS:
@@ -136,14 +138,14 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a list, got {value!r}", name)
         put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for name in ("bad_words", "stop_token_ids", "logits_processors"):
-            put(self, name, tuple(getattr(self, name)))
+            put(self, name, tuple(map(plain_number, getattr(self, name))))
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
                 raise RequestError(f"{name} must hold non-empty strings", name)
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) is not None:
                 try:
-                    put(self, name, tuple(dict.fromkeys(getattr(self, name))))
+                    put(self, name, tuple(dict.fromkeys(map(plain_number, getattr(self, name)))))
                 except TypeError as error:  # a list in it
                     raise RequestError(f"{name} must hold integers: {error}", name) from error
                 if not getattr(self, name):
@@ -153,7 +155,7 @@ class SamplingParams:
                 raise RequestError(
                     f"prediction must be a text or a list of ids, got {self.prediction!r}", "prediction"
                 )
-            put(self, "prediction", tuple(self.prediction))
+            put(self, "prediction", tuple(map(plain_number, self.prediction)))
         if any(not callable(f) for f in self.logits_processors):
             raise RequestError("logits_processors must be functions", "logits_processors")
         try:
@@ -240,6 +242,16 @@ _INTEGERS = (
 def top_of(asked: int | None, vocab: int) -> int:
     """How many of the best `logprobs` or `prompt_logprobs` asks for, where there are so many tokens."""
     return vocab if asked == -1 else min(asked or 0, vocab)
+
+
+def plain_number(value: Any) -> Any:
+    """Convert a scalar of NumPy or torch to a Python number; return any other value as it is."""
+    if type(value) in (int, float, bool, str, type(None)) or callable(value) or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (TypeError, ValueError, RuntimeError):  # an array of several numbers
+        return value
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

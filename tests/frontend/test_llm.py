@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof import LLM, ConfigError, LoadError, RequestError, SamplingParams
+from draftproof import LLM, ConfigError, EngineClosedError, LoadError, RequestError, SamplingParams
 from draftproof.text.bulk.output_columns import OutputColumns
 from draftproof.text.bulk.output_table import OutputTable
+from text_pieces import CONFIG, Pieces
 
 COPY = "one two three four five six seven eight one two three four five six seven eight one two three"
 
@@ -292,6 +295,54 @@ def test_processor_error_is_the_requests_own(llm: LLM) -> None:
         answers[0].outputs[0].finish_reason == "error" and "RuntimeError: no" in answers[0].outputs[0].error
     )
     assert answers[1].outputs[0].token_ids == llm.generate("b", greedy())[0].outputs[0].token_ids
+
+
+@pytest.fixture
+def tiny_llm(tmp_path: Path) -> LLM:
+    """Model of one layer with random weights and a tokenizer of ten pieces."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", max_num_seqs=4)
+    llm.tokenizer = Pieces()  # type: ignore[assignment]
+    return llm
+
+
+@pytest.mark.parametrize("n", [16385, 10**9])
+def test_n_above_the_limit_is_refused_before_allocation(tiny_llm: LLM, n: int) -> None:
+    for call in (tiny_llm.generate, tiny_llm.stream):
+        with pytest.raises(RequestError, match="n must be at most 16384") as refused:
+            call("ab", SamplingParams(n=n))
+        assert refused.value.param == "n"
+    assert not tiny_llm.tracker.has_pending_outputs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 2}, {"logprob_token_ids": [3, 5]}, {"n": 2}],
+    ids=str,
+)
+def test_pickled_and_copied_output_equals_the_original(tiny_llm: LLM, options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=5, seed=3, ignore_eos=True, **options)
+    output = tiny_llm.generate("ab", params, use_tqdm=False)[0]
+    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert copied == output and output == copied
+        assert copied.outputs == output.outputs
+        assert repr(copied) == repr(output)
+    events = list(tiny_llm.stream("ab", params))
+    assert pickle.loads(pickle.dumps(events)) == events
+
+
+def test_llm_as_context_manager_is_closed_at_the_end(tiny_llm: LLM) -> None:
+    with tiny_llm as llm:
+        stream = llm.stream("ab", SamplingParams(max_tokens=50, ignore_eos=True))
+        next(stream)
+        assert llm.tracker.num_requests == 1
+    assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(EngineClosedError, match="was closed"):
+            call("ab")
+    llm.close()
+    with pytest.raises(ZeroDivisionError), tiny_llm:
+        raise ZeroDivisionError
 
 
 def test_unknown_options_name_the_nearest() -> None:
