@@ -1,4 +1,4 @@
-"""What training asks of a device beside torch; nothing of it is needed to serve."""
+"""Kernels for training; serving does not need them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def slope_kernel(device: torch.device, width: int) -> Callable[..., Tensor] | None:
-    """The slope of the loss by logits of `width` ids, in one kernel; None: there is none."""
+    """Return a kernel for the gradient of the loss by logits of `width` ids, or None."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from draftproof.ops.triton import kl_grad

@@ -14,34 +14,35 @@ from draftproof.types import Rows, Windows
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """A copy on its way to the host; a call waits for it."""
+    """Copy to the host that was started; calling it waits and returns the tensor."""
 
     read: Callable[[], Tensor]
-    is_ready: Callable[[], bool] = lambda: True  # has it come?
+    is_ready: Callable[[], bool] = lambda: True  # whether the copy has arrived
 
     def __call__(self) -> Tensor:
+        """Wait for the copy."""
         return self.read()
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where `Ops.layout` writes the rows of a step; all of it is written, padding included."""
+    """Output tensors of `StepOps.layout`; every element is written, padding included."""
 
     rows: Rows  # [R]
     windows: Windows  # [B] windows, [L] logits rows
-    at: Tensor  # [L] int64: the forward row of each logits row; 0 where it is padding
+    at: Tensor  # [L] int64: forward row of each logits row; 0 for padding
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs at N rows; those of padding may hold anything."""
+    """Logprobs at N rows; undefined for padding."""
 
-    values: Tensor  # [N, 1 + top] fp32: of the token itself, then of the best
+    values: Tensor  # [N, 1 + top] fp32: of the token, then of the best
     ids: Tensor  # [N, top] int64: the best, in the order (value down, id up)
-    ranks: Tensor  # [N] int64: of the token itself
+    ranks: Tensor  # [N] int64: rank of the token
 
     def put(self, found: TokenLogprobs) -> TokenLogprobs:
-        """What was found into these tensors."""
+        """Copy `found` into these tensors."""
         for mine, theirs in ((self.values, found.values), (self.ids, found.ids), (self.ranks, found.ranks)):
             mine.copy_(theirs)
         return self
@@ -55,7 +56,7 @@ class AttentionShape:
     num_kv: int
     dim: int
     scale: float
-    window: int  # keys older than position - window + 1 are not seen; 0 = all are
+    window: int  # number of newest keys that are visible; 0: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,19 +26,19 @@ _ZERO = np.float32(0.0)
 
 @kernel
 def embed(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, tokens, table, row bytes, vocabulary."""
+    """Look up rows; args: out, tokens, table, row bytes, vocabulary."""
     out, tokens, table = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     row_bytes, vocab = load_i64(args + 24), load_i64(args + 32)
     begin, end = share(rows, thread, threads)
     for row in range(begin, end):
-        # an id out of range reads a valid row rather than foreign memory
+        # an id out of range reads a valid row instead of foreign memory
         token = min(max(load_i64(tokens + 8 * row), 0), vocab - 1)
         copy_bytes(out + row * row_bytes, table + token * row_bytes, row_bytes)
 
 
 @kernel
 def concat_columns(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, left, right, bytes of a row of each."""
+    """Concatenate rows; args: out, left, right, bytes of a row of each."""
     out, left, right = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     first, second = load_i64(args + 24), load_i64(args + 32)
     begin, end = share(rows, thread, threads)
@@ -50,7 +50,7 @@ def concat_columns(args: int, rows: int, thread: int, threads: int, scratch: int
 
 @device
 def _normalise(src: int, out: int, weight: int, width: int, eps: float, bf16: bool) -> None:
-    """out [width] = src / rms(src), rounded, times weight."""
+    """Write src / rms(src), rounded, times weight to out [width]."""
     total = splat(_ZERO)
     for i in range(0, width, 16):
         x = tload(src, i, width - i, bf16)
@@ -66,7 +66,7 @@ def _rms_norm(bf16: bool) -> Kernel:
 
     @kernel
     def rms_norm(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """args: out, x, weight, width, eps."""
+        """Norm rows; args: out, x, weight, width, eps."""
         out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         width, eps = load_i64(args + 24), f64_of_bits(load_i64(args + 32))
         begin, end = share(rows, thread, threads)
@@ -82,7 +82,7 @@ def _add_rms_norm(bf16: bool) -> Kernel:
 
     @kernel
     def add_rms_norm(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """args: out, sum, x, residual, weight, width, eps."""
+        """Add and norm rows; args: out, sum, x, residual, weight, width, eps."""
         out, total = load_i64(args), load_i64(args + 8)
         x, residual, weight = load_i64(args + 16), load_i64(args + 24), load_i64(args + 32)
         width, eps = load_i64(args + 40), f64_of_bits(load_i64(args + 48))
@@ -103,7 +103,7 @@ def _silu_mul(bf16: bool) -> Kernel:
 
     @kernel
     def silu_mul(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """args: out, gate_up, width."""
+        """Apply the gated activation; args: out, gate_up, width."""
         out, gate_up, width = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         pieces = (width + 15) // 16
         begin, end = share(rows * pieces, thread, threads)
@@ -122,7 +122,7 @@ def _silu_mul(bf16: bool) -> Kernel:
 
 @device
 def _rotate(src: int, out: int, angles: int, half: int, bf16: bool) -> None:
-    """One head: the two halves of `src` turned by the angles' cos [half], sin [half]."""
+    """Rotate the two halves of one head by cos [half], sin [half]."""
     for i in range(0, half, 16):
         n = half - i
         cos, sin = tload(angles, i, n, False), tload(angles, half + i, n, False)
@@ -137,8 +137,11 @@ def _rope_store(bf16: bool) -> Kernel:
 
     @kernel
     def rope_store(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """args: q_out, qkv, positions, kv_index, rope, cache, q_norm, k_norm, num_q, num_kv, dim,
-        max_len, places (pages * page_size), eps."""
+        """Rotate q and k and store k and v.
+
+        args: q_out, qkv, positions, kv_index, rope, cache, q_norm, k_norm, num_q, num_kv, dim, max_len,
+        places (pages * page_size), eps.
+        """
         q_out, qkv = load_i64(args), load_i64(args + 8)
         positions, kv_index = load_i64(args + 16), load_i64(args + 24)
         rope, cache = load_i64(args + 32), load_i64(args + 40)
@@ -160,7 +163,7 @@ def _rope_store(bf16: bool) -> Kernel:
             else:
                 place = load_i64(kv_index + 8 * row)
                 if place < 0 or place >= places:
-                    continue  # nowhere to store
+                    continue  # padding: nothing to store
                 is_v = head >= num_q + num_kv
                 kv_head = head - num_q - (num_kv if is_v else 0)
                 address = cache + kv_offset(place + (places if is_v else 0), kv_head, num_kv, dim, size)
@@ -179,7 +182,7 @@ def _rope_store(bf16: bool) -> Kernel:
     return rope_store
 
 
-# Each table: [fp32, bf16].
+# kernels by activation dtype: [fp32, bf16]
 RMS_NORM: list[Any] = [_rms_norm(False), _rms_norm(True)]
 ADD_RMS_NORM: list[Any] = [_add_rms_norm(False), _add_rms_norm(True)]
 SILU_MUL: list[Any] = [_silu_mul(False), _silu_mul(True)]

@@ -1,4 +1,4 @@
-"""A split of attention on AMX tiles, for bf16.
+"""Attention over one split of keys on AMX tiles, for bf16.
 
 Scores: q [16, dim] times K, whose 16 x 16 pairs are transposed into tiles. Sums: weights times V, whose
 keys are interleaved in pairs. The weights are given to the tiles as two bf16 terms (high and low), so
@@ -80,7 +80,7 @@ from draftproof.ops.cpu.jit.vmath import vexp
 
 _ZERO, _LOWEST, _NAN = np.float32(0.0), np.float32(-3.0e38), np.float32(np.nan)
 _UPPER = 0xFFFF0000
-_EXPONENT = 0x7F80  # of a bf16; all ones in NaN and infinity
+_EXPONENT = 0x7F80  # exponent bits of a bf16; all ones in NaN and infinity
 
 
 @device
@@ -102,7 +102,7 @@ def _find_keys(args: int, slot: int, head: int, start: int, end: int, places: in
 
 @device
 def _pack_keys(args: int, places: int, keys: int, padded: int, lines: int, packed: int) -> None:
-    """packed [keys / 64, padded / 32, 4] tiles of 16 pairs x 16 keys."""
+    """Write packed [keys / 64, padded / 32, 4]: tiles of 16 pairs x 16 keys."""
     dim, cache = arg(args, DIM), arg(args, CACHE)
     for block in range(0, keys, 64):
         for key in range(block, min(block + 64, keys)):
@@ -124,7 +124,7 @@ def _bits(address: int, count: int) -> Any:
 
 @device
 def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flags: int) -> bool:
-    """packed [wide / 64, keys / 32, 4] tiles of 16 pairs of keys x 16 columns, zeros after the keys.
+    """Write packed [wide / 64, keys / 32, 4]: tiles of 16 pairs of keys x 16 columns, then zeros.
 
     Values that are not finite are packed as 0, and `flags` [keys] int64 is 1 at their keys; returns
     whether there are any (if not, the flags are not written).
@@ -162,8 +162,10 @@ def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flag
 
 @device
 def _softmax(scores: int, high: int, low: int, begin: int, end: int, keys: int, scale: Any) -> Any:
-    """Weights exp(scale * score - max) of keys [begin, end), as bf16 `high` + `low` [keys], zeros
-    elsewhere; (max, sum)."""
+    """Write the weights exp(scale * score - max) of keys [begin, end) and return (max, sum).
+
+    Weights are split into bf16 `high` + `low` [keys], with zeros elsewhere.
+    """
     best = splat(_LOWEST)
     for i in range(begin // 16 * 16, end, 16):
         x = vmul(vload(scores + 4 * i), scale)
@@ -202,7 +204,7 @@ def split_amx(
     part_state: int,
     scratch: int,
 ) -> None:
-    """One split of keys and one kv head for adjacent rows of one request: sums and states."""
+    """Compute sums and states of one split and one kv head for adjacent rows of a request."""
     num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
     positions = arg(args, POSITIONS) + 8 * first
     scale = splat(np.float32(f64_of_bits(arg(args, SCALE))))
@@ -216,7 +218,7 @@ def split_amx(
     qs = scratch  # [tall, padded] bf16
     scores = qs + tall * padded * 2  # [tall, SPLIT] fp32
     high = scores + tall * SPLIT * 4  # [tall, SPLIT] bf16: weights
-    low = high + tall * SPLIT * 2  # [tall, SPLIT] bf16: what `high` lacks
+    low = high + tall * SPLIT * 2  # [tall, SPLIT] bf16: the remainder after `high`
     sums = low + tall * SPLIT * 2  # [tall, wide] fp32
     packed = sums + tall * wide * 4  # tiles of K, then of V
     lines = packed + SPLIT * wide * 2  # [64, padded] bf16
@@ -233,7 +235,7 @@ def split_amx(
         for i in range(queries):
             clear(part + i * wide * 4, part_state + 8 * i, wide)
         return
-    if padded > dim:  # garbage times zero must be zero
+    if padded > dim:  # padding must be 0: 0 * NaN is not 0
         for at in range(qs, scores, 64):
             vstore(at, splat(_ZERO))
         for at in range(lines, lines + 64 * padded * 2, 64):

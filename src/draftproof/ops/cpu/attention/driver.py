@@ -1,7 +1,7 @@
-"""The attention kernels: which thread does which rows, heads and splits of keys.
+"""Attention kernels: distribution of rows, heads and splits of keys over threads.
 
-With many (row run, kv head) pairs a thread does whole ones. With few, as in decoding, the splits are
-shared out and a second kernel merges them: the same operations in the same order, so the same bits.
+With many (row run, kv head) pairs a thread computes whole pairs. With few, as in decoding, the splits are
+distributed and a second kernel merges them: the same operations in the same order, so the same bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, sha
 
 @device
 def _run_end(args: int, first: int, rows: int) -> int:
-    """The end of the rows, from `first` on, that can share a pass over K and V."""
+    """Return the end of the rows from `first` on that can share a pass over K and V."""
     slots = arg(args, SLOTS)
     most = max(1, MAX_QUERIES // (arg(args, NUM_Q) // arg(args, NUM_KV)))
     end = first + 1
@@ -49,7 +49,7 @@ def _run_end(args: int, first: int, rows: int) -> int:
 
 @device
 def _splits(args: int, first: int, end: int) -> Any:
-    """(slot, first split, end of splits) of rows [first, end)."""
+    """Return (slot, first split, end of splits) of rows [first, end)."""
     positions, window = arg(args, POSITIONS), arg(args, WINDOW)
     slot = min(max(load_i64(arg(args, SLOTS) + 8 * first), 0), arg(args, NUM_SLOTS) - 1)
     low, high = load_i64(positions + 8 * first), 0
@@ -57,14 +57,14 @@ def _splits(args: int, first: int, end: int) -> Any:
         position = load_i64(positions + 8 * row)
         low = min(low, first_key(position, window))
         high = max(high, position + 1)
-    # never beyond the page table, whatever the position says
+    # positions beyond the page table are clamped to it
     high = min(high, arg(args, MAX_PAGES) * arg(args, PAGE_SIZE))
     return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT
 
 
 @device
 def _shared(args: int, rows: int, threads: int) -> Any:
-    """(should threads share the splits of a row?, how many (row run, head, split) there are)."""
+    """Return whether the splits of a row are distributed, and the number of (row run, head, split)."""
     num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
     runs, units, words, first = 0, 0, 0, 0
@@ -82,7 +82,7 @@ def _shared(args: int, rows: int, threads: int) -> Any:
 def _attention(bf16: bool, amx: bool) -> Kernel:
     @kernel
     def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """Every (row run, kv head), or with few of them every split; `merge` then ends the work."""
+        """Compute every (row run, kv head), or with few of them every split, which `merge` completes."""
         num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
         group = arg(args, NUM_Q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
@@ -170,7 +170,7 @@ def _attention(bf16: bool, amx: bool) -> Kernel:
 def _attention_merge(bf16: bool) -> Kernel:
     @kernel
     def attention_merge(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """Merge what `attention` left in the workspace; nothing to do if it left nothing."""
+        """Merge the splits that `attention` left in the workspace, if any."""
         num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
         group = arg(args, NUM_Q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
@@ -202,7 +202,7 @@ def _attention_merge(bf16: bool) -> Kernel:
     return attention_merge
 
 
-# Each table: [fp32, bf16].
+# kernels by activation dtype: [fp32, bf16]
 ATTENTION: list[Any] = [_attention(False, False), _attention(True, False)]
 ATTENTION_AMX: list[Any] = [ATTENTION[0], _attention(True, True)]
 ATTENTION_MERGE: list[Any] = [_attention_merge(False), _attention_merge(True)]

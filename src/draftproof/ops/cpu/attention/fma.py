@@ -1,12 +1,12 @@
-"""Paged attention: the row at position p reduces over keys 0..p in an order given by p alone.
+"""Paged attention by fused multiply-add: a row at position p reduces over keys 0..p in an order fixed by p.
 
-Keys are taken in splits of 128. Within a split the softmax is two-pass (all scores, their maximum, then
-the weighted sum of V over ascending keys); splits are merged in ascending order, whether one thread did
-them all or several did some each. The query heads that share a kv head, and adjacent rows of a request,
-share the loads of K and V. A key that a row may not see never touches that row, not even if it is NaN.
+Keys are processed in splits of 128. Within a split the softmax is two-pass (all scores, their maximum, then
+the weighted sum of V over ascending keys); splits are merged in ascending order, whether one thread computed
+all of them or several threads some each. The query heads that share a kv head, and adjacent rows of a
+request, share the loads of K and V. A key outside a row's range never affects that row, not even if it is NaN.
 
-Here: the pieces, and a split by fused multiply-add. `attention_amx` has a split on tiles,
-`attention_run` the kernels that go over rows, heads and splits.
+This file holds the shared pieces and the split by fused multiply-add. `amx` has the split on tiles, `driver`
+the kernels that iterate over rows, heads and splits.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ from draftproof.ops.cpu.jit.simd import (
 )
 from draftproof.ops.cpu.jit.vmath import vexp
 
-SPLIT = 128  # keys
-BLOCK = COLUMNS  # keys whose K, then V, are unpacked at a time
+SPLIT = 128  # keys per split
+BLOCK = COLUMNS  # keys that are unpacked at a time
 MAX_QUERIES = 48  # (row, head) pairs that share a pass over K and V
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-3.0e38)
 
 
-# The int64 arguments of the kernels, by place.
+# indices of the kernels' int64 arguments
 OUT, Q, POSITIONS, SLOTS, PAGE_TABLE, CACHE, WORKSPACE, WORKSPACE_BYTES = range(8)
 NUM_Q, NUM_KV, DIM, WINDOW, NUM_SLOTS, MAX_PAGES, NUM_PAGES, PAGE_SIZE = range(8, 16)
-AT_ONCE, SCALE = 16, 17
+ROWS_PER_PASS, SCALE = 16, 17
 
 
 def scratch_bytes(group: int, dim: int) -> int:
-    """Scratch of a thread: see `attention`, `split_fma` and `split_amx` for what lies in it."""
+    """Return the scratch bytes of a thread; `attention`, `split_fma` and `split_amx` define its layout."""
     queries, wide = max(MAX_QUERIES, group) + 16, -(-dim // COLUMNS) * COLUMNS
     return 4 * (queries * (2 * SPLIT + 4 * wide + 8) + 2 * SPLIT * wide) + 8192
 
 
 @inlined
 def arg(args: int, place: int) -> int:
+    """Return an argument of the kernel."""
     return load_i64(args + 8 * place)
 
 
 @inlined
 def first_key(position: int, window: int) -> int:
-    """The first key that a position sees."""
+    """Return the first key visible from a position."""
     if window > 0:
         return max(0, position - window + 1)
     return 0
@@ -79,7 +80,7 @@ def first_key(position: int, window: int) -> int:
 
 @device
 def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool) -> None:
-    """out [last - first, wide] fp32: the head's vectors at keys [first, last) of one request."""
+    """Write out [last - first, wide] fp32: the head's vectors of keys [first, last) of one request."""
     size = 2 if bf16 else 4
     num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
     max_pages, num_pages, page_size = (arg(args, MAX_PAGES), arg(args, NUM_PAGES), arg(args, PAGE_SIZE))
@@ -100,7 +101,7 @@ def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, 
 
 @device
 def _softmax(scores: int, begin: int, end: int) -> Any:
-    """scores [begin, end) -> exp(score - max), zeros to the ends of the vectors; (max, sum)."""
+    """Replace scores [begin, end) by exp(score - max), zero-padded; return (max, sum)."""
     first = begin // 16 * 16
     best = splat(_LOWEST)
     for i in range(first, end, 16):
@@ -120,7 +121,7 @@ def _softmax(scores: int, begin: int, end: int) -> Any:
 def merge(total: int, state: int, part: int, part_state: int, wide: int) -> None:
     """Add a split's sums [wide] and state (maximum, mass) to those of the splits before it."""
     mass = load_f32(part_state + 4)
-    if mass == _ZERO:  # the row sees no key of this split
+    if mass == _ZERO:  # no key of this split is visible to the row
         return
     top, old_top = load_f32(part_state), load_f32(state)
     new_top = max(top, old_top)
@@ -136,6 +137,7 @@ def merge(total: int, state: int, part: int, part_state: int, wide: int) -> None
 
 @device
 def clear(total: int, state: int, wide: int) -> None:
+    """Reset sums and state (maximum, mass)."""
     for d in range(0, wide, 16):
         vstore(total + d * 4, splat(_ZERO))
     store_f32(state, _LOWEST)
@@ -144,7 +146,7 @@ def clear(total: int, state: int, wide: int) -> None:
 
 @device
 def write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) -> None:
-    """Divide by the mass, round, store."""
+    """Divide the sums by the mass, round and store them."""
     dim = arg(args, DIM)
     mass = splat(load_f32(state + 4))
     at = (row * arg(args, NUM_Q) + q_head) * dim
@@ -154,14 +156,15 @@ def write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) 
 
 @inlined
 def clip(key: int, start: int, end: int) -> int:
+    """Clamp a key to [start, end]."""
     return min(max(key, start), end)
 
 
 @device
-def _weigh(
+def _add_weighted_values(
     queries: int,
     group: int,
-    at_once: int,
+    rows_per_pass: int,
     positions: int,
     window: int,
     split: int,
@@ -172,10 +175,13 @@ def _weigh(
     sums: int,
     wide: int,
 ) -> None:
-    """sums [queries, wide] += weights x values over keys [start, end) (of this split), each row's
-    own keys only: those that all of a few queries see together, the others one by one."""
-    for i in range(0, queries, at_once):
-        n = min(at_once, queries - i)
+    """Add weights x values over keys [start, end) of this split to sums [queries, wide].
+
+    Each row uses its own keys only: keys visible to all queries of a group are processed together, the
+    others query by query.
+    """
+    for i in range(0, queries, rows_per_pass):
+        n = min(rows_per_pass, queries - i)
         both_lo, both_hi = start, end
         for j in range(i, i + n):
             position = load_i64(positions + 8 * (j // group))
@@ -224,10 +230,10 @@ def split_fma(
     scratch: int,
     bf16: bool,
 ) -> None:
-    """One split of keys and one kv head for adjacent rows of one request: sums and states."""
+    """Compute sums and states of one split and one kv head for adjacent rows of a request."""
     size = 2 if bf16 else 4
     num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
-    at_once = arg(args, AT_ONCE)
+    rows_per_pass = arg(args, ROWS_PER_PASS)
     positions = arg(args, POSITIONS) + 8 * first
     scale = splat(np.float32(f64_of_bits(arg(args, SCALE))))
     group = num_q // arg(args, NUM_KV)
@@ -239,7 +245,7 @@ def split_fma(
     qs = scratch  # [queries, wide] fp32, scaled
     scores = qs + queries * wide * 4  # [queries, SPLIT]
     lines = scores + queries * SPLIT * 4  # [BLOCK, wide]
-    turned = lines + BLOCK * wide * 4  # [wide, BLOCK]
+    transposed = lines + BLOCK * wide * 4  # [wide, BLOCK]
 
     lowest, highest = split + SPLIT, split
     for row in range(rows):
@@ -257,15 +263,17 @@ def split_fma(
         _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16)
         for d in range(0, dim, 16):
             for key in range(0, BLOCK, 16):
-                src, dst = lines + (key * wide + d) * 4, turned + (d * BLOCK + key) * 4
+                src, dst = lines + (key * wide + d) * 4, transposed + (d * BLOCK + key) * 4
                 transpose(src, wide * 4, dst, BLOCK * 4)
         at = scores + (start - split) * 4
         for i in range(queries):
             for key in range(0, BLOCK, 16):
                 vstore(at + (i * SPLIT + key) * 4, splat(_ZERO))
-        for i in range(0, queries, at_once):
-            n = min(at_once, queries - i)
-            panel_f32(n, qs + i * wide * 4, wide * 4, turned, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim)
+        for i in range(0, queries, rows_per_pass):
+            n = min(rows_per_pass, queries - i)
+            panel_f32(
+                n, qs + i * wide * 4, wide * 4, transposed, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim
+            )
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
         begin = clip(first_key(position, window), split, split + SPLIT) - split
@@ -278,4 +286,6 @@ def split_fma(
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
         _gather(args, values, slot, head, start, end, lines, bf16)
-        _weigh(queries, group, at_once, positions, window, split, start, end, scores, lines, part, wide)
+        _add_weighted_values(
+            queries, group, rows_per_pass, positions, window, split, start, end, scores, lines, part, wide
+        )

@@ -1,9 +1,9 @@
-"""Linear layers in bf16 on AMX tiles, for one row as for a thousand.
+"""Linear layers in bf16 on AMX tiles, for any number of rows.
 
 Weights [N, K] are packed as [N / 32, K / 32, 2, 16, 16, 2]: pairs of 1 KiB tiles in the order in which
 they are multiplied, so a thread streams its weights from memory in one line. An output is one chain of
-tdpbf16ps over ascending K; a tile row never meets another one, so neither the number of rows nor a
-row's place touches its bits.
+tdpbf16ps over ascending K; the rows of a tile are independent, so neither the number of rows nor a
+row's index affects its bits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from draftproof.ops.cpu.jit.amx import (
 from draftproof.ops.cpu.jit.compile import Kernel, copy_bytes, kernel, load_i64, share, store_i64
 from draftproof.ops.cpu.jit.program import Argument
 
-WIDTH = 32  # columns of a block: two tiles
-DEPTH = 32  # K of a step
+WIDTH = 32  # columns per block: two tiles
+DEPTH = 32  # K per step
 STEP_BYTES = 2 * WIDTH * DEPTH
 
 
 def pack_tiles(weight: Tensor) -> Tensor:
-    """[N, K] bf16 -> [N / 32, K / 32, 2, 16 pairs of k, 16 n, 2], padded with zeros."""
+    """Pack [N, K] bf16 to [N / 32, K / 32, 2, 16 pairs of k, 16 n, 2], padded with zeros."""
     columns, depth = weight.shape
     blocks, steps = -(-columns // WIDTH), -(-depth // DEPTH)
     padded = torch.zeros(blocks * WIDTH, steps * DEPTH, dtype=weight.dtype)
@@ -43,7 +43,7 @@ def pack_tiles(weight: Tensor) -> Tensor:
 def _linear(out_bf16: bool) -> Kernel:
     @kernel
     def linear_amx(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """args: out, x, weight, bias, columns, depth."""
+        """Multiply; args: out, x, weight, bias, columns, depth."""
         out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         bias, columns, depth = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         config, c = scratch, scratch + 64  # c [32, 32] fp32
@@ -104,7 +104,7 @@ def _linear(out_bf16: bool) -> Kernel:
     return linear_amx
 
 
-LINEAR_AMX = [_linear(False), _linear(True)]  # [out bf16?]
+LINEAR_AMX = [_linear(False), _linear(True)]  # by output dtype: [fp32, bf16]
 
 
 class AmxFormat(WeightFormat):

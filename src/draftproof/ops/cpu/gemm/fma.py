@@ -2,7 +2,7 @@
 
 Weights [N, K] are packed once as panels [N / 64, K, 64]: a thread streams its panels from memory in
 order, and 64 outputs grow side by side. Each is a sum of chains over `DEPTH_BLOCK` of K: one long chain
-would lose half a digit.
+would lose precision.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from draftproof.ops.cpu.jit.simd import splat, vadd, vload, vstore
 
 _ZERO = np.float32(0.0)
 DEPTH_BLOCK = 128
-ROW_CHUNK = 128  # rows of a unit of work: prefill on many threads splits rows as well as columns
+ROW_CHUNK = 128  # rows per unit of work: prefill on many threads splits rows as well as columns
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """[N, K] -> [ceil(N / 64), K, 64], zeros after the last column."""
+    """Pack [N, K] to [ceil(N / 64), K, 64], zero-padded."""
     columns, depth = weight.shape
     panels = -(-columns // COLUMNS)
     padded = torch.zeros(panels * COLUMNS, depth, dtype=weight.dtype)
@@ -59,7 +59,7 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
 
     @kernel
     def linear(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """args: out, x, weight, bias, columns, depth, rows at once (1 to 4)."""
+        """Multiply; args: out, x, weight, bias, columns, depth, rows per pass (1 to 4)."""
         out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         bias, columns = load_i64(args + 24), load_i64(args + 32)
         depth, block = load_i64(args + 40), load_i64(args + 48)
@@ -105,7 +105,7 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
     return linear
 
 
-# [weights and x bf16?][out bf16?]
+# by dtype of weights and x, then by output dtype: [fp32, bf16]
 LINEAR_FMA = [[_linear(False, False), _linear(False, True)], [_linear(True, False), _linear(True, True)]]
 
 

@@ -1,7 +1,7 @@
-"""Linear layers in int8 on AMX tiles, for what only guesses: half the bytes of bf16, and bytes are the time.
+"""Linear layers in int8 on AMX tiles, for draft models: half the bytes of bf16, and memory-bound.
 
-A column of the weights has a scale, and so has each row of x, which is rounded to bytes on its way in. The
-products are whole numbers, so neither the number of rows nor a row's place touches a row's bits. Weights
+Each column of the weights has a scale, and so has each row of x, which is rounded to int8 on load. The
+products are integers, so neither the number of rows nor a row's index affects a row's bits. Weights
 [N, K] are packed as [N / 32, K / 64, 2, 16, 16, 4]: pairs of 1 KiB tiles in the order in which they are read.
 """
 
@@ -38,58 +38,58 @@ from draftproof.ops.cpu.jit.simd import (
     vsub,
 )
 
-WIDTH = 32  # columns of a block: two tiles
-DEPTH = 64  # K of a step
-ROWS = 32  # at a time
+WIDTH = 32  # columns per block: two tiles
+DEPTH = 64  # K per step
+ROWS = 32  # rows per block
 STEP_BYTES = WIDTH * DEPTH
-MOST = 127  # of a byte
+INT8_MAX = 127
 _ZERO = np.float32(0.0)
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] -> int8 [N / 32, K / 64, 2, 16 fours of k, 16 n, 4], padded with zeros; fp32 scales [N]."""
+    """Pack [N, K] to int8 [N / 32, K / 64, 2, 16 fours of k, 16 n, 4], zero-padded, and fp32 scales [N]."""
     columns, depth = weight.shape
     blocks, steps = -(-columns // WIDTH), -(-depth // DEPTH)
     exact = weight.float()
-    scales = (exact.abs().amax(1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = (exact.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     padded = torch.zeros(blocks * WIDTH, steps * DEPTH, dtype=torch.int8)
     padded[:columns, :depth] = (exact / scales[:, None]).round().to(torch.int8)
     return padded.view(blocks, 2, 16, steps, 16, 4).permute(0, 3, 1, 4, 2, 5).contiguous(), scales
 
 
 @device
-def _rounded(x: int, depth: int, to: int) -> float:
-    """x [depth] bf16 in bytes, with zeros up to a whole step; its scale."""
+def _quantize_row(x: int, depth: int, to: int) -> float:
+    """Write x [depth] bf16 as int8, zero-padded to a whole step; return its scale."""
     top = splat(_ZERO)
     for i in range(0, depth, 16):
         value = tload(x, i, depth - i, True)
         top = vmax(top, vmax(value, vsub(splat(_ZERO), value)))
     largest = vmax_lane(top)
-    inverse = np.float32(MOST) / largest if largest > _ZERO else _ZERO
+    inverse = np.float32(INT8_MAX) / largest if largest > _ZERO else _ZERO
     for i in range(0, (depth + DEPTH - 1) // DEPTH * DEPTH, 16):
         if i < depth:
             istore_bytes(to + i, to_int(vround(vmul(tload(x, i, depth - i, True), splat(inverse)))))
         else:
             istore_bytes(to + i, isplat(0))
-    return np.float32(largest / np.float32(MOST))
+    return np.float32(largest / np.float32(INT8_MAX))
 
 
 def _linear(out_bf16: bool) -> Kernel:
     @kernel
-    def linear_bytes(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """args: out, x, weight, bias, columns, depth, scales."""
+    def linear_int8(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Multiply; args: out, x, weight, bias, columns, depth, scales."""
         out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         bias, columns, depth = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         scales = load_i64(args + 48)
         steps = (depth + DEPTH - 1) // DEPTH
-        config, own = scratch, scratch + 64  # own [32] fp32: scales of the rows
+        config, own = scratch, scratch + 64  # own [32] fp32: row scales
         c = own + 4 * ROWS  # [32, 32] int32
         bytes_of = c + 4 * ROWS * WIDTH  # [32, steps * 64] int8
         begin, end = share((columns + WIDTH - 1) // WIDTH, thread, threads)
         for row in range(0, rows if begin < end else 0, ROWS):
             count = min(ROWS, rows - row)
             for i in range(count):
-                scale = _rounded(x + (row + i) * depth * 2, depth, bytes_of + i * steps * DEPTH)
+                scale = _quantize_row(x + (row + i) * depth * 2, depth, bytes_of + i * steps * DEPTH)
                 store_f32(own + 4 * i, scale)
             configure_rows(config, count)
             for block in range(begin, end):
@@ -115,10 +115,10 @@ def _linear(out_bf16: bool) -> Kernel:
                             tstore(out, (row + i) * columns + column, y, n, out_bf16)
             tiles_release()
 
-    return linear_bytes
+    return linear_int8
 
 
-LINEAR_INT8 = [_linear(False), _linear(True)]  # [out bf16?]
+LINEAR_INT8 = [_linear(False), _linear(True)]  # by output dtype: [fp32, bf16]
 
 
 class Int8Format(WeightFormat):

@@ -1,4 +1,4 @@
-"""The one multiply-add loop: C [rows, 64] += A [rows, steps] x B [steps, 64], and a transpose.
+"""Multiply-add loop of all FMA kernels: C [rows, 64] += A [rows, steps] x B [steps, 64], and a transpose.
 
 GEMM and both products of attention are this loop. An element of C is one chain of fused multiply-adds
 over ascending steps whatever the number of rows, so its bits depend on its own row alone.
@@ -16,9 +16,9 @@ from numba.extending import intrinsic
 from draftproof.ops.cpu.jit.compile import F32, I16, I32, I64, PTR, device
 from draftproof.ops.cpu.jit.simd import LANES, VF, VH, load_value, splat_value, widen_bf16
 
-COLUMNS = 64  # of a panel: 4 vectors
+COLUMNS = 64  # columns per panel: 4 vectors
 VECTORS = COLUMNS // LANES
-_PREFETCH = 4096  # bytes ahead in B; nothing else hides the distance to memory for one row
+_PREFETCH = 4096  # bytes ahead in B; one row alone does not hide the memory latency
 
 
 def _scalar(builder: Any, addr: Any, bf16: bool) -> Any:
@@ -30,7 +30,7 @@ def _scalar(builder: Any, addr: Any, bf16: bool) -> Any:
 
 
 def _panel(rows: int, a_bf16: bool, b_bf16: bool) -> Any:
-    """An intrinsic (a, a_stride, b, b_stride, c, c_stride, steps) for a fixed number of rows."""
+    """Return an intrinsic (a, a_stride, b, b_stride, c, c_stride, steps) for a fixed number of rows."""
     a_size, b_vector = (2 if a_bf16 else 4), (VH if b_bf16 else VF)
     b_bytes = LANES * (2 if b_bf16 else 4)
 
@@ -89,7 +89,7 @@ _h1, _h2, _h3, _h4 = (_panel(rows, True, True) for rows in (1, 2, 3, 4))
 def panel_f32(
     rows: int, a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int, steps: int
 ) -> None:
-    """fp32 A and B, up to 4 rows."""
+    """Multiply fp32 A and B, up to 4 rows."""
     if rows == 1:
         _f1(a, a_stride, b, b_stride, c, c_stride, steps)
     elif rows == 2:
@@ -104,7 +104,7 @@ def panel_f32(
 def panel_bf16(
     rows: int, a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int, steps: int
 ) -> None:
-    """bf16 A and B, up to 4 rows."""
+    """Multiply bf16 A and B, up to 4 rows."""
     if rows == 1:
         _h1(a, a_stride, b, b_stride, c, c_stride, steps)
     elif rows == 2:
@@ -117,7 +117,7 @@ def panel_bf16(
 
 @intrinsic
 def transpose(typingctx: Any, src: Any, src_stride: Any, dst: Any, dst_stride: Any) -> Any:
-    """dst [16, 16] = the transpose of src [16, 16], 4 bytes an element, strides in bytes."""
+    """Transpose src [16, 16] to dst, 4 bytes per element, strides in bytes."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         src, src_stride, dst, dst_stride = args

@@ -1,4 +1,4 @@
-"""AMX tiles: the raw operations, as intrinsics. Only for machines where `available()` is true.
+"""AMX tile operations as intrinsics, for machines where `available()` is true.
 
 Tile numbers are part of an instruction, so each pattern of use is emitted whole: `tiles_run` for GEMM,
 `tiles_dot` for attention.
@@ -18,14 +18,14 @@ from numba.extending import intrinsic
 
 from draftproof.ops.cpu.jit.compile import I8, I32, I64, PTR, device, store_i16, store_i64
 
-_TILE_DATA = 18  # the XSAVE component that a process must ask for
+_TILE_DATA = 18  # XSAVE component that a process must request
 _ARCH_PRCTL, _REQ_XCOMP_PERM = 158, 0x1023
 TILE_BYTES = 1024
 AHEAD = 8 * TILE_BYTES  # how far ahead GEMM prefetches weights
 
 
 def available() -> bool:
-    """Does this machine have AMX with bf16, and does the kernel let us use it? (Asks for it.)"""
+    """Return whether AMX with bf16 is available; requests the permission from the operating system."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return False
     features = binding.get_host_cpu_features()
@@ -48,14 +48,14 @@ def _pointer(builder: Any, addr: Any, offset: int = 0) -> Any:
 
 
 def takes_bytes() -> bool:
-    """Are there tiles of int8 as well?"""
+    """Return whether int8 tiles are available as well."""
     return bool(available() and binding.get_host_cpu_features().get("amx-int8"))
 
 
 def _tiles_run(row_tiles: int, stream: bool, product: str = "tdpbf16ps") -> Any:
     @intrinsic
     def run(typingctx: Any, x: Any, x_stride: Any, weight: Any, steps: Any) -> Any:
-        """Sums += x [rows, 64 bytes a step] times `steps` pairs of weight tiles."""
+        """Add x [rows, 64 bytes per step] times `steps` pairs of weight tiles to the sums."""
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             x, x_stride, weight, steps = args
@@ -111,7 +111,7 @@ def tiles_zero(typingctx: Any) -> Any:
 
 @intrinsic
 def tiles_store(typingctx: Any, c: Any, row_tiles: Any) -> Any:
-    """c [16 or 32, 32] fp32 = the sums."""
+    """Store the sums to c [16 or 32, 32] fp32."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         for tile in range(2):
@@ -146,14 +146,14 @@ def tiles_release(typingctx: Any) -> Any:
 
 @device
 def configure_rows(config: int, count: int) -> None:
-    """Tile shapes for `count` rows (1 to 32); `config` is 64 bytes of scratch."""
+    """Set the tile shapes for `count` rows (1 to 32); `config` is 64 bytes of scratch."""
     upper = min(count, 16)
     lower = max(count - 16, 1)
     store_i64(config, 1)  # palette 1, start at row 0
     store_i64(config + 8, 0)
     for tile in range(16):
         store_i16(config + 16 + 2 * tile, 64 if tile < 8 else 0)  # bytes of a row
-    # a byte a tile: 0 1 4 are upper, 2 3 5 lower, 6 7 always whole
+    # one byte per tile: 0 1 4 are upper, 2 3 5 lower, 6 7 always whole
     rows = upper | upper << 8 | lower << 16 | lower << 24 | upper << 32 | lower << 40 | 16 << 48 | 16 << 56
     store_i64(config + 48, rows)
     store_i64(config + 56, 0)
@@ -162,7 +162,7 @@ def configure_rows(config: int, count: int) -> None:
 
 @device
 def configure_full(config: int) -> None:
-    """All tiles whole: 16 rows of 64 bytes."""
+    """Set all tiles to 16 rows of 64 bytes."""
     configure_rows(config, 32)
 
 
@@ -170,7 +170,7 @@ def configure_full(config: int) -> None:
 
 
 def _tiles_dot(lefts: int) -> Any:
-    """An intrinsic: c [16, 64] fp32 = the sum over `lefts` of left [16, 32 steps] x right."""
+    """Return an intrinsic: c [16, 64] fp32 = sum over `lefts` of left [16, 32 steps] x right."""
 
     @intrinsic
     def dot(

@@ -27,17 +27,17 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 
 def device(fn: Callable[..., Any]) -> Any:
-    """A function that kernels call; compiled as a part of each of them, never alone."""
+    """Mark a function that kernels call; it is compiled into each of them."""
     return njit(**OPTIONS)(fn)
 
 
 def inlined(fn: Callable[..., Any]) -> Any:
-    """A small device function that must vanish into its caller, so that constants fold."""
+    """Mark a small device function that must be inlined, so that constants fold."""
     return njit(forceinline=True, **OPTIONS)(fn)
 
 
 class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
-    """A file for each kernel, named by everything that it was made from.
+    """Cache index with one file per kernel, named by a hash of its sources.
 
     numba numbers the files of a function and keeps an index of the numbers: two processes that compile two
     variants at once take the same number, and one may later be given the other's code.
@@ -57,12 +57,12 @@ class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
     def load(self, key: Any) -> Any:
         try:
             return self._load_data(self._name(key))
-        except OSError:  # it is not there
+        except OSError:  # the file does not exist
             return None
 
 
 class SourceCache(FunctionCache):  # type: ignore[misc]
-    """numba's disk cache, fresh only while every file of this package is unchanged.
+    """Disk cache of numba, valid only while every file of this package is unchanged.
 
     numba looks at the file of the cached function alone, so an edited helper in another file would
     leave a stale kernel behind.
@@ -77,7 +77,7 @@ class SourceCache(FunctionCache):  # type: ignore[misc]
 
 
 class Kernel:
-    """A C-callable function, compiled (or read from the disk cache) when its address is first asked."""
+    """C-callable function, compiled or read from the disk cache when its address is first needed."""
 
     def __init__(self, fn: Callable[..., None], signature: Any = KERNEL_SIGNATURE) -> None:
         self.fn = fn
@@ -93,7 +93,7 @@ class Kernel:
             if self._compiled is None:
                 args, result = self.signature.args, self.signature.return_type
                 compiled = CFunc(self.fn, (args, result), locals={}, options=dict(OPTIONS))
-                with suppress(RuntimeError):  # no folder may be written to: compiled at every start
+                with suppress(RuntimeError):  # no writable folder: compiled at every start
                     compiled._cache = SourceCache(self.fn)
                 compiled.compile()
                 self._compiled = compiled
@@ -101,7 +101,7 @@ class Kernel:
 
 
 def kernel(fn: Callable[..., None]) -> Kernel:
-    """Decorator: `fn(args, rows, thread, threads, scratch)` as a kernel of a program."""
+    """Mark `fn(args, rows, thread, threads, scratch)` as a kernel of a program."""
     return Kernel(fn)
 
 
@@ -149,7 +149,7 @@ store_f64 = _storer(F64, types.float64)
 
 @intrinsic
 def bits_of_f32(typingctx: Any, x: Any) -> Any:
-    """The bits of a float32, zero-extended to int64."""
+    """Return the bits of a float32, zero-extended to int64."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.zext(builder.bitcast(args[0], I32), I64)
@@ -159,7 +159,7 @@ def bits_of_f32(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def f32_of_bits(typingctx: Any, x: Any) -> Any:
-    """The float32 whose bits are the low half of an int64."""
+    """Return the float32 whose bits are the low half of an int64."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.bitcast(builder.trunc(args[0], I32), F32)
@@ -169,7 +169,7 @@ def f32_of_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def f64_of_bits(typingctx: Any, x: Any) -> Any:
-    """The float64 with these bits: how a float argument travels in an int64 table."""
+    """Return the float64 with these bits; float arguments are stored in an int64 table."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.bitcast(args[0], F64)
@@ -179,7 +179,7 @@ def f64_of_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
-    """memcpy."""
+    """Copy bytes."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         fnty = ir.FunctionType(ir.VoidType(), [PTR, PTR, I64, I1])
@@ -196,7 +196,7 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
 
 @intrinsic
 def atomic_add(typingctx: Any, addr: Any, value: Any) -> Any:
-    """Add to the int64 at `addr`; returns what it held before."""
+    """Add to the int64 at `addr` atomically and return its old value."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -224,7 +224,7 @@ def atomic_store(typingctx: Any, addr: Any, value: Any) -> Any:
 
 @intrinsic
 def cpu_pause(typingctx: Any) -> Any:
-    """Tell the core that this is a spin loop; nothing on machines without such an instruction."""
+    """Emit the spin-loop hint of the CPU, if it has one."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         machine = builder.module.triple.split("-")[0]
@@ -256,5 +256,5 @@ def call_kernel(
 
 @device
 def share(total: int, thread: int, threads: int) -> tuple[int, int]:
-    """The thread's part [begin, end) of `total` units, split evenly and in order."""
+    """Return the thread's part [begin, end) of `total` units, split evenly and in order."""
     return total * thread // threads, total * (thread + 1) // threads

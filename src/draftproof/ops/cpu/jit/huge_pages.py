@@ -1,6 +1,6 @@
-"""Memory for packed weights: large pages, because a step walks through all of them.
+"""Memory for packed weights in huge pages, because every step reads all of them.
 
-With 4 KiB pages every fourth tile of weights costs a walk through the page tables.
+With 4 KiB pages every fourth tile of weights costs a page table walk.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ import mmap
 import torch
 from torch import Tensor
 
-CHUNK = 64 << 20  # bytes that small tensors share
-HUGE = 2 << 20
-LINE = 64
+MAPPING_BYTES = 64 << 20  # bytes per mapping shared by small tensors
+HUGE_PAGE_BYTES = 2 << 20
+CACHE_LINE_BYTES = 64
 
 
 class WeightMemory:
-    """Hands out tensors from large anonymous mappings; a mapping lives as long as its tensors."""
+    """Allocator of tensors in large anonymous mappings; a mapping lives as long as its tensors."""
 
     def __init__(self) -> None:
         self._chunk: Tensor | None = None
         self._used = 0
 
     def _map(self, size: int) -> Tensor:
-        mapping = mmap.mmap(-1, size + HUGE)
+        mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them: only slower
+            with contextlib.suppress(OSError):  # without huge pages it is only slower
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        skip = -whole.data_ptr() % HUGE
+        skip = -whole.data_ptr() % HUGE_PAGE_BYTES
         return whole[skip : skip + size]
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor in large pages."""
+        """Copy a tensor to huge pages."""
         size = tensor.numel() * tensor.element_size()
         if size == 0:
             return tensor.clone()
-        if size > CHUNK // 4:
-            room = self._map(-(-size // HUGE) * HUGE)
+        if size > MAPPING_BYTES // 4:
+            room = self._map(-(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
         else:
-            if self._chunk is None or self._used + size > CHUNK:
-                self._chunk, self._used = self._map(CHUNK), 0
+            if self._chunk is None or self._used + size > MAPPING_BYTES:
+                self._chunk, self._used = self._map(MAPPING_BYTES), 0
             room = self._chunk[self._used : self._used + size]
-            self._used = -(-(self._used + size) // LINE) * LINE
+            self._used = -(-(self._used + size) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         held = room[:size].view(tensor.dtype).view(tensor.shape)
         held.copy_(tensor)
         return held

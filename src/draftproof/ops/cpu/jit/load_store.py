@@ -1,6 +1,6 @@
-"""Vector access to a tensor of either activation type: one kernel source serves fp32 and bf16.
+"""Vector load and store of fp32 or bf16 tensors, so that one kernel source serves both.
 
-`bf16` is a compile-time constant of the kernel, so the branches vanish.
+`bf16` is a compile-time constant of the kernel, so the branches are removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from draftproof.ops.cpu.jit.simd import (
 
 @inlined
 def tload(addr: int, index: int, count: int, bf16: bool) -> Any:
-    """Elements [index, index + min(count, 16)) of the tensor at `addr` as fp32, then zeros."""
+    """Load elements [index, index + min(count, 16)) of the tensor at `addr` as fp32, then zeros."""
     if bf16:
         if count >= 16:
             return vload_bf16(addr + 2 * index)
@@ -51,7 +51,7 @@ def tstore(addr: int, index: int, x: Any, count: int, bf16: bool) -> None:
 
 @inlined
 def tround(x: Any, bf16: bool) -> Any:
-    """What storing and loading again would give."""
+    """Round lanes as a store and a load would."""
     if bf16:
         return vround_bf16(x)
     return x

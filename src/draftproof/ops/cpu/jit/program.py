@@ -1,8 +1,8 @@
-"""A forward pass as a table of kernel calls: recorded once, then run in one native call.
+"""Forward pass as a table of kernel calls: recorded once, then run in one native call.
 
-While recording, an op appends its call and returns a tensor with room for `max_rows` rows that nobody
-fills. Afterwards every such tensor gets a place in one arena; two share a place only if the last call
-that reads the one comes before the call that writes the other.
+While recording, an op appends its call and returns an unwritten tensor of `max_rows` rows. Afterwards every
+such tensor is placed in one arena; two tensors share memory only if the last call that reads the first comes
+before the call that writes the second.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from draftproof.errors import DraftproofError
 from draftproof.ops.cpu.jit.thread_pool import WIDTH, aligned_bytes
 
-LINE = 64  # bytes; arena places begin on a cache line
+LINE = 64  # bytes; arena buffers start on a cache line
 
 Argument = int | float | Tensor | None
 
 
 def as_word(value: Argument) -> int:
-    """An argument as the int64 that a kernel reads."""
+    """Return an argument as the int64 that a kernel reads."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     if isinstance(value, float):
@@ -35,29 +35,29 @@ def as_word(value: Argument) -> int:
 
 @dataclass(slots=True)
 class Buffer:
-    """An activation of the recorded pass: its provisional memory and the calls it lives through."""
+    """Activation of the recorded pass: provisional memory and lifetime in calls."""
 
     tensor: Tensor
-    born: int
+    first_use: int
     last_use: int
 
 
 @dataclass(slots=True)
 class Recorder:
-    """What the ops of one pass append to."""
+    """Recorder that the ops of one pass append to."""
 
     max_rows: int
     inputs: Sequence[Tensor]  # static tensors that calls read in place
     scratch: int = 0
     calls: list[list[int]] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
-    held: list[object] = field(default_factory=list)  # weights and caches: alive as long as we are
+    held: list[object] = field(default_factory=list)  # weights and caches, kept alive
     _starts: list[int] = field(default_factory=list)  # provisional addresses, ascending
     _owner: dict[int, int] = field(default_factory=dict)  # provisional address -> buffer
     _uses: list[tuple[int, int, int, int]] = field(default_factory=list)  # call, word, buffer, offset
 
     def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor for a call to write."""
+        """Allocate a tensor for a call to write."""
         if shape[0] != self.max_rows:
             raise DraftproofError(f"recorded op with {shape[0]} rows instead of {self.max_rows}")
         tensor = torch.empty(shape, dtype=dtype)
@@ -70,7 +70,7 @@ class Recorder:
         return tensor
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(buffer, offset in bytes) of a recorded tensor or a view of one."""
+        """Return (buffer, offset in bytes) of a recorded tensor or a view of one."""
         address = tensor.data_ptr()
         at = bisect_right(self._starts, address) - 1
         if at < 0:
@@ -96,8 +96,8 @@ class Recorder:
                 self._uses.append((len(self.calls), len(line), *found))
                 self.buffers[found[0]].last_use = len(self.calls)
             elif not any(tensor.data_ptr() == known.data_ptr() for known in self.inputs):
-                # a torch operation between two ops would be left out of the recorded pass
-                raise DraftproofError("a captured pass may compute with the backend's ops only")
+                # a torch operation between two ops would be missing from the recorded pass
+                raise DraftproofError("a captured pass may use the backend's ops only")
             line.append(as_word(tensor))
         self.held.extend(value for value in constants if isinstance(value, Tensor))
         line.extend(as_word(value) for value in constants)
@@ -105,7 +105,7 @@ class Recorder:
         self.scratch = max(self.scratch, scratch)
 
     def finish(self, results: Sequence[Tensor]) -> Program:
-        """The program, with every buffer in its final place."""
+        """Return the program, with every buffer at its final address."""
         ends: list[tuple[int, int]] = []
         for result in results:
             found = self.find(result)
@@ -114,7 +114,7 @@ class Recorder:
             self.buffers[found[0]].last_use = len(self.calls)
             ends.append(found)
         places, size = place(
-            [(b.tensor.numel() * b.tensor.element_size(), b.born, b.last_use) for b in self.buffers]
+            [(b.tensor.numel() * b.tensor.element_size(), b.first_use, b.last_use) for b in self.buffers]
         )
         arena = aligned_bytes(size)
         for call, word, buffer, offset in self._uses:
@@ -131,23 +131,23 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A recorded pass, ready to run."""
+    """Recorded pass, ready to run."""
 
     table: np.ndarray  # [calls, WIDTH] int64
     results: tuple[Tensor, ...]  # [max_rows, ...] each, in the arena
     arena: np.ndarray
-    scratch: int  # bytes a thread
+    scratch: int  # bytes per thread
     held: list[object]
 
 
 def place(buffers: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets for (bytes, born, last use) in order of birth, first fit; and the total size."""
+    """Return offsets for (bytes, first use, last use), in order of first use, first fit, and the total."""
     offsets: list[int] = []
     live: list[tuple[int, int, int]] = []  # offset, end, last use; by offset
     total = LINE
-    for size, born, last_use in buffers:
+    for size, first_use, last_use in buffers:
         size = -(-size // LINE) * LINE
-        live = [entry for entry in live if entry[2] >= born]
+        live = [entry for entry in live if entry[2] >= first_use]
         offset = 0
         for begin, end, _ in live:
             if offset + size <= begin:

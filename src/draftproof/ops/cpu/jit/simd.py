@@ -1,4 +1,4 @@
-"""Vectors of 16 lanes for numba: the types and the few operations that the kernels are written in.
+"""Vectors of 16 lanes for numba: types and operations of the kernels.
 
 LLVM makes one AVX-512 instruction of an operation, or two of AVX2, or four of NEON. Written out like
 this, the order of every floating-point operation is the source's and not an optimiser's.
@@ -60,7 +60,7 @@ for _vector in (VectorF32, VectorI32, VectorF64, VectorMask):
 
 
 def _op(result: Any, params: tuple[Any, ...], build: Any) -> Any:
-    """An intrinsic of fixed types; `build(builder, args)` emits it."""
+    """Return an intrinsic of fixed types; `build(builder, args)` emits it."""
     sig = result(*params)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -87,24 +87,24 @@ def _const(vector: ir.VectorType, value: Any) -> ir.Constant:
 
 
 def splat_value(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
-    """IR: the scalar in every lane."""
+    """Emit a scalar in every lane."""
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
     zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
 
 
 def load_value(builder: Any, addr: Any, vector: ir.VectorType) -> Any:
-    """IR: an unaligned load."""
+    """Emit an unaligned load."""
     return builder.load(builder.inttoptr(addr, PTR), typ=vector, align=1)
 
 
 def widen_bf16(builder: Any, halves: Any) -> Any:
-    """IR: 16 bf16 as fp32; exact, a shift."""
+    """Emit 16 bf16 as fp32: exact, a shift."""
     return builder.bitcast(builder.shl(builder.zext(halves, VI), _const(VI, 16)), VF)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -120,9 +120,9 @@ VB = ir.VectorType(_BFloat(), LANES)
 
 
 def narrow_bf16(builder: Any, x: Any) -> Any:
-    """IR: 16 fp32 rounded to bf16, to nearest even; NaN stays NaN."""
+    """Emit 16 fp32 rounded to bf16, to nearest even; NaN stays NaN."""
     if binding.get_host_cpu_features().get("avx512bf16"):
-        # one instruction there; elsewhere LLVM may call a function that the process does not have
+        # one instruction there; elsewhere LLVM may emit a call to a missing library function
         return builder.bitcast(builder.fptrunc(x, VB), VH)
     bits = builder.bitcast(x, VI)
     odd = builder.and_(builder.lshr(bits, _const(VI, 16)), _const(VI, 1))
@@ -137,7 +137,7 @@ def _store(builder: Any, addr: Any, value: Any) -> None:
 
 
 def _first(builder: Any, count: Any) -> Any:
-    """IR: mask of the lanes below an int64 count."""
+    """Emit a mask of the lanes below an int64 count."""
     lanes = ir.Constant(VI, list(range(LANES)))
     return builder.icmp_signed("<", lanes, splat_value(builder, builder.trunc(count, I32), VI))
 
@@ -184,7 +184,7 @@ vround = _op(F, (F,), _llvm("llvm.rint.v16f32", VF, [VF]))
 
 
 def _max(builder: Any, args: Any) -> Any:
-    """a where a > b, else b: one instruction on x86, and a NaN in `a` loses."""
+    """Emit a where a > b, else b: one instruction on x86; NaN in `a` gives b."""
     return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[0], args[1])
 
 
@@ -260,7 +260,7 @@ to_double = _op(D, (F,), lambda b, a: b.fpext(a[0], VD))
 
 
 def _tree(builder: Any, x: Any, combine: Any) -> Any:
-    """IR: fold halves onto each other (16, 8, 4, 2, 1): the one fixed tree of every reduction."""
+    """Emit a fold of halves (16, 8, 4, 2, 1): the one fixed tree of every reduction."""
     width = LANES
     while width > 1:
         width //= 2

@@ -1,8 +1,8 @@
-"""A team of threads that runs a program (a table of kernel calls) with a barrier after each call.
+"""Thread pool that runs a program (a table of kernel calls) with a barrier after each call.
 
-The workers live in native code and never take the GIL. They spin briefly after a program and then
+The workers run native code and never take the GIL. They spin briefly after a program and then
 sleep on a condition variable, so waking one is cheap while decoding and free while idle. No OpenMP:
-torch's own pool is in the same process and stays untouched.
+torch's own pool is in the same process and is not used.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from draftproof.ops.cpu.jit.compile import (
 )
 
 WIDTH = 24  # int64 words of an instruction: the kernel's address, then its arguments
-SCRATCH = 1 << 20  # bytes a thread to begin with
+SCRATCH = 1 << 20  # initial bytes per thread
 
-# The shared state: byte offsets, each hot word in its own cache line. `run` writes the six words from
-# TABLE on in one go.
+# Shared state: byte offsets, each frequently written word in its own cache line. `run` writes the six words
+# from TABLE on at once.
 GENERATION, ARRIVED, RELEASED, SLEEPERS, STOP = 0, 64, 128, 192, 256
 TABLE, COUNT, ROWS, THREADS, SCRATCH_BASE, SCRATCH_SIZE = 320, 328, 336, 344, 352, 360
 MUTEX, CONDITION, STATE_BYTES = 384, 512, 640  # both are smaller than 128 bytes on every libc
@@ -86,7 +86,7 @@ def _solo(state: int) -> None:
 
 
 def _lead(state: int) -> None:
-    """Start the workers on the program and take part; back when all are done."""
+    """Start the workers on the program, take part, and return when all are done."""
     atomic_add(state + GENERATION, 1)
     if atomic_load(state + SLEEPERS) > 0:
         _mutex_lock(state + MUTEX)
@@ -97,7 +97,7 @@ def _lead(state: int) -> None:
 
 
 def _work(state: int, thread: int) -> None:
-    """A worker's life."""
+    """Run the loop of a worker thread."""
     seen = 0
     while True:
         spins = 0
@@ -123,14 +123,14 @@ _WORK = Kernel(_work, types.void(_int64, _int64))
 
 
 def aligned_bytes(size: int, align: int = 64) -> np.ndarray:
-    """Zeroed bytes whose address is a multiple of `align`."""
+    """Allocate zeroed bytes whose address is a multiple of `align`."""
     raw = np.zeros(size + align, dtype=np.uint8)
     skip = -raw.ctypes.data % align
     return raw[skip : skip + size]
 
 
 def _stop(state: np.ndarray, lead: Any, workers: list[threading.Thread], pid: int) -> None:
-    if workers and os.getpid() == pid:  # in a forked child there are no workers to stop
+    if workers and os.getpid() == pid:  # a forked child has no workers to stop
         state[STOP : STOP + 8].view(np.int64)[0] = 1
         lead(state.ctypes.data)
         for worker in workers:
@@ -138,10 +138,10 @@ def _stop(state: np.ndarray, lead: Any, workers: list[threading.Thread], pid: in
 
 
 class Team:
-    """`threads` threads, the caller's included."""
+    """Pool of `threads` threads, the caller's included."""
 
     def __init__(self, threads: int) -> None:
-        # pthreads are what the workers sleep on; without them the caller works alone
+        # the workers sleep on pthread conditions; without pthreads the caller runs alone
         self.threads = max(1, threads) if sys.platform != "win32" else 1
         self._lock = threading.Lock()
         self._scratch_size = SCRATCH
@@ -150,7 +150,7 @@ class Team:
         self._start()
 
     def _start(self) -> None:
-        """Fresh state and workers; again in a forked child, which has none."""
+        """Create state and workers; repeated in a forked child, which has none."""
         self._pid = os.getpid()
         self._state = aligned_bytes(STATE_BYTES)
         self._words = self._state.view(np.int64)
@@ -173,7 +173,7 @@ class Team:
         weakref.finalize(self, _stop, self._state, self._lead, workers, self._pid)
 
     def run(self, table: np.ndarray, rows: int, scratch: int = 0, alone: bool = False) -> None:
-        """Run the program `table` [instructions, WIDTH] int64; `scratch` bytes a thread at least."""
+        """Run the program `table` [instructions, WIDTH] int64 with at least `scratch` bytes per thread."""
         with self._lock:
             if self._pid != os.getpid():
                 self._start()

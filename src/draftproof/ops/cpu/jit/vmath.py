@@ -1,4 +1,4 @@
-"""exp on vectors, the same bits on every call: nothing is left to a mathematics library."""
+"""Vector exp and silu with the same bits on every machine, independent of a math library."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _F = np.float32
 LOG2E = _F(1.44269504088896341)
 LN2_HIGH = _F(-0.693359375)
 LN2_LOW = _F(2.12194440e-4)
-SMALLEST = _F(-87.33654)  # below it exp is less than the smallest normal number: 0 here
+SMALLEST = _F(-87.33654)  # exp below this is less than the smallest normal number: 0
 LARGEST = _F(88.37626)
 C1, C2, C3 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 C4, C5, C6 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
-FLAT = _F(-88.0)  # silu is as good as 0 below
+SILU_ZERO_BELOW = _F(-88.0)
 ONE, ZERO = _F(1.0), _F(0.0)
 
 
 @inlined
 def vexp(x: Any) -> Any:
-    """exp of 16 floats, relative error about 1e-7; exactly 0 below -87.3 (so for -inf and NaN)."""
+    """Return exp of 16 floats, relative error about 1e-7; exactly 0 below -87.3 and for NaN."""
     inside = vge(x, splat(SMALLEST))
     x = vmin(vmax(x, splat(SMALLEST)), splat(LARGEST))
     n = vround(vmul(x, splat(LOG2E)))
@@ -58,6 +58,6 @@ def vexp(x: Any) -> Any:
 
 @inlined
 def vsilu(x: Any) -> Any:
-    """x * sigmoid(x); 0 where that is below the smallest normal number (so for -inf)."""
+    """Return x * sigmoid(x); 0 where that is below the smallest normal number."""
     y = vdiv(x, vadd(splat(ONE), vexp(vsub(splat(ZERO), x))))
-    return vselect(vgt(splat(FLAT), x), splat(ZERO), y)
+    return vselect(vgt(splat(SILU_ZERO_BELOW), x), splat(ZERO), y)

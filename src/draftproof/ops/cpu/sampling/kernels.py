@@ -1,4 +1,4 @@
-"""Sampling kernels on fp32 logits [rows, vocabulary]: a thread takes whole rows."""
+"""Sampling kernels on fp32 logits [rows, vocabulary]; a thread processes whole rows."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ from draftproof.ops.cpu.sampling.row_select import (
 )
 
 _LOW = 0xFFFFFFFF
-_MOST_NOISE = np.float32(23.0)  # Gumbel noise of 32 bits stays below it
+_MAX_NOISE = np.float32(23.0)  # upper bound of 32-bit Gumbel noise
 _UNIT = np.float32(2.0**-32)
 
 
 def scratch_bytes(vocab: int) -> int:
-    """Two arrays of sort keys, or one of masses."""
+    """Return the scratch bytes: two arrays of sort keys, or one of masses."""
     return 16 * vocab + 4096
 
 
 @kernel
 def argmax(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, logits, vocabulary."""
+    """Process rows; args: out, logits, vocabulary."""
     out, logits, vocab = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     begin, end = share(rows, thread, threads)
     for row in range(begin, end):
@@ -83,7 +83,7 @@ def argmax(args: int, rows: int, thread: int, threads: int, scratch: int) -> Non
 
 @device
 def _gumbel_row(logits: int, vocab: int, seed: int, position: int, stream: int, work: int) -> int:
-    """argmax of logits + noise, exactly, with the logarithms of a short list only.
+    """Return the exact argmax of logits + noise, with logarithms of a short list only.
 
     With S the best sum so far, an id can win only if its noise -log(E) reaches S - logit, that is
     E <= exp(logit - S); and E = -log1p(-u) >= u. So u <= exp(logit - S) is necessary, and cheap.
@@ -93,7 +93,7 @@ def _gumbel_row(logits: int, vocab: int, seed: int, position: int, stream: int, 
     found = best_id(logits, vocab, work)
     noise = gumbel(noise_word(found, position, stream, k0, k1))
     best = np.float32(load_f32(logits + 4 * found) + noise)
-    for lane in range(0, 16, 2):  # the numbers 0 to 15 as 32-bit lanes
+    for lane in range(0, 16, 2):  # lanes 0 to 15
         store_i64(work + 4 * lane, lane | (lane + 1) << 32)
     lanes = iload(work)
     for i in range(0, vocab, 64):
@@ -102,7 +102,7 @@ def _gumbel_row(logits: int, vocab: int, seed: int, position: int, stream: int, 
         top = lload(logits, i, vocab)
         for part in range(16, 64, 16):
             top = vmax(lload(logits, i + part, vocab), top) if i + part < vocab else top
-        if vmax_lane(top) + _MOST_NOISE + margin < best:
+        if vmax_lane(top) + _MAX_NOISE + margin < best:
             continue
         w0, w1, w2, w3 = vphilox(iadd(lanes, isplat(i // 4)), position, stream, k0, k1)
         even_low, even_high = interleave_low(w0, w2), interleave_high(w0, w2)
@@ -129,7 +129,7 @@ def _gumbel_row(logits: int, vocab: int, seed: int, position: int, stream: int, 
 
 @kernel
 def gumbel_argmax(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, scaled, seeds, positions, vocabulary, stream."""
+    """Sample rows; args: out, scaled, seeds, positions, vocabulary, stream."""
     out, scaled, seeds = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     positions, vocab, stream = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
     begin, end = share(rows, thread, threads)
@@ -141,7 +141,7 @@ def gumbel_argmax(args: int, rows: int, thread: int, threads: int, scratch: int)
 
 @kernel
 def uniform(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, seeds, positions, stream."""
+    """Draw uniforms; args: out, seeds, positions, stream."""
     out, seeds = load_i64(args), load_i64(args + 8)
     positions, stream = load_i64(args + 16), load_i64(args + 24)
     begin, end = share(rows, thread, threads)
@@ -154,7 +154,7 @@ def uniform(args: int, rows: int, thread: int, threads: int, scratch: int) -> No
 
 @device
 def _masses(row: int, vocab: int, top: Any, out: int) -> float:
-    """The sum of exp(logit - top), in fp64; each of them to `out` [vocab, padded] unless it is 0."""
+    """Return the sum of exp(logit - top) in fp64; write the terms to `out` [vocab, padded] unless it is 0."""
     total = dzero(0)
     for i in range(0, vocab, 16):
         mass = vexp(vsub(lload(row, i, vocab), splat(top)))
@@ -166,7 +166,7 @@ def _masses(row: int, vocab: int, top: Any, out: int) -> float:
 
 @kernel
 def logsumexp(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, logits, vocabulary."""
+    """Process rows; args: out, logits, vocabulary."""
     out, logits, vocab = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     begin, end = share(rows, thread, threads)
     for row in range(begin, end):
@@ -181,7 +181,7 @@ def logsumexp(args: int, rows: int, thread: int, threads: int, scratch: int) -> 
 
 @kernel
 def rank(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, logits, ids, vocabulary."""
+    """Rank ids; args: out, logits, ids, vocabulary."""
     out, logits = load_i64(args), load_i64(args + 8)
     ids, vocab = load_i64(args + 16), load_i64(args + 24)
     begin, end = share(rows, thread, threads)
@@ -193,7 +193,7 @@ def rank(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         for i in range(0, vocab, 16):
             x = lload(line, i, vocab)
             before = mask_bits(vgt(x, own))
-            if i < token:  # equal ones come before it only with a lower id
+            if i < token:  # equal values precede it only with a lower id
                 equal = mask_bits(vge(x, own))
                 before |= equal & ((1 << min(token - i, 16)) - 1)
             count += count_ones(before)
@@ -202,7 +202,7 @@ def rank(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
 
 @kernel
 def top(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: values, ids, logits, vocabulary, k."""
+    """Select the k best; args: values, ids, logits, vocabulary, k."""
     values, ids, logits = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     vocab, k = load_i64(args + 24), load_i64(args + 32)
     begin, end = share(rows, thread, threads)
@@ -214,13 +214,13 @@ def top(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         to = ids + 8 * row * k
         for i in range(count):
             store_i64(to + 8 * i, load_i64(keys + 8 * i) & 0x7FFFFFFF)
-        for token in range(vocab):  # those at the limit, in order of id
+        for token in range(vocab):  # values equal to the limit, in order of id
             if count >= k:
                 break
             if load_f32(line + 4 * token) == limit:
                 store_i64(to + 8 * count, token)
                 count += 1
-        for token in range(vocab):  # NaN only fills what is left
+        for token in range(vocab):  # NaN fills the rest
             if count >= k:
                 break
             if math.isnan(load_f32(line + 4 * token)):
@@ -233,7 +233,7 @@ def top(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
 
 @device
 def _keep(line: int, vocab: int, limit: Any, ties: int) -> None:
-    """-inf for what is below `limit`, and for what equals it after the first `ties` of them."""
+    """Write -inf below `limit`, and to values equal to it after the first `ties`."""
     for token in range(vocab):
         value = load_f32(line + 4 * token)
         if value == limit and ties > 0:
@@ -244,7 +244,7 @@ def _keep(line: int, vocab: int, limit: Any, ties: int) -> None:
 
 @device
 def _nucleus(line: int, vocab: int, best: Any, top_p: float, masses: int) -> None:
-    """Keep a token while the mass before it is below top_p; the best one always."""
+    """Keep tokens while the mass before them is below top_p, at least the best one."""
     enough = top_p * _masses(line, vocab, best, masses)
     limit = nucleus_value(line, masses, vocab, enough)
     above = mass_above(line, masses, vocab, limit)
@@ -261,7 +261,7 @@ def _nucleus(line: int, vocab: int, best: Any, top_p: float, masses: int) -> Non
 
 @kernel
 def truncate(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """args: out, scaled, top_k (int64), top_p (fp64), min_p (fp64), vocabulary."""
+    """Truncate rows; args: out, scaled, top_k (int64), top_p (fp64), min_p (fp64), vocabulary."""
     out, scaled = load_i64(args), load_i64(args + 8)
     top_k, top_p, min_p = load_i64(args + 16), load_i64(args + 24), load_i64(args + 32)
     vocab = load_i64(args + 40)

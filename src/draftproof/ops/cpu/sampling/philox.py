@@ -1,4 +1,4 @@
-"""Philox-4x32-10: noise as a pure function of (seed, position, stream, id). See the ops contract."""
+"""Philox-4x32-10: noise as a pure function of (seed, position, stream, id). See contract/sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOW = 0xFFFFFFFF
 
 @device
 def philox(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, int, int, int]:
-    """One block: counter and key words in, four words of 32 bits out (all as int64)."""
+    """Return the four 32-bit words of one block of counter and key words (all as int64)."""
     for _ in range(10):
         product_0 = np.uint64(c0) * np.uint64(MULTIPLIER_0)
         product_1 = np.uint64(c2) * np.uint64(MULTIPLIER_1)
@@ -30,7 +30,7 @@ def philox(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, i
 
 @device
 def vphilox(c0: Any, c1: int, c2: int, k0: int, k1: int) -> Any:
-    """16 blocks at once: c0 a vector of counters, the other words common, c3 = 0."""
+    """Return 16 blocks: c0 is a vector of counters, the other words are common, c3 = 0."""
     a, b, c, d = c0, isplat(c1), isplat(c2), isplat(0)
     for _ in range(10):
         high_0, low_0 = imul_high(a, isplat(MULTIPLIER_0)), imul(a, isplat(MULTIPLIER_0))
@@ -43,19 +43,19 @@ def vphilox(c0: Any, c1: int, c2: int, k0: int, k1: int) -> Any:
 
 @inlined
 def unit(word: int) -> float:
-    """A word of 32 bits as a number in (0, 1)."""
+    """Return a 32-bit word as a number in (0, 1)."""
     return (np.float64(word) + 0.5) * 2.0**-32
 
 
 @device
 def gumbel(word: int) -> Any:
-    """Gumbel noise of a word, fp32."""
+    """Return the Gumbel noise of a word, fp32."""
     return np.float32(-math.log(-math.log1p(-unit(word))))
 
 
 @device
 def noise_word(token: int, position: int, stream: int, k0: int, k1: int) -> int:
-    """The word of one token id."""
+    """Return the word of one token id."""
     w0, w1, w2, w3 = philox(token // 4, position & _LOW, stream, 0, k0, k1)
     lane = token % 4
     if lane == 0:

@@ -1,7 +1,7 @@
-"""Finding things in one row of fp32 logits: best, k-th, nucleus; vector passes, no full sort.
+"""Selection in one row of fp32 logits: argmax, k-th value, nucleus; vector passes, no full sort.
 
 The order is (value down, id up) throughout. A k-th value is found by bisection over the bits of a
-float: at most 32 passes that only count, whatever the data, ties included. NaN compares as nothing.
+float: at most 32 passes that only count, whatever the data, ties included. NaN compares false.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MINUS_INF = np.float32(-np.inf)
 
 @inlined
 def lload(row: int, i: int, vocab: int) -> Any:
-    """16 logits from id i on; -inf after the last."""
+    """Load 16 logits from id i on; -inf after the last."""
     if vocab - i >= 16:
         return vload(row + 4 * i)
     return vselect(mask_first(vocab - i), vload_n(row + 4 * i, vocab - i), splat(MINUS_INF))
@@ -58,7 +58,7 @@ def lload(row: int, i: int, vocab: int) -> Any:
 
 @device
 def best_id(row: int, vocab: int, scratch: int) -> int:
-    """The lowest id with the greatest value."""
+    """Return the lowest id with the greatest value."""
     best, ids = splat(MINUS_INF), isplat(0)
     at, step = iadd(isplat(0), isplat(0)), isplat(1)
     for i in range(0, vocab, 16):
@@ -88,7 +88,7 @@ def best_value(row: int, vocab: int) -> Any:
 
 @device
 def count_from(row: int, vocab: int, limit: Any) -> int:
-    """How many values are at least `limit`."""
+    """Count the values that are at least `limit`."""
     count, bound = np.int64(0), splat(limit)
     for i in range(0, vocab, 16):
         valid = mask_bits(vge(lload(row, i, vocab), bound))
@@ -100,7 +100,7 @@ def count_from(row: int, vocab: int, limit: Any) -> int:
 
 @device
 def count_above(row: int, vocab: int, limit: Any) -> int:
-    """How many values are greater than `limit`."""
+    """Count the values greater than `limit`."""
     count, bound = np.int64(0), splat(limit)
     for i in range(0, vocab, 16):
         count += count_ones(mask_bits(vgt(lload(row, i, vocab), bound)))
@@ -109,7 +109,7 @@ def count_above(row: int, vocab: int, limit: Any) -> int:
 
 @inlined
 def key_of(x: Any) -> int:
-    """An integer that orders like the float (-0 just below +0)."""
+    """Return an integer that orders like the float (-0 just below +0)."""
     bits = bits_of_f32(x)
     if bits >= 0x80000000:
         return 0x7FFFFFFF - bits
@@ -125,7 +125,7 @@ def value_of(key: int) -> Any:
 
 @device
 def kth_value(row: int, vocab: int, k: int) -> Any:
-    """The greatest value that at least k values reach; -inf if NaN leaves fewer."""
+    """Return the greatest value that at least k values reach; -inf if NaN leaves fewer."""
     low, high = key_of(MINUS_INF), key_of(best_value(row, vocab)) + 1
     while high - low > 1:
         middle = (low + high) >> 1
@@ -138,7 +138,7 @@ def kth_value(row: int, vocab: int, k: int) -> Any:
 
 @device
 def mass_above(row: int, masses: int, vocab: int, limit: Any) -> float:
-    """Sum of masses [vocab] of the ids whose value is greater than `limit`."""
+    """Sum the masses [vocab] of the ids whose value is greater than `limit`."""
     total, bound = dzero(0), splat(limit)
     for i in range(0, vocab, 16):
         mass = to_double(vload(masses + 4 * i))
@@ -148,7 +148,7 @@ def mass_above(row: int, masses: int, vocab: int, limit: Any) -> float:
 
 @device
 def nucleus_value(row: int, masses: int, vocab: int, enough: float) -> Any:
-    """The least value that still has less than `enough` mass above it."""
+    """Return the smallest value with less than `enough` mass above it."""
     low, high = key_of(MINUS_INF) - 1, key_of(best_value(row, vocab))
     while high - low > 1:
         middle = (low + high) >> 1
@@ -161,8 +161,10 @@ def nucleus_value(row: int, masses: int, vocab: int, enough: float) -> Any:
 
 @device
 def gather_above(row: int, vocab: int, limit: Any, keys: int) -> int:
-    """keys [n] int64, in order of id, of the values greater than `limit`: sorted, they are in the
-    order (value down, id up); returns n."""
+    """Write the sort keys [n] int64 of the values greater than `limit`, in order of id, and return n.
+
+    Sorted keys are in the order (value down, id up).
+    """
     count, bound = np.int64(0), splat(limit)
     for i in range(0, vocab, 16):
         bits = mask_bits(vgt(lload(row, i, vocab), bound))
@@ -178,7 +180,7 @@ def gather_above(row: int, vocab: int, limit: Any, keys: int) -> int:
 
 @device
 def sort(keys: int, spare: int, count: int) -> int:
-    """Merge sort of int64 keys; the address of the sorted ones, `keys` or `spare`."""
+    """Merge-sort int64 keys; return the address of the sorted ones, `keys` or `spare`."""
     run = 1
     while run < count:
         for start in range(0, count, 2 * run):
