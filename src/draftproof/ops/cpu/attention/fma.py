@@ -3,7 +3,7 @@
 Keys are processed in splits of 128. Within a split the softmax is two-pass (all scores, their maximum, then
 the weighted sum of V over ascending keys); splits are merged in ascending order, whether one thread computed
 all of them or several threads some each. The query heads that share a kv head, and adjacent rows of a
-request, share the loads of K and V. A key outside a row's range never affects that row, not even if it is NaN.
+request, share the loads of K and V. A key outside a row's range never affects that row, even if it is NaN.
 
 This file holds the shared pieces and the split by fused multiply-add. `amx` has the split on tiles, `driver`
 the kernels that iterate over rows, heads and splits.
