@@ -64,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 24}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 24, "num_key_value_heads": 2}),
+    "ernie4_5_bias": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": False}),
     "qwen3_tied": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
 }
 every = pytest.mark.parametrize("name", MODELS)

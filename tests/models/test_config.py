@@ -62,6 +62,8 @@ def raw(name: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
         ("Qwen2", {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0}),
         ("Qwen3", {"head_dim": 32}),
+        ("Ernie4_5", {}),
+        ("Ernie4_5", {"head_dim": 32, "use_bias": True, "tie_word_embeddings": False}),
         ("Qwen3", {"attention_bias": True}),
         (
             "Qwen3",

@@ -27,7 +27,7 @@ from draftproof.models.gguf.file import read_gguf
 from draftproof.models.gguf.llama import config_from_gguf
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.registry import expected_tensors
-from draftproof.models.rope import inverse_frequencies, pairs_to_halves
+from draftproof.models.rope import inverse_frequencies, pairs_to_halves, qk_to_halves
 from draftproof.models.weights import dummy_tensors
 from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
 
@@ -48,6 +48,7 @@ KINDS = {
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 32},
+    "Ernie4_5": {"head_dim": 32, "use_bias": True},
 }
 
 
@@ -84,7 +85,11 @@ def test_folder(tmp_path: Path, kind: str, shard: str) -> None:
     assert found.dtype == torch.float32
     assert found.format == "safetensors"
     assert found.source == tmp_path
-    assert same(found.tensors, model.state_dict())
+    state = model.state_dict()
+    if found.config.rope_interleaved:
+        state = {name: qk_to_halves(name, tensor, found.config) for name, tensor in state.items()}
+        assert not same(found.tensors, model.state_dict())
+    assert same(found.tensors, state)
     tied = {"lm_head.weight"} if found.config.tie_embeddings else set()
     assert set(found.tensors) == set(model.state_dict()) - tied
     # The comparison can fail: another model's weights are not these.

@@ -85,9 +85,22 @@ def head(kind: str, arch: str = "llama", dtype: str = "float32") -> str:
     return save_head(f"{kind}/{arch}/{dtype}", config, head_tensors(config))
 
 
+def _qk_to_pairs(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Undo `rope.qk_to_halves`: halves of a head become adjacent rotary pairs, as the files hold them."""
+    counts = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
+    for part, count in counts.items():
+        if part in name:
+            halves = tensor.reshape(count, 2, len(tensor) // count // 2, *tensor.shape[1:])
+            return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
 def save_model(name: str, config: ModelConfig, tensors: dict[str, Tensor]) -> str:
     made = folder(name)
+    if config.rope_interleaved:
+        tensors = {key: _qk_to_pairs(key, tensor, config) for key, tensor in tensors.items()}
     raw = {
+        "use_bias": config.mlp_bias,  # ERNIE 4.5
         "architectures": [config.architecture],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

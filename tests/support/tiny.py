@@ -37,6 +37,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "smollm2": {"architecture": "LlamaForCausalLM", "tie_embeddings": True, "num_kv_heads": 1},
     "mistral": {"architecture": "MistralForCausalLM", "windows": (9, 9)},
     "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True, "tie_embeddings": True},
+    "ernie4_5": {
+        "architecture": "Ernie4_5ForCausalLM",
+        "rope_interleaved": True,
+        "head_dim": 16,
+        "tie_embeddings": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    },
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "head_dim": 16},
 }
 

@@ -32,6 +32,20 @@ class DenseFamily:
 
 
 DENSE_FAMILIES = {
+    "Ernie4_5ForCausalLM": DenseFamily(
+        num_kv_heads=2,
+        max_position=131072,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_interleaved=True,
+        tie_embeddings=True,
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "LlamaForCausalLM": DenseFamily(
         num_kv_heads=None,
         max_position=2048,
