@@ -118,7 +118,7 @@ WRONG_REQUESTS = [
     ("stop_token_ids", "outside", {"stop_token_ids": [-3]}),
     ("logprob_token_ids", "outside", {"logprob_token_ids": [97]}),
     ("bad_words", "outside", {"bad_word_ids": [[4, 97]]}),
-    ("bad_words", "no token", {"bad_word_ids": [[]]}),
+    ("bad_words", "without tokens", {"bad_word_ids": [[]]}),
     ("logprobs", "max_logprobs is 20", {"logprobs": 21}),
     ("prompt_logprobs", "all tokens", {"prompt_logprobs": -1}),
     ("min_tokens", "beyond max_model_len", {"min_tokens": 250, "max_tokens": None}),

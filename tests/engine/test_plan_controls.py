@@ -187,7 +187,7 @@ def test_control_a_page_given_back_twice(monkeypatch):
         self.pages.release(shared[:1])
 
     monkeypatch.setattr(Scheduler, "_leave", broken)
-    with pytest.raises(AssertionError, match="miscounted|given back twice|KV of another text"):
+    with pytest.raises(AssertionError, match="miscounted|released twice|KV of another text"):
         machine()
 
 

@@ -1,1 +1,1 @@
-"""The engine: decides and commits; computes nothing itself."""
+"""Engine: scheduling, steps, commits and results, in token ids."""

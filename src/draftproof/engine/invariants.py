@@ -1,4 +1,4 @@
-"""What must hold between two steps; checked at every step in debug mode and in the tests."""
+"""Invariants between two steps, checked at every step in debug mode and in tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from draftproof.engine.slots import Slots
 
 
 def check_step(scheduler: Scheduler, slots: Slots) -> None:
-    """Nothing is under way: the host's columns agree with the device's, and a decoding slot lacks KV for
-    its newest token alone."""
+    """Assert that host mirror and device agree. No step may be in flight.
+
+    A decoding slot lacks KV of its newest token only.
+    """
     scheduler.pages.check()
     columns, host = slots.columns, scheduler.mirror
     owned: set[int] = set()
@@ -16,19 +18,19 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         slot, name = sequence.slot, sequence.request.id
         length, prompt = int(host.length[slot]), len(sequence.request.prompt_token_ids)
         left, num_draft = int(host.prompt_left[slot]), int(columns.num_draft[slot])
-        assert slots.requests[slot] is sequence.request, f"{name}: its slot is another's"
-        assert int(columns.ended[slot]) == 0, f"{name}: ended on the device alone"
+        assert slots.requests[slot] is sequence.request, f"{name}: its slot holds another request"
+        assert int(columns.ended[slot]) == 0, f"{name}: finished on the device only"
         assert int(columns.length[slot]) == length, f"{name}: lengths differ"
         computed = length - left if left else length - 1
         assert int(columns.computed[slot]) == computed, f"{name}: KV of {int(columns.computed[slot])} tokens"
-        assert num_draft <= int(host.num_draft[slot]), f"{name}: more drafts than are known of"
+        assert num_draft <= int(host.num_draft[slot]), f"{name}: more drafts than the host mirror has"
         assert int(columns.prompt_len[slot]) == prompt, f"{name}: prompt lengths differ"
         assert host.in_flight[slot] == 0, f"{name}: a step is missing"
-        assert length < sequence.max_length, f"{name}: ran past its end"
-        assert length + num_draft < sequence.max_length, f"{name}: drafts past its end"
+        assert length < sequence.max_length, f"{name}: ran past its maximum length"
+        assert length + num_draft < sequence.max_length, f"{name}: drafts past its maximum length"
         assert len(sequence.pages) * scheduler.page_size >= computed, f"{name}: pages short"
         assert len(sequence.pages) == host.num_pages[slot], f"{name}: pages miscounted"
-        assert host.max_committed[slot] == length, f"{name}: something is under way"
+        assert host.max_committed[slot] == length, f"{name}: a step is in flight"
         assert all(scheduler.pages.is_used(page) for page in sequence.pages), f"{name}: a page has no user"
         table = columns.page_table[slot, : len(sequence.pages)].tolist()
         assert table == sequence.pages, f"{name}: its page table differs"

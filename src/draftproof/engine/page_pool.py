@@ -1,9 +1,8 @@
-"""KV pages: which are free, who has which, and which hold a text that may come again.
+"""KV page pool: allocation, reference counts, and content digests for prefix caching.
 
-Integers only; the storage belongs to the runners. A page is shared by counting its users. A full page is
-known by its content: a digest of everything from the first token to its last, and of the tenant's salt, so
-that nobody finds what another has said. Pages nobody uses keep their content until their room is needed,
-the longest unused first.
+Page numbers only; the storage belongs to the runners. A full page is published under a digest of all tokens
+up to its last one and of the request's cache salt, so requests with different salts never share pages. A page
+without users keeps its content until the page is needed, least recently used first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 def digests(
     tokens: Sequence[int], page_size: int, salt: str = "", known: Sequence[bytes] = ()
 ) -> Iterator[bytes]:
-    """One for each full page of `tokens` behind those that are `known`, every one from the one before it."""
+    """Yield a digest for each full page of `tokens` after the `known` ones, chained from page to page."""
     last = known[-1] if known else _first(salt)
     array = np.asarray(tokens[len(known) * page_size :], np.int64)
     for start in range(0, len(array) - page_size + 1, page_size):
@@ -32,7 +31,7 @@ def _first(salt: str) -> bytes:
 
 
 class Pages:
-    """Page 0 is never given out: rows that must write somewhere harmless may use it."""
+    """Page allocator. Page 0 is never allocated: padding rows write to it."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -40,28 +39,31 @@ class Pages:
         self._users: dict[int, int] = {}
         self._content: dict[int, bytes] = {}
         self._place: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # with content and no user, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, without users, oldest first
 
     @property
     def capacity(self) -> int:
+        """Return the number of pages that can be allocated."""
         return self.num_pages - 1
 
     @property
     def num_idle(self) -> int:
-        """Free, and still with content that may be found."""
+        """Return the number of free pages that still hold published content."""
         return len(self._idle)
 
     @property
     def num_free(self) -> int:
+        """Return the number of pages without users."""
         return len(self._empty) + len(self._idle)
 
     def is_used(self, page: int) -> bool:
+        """Return whether the page has a user."""
         return page in self._users
 
     def take(self, count: int) -> list[int]:
-        """Pages of one's own; content that nobody uses gives way."""
+        """Allocate `count` pages, evicting unused content where needed."""
         if count > self.num_free:
-            raise MemoryError(f"{count} pages asked for, {self.num_free} are free")
+            raise MemoryError(f"{count} pages requested, {self.num_free} are free")
         return [self._take() for _ in range(count)]
 
     def _take(self) -> int:
@@ -74,7 +76,7 @@ class Pages:
         return page
 
     def find(self, prefix: Sequence[bytes]) -> list[int]:
-        """The pages that hold the longest known beginning of `prefix`, used by one more from now on."""
+        """Return the pages of the longest published beginning of `prefix`, with one more user each."""
         found = []
         for digest in prefix:
             page = self._place.get(digest)
@@ -86,14 +88,14 @@ class Pages:
         return found
 
     def publish(self, page: int, digest: bytes) -> None:
-        """The page is full and will not change. If another holds the same, that one stays the known one."""
+        """Publish a full page that will not change, unless its content is published already."""
         assert page in self._users, f"page {page} has no user"
         if page not in self._content and digest not in self._place:
             self._content[page] = digest
             self._place[digest] = page
 
     def unpublish(self, pages: Sequence[int]) -> None:
-        """Their content is not to be found again, whoever uses them."""
+        """Withdraw the content of `pages` from the prefix cache, whether they have users or not."""
         for page in pages:
             if page in self._content:
                 del self._place[self._content.pop(page)]
@@ -102,7 +104,7 @@ class Pages:
                 self._empty.append(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less of each; the last pages of a text are the first to give way."""
+        """Remove one user of each page. The last pages of a sequence are evicted first."""
         users, content, empty = self._users, self._content, self._empty
         for page in reversed(pages):
             count = users.pop(page, 0)
@@ -114,17 +116,17 @@ class Pages:
             elif count:
                 users[page] = count - 1
             else:
-                raise AssertionError(f"page {page} was given back twice, or never taken")
+                raise AssertionError(f"page {page} was released twice, or never allocated")
 
     def forget(self) -> None:
-        """Drop all content that nobody uses."""
+        """Drop all content without users."""
         for page in self._idle:
             del self._place[self._content.pop(page)]
             self._empty.append(page)
         self._idle.clear()
 
     def check(self) -> None:
-        """Every page is empty, idle or used, never two of these; content is known in one place."""
+        """Assert that every page is empty, idle or used, and that content is published once."""
         empty, idle, used = set(self._empty), set(self._idle), set(self._users)
         assert len(empty) == len(self._empty), "a page is on the free list twice"
         assert not (empty & idle or empty & used or idle & used), "a page is free and taken"
@@ -132,4 +134,4 @@ class Pages:
         assert idle <= set(self._content), "an idle page has no content"
         assert {self._place[d] for d in self._content.values()} == set(self._content), "content is misplaced"
         assert not empty & set(self._content), "an empty page has content"
-        assert all(count > 0 for count in self._users.values()), "a user was forgotten"
+        assert all(count > 0 for count in self._users.values()), "a page has a user count of zero"

@@ -1,4 +1,4 @@
-"""Texts that begin alike use the same pages: which pages of a request hold what, and who can find them."""
+"""Prefix cache: requests with a common prefix share its full KV pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftproof.engine.sequence import Sequence
 
 
 class PrefixCache:
-    """Requests and their full pages."""
+    """Publishes and finds the full pages of requests."""
 
     def __init__(self, pages: Pages, page_size: int, enabled: bool) -> None:
         self.pages = pages
@@ -17,15 +17,17 @@ class PrefixCache:
         self.enabled = enabled
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Pages of its tokens that are there already."""
+        """Return the published pages of the longest prefix of the request."""
         if not self.enabled:
             return []
         self.read(sequence)
         return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
 
     def publish_pages(self, sequence: Sequence, computed: int) -> list[int]:
-        """Its full pages, as far as they are computed, can be found from now on: by the next plan, so that
-        no step reads a page that another slot fills in the same step."""
+        """Publish the full pages of a request up to `computed` tokens; return the newly published ones.
+
+        They are found by the next plan at the earliest: no step reads a page that the same step fills.
+        """
         if not self.enabled:
             return []
         first, full = sequence.num_published_pages, min(computed // self.page_size, len(sequence.digests))
@@ -35,14 +37,14 @@ class PrefixCache:
         return sequence.pages[first:full]
 
     def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
-        """What it has said so far; its pages can be found by whoever says the same."""
+        """Set the committed tokens of a request and publish its full pages."""
         sequence.ids = ids
         if self.enabled:
             self.read(sequence)
             self.publish_pages(sequence, computed)
 
     def read(self, sequence: Sequence) -> None:
-        """What its full pages hold, of which it may have been read what came first: that stays as it is."""
+        """Compute the digests of the full pages that have none yet."""
         if self.enabled and len(sequence.digests) < len(sequence.ids) // self.page_size:
             salt = sequence.request.params.cache_salt or ""
             known = sequence.digests

@@ -1,4 +1,4 @@
-"""A request in the engine, and what the host knows of every slot."""
+"""A request in the engine, the host mirror of the slots, and the plan of a step."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from draftproof.verify.grammar_guide import GrammarGuide
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the engine."""
+    """State of a request in the engine."""
 
     request: Request
     max_length: int
     draft_limit: int = 0
-    adaptive: bool = True  # or always as many drafts as it may have
+    adaptive: bool = True  # False: always `draft_limit` drafts
     strategy: int = 0
     logprob_kind: LogprobKind = LogprobKind.NONE
-    has_host_processors: bool = False  # the user's code, or bad words, between logits and sampling
-    needs_host_logprobs: bool = False  # logprobs that the device does not keep ready
+    has_host_processors: bool = False  # logits processors or bad words, applied by the host
+    needs_host_logprobs: bool = False  # logprobs that the device does not compute within the step
     guide: GrammarGuide | None = None  # grammar state; the host fills masks before each step
-    features_id: int = -1  # number of its own ones, once they were asked for
+    features_id: int = -1  # cached number of its StepFeatures; -1: not computed yet
     arrival: int = 0
     slot: int = -1
     last_slot: int = -1
     pages: list[int] = field(default_factory=list)
-    ids: Many[int] = ()  # committed tokens when it last sat down: the prompt, later also what it had said
+    ids: Many[int] = ()  # committed tokens when it was last admitted; the prompt at first
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `ids`
-    num_cached: int = 0  # of `ids`, how many had KV when it sat down
-    num_published_pages: int = 0  # pages that others can find
-    num_failures: int = 0  # steps of it that failed under way, one after the other
-    length_at_failure: int = 0  # its committed tokens then
-    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were given out
+    num_cached: int = 0  # of `ids`, tokens found in the prefix cache at admission
+    num_published_pages: int = 0  # pages published to the prefix cache
+    num_failures: int = 0  # consecutive failed steps
+    length_at_failure: int = 0  # committed tokens at the last failure
+    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were returned
     stats: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:
@@ -46,87 +46,103 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who comes first: the smaller priority, then the earlier one."""
+        """Return the scheduling order: priority, then arrival."""
         return self.request.params.priority, self.arrival
 
     @property
     def slot_init(self) -> SlotInit:
-        """What its slot is filled with."""
+        """Return the values that its slot is filled with."""
         return SlotInit(
-            *(self.slot, self.request, self.pages, self.max_length),
-            *(self.strategy, self.logprob_kind, self.ids, self.num_cached),
+            slot=self.slot,
+            request=self.request,
+            pages=self.pages,
+            max_length=self.max_length,
+            strategy=self.strategy,
+            logprob_kind=self.logprob_kind,
+            token_ids=self.ids,
+            computed=self.num_cached,
         )
 
     @property
     def needs_sync(self) -> bool:
-        """Is the host needed in every step of it?"""
+        """Return whether the host is needed in every step of the request."""
         return self.has_host_processors or self.needs_host_logprobs or self.guide is not None
 
     @property
     def may_need_sync(self) -> bool:
-        """Or in some?"""
+        """Return whether the host is needed in some steps of the request."""
         return self.needs_sync or self.request.params.prompt_logprobs is not None
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Are logprobs of its prompt still to be given out?"""
-        asked = self.request.params.prompt_logprobs is not None
-        return asked and self.num_prompt_logprobs < len(self.request.prompt_token_ids) - 1
+        """Return whether logprobs of its prompt are still to be returned."""
+        requested = self.request.params.prompt_logprobs is not None
+        return requested and self.num_prompt_logprobs < len(self.request.prompt_token_ids) - 1
 
     @property
     def cacheable(self) -> int:
-        """Tokens of `ids` that need not be computed if they are found: the newest always is."""
+        """Return how many tokens of `ids` may come from the prefix cache: all but the newest."""
         return self.num_prompt_logprobs if self.needs_prompt_logprobs else len(self.ids) - 1
 
 
 class SlotMirror:
-    """What the host knows of each slot. Of steps that are under way it knows bounds alone."""
+    """Host mirror of the slots. For steps in flight it holds bounds only."""
 
     def __init__(self, num_slots: int) -> None:
         def column() -> Ints:
             return np.zeros(num_slots, np.int64)
 
         self.length = column()  # committed tokens, as of the last step that was read
-        self.max_committed = column()  # committed tokens at most, once all that is under way has been read
+        self.max_committed = column()  # upper bound of committed tokens once all steps in flight are read
         self.max_length = column()
-        self.prompt_left = column()  # tokens to compute, before it decodes, that no step is planned for
-        self.in_flight = column()  # steps not read yet that commit tokens of it
-        self.num_draft = column()  # drafts it may have when the next step begins
+        self.prompt_left = column()  # prompt tokens that no step is planned for yet
+        self.in_flight = column()  # steps not read yet that commit tokens of the slot
+        self.num_draft = column()  # upper bound of drafts when the next step begins
         self.num_pages = column()
         self.generation = (
             column()
-        )  # changes with whoever sits there: results of a predecessor are known by it
+        )  # incremented when the slot changes hands: results of an earlier request do not match
 
 
-@dataclass(slots=True, eq=False)  # freezing it would cost more than filling it
+@dataclass(slots=True, eq=False)  # one per step: freezing costs more than filling
 class StepPlan:
-    """A step: B entries, those that came first in front. Nothing in it ever changes."""
+    """Plan of a step with B entries in order of admission. It is never modified."""
 
     sequences: list[Sequence]  # [B]
     requests: list[Request]  # [B]
     slots: Ints  # [B]
-    chunk: Ints  # [B] rows of committed tokens that lack KV; 0: it decodes
-    drafts: Ints  # [B] drafts verified at most
-    samples: Bools  # [B]: its rows reach its newest committed token
+    chunk: Ints  # [B] prompt rows to compute; 0: the entry decodes
+    drafts: Ints  # [B] maximum number of drafts to verify
+    samples: Bools  # [B]: the rows reach the newest committed token, so a token is sampled
     generations: Ints  # [B]
-    version: int  # of those that run: as long as it stays the same, so do the generations
-    num_rows: int  # at most
+    version: int  # of the running set; generations change only with it
+    num_rows: int  # upper bound
     num_drafts: int
-    has_prompts: bool  # some have chunks; else all sample
+    has_prompts: bool  # some entries have chunks; otherwise all sample
     zeros: Ints  # [B] zeros
     admitted: list[Sequence] = field(default_factory=list)
-    new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # slot, place in its page table, page
-    published: list[int] = field(default_factory=list)  # pages that it fills, found from the next plan on
+    new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index in its page table, page
+    published: list[int] = field(default_factory=list)  # pages published with this plan
 
     def with_drafts(self, drafts: Ints, count: int) -> StepPlan:
-        """The same in a later step, in which nobody comes; `count` drafts in all."""
+        """Return the plan of a later step with the same entries and `count` drafts in all."""
         return StepPlan(
-            *(self.sequences, self.requests, self.slots, self.chunk, drafts, self.samples, self.generations),
-            *(self.version, len(self.slots) + count, count, False, self.zeros),
+            sequences=self.sequences,
+            requests=self.requests,
+            slots=self.slots,
+            chunk=self.chunk,
+            drafts=drafts,
+            samples=self.samples,
+            generations=self.generations,
+            version=self.version,
+            num_rows=len(self.slots) + count,
+            num_drafts=count,
+            has_prompts=False,
+            zeros=self.zeros,
         )
 
     def only(self, at: list[int]) -> StepPlan:
-        """Some of its entries."""
+        """Return the plan of the entries `at`."""
         chunk, drafts = self.chunk[at], self.drafts[at]
         return StepPlan(
             [self.sequences[i] for i in at],
@@ -145,10 +161,11 @@ class StepPlan:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Does anybody want to know of the rows of a prompt what they say?"""
+        """Return whether a prompt of the step has prompt logprobs."""
         chunks = self.chunk.nonzero()[0].tolist()
         return any(self.sequences[i].request.params.prompt_logprobs is not None for i in chunks)
 
     @property
     def num_logits(self) -> int:
+        """Return the number of logits rows."""
         return int(self.samples.sum()) + self.num_drafts

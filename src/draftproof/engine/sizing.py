@@ -1,4 +1,4 @@
-"""Sizes that depend on model, machine and configuration, worked out once before anything is allocated."""
+"""Sizes that depend on model, machine and configuration, resolved before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from draftproof.models.load import Checkpoint
 from draftproof.models.registry import kv_layout
 from draftproof.ops import Ops
 
-DEFAULT_MAX_LEN = 8192  # where the model allows more, longer contexts are asked for by max_model_len
-DEFAULT_KV_BYTES = 2 << 30  # where the free memory is not known
+DEFAULT_MAX_LEN = 8192  # longer contexts need max_model_len
+DEFAULT_KV_BYTES = 2 << 30  # if the free memory is not known
 LOGITS_COPIES = 4  # of a step's logits that may live at once: raw, processed, and two temporaries
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """Resolved sizes of an engine."""
+
     max_len: int  # tokens of a request
     num_seqs: int  # slots
     max_rows: int  # rows of a step
     page_size: int
-    num_pages: int  # page 0, which is never given out, included
-    k: int  # drafts a slot has room for
+    num_pages: int  # page 0, which is never allocated, included
+    k: int  # maximum number of drafts of a slot
 
     @property
     def max_pages(self) -> int:
+        """Return the pages of a request of full length."""
         return -(-self.max_len // self.page_size)
 
     @property
     def kv_tokens(self) -> int:
+        """Return the tokens that the page pool holds."""
         return (self.num_pages - 1) * self.page_size
 
 
 def resolve_sizes(
     config: EngineConfig, checkpoint: Checkpoint, ops: Ops, drafter: tuple[int, int] = (0, 0)
 ) -> Sizes:
-    """`drafter`: bytes that the proposer needs for each token, and besides."""
+    """Return the sizes of an engine. `drafter`: bytes of the proposer per token, and fixed."""
     num_seqs = config.max_num_seqs or ops.default_seqs
     max_rows = config.max_num_batched_tokens or max(ops.default_rows, num_seqs)
     if max_rows < num_seqs:
@@ -60,12 +64,14 @@ def resolve_sizes(
 
 
 def _max_len(config: EngineConfig, model: ModelConfig) -> int:
-    asked = config.max_model_len
-    if asked is None:
+    requested = config.max_model_len
+    if requested is None:
         return min(model.max_position, DEFAULT_MAX_LEN)
-    if asked > model.max_position:
-        raise ConfigError(f"max_model_len={asked} is beyond the {model.max_position} positions of this model")
-    return asked
+    if requested > model.max_position:
+        raise ConfigError(
+            f"max_model_len={requested} is beyond the {model.max_position} positions of this model"
+        )
+    return requested
 
 
 def _kv_bytes(checkpoint: Checkpoint) -> int:
@@ -73,27 +79,27 @@ def _kv_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _row_bytes(checkpoint: Checkpoint) -> int:
-    """What the activations of a row take: a layer's, the residual and the row before it."""
+    """Return the bytes of the activations of a row: one layer, the residual and its predecessor."""
     model = checkpoint.config
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim  # q, k, v and the result
     return (4 * model.hidden_size + 3 * model.intermediate_size + heads) * checkpoint.dtype.itemsize
 
 
-def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: int, least: int) -> int:
-    """Bytes for KV; ConfigError if one request of full length would not fit beside the weights."""
+def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: int, min_bytes: int) -> int:
+    """Return the bytes for KV; ConfigError if a request of full length does not fit beside the weights."""
     free = ops.runtime.free_memory()
     if free is None:
-        return max(DEFAULT_KV_BYTES, least)
+        return max(DEFAULT_KV_BYTES, min_bytes)
     weights = sum(weight.nbytes for weight in checkpoint.weights.values())
     room = int(free * config.memory_utilization) - weights - workspace
-    if room < least:
+    if room < min_bytes:
         gib = 1 << 30
         raise ConfigError(
             f"the model does not fit: {free / gib:.1f} GiB are free on {ops.device}, of which "
             f"memory_utilization={config.memory_utilization} may be used; weights need {weights / gib:.1f}, "
             f"logits and activations {workspace / gib:.1f}, KV of one request of full length "
-            f"{least / gib:.1f} GiB: lower max_model_len, max_num_seqs or max_num_batched_tokens, or use a "
-            "smaller model"
+            f"{min_bytes / gib:.1f} GiB: lower max_model_len, max_num_seqs or max_num_batched_tokens, or use "
+            "a smaller model"
         )
     return room
 

@@ -1,8 +1,8 @@
-"""Slots: the tensors of `SlotColumns`, and who sits in which line.
+"""Slots: the device tensors of `SlotColumns` and the request in each line.
 
-Newcomers are seated together, with one copy to the device for all their numbers, and never with one that
-waits for it: a number that is assigned to an indexed tensor (`x[index] = 0`) is such a copy, `index_fill_` is
-not. What does not fit a column (processors, bad words) is read from the request by the host.
+All requests admitted by a plan are filled in with one copy to the device. No copy blocks: assigning a number
+to an indexed tensor (`x[index] = 0`) would, `index_fill_` does not. Options that do not fit a column
+(processors, bad words) are read from the request by the host.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ INTS = (
     *("min_length", "max_length", "adjust", "logprob_kind", "strategy"),
 )
 REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-ALIGN = 16  # lines; a column then begins at an address that any kernel likes
+ALIGN = 16  # lines: aligns the start of every column for vector loads
 
 
 class SlotInit(NamedTuple):
-    """A request and the line it is to have."""
+    """Values to fill a slot with."""
 
     slot: int
     request: Request
@@ -35,16 +35,17 @@ class SlotInit(NamedTuple):
     max_length: int
     strategy: int = 0
     logprob_kind: LogprobKind = LogprobKind.NONE
-    token_ids: Sequence[int] = ()  # its committed tokens, prompt included, if it was here before
-    computed: int = 0  # committed tokens that have KV on its pages
+    token_ids: Sequence[int] = ()  # committed tokens, prompt included; empty: the prompt
+    computed: int = 0  # committed tokens with KV on the pages
 
     @property
     def ids(self) -> Sequence[int]:
+        """Return the committed tokens."""
         return self.token_ids or self.request.prompt_token_ids
 
 
 class Slots:
-    """Lines of the columns, taken and freed. A freed line keeps its old values until it is reused."""
+    """Allocator of slots. A freed slot keeps its old values until it is reused."""
 
     def __init__(self, num_slots: int, max_len: int, k: int, max_pages: int, vocab: int, ops: Ops) -> None:
         device = ops.device
@@ -75,38 +76,39 @@ class Slots:
 
     @property
     def num_free(self) -> int:
+        """Return the number of free slots."""
         return len(self._free)
 
     def take(self, request: Request) -> int:
-        """A line for `request`; `seat` fills it."""
+        """Allocate a slot for `request`; `fill` sets its values."""
         slot = self._free.pop()
         self.requests[slot] = request
         return slot
 
     def free(self, slot: int) -> None:
-        """Free the line."""
+        """Free a slot."""
         if self.requests[slot] is None:
             raise AssertionError(f"slot {slot} is freed twice")
         self.requests[slot] = None
         self._free.append(slot)
 
-    def fill(self, seats: Sequence[SlotInit]) -> None:
-        """Fill the lines of newcomers."""
-        if not seats:
+    def fill(self, inits: Sequence[SlotInit]) -> None:
+        """Set the values of newly allocated slots."""
+        if not inits:
             return
-        c, count, wide = self.columns, len(seats), self.columns.page_table.shape[1]
-        slots = np.array([seat.slot for seat in seats])
+        c, count, wide = self.columns, len(inits), self.columns.page_table.shape[1]
+        slots = np.array([init.slot for init in inits])
         pages = np.zeros((count, wide + wide % 2), np.int32)  # in whole words
-        for line, seat in zip(pages, seats, strict=True):
-            line[: len(seat.pages)] = seat.pages
-        prompts = [np.array(seat.ids, np.int64) for seat in seats]  # quicker than torch
+        for line, init in zip(pages, inits, strict=True):
+            line[: len(init.pages)] = init.pages
+        prompts = [np.array(init.ids, np.int64) for init in inits]  # faster than torch
         lengths = np.array([len(prompt) for prompt in prompts])
         starts = slots * c.tokens.shape[1] - np.cumsum(lengths) + lengths
-        marks = [seat.slot * self.vocab + token for seat in seats for token in end_ids(seat.request)]
+        marks = [init.slot * self.vocab + token for init in inits for token in end_ids(init.request)]
         parts = (
             slots,
-            np.array([_ints(seat) for seat in seats], np.int64).T.ravel(),
-            np.array([_reals(seat.request) for seat in seats], np.float32).T.ravel().view(np.int64),
+            np.array([_ints(init) for init in inits], np.int64).T.ravel(),
+            np.array([_reals(init.request) for init in inits], np.float32).T.ravel().view(np.int64),
             pages.ravel().view(np.int64),
             np.repeat(starts, lengths) + np.arange(lengths.sum()),  # where the tokens go
             np.concatenate(prompts),
@@ -121,32 +123,32 @@ class Slots:
         c.ends.index_fill_(0, lines, False)
         if marks:
             c.ends.view(-1).index_fill_(0, ends, True)
-        for seat in seats:
-            self._fill_planes(seat)
+        for init in inits:
+            self._fill_planes(init)
 
-    def _fill_planes(self, seat: SlotInit) -> None:
-        params, send = seat.request.params, self.ops.runtime.send
+    def _fill_planes(self, init: SlotInit) -> None:
+        params, send = init.request.params, self.ops.runtime.send
         if params.logit_bias:
-            line = self.columns.bias[seat.slot].zero_()
+            line = self.columns.bias[init.slot].zero_()
             ids = send(torch.tensor(list(params.logit_bias)))
             line[ids] = send(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32))
         if params.allowed_token_ids is not None:
-            line = self.columns.banned[seat.slot].fill_(True)
+            line = self.columns.banned[init.slot].fill_(True)
             line.index_fill_(0, send(torch.tensor(list(params.allowed_token_ids))), False)
 
     def grow(self, pages: Sequence[tuple[int, int, int]]) -> None:
-        """More pages: (slot, place in its table, page)."""
+        """Add pages: (slot, index in its page table, page)."""
         if pages:
             lines, places, ids = self.ops.runtime.send(torch.tensor(pages)).unbind(1)
             self.columns.page_table.index_put_((lines, places), ids.to(torch.int32))
 
     def read(self, slot: int, length: int) -> list[int]:
-        """Its first tokens. Waits for the device."""
+        """Return the first `length` tokens of a slot. Waits for the device."""
         ids: list[int] = self.ops.runtime.fetch(self.columns.tokens[slot, :length])().tolist()
         return ids
 
     def poison(self) -> None:
-        """For tests: fill everything that must not be read with impossible values."""
+        """Fill everything that must not be read with impossible values (for tests)."""
         for column in (self.columns.draft_logprob, self.columns.bias):
             column.fill_(math.nan)
         for column in (self.columns.tokens, self.columns.draft):
@@ -154,12 +156,13 @@ class Slots:
 
 
 def end_ids(request: Request) -> set[int]:
-    """The tokens that end it."""
+    """Return the tokens that finish a request."""
     params = request.params
     return {*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids}
 
 
 def adjustments(request: Request) -> LogitAdjust:
+    """Return the flags of the options that change the logits of a request."""
     params = request.params
     found = LogitAdjust(0)
     if params.penalises:
@@ -175,28 +178,28 @@ def adjustments(request: Request) -> LogitAdjust:
     return found
 
 
-def _ints(seat: SlotInit) -> tuple[int, ...]:
-    """In the order of INTS."""
-    request, params = seat.request, seat.request.params
+def _ints(init: SlotInit) -> tuple[int, ...]:
+    """Return the integer columns in the order of INTS."""
+    request, params = init.request, init.request.params
     prompt = len(request.prompt_token_ids)
     return (
-        len(seat.ids),
+        len(init.ids),
         prompt,
-        seat.computed,
+        init.computed,
         0,
         0,
         params.top_k,
         request.seed,
         prompt + params.min_tokens,
-        seat.max_length,
+        init.max_length,
         int(adjustments(request)),
-        int(seat.logprob_kind),
-        seat.strategy,
+        int(init.logprob_kind),
+        init.strategy,
     )
 
 
 def _reals(request: Request) -> tuple[float, ...]:
-    """In the order of REALS."""
+    """Return the float columns in the order of REALS."""
     params = request.params
     return (
         0.0 if params.greedy else params.temperature,

@@ -1,4 +1,4 @@
-"""Checks on a request before it enters: what cannot be served is refused with its reason."""
+"""Validation of requests: one that cannot be served is rejected with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.types import Request
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this engine can serve."""
+    """Limits of an engine on its requests."""
 
     vocab_size: int
     max_model_len: int
@@ -25,30 +25,30 @@ class Limits:
 
 
 def check_request(request: Request, limits: Limits) -> int:
-    """The length at which the request ends at the latest; RequestError if it cannot be served."""
+    """Return the maximum length of the request; RequestError if it cannot be served."""
     params, prompt = request.params, request.prompt_token_ids
     if not prompt:
         raise RequestError("the prompt is empty: give at least one token", "prompt")
     if len(prompt) >= limits.max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens and max_model_len is {limits.max_model_len}: "
-            "no room is left for an answer",
+            "no room is left for an output",
             "prompt",
         )
     _check_ids("prompt", prompt, limits.vocab_size)
     for name, ids in params.token_id_options().items():
         _check_ids(name, ids, limits.vocab_size)
-    if len(request.prediction_ids) > limits.max_model_len:  # its search would cost the others time
+    if len(request.prediction_ids) > limits.max_model_len:  # a longer search would slow the whole batch
         raise RequestError(
             f"the prediction has {len(request.prediction_ids)} tokens and max_model_len is "
-            f"{limits.max_model_len}: so many are never said",
+            f"{limits.max_model_len}: an output never gets that long",
             "prediction",
         )
     _check_ids("prediction", request.prediction_ids, limits.vocab_size)
     _check_ids("eos_token_ids", request.eos_token_ids, limits.vocab_size)
     for word in request.bad_word_ids:
         if not word:
-            raise RequestError("bad_words holds a word of no token at all", "bad_words")
+            raise RequestError("bad_words holds a word without tokens", "bad_words")
         _check_ids("bad_words", word, limits.vocab_size)
     if params.structure is not None and request.grammar is None:
         raise RequestError(
@@ -60,12 +60,12 @@ def check_request(request: Request, limits: Limits) -> int:
     max_length, limit = limits.max_model_len, f"max_model_len={limits.max_model_len}"
     if params.max_tokens is not None:
         max_length = min(max_length, len(prompt) + params.max_tokens)
-    elif limits.kv_tokens < max_length:  # as far as there is room
+    elif limits.kv_tokens < max_length:  # as far as the KV cache reaches
         max_length, limit = limits.kv_tokens, f"the {limits.kv_tokens} tokens that the KV cache holds"
         if len(prompt) >= max_length:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens and the KV cache holds {max_length}: no room is left "
-                "for an answer; raise kv_cache_tokens",
+                "for an output; raise kv_cache_tokens",
                 "prompt",
             )
     if len(prompt) + params.min_tokens > max_length:
@@ -83,7 +83,7 @@ def check_request(request: Request, limits: Limits) -> int:
 
 
 def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
-    # a prompt is long and mostly right: three passes without an interpreted line in them say so
+    # Prompts are long and mostly valid: three passes in C are much faster than a Python loop.
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
         return
     for token in ids:
@@ -98,24 +98,24 @@ def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
 def _check_logprobs(params: SamplingParams, limits: Limits) -> None:
     if limits.max_logprobs < 0:
         return
-    asked = {
+    requested = {
         "logprobs": params.logprobs,
         "prompt_logprobs": params.prompt_logprobs,
         "logprob_token_ids": len(params.logprob_token_ids or ()),
     }
-    for name, count in asked.items():
+    for name, count in requested.items():
         if count is not None and (count > limits.max_logprobs or count == -1):
             raise RequestError(
-                f"{name} asks for {'all' if count == -1 else count} tokens and max_logprobs is "
+                f"{name} requests {'all' if count == -1 else count} tokens and max_logprobs is "
                 f"{limits.max_logprobs}: start the engine with a larger one",
                 name,
             )
 
 
 def _check_speculation(request: Request, limits: Limits) -> None:
-    wish = request.params.speculation
-    k = wish.num_speculative_tokens
-    if limits.speculative_tokens == 0 and (k is not None or wish.adaptive is not None):
+    speculation = request.params.speculation
+    k = speculation.num_speculative_tokens
+    if limits.speculative_tokens == 0 and (k is not None or speculation.adaptive is not None):
         raise RequestError("this engine was started without speculative_config", "speculative")
     if k is not None:
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
