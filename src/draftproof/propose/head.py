@@ -44,9 +44,7 @@ class HeadProposer(DeviceProposer):
         self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None and target is not None:
-            source = _default_source(self.kind, target.config) or find_bundled_head(
-                self.kind, target.identity
-            )
+            source = self.default_source(target.config) or find_bundled_head(self.kind, target.identity)
         if source is None:
             raise ConfigError(
                 f"method {self.kind!r} needs a head: the model's files hold none, and none for this model "
@@ -71,10 +69,15 @@ class HeadProposer(DeviceProposer):
         )
 
     @classmethod
+    def default_source(cls, target: ModelConfig) -> str | None:
+        """Return the folder of a draft head that belongs to the target, or None."""
+        return None
+
+    @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
         source = options.get("model")
         if source is None:
-            source = _default_source(cls.kind, target) or find_bundled_head_by_size(cls.kind, target)
+            source = cls.default_source(target) or find_bundled_head_by_size(cls.kind, target)
         if source is None:
             return 0, 0
         config, _ = read_draft_head(source, target.num_layers)
@@ -127,14 +130,14 @@ class HeadProposer(DeviceProposer):
         return rounds.draft()
 
 
-def _default_source(kind: str, target: ModelConfig) -> str | None:
-    """Return the target's own folder where it holds MTP layers, for the method that runs them."""
-    return target.mtp_source if kind == "mtp" and target.mtp_source else None
-
-
 class MtpProposer(HeadProposer):
     kind = "mtp"
     sources = ("mtp",)
+
+    @classmethod
+    def default_source(cls, target: ModelConfig) -> str | None:
+        """Return the target's own folder where its files hold MTP layers."""
+        return target.mtp_source or None
 
 
 class EagleProposer(HeadProposer):
