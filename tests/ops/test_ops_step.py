@@ -1,4 +1,4 @@
-"""The step's bookkeeping of every backend against the definition, bit for bit, on the steps of `step_cases`.
+"""Step, sampling and draft ops of every backend against the reference, bit for bit, on `step_cases`.
 
 The triton backend runs under Triton's interpreter, in a process of its own. Every check is also shown to
 fail when the op it looks at is wrong.
@@ -44,7 +44,7 @@ BACKENDS = {name: ops for name, ops in importable().items() if name not in ("ref
 
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_against_the_definition(backend: str, name: str) -> None:
+def test_op_equals_reference(backend: str, name: str) -> None:
     for seed in range(SEEDS):
         CHECKS[name](BACKENDS[backend], seed, Size())
     for size in OTHER_SIZES:
@@ -65,7 +65,7 @@ def interpreted() -> dict[str, str]:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", CHECKS)
-def test_triton_against_the_definition(name: str, interpreted: dict[str, str]) -> None:
+def test_triton_op_equals_reference(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == "", interpreted[name]
 
 
@@ -87,8 +87,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_wrong_op_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
+def test_control_defect_in_an_op_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a defect in an op is detected."""
     ops = TorchOps(CPU)
     family = next(f for f in (ops.sampling, ops.step, ops.search, ops.rounds) if hasattr(f, name))
     right = getattr(family, name)
@@ -105,7 +105,7 @@ def test_a_wrong_op_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def features(seed: int) -> Counter[str]:
-    """What happens in a step of the default size."""
+    """Count the features of a step of the default size."""
     found: Counter[str] = Counter()
     step = Step(seed)
     columns, plan = step.columns, step.plan
@@ -153,7 +153,7 @@ def features(seed: int) -> Counter[str]:
     return found
 
 
-def test_the_cases_have_everything_in_them() -> None:
+def test_cases_cover_all_features() -> None:
     found: Counter[str] = Counter()
     for seed in range(SEEDS):
         found.update(features(seed))
@@ -163,7 +163,7 @@ def test_the_cases_have_everything_in_them() -> None:
     assert {f"wants {w.name}" for w in LogprobKind} | {"hot", "cold"} <= set(found)
 
 
-def test_the_pools_of_the_cases_are_drafted_from() -> None:
+def test_cases_draft_from_the_pool() -> None:
     drafts = 0
     for seed in range(SEEDS):
         step = Step(seed)

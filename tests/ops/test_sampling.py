@@ -1,4 +1,4 @@
-"""The sampling ops of every backend: noise, ties, order, truncation; and no row feels another."""
+"""Sampling ops of every backend: noise, ties, order, truncation, independence of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ others = pytest.mark.parametrize("ops", OTHERS.values(), ids=OTHERS)
 
 
 def rows_of(count: int, vocab: int, seed: int = 0) -> Tensor:
-    """Random rows, some flat, some with ties on purpose, some with -inf."""
+    """Return random rows, some flat, some with ties, some with -inf."""
     random = torch.Generator().manual_seed(seed)
     x = 3 * torch.randn((count, vocab), generator=random)
     x[1::5] = x[1::5].round()  # ties
@@ -47,7 +47,7 @@ def keys(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def test_philox_known_answers() -> None:
-    """The vectors that Random123 publishes for philox4x32-10."""
+    """Compare with the vectors that Random123 publishes for philox4x32-10."""
     ones = 0xFFFFFFFF
     assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert philox((ones,) * 4, (ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
@@ -57,13 +57,13 @@ def test_philox_known_answers() -> None:
 
 @every
 def test_uniform_is_philox(ops: Ops) -> None:
-    """Seed 0 at position 0 is the first word of the first known answer."""
+    """Compare seed 0 at position 0 with the first word of the first known vector."""
     zero = torch.zeros(1, dtype=torch.int64)
     assert float(ops.sampling.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
 
 
 @others
-def test_uniform_equals_the_definition(ops: Ops) -> None:
+def test_uniform_equals_reference(ops: Ops) -> None:
     seeds, positions = keys(500)
     for stream in STREAMS:
         got, want = (
@@ -75,7 +75,7 @@ def test_uniform_equals_the_definition(ops: Ops) -> None:
 
 
 def test_streams_positions_and_seeds_are_independent() -> None:
-    """No two draws of the 4 x 50 x 50 nearest keys are equal; a shared counter would repeat."""
+    """Check that the 4 x 50 x 50 nearest keys give distinct draws; a shared counter would repeat."""
     ops = OPS.get("cpu", REFERENCE)
     seeds = torch.arange(50).repeat_interleave(50)
     positions = torch.arange(50).repeat(50)
@@ -86,7 +86,7 @@ def test_streams_positions_and_seeds_are_independent() -> None:
 
 @cache
 def defined_samples(vocab: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, seeds, positions, and the token of each by the definition, which takes its time."""
+    """Return rows, seeds, positions, and the reference token of each (cached, because it is slow)."""
     count = 1000 if vocab == 61 else 200
     scaled, (seeds, positions) = rows_of(count, vocab), keys(count)
     return scaled, seeds, positions, REFERENCE.sampling.gumbel_argmax(scaled, seeds, positions, stream)
@@ -94,8 +94,8 @@ def defined_samples(vocab: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 @others
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_gumbel_argmax_equals_the_definition(ops: Ops, vocab: int) -> None:
-    """Thousands of rows in all, two streams: the same token everywhere."""
+def test_gumbel_argmax_equals_reference(ops: Ops, vocab: int) -> None:
+    """Compare thousands of rows over two streams."""
     for stream in (STREAM_SAMPLE, STREAM_RESIDUAL):
         scaled, seeds, positions, want = defined_samples(vocab, stream)
         assert torch.equal(ops.sampling.gumbel_argmax(scaled, seeds, positions, stream), want)
@@ -105,7 +105,7 @@ def test_gumbel_argmax_equals_the_definition(ops: Ops, vocab: int) -> None:
 
 
 def test_gumbel_argmax_equal_across_backends_on_a_large_vocabulary() -> None:
-    """A vocabulary of 49152 + 3, sharp and flat rows: every backend names the same token."""
+    """Compare the tokens of all backends for a vocabulary of 49152 + 3 with sharp and flat rows."""
     scaled = torch.cat([rows_of(20, 49155), 0.01 * rows_of(20, 49155, seed=1).clamp(min=-9)])
     seeds, positions = keys(len(scaled))
     found = [ops.sampling.gumbel_argmax(scaled, seeds, positions, 0) for ops in OTHERS.values()]
@@ -118,13 +118,13 @@ def test_gumbel_argmax_equal_across_backends_on_a_large_vocabulary() -> None:
 
 @every
 def test_noise_is_bounded(ops: Ops) -> None:
-    """A token 27 below the best can never win."""
+    """Check that a token 27 below the best is never sampled."""
     scaled = torch.full((64, 61), -27.0)
     scaled[:, 17] = 0.0
     assert set(ops.sampling.gumbel_argmax(scaled, *keys(64), 0).tolist()) == {17}
 
 
-def test_control_noise_of_another_stream_or_position_gives_other_tokens() -> None:
+def test_control_noise_depends_on_stream_and_position() -> None:
     ops = OPS.get("cpu", REFERENCE)
     scaled, (seeds, positions) = torch.zeros(500, 61), keys(500)
     plain = ops.sampling.gumbel_argmax(scaled, seeds, positions, STREAM_SAMPLE)
@@ -158,7 +158,7 @@ def test_argmax_rank_top(ops: Ops, vocab: int) -> None:
 
 
 @every
-def test_the_lowest_id_wins_a_tie(ops: Ops) -> None:
+def test_lowest_id_wins_a_tie(ops: Ops) -> None:
     row = torch.full((1, 300), -1.0)
     row[0, [7, 100, 299]] = 2.0
     assert ops.sampling.argmax(row).tolist() == [7]
@@ -188,7 +188,7 @@ def test_top_5_is_a_prefix_of_top_20_and_ranks_agree(ops: Ops) -> None:
 @others
 @pytest.mark.parametrize("vocab", (*VOCABS, 4099))
 def test_logsumexp(ops: Ops, vocab: int) -> None:
-    """Within 1e-6 relative plus 1e-6; -inf counts as nothing, large values do not overflow."""
+    """Compare within 1e-6; -inf adds nothing, large values do not overflow."""
     logits = rows_of(30, vocab)
     logits[0] += 1000
     got = ops.sampling.logsumexp(logits)
@@ -198,8 +198,8 @@ def test_logsumexp(ops: Ops, vocab: int) -> None:
 
 
 @every
-def test_a_row_of_nothing_but_minus_infinity(ops: Ops) -> None:
-    """Nothing can be sampled from it, and the engine says so; no op trips over it or spoils another row."""
+def test_row_of_minus_infinity_only(ops: Ops) -> None:
+    """Check that no op fails on a row of -inf or changes another row."""
     rows = torch.full((3, 61), -INF)
     rows[1] = rows_of(1, 61)[0]
     assert torch.equal(ops.sampling.logsumexp(rows)[[0, 2]], torch.tensor([-INF, -INF]))
@@ -228,7 +228,7 @@ def limits(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def doubtful(row: Tensor, top_k: int, top_p: float, min_p: float) -> bool:
-    """Does a cut fall so near a token that rounding may decide it?"""
+    """Return whether a limit is so close to a token that rounding may decide it."""
     x = row.double().sort(descending=True).values
     x = x[: top_k or None]
     probs = torch.exp(x - x[0])
@@ -260,7 +260,7 @@ def test_truncate(ops: Ops, vocab: int) -> None:
 
 
 @every
-def test_truncate_cuts_ties_by_id_and_never_cuts_the_best(ops: Ops) -> None:
+def test_truncate_breaks_ties_by_id_and_keeps_the_best(ops: Ops) -> None:
     flat = torch.zeros(1, 40)
 
     def kept(k: int, p: float, m: float, row: Tensor = flat) -> list[int]:
@@ -280,7 +280,7 @@ def test_truncate_cuts_ties_by_id_and_never_cuts_the_best(ops: Ops) -> None:
 
 
 @every
-def test_sampling_rows_feel_no_neighbour(ops: Ops) -> None:
+def test_sampling_rows_are_independent(ops: Ops) -> None:
     logits, (seeds, positions) = rows_of(POOL, 61), keys(POOL)
     ids = torch.arange(POOL) * 3 % 61
     top_k, top_p, min_p = limits(POOL)
@@ -298,13 +298,13 @@ def test_sampling_rows_feel_no_neighbour(ops: Ops) -> None:
 
 
 @others
-def test_logsumexp_of_a_large_row_feels_no_neighbour(ops: Ops) -> None:
+def test_logsumexp_of_large_rows_is_independent(ops: Ops) -> None:
     logits = rows_of(POOL, 4099)
     assert not rows_that_differ(lambda at: ops.sampling.logsumexp(logits[at]), counts=(2, 3, 9, 17), turns=4)
 
 
-def test_control_a_logsumexp_shifted_by_its_neighbours_is_caught() -> None:
-    """One shift for the whole call, as a careless vectorisation has it."""
+def test_control_logsumexp_shifted_by_other_rows_is_detected() -> None:
+    """Use one shift for the whole call, as a careless vectorisation would."""
     logits = rows_of(POOL, 61)
 
     def careless(at: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiled kernels on the disk, where several processes may come to write at once."""
+"""Disk cache of compiled kernels, which several processes may write at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numba.core.caching import IndexDataCacheFile
 from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache
 
 
-def test_two_writers_never_take_each_others_file(tmp_path: Path) -> None:
+def test_two_writers_use_separate_files(tmp_path: Path) -> None:
     one, two = (KernelFiles(str(tmp_path), "linear", "stamp") for _ in range(2))
     assert one.load("bf16") is None
     one.save("bf16", "code of bf16")
@@ -30,7 +30,7 @@ def test_two_writers_never_take_each_others_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_control_numbers_that_two_writers_take_at_once(tmp_path: Path) -> None:
+def test_control_numbered_files_of_two_writers_collide(tmp_path: Path) -> None:
     """What numba's own files would do: both have read the index before either has written it."""
     one, two = (IndexDataCacheFile(str(tmp_path), "linear", "stamp") for _ in range(2))
     number = one._data_name(1)
@@ -41,7 +41,7 @@ def test_control_numbers_that_two_writers_take_at_once(tmp_path: Path) -> None:
     assert IndexDataCacheFile(str(tmp_path), "linear", "stamp").load("fp32") == "code of bf16"
 
 
-def test_kernels_are_kept_so() -> None:
+def test_kernels_use_the_kernel_cache() -> None:
     def kernel() -> None:
         """Of no use."""
 

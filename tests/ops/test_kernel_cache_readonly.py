@@ -1,4 +1,4 @@
-"""Native loops where they can be kept on disk, and where they cannot."""
+"""Native loops without a writable cache folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def twice(x):
     return 2 * x
 
 
-def test_without_a_folder_to_keep_them_in_they_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch):
-    """A read-only image whose user has no home: an engine must start there."""
+def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPatch):
+    """Compile in a read-only image whose user has no home."""
 
     def nowhere(self: Any) -> None:
         raise OSError("read-only file system")

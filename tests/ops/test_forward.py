@@ -1,4 +1,4 @@
-"""The forward ops of every backend against `reference`, and the rule that a row feels no neighbour."""
+"""Forward ops of every backend against `reference`, and independence of rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ others = pytest.mark.parametrize("ops", OTHERS.values(), ids=OTHERS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16"))
 
 
-def test_the_default_backend_is_among_them() -> None:
-    """A backend that does not load is left out above, so the one that users get must not be that one."""
+def test_default_backend_is_tested() -> None:
+    """Check that the default backend loads, because backends that do not load are skipped above."""
     if "DRAFTPROOF_TEST_BACKENDS" not in os.environ:
         assert {"reference", "torch", resolve("auto", CPU).name} <= set(OPS)
 
 
 @pytest.mark.parametrize("name", ["reference", "torch", "auto"])
-def test_fast_numerics_are_exact_where_nothing_is_quicker(name: str) -> None:
+def test_fast_numerics_equal_exact_without_faster_kernels(name: str) -> None:
     exact, fast = resolve(name, CPU), resolve(name, CPU, "fast")
     assert (exact.numerics, fast.numerics) == ("exact", "fast")
     weight, x = randn(53, 72, seed=1), randn(9, 72, seed=2)
@@ -46,7 +46,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def turns_for(ops: Ops, large: bool = False) -> dict[str, object]:
-    """The definition is a loop over rows; a few batches show it. Backends get every count and place."""
+    """Return fewer batches for the reference, which is a loop over rows."""
     if ops.name == "reference":
         return {"counts": (2, 9), "turns": 0}
     return {"counts": (2, 7, 8, 9, 16, 17, 33), "turns": 4} if large else {}
@@ -75,7 +75,7 @@ def test_linear(ops: Ops, dtype: torch.dtype, shape: tuple[int, int], with_bias:
 @every
 @dtypes
 @pytest.mark.parametrize("shape", ((53, 72), (192, 576), (65, 1536)))
-def test_linear_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_linear_rows_are_independent(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     packed = ops.forward.pack_linear(randn(*shape, seed=1, dtype=dtype), randn(shape[0], seed=2, dtype=dtype))
     x = randn(POOL, shape[1], seed=3, dtype=dtype)
     turns = turns_for(ops, large=shape[1] > 100)
@@ -83,8 +83,8 @@ def test_linear_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, shape: tupl
         assert not rows_that_differ(lambda at, out=out: ops.forward.linear(x[at], packed, out), **turns)
 
 
-def test_control_a_batch_dependent_linear_is_caught() -> None:
-    """The sum is split in two when many rows come at once, as a GEMM library does."""
+def test_control_batch_dependent_linear_is_detected() -> None:
+    """Split the sum in two for many rows, as a GEMM library does."""
     weight, x = randn(53, 576, seed=1), randn(POOL, 576, seed=3)
 
     def library(at: list[int]) -> Tensor:
@@ -97,7 +97,7 @@ def test_control_a_batch_dependent_linear_is_caught() -> None:
     assert all(int(text.rsplit(" ", 1)[1]) >= 16 for text in wrong)
 
 
-def test_control_one_row_that_leaks_into_the_next_is_caught() -> None:
+def test_control_row_leaking_into_the_next_is_detected() -> None:
     x = randn(POOL, 8)
 
     def leaky(at: list[int]) -> Tensor:
@@ -149,7 +149,7 @@ def test_rms_norm_of_zeros_and_of_large_values(ops: Ops) -> None:
 
 
 @others
-def test_silu_far_out(ops: Ops) -> None:
+def test_silu_at_extreme_values(ops: Ops) -> None:
     gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
     both = torch.cat([gate, torch.ones(8)])[None]
     assert_close(ops.forward.silu_mul(both), REFERENCE.forward.silu_mul(both), torch.float32)
@@ -158,7 +158,7 @@ def test_silu_far_out(ops: Ops) -> None:
 @every
 @dtypes
 @pytest.mark.parametrize("width", (24, 45, 576))
-def test_norm_rows_feel_no_neighbour(ops: Ops, dtype: torch.dtype, width: int) -> None:
+def test_norm_rows_are_independent(ops: Ops, dtype: torch.dtype, width: int) -> None:
     weight = randn(width, seed=1, dtype=dtype)
     x, residual = randn(POOL, width, seed=2, dtype=dtype), randn(POOL, width, seed=3, dtype=dtype)
     both = randn(POOL, 2 * width, seed=4, dtype=dtype)
@@ -217,7 +217,7 @@ def test_rope_store(ops: Ops, dtype: torch.dtype, heads: AttentionShape, norm: b
 @dtypes
 @heads_kinds
 def test_attention(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
-    """Ragged slots, pages out of order, NaN in every place that no row may see."""
+    """Use ragged slots, pages out of order, and NaN at every position that no row may read."""
     paged = Paged(heads, LENGTHS, dtype)
     for where in (
         [],
@@ -240,9 +240,11 @@ def test_attention(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
 @dtypes
 @pytest.mark.parametrize("page_size", (8, 16, 64))
 @pytest.mark.parametrize("window", (0, 300))
-def test_attention_far_along(ops: Ops, dtype: torch.dtype, page_size: int, window: int) -> None:
-    """Positions beyond every block and split, on each size of page, against the definition; and a verify
-    window there has the bits of its rows taken one by one."""
+def test_attention_at_late_positions(ops: Ops, dtype: torch.dtype, page_size: int, window: int) -> None:
+    """Compare positions beyond every block and split, for each page size, with the reference.
+
+    A verify window there has the bits of its rows computed one by one.
+    """
     heads = AttentionShape(num_q=4, num_kv=2, dim=64, scale=0.125, window=window)
     paged = Paged(heads, [700, 3, 517], dtype, page_size)
     where = [(0, p) for p in range(693, 700)] + [(1, 2)] + [(2, p) for p in range(510, 517)]
@@ -256,7 +258,7 @@ def test_attention_far_along(ops: Ops, dtype: torch.dtype, page_size: int, windo
         assert bits(alone[0]) == bits(got[i]), at
 
 
-def test_control_a_window_off_by_one_is_caught() -> None:
+def test_control_window_off_by_one_is_detected() -> None:
     heads = HEADS["window"]
     wider = AttentionShape(heads.num_q, heads.num_kv, heads.dim, heads.scale, heads.window + 1)
     paged = Paged(heads, LENGTHS, torch.float32)
@@ -270,7 +272,7 @@ def test_control_a_window_off_by_one_is_caught() -> None:
 
 
 def attention_calls(ops: Ops, heads: AttentionShape, dtype: torch.dtype) -> list[str]:
-    """Each row alone, as one of 2 to 9 verify rows, inside chunks of every kind, among other slots."""
+    """Compute each row alone, in 2 to 9 verify rows, in chunks of every kind, and among other slots."""
     paged = Paged(heads, LENGTHS, dtype)
     q = {at: randn(heads.num_q * heads.dim, seed=i, dtype=dtype) for i, at in enumerate(paged.pool)}
 
@@ -303,12 +305,12 @@ def attention_calls(ops: Ops, heads: AttentionShape, dtype: torch.dtype) -> list
 @others
 @dtypes
 @heads_kinds
-def test_attention_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
+def test_attention_rows_are_independent(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
     assert not attention_calls(ops, heads, dtype)
 
 
-def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
-    """Blocks counted back from the longest row of a call: the order of a row's sum moves with it."""
+def test_control_attention_order_by_longest_row_is_detected() -> None:
+    """Count blocks back from the longest row of a call, which moves the order of a row's sum."""
 
     class Moving(TorchForward):
         def attention(self, q: Tensor, rows, heads: AttentionShape, cache: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -334,7 +336,7 @@ def test_control_attention_that_sums_by_the_longest_row_is_caught() -> None:
 
 @every
 @dtypes
-def test_rope_store_row_feels_no_neighbour(ops: Ops, dtype: torch.dtype) -> None:
+def test_rope_store_rows_are_independent(ops: Ops, dtype: torch.dtype) -> None:
     heads = HEADS["grouped"]
     qkv = randn(POOL, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
     weights = [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]
