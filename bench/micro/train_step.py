@@ -27,7 +27,7 @@ from draftproof.train.config import TrainPlan
 from draftproof.train.data.dataset import Text
 from draftproof.train.pipeline import repeatable
 from draftproof.train.progress import ProgressReporter
-from draftproof.train.time_budget import seconds_an_update
+from draftproof.train.time_budget import time_updates
 from draftproof.train.trainer import Trainer
 
 
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace, checkpoint: Checkpoint, keep: int) -> d
     some = texts(options.texts, 1024, checkpoint.config.vocab_size)
     with repeatable():
         trainer = Trainer(plan, checkpoint, some, some[:2], device, ProgressReporter())
-        pace, first = seconds_an_update(trainer, options.updates)
+        pace, first = time_updates(trainer, options.updates)
         batches = list(islice(trainer.batches.from_step(0), options.updates))
         tokens = sum(int(batch.lengths.sum()) for batch in batches) / len(batches)
         gpu = device.type == "cuda"

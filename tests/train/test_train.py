@@ -20,7 +20,7 @@ from draftproof.models.draft_head.formats import load_draft_head
 from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import Ops
 from draftproof.sampling_params import SamplingParams
-from draftproof.train.config import settle
+from draftproof.train.config import check_plan
 from draftproof.train.data.dataset import (
     Batch,
     Batches,
@@ -31,28 +31,28 @@ from draftproof.train.data.dataset import (
     shard_tokens,
     write_shard,
 )
-from draftproof.train.evaluate import SHARPER
+from draftproof.train.evaluate import LOGIT_SCALES
 from draftproof.train.export import write_head, write_speculators
 from draftproof.train.model import head_module
 from draftproof.train.model.attention import causal
-from draftproof.train.model.grad_graph import Slopes
-from draftproof.train.model.loss import Aim, Rows, unrolled_loss
-from draftproof.train.model.target import Teacher
+from draftproof.train.model.grad_graph import GradientGraph
+from draftproof.train.model.loss import LossWeights, Rows, unrolled_loss
+from draftproof.train.model.target import TargetModel
 from draftproof.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_the_teacher_says_what_the_engine_says(name: str) -> None:
     made = tiny.checkpoint(name)
-    teacher = Teacher(made.config, made.tensors, torch.device("cpu"), torch.float32, 64)
+    target_model = TargetModel(made.config, made.tensors, torch.device("cpu"), torch.float32, 64)
     wanted = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     record = tiny.run(tiny.engine(name), [tiny.request(3, wanted)])["3"]
     prompt = tiny.prompt(3)
     tokens = torch.tensor([[*prompt, *record.token_ids]])
-    lesson = teacher(tokens, (0, 1))
-    said = teacher.logits(lesson.hidden)[0].argmax(-1)[len(prompt) - 1 : -1]
+    states = target_model(tokens, (0, 1))
+    said = target_model.logits(states.hidden)[0].argmax(-1)[len(prompt) - 1 : -1]
     assert said.tolist() == record.token_ids
-    assert lesson.features.shape == (1, tokens.shape[1], 2 * made.config.hidden_size)
+    assert states.features.shape == (1, tokens.shape[1], 2 * made.config.hidden_size)
 
 
 # --- the convention -------------------------------------------------------------------------------------
@@ -66,12 +66,12 @@ def worst_difference(attention: str, steps: int = 4) -> float:
     made = trained.trainer(unroll=steps, attention=attention)
     weights = {name: weight.detach() for name, weight in made.weights.items()}
     tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
-    lesson = made.teacher(tokens, made.config.aux_layers)
-    embeds = made.teacher.embedding[torch.nn.functional.pad(tokens, (0, steps))]
-    unrolled = made.module.unroll(weights, lesson.features, embeds, steps)
+    states = made.target_model(tokens, made.config.aux_layers)
+    embeds = made.target_model.embedding[torch.nn.functional.pad(tokens, (0, steps))]
+    unrolled = made.module.unroll(weights, states.features, embeds, steps)
     worst = 0.0
     for row in (0, 1, 7, 20):
-        chain = trained.drafted_outputs(made.config, weights, lesson.features[0], embeds[0], row, steps)
+        chain = trained.drafted_outputs(made.config, weights, states.features[0], embeds[0], row, steps)
         for step, output in enumerate(chain):
             worst = max(worst, float((unrolled[step, 0, row] - output).abs().max()))
     return worst
@@ -142,39 +142,39 @@ def test_a_position_off_by_one_is_seen(attention: str, monkeypatch: pytest.Monke
 # --- the loss -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aim", [Aim(), Aim(hard=0.3), Aim(hard=0.1, overlap=0.7)])
-def test_the_loss_has_its_own_slope(aim: Aim, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("aim", [LossWeights(), LossWeights(hard=0.3), LossWeights(hard=0.1, overlap=0.7)])
+def test_the_loss_has_its_own_slope(loss_weights: LossWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against autograd over the definition, in pieces of one row and of five as well."""
     generator = torch.Generator().manual_seed(1)
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).float()
 
-    student, teacher, head = numbers(3, 2, 6, 5).requires_grad_(), numbers(2, 6, 5), numbers(11, 5)
+    student, target_model, head = numbers(3, 2, 6, 5).requires_grad_(), numbers(2, 6, 5), numbers(11, 5)
     weight = numbers(3, 2, 6).abs()
     for step in range(3):
         weight[step, :, 5 - step :] = 0  # there the next text begins
-    cold = torch.tensor([1.0, 0.0])  # the second text is of a temperature above 0
+    greedy_rows = torch.tensor([1.0, 0.0])  # the second text is of a temperature above 0
     expected = torch.zeros(3)
     for step in range(3):
-        law = (teacher @ head.T).softmax(-1)
-        best = torch.nn.functional.one_hot(law.argmax(-1), 11)
-        hard = aim.hard * cold[:, None, None]
-        law = ((1 - hard) * law + hard * best)[:, 1 + step :]
+        distribution = (target_model @ head.T).softmax(-1)
+        best = torch.nn.functional.one_hot(distribution.argmax(-1), 11)
+        hard = loss_weights.hard * greedy_rows[:, None, None]
+        distribution = ((1 - hard) * distribution + hard * best)[:, 1 + step :]
         said = (student[step, :, : 5 - step] @ head.T).softmax(-1)
-        apart = (law * (law.log() - said.log())).sum(-1)
-        apart = apart + aim.overlap * (1 - torch.minimum(law, said).sum(-1))
+        apart = (distribution * (distribution.log() - said.log())).sum(-1)
+        apart = apart + loss_weights.overlap * (1 - torch.minimum(distribution, said).sum(-1))
         expected[step] = (weight[step, :, : 5 - step] * apart).sum()
     expected.sum().backward()
-    slope = student.grad
-    flat = teacher.flatten(0, 1), head, weight.flatten(1), cold.repeat_interleave(6)
+    gradient = student.grad
+    flat = target_model.flatten(0, 1), head, weight.flatten(1), greedy_rows.repeat_interleave(6)
     for size in (1, 4 * 11 * 5, 1 << 29):
         monkeypatch.setattr("draftproof.train.model.loss.CHUNK_BYTES", size)
         again = student.detach().requires_grad_()
-        total, parts = unrolled_loss(again.flatten(1, 2), *flat, Rows.of(flat[2]), aim)
+        total, parts = unrolled_loss(again.flatten(1, 2), *flat, Rows.of(flat[2]), loss_weights)
         total.backward()
         torch.testing.assert_close(parts, expected.detach())
-        torch.testing.assert_close(again.grad, slope)
+        torch.testing.assert_close(again.grad, gradient)
 
 
 # --- text -----------------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_what_counts() -> None:
     """Chains of answers in full, of prompts less, none beyond the text."""
     made = trained.trainer(unroll=2, decay=0.5, prompt_weight=0.25)
     batch = Batch.of([Text(np.arange(7), 4, 0.0, 0), Text(np.arange(5), 1, 1.0, 0)], 64, multiple=8)
-    weight, cold = made._weight(batch)
-    assert cold.tolist() == [1.0] * 8 + [0.0] * 8
+    weight, greedy_rows = made._weight(batch)
+    assert greedy_rows.tolist() == [1.0] * 8 + [0.0] * 8
     total = 3 * 0.25 + 2 + 3
     first = torch.tensor([[0.25, 0.25, 0.25, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]])
     torch.testing.assert_close(weight[0] * total, first.flatten())
@@ -268,8 +268,8 @@ def test_what_counts() -> None:
         seen.append(made._weight(batch)[0][0])
         rows = Rows.of(made._weight(batch)[0])
         assert rows.chosen.tolist() == [made.step and 3 - made.step, 3, 4, 8, 9, 10]
-        assert rows.heard.tolist() == sorted({p + j for p in rows.chosen.tolist() for j in (1, 2)})
-        assert rows.heard[rows.compared].tolist() == [(rows.chosen + j).tolist() for j in (1, 2)]
+        assert rows.target_rows.tolist() == sorted({p + j for p in rows.chosen.tolist() for j in (1, 2)})
+        assert rows.target_rows[rows.target_index].tolist() == [(rows.chosen + j).tolist() for j in (1, 2)]
     assert torch.equal(torch.stack(seen).sum(0) != 0, weight[0] != 0)
 
 
@@ -281,7 +281,7 @@ def replayed(made: Trainer) -> Trainer:
         send, graph = made.ops.runtime.send, made.ops.runtime.graph
 
     weights = list(made.weights.values())
-    made.slopes = Slopes(made._slopes, weights, made.plan.unroll, cast(Ops, Replaying()))
+    made.gradients = GradientGraph(made._gradients, weights, made.plan.unroll, cast(Ops, Replaying()))
     return made
 
 
@@ -291,11 +291,15 @@ def test_what_is_filled_up_changes_nothing(keep: int) -> None:
     shapes = set()
     for number, group in enumerate(plain.batches.epoch(0)[:6]):
         batch = plain.batches._batch(group[: 8 - number])
-        task, wide = plain._task(batch), other._task(batch)
+        batch_tensors, wide = plain._batch_tensors(batch), other._batch_tensors(batch)
         shapes.add(tuple(part.shape for part in wide.parts))
-        assert len(wide.tokens) == 512 // batch.tokens.shape[1] and len(wide.heard) == wide.tokens.numel()
-        assert len(wide.chosen) % (wide.tokens.numel() // 8) == 0 and len(wide.chosen) > len(task.chosen)
-        (ours, losses), (theirs, same) = plain.slopes(task, True), other.slopes(wide, False)
+        assert (
+            len(wide.tokens) == 512 // batch.tokens.shape[1] and len(wide.target_rows) == wide.tokens.numel()
+        )
+        assert len(wide.chosen) % (wide.tokens.numel() // 8) == 0 and len(wide.chosen) > len(
+            batch_tensors.chosen
+        )
+        (ours, losses), (theirs, same) = plain.gradients(batch_tensors, True), other.gradients(wide, False)
         torch.testing.assert_close(losses, same)
         for one, two in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, two)
@@ -309,10 +313,10 @@ def test_what_is_kept_is_what_is_computed(tmp_path: Path) -> None:
     plain, kept = trained.trainer(), trained.trainer(keep=1)
     for batch, _ in zip(plain.batches.from_step(0), range(4), strict=False):
         tokens = torch.from_numpy(batch.tokens)
-        ours, theirs = (one.lessons(tokens, one.lessons.places(batch)) for one in (plain, kept))
+        ours, theirs = (one.target_states(tokens, one.target_states.places(batch)) for one in (plain, kept))
         for line, length in enumerate(batch.lengths.tolist()):
             for name in ("features", "hidden"):
-                one, other = (getattr(lesson, name)[line, :length] for lesson in (ours, theirs))
+                one, other = (getattr(states, name)[line, :length] for states in (ours, theirs))
                 torch.testing.assert_close(one, other)
     assert kept.run(tmp_path / "whole")
     for stop in (5, 12):
@@ -364,7 +368,7 @@ def test_acceptance_counts_as_the_engine_does() -> None:
 
     weights = made.rounded()
     rules = {"right": right, "wrong": lambda *a: right(*a) + 1}
-    found = made.examiner.walk(weights, [text], 64, rules)
+    found = made.evaluator.walk(weights, [text], 64, rules)
     best, worst = found["right"], found["wrong"]
     assert best.steps == -(-left // 4) and best.length == pytest.approx(left / best.steps)
     assert best.rates[0] == 1.0
@@ -384,11 +388,11 @@ def test_a_head_is_sharpened_for_the_noise() -> None:
     for spoilt in (0.6, 3.0):
         norm.copy_(trained_norm * spoilt)
         before, kept = made.accepted(made.held), norm.clone()
-        foretold = made.examiner.sharpest(made.rounded(), made.held, 64)
-        assert list(foretold) == list(SHARPER) and foretold[1.0] == before["coupled"]
+        foretold = made.evaluator.acceptance_by_logit_scale(made.rounded(), made.held, 64)
+        assert list(foretold) == list(LOGIT_SCALES) and foretold[1.0] == before["coupled"]
         best = max(foretold, key=lambda factor: foretold[factor].length)
         assert (best > 1) == (spoilt < 1)
-        made.sharpen()
+        made.scale_logits()
         assert torch.equal(norm, kept * best)
         after = made.accepted(made.held)
         assert after["coupled"].length == pytest.approx(foretold[best].length, rel=0.03)  # bf16 rounds
@@ -396,7 +400,7 @@ def test_a_head_is_sharpened_for_the_noise() -> None:
     for options in ({"sharpen": 0}, {"norm_output": 1}):
         other = trained.trainer(**options)
         kept = other.weights["norm.weight"].detach().clone()
-        other.sharpen()
+        other.scale_logits()
         assert torch.equal(other.weights["norm.weight"], kept)
 
 
@@ -462,7 +466,7 @@ def test_a_head_in_eight_bits(tmp_path: Path) -> None:
 def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
     made = trained.trainer()
     write_head(tmp_path / "ours", made.config, made.weights, made.d2t)
-    config = made.teacher.config
+    config = made.target_model.config
     write_speculators(
         tmp_path / "theirs",
         made.config,
@@ -479,7 +483,7 @@ def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
         assert torch.equal(ours[name], theirs[name])
     ids = theirs["d2t"] + torch.arange(80)
     assert torch.equal(ids, ours["d2t"]) and torch.equal(theirs["t2d"].nonzero()[:, 0], ids)
-    assert torch.equal(theirs["lm_head.weight"], made.teacher.head[ids].bfloat16())
+    assert torch.equal(theirs["lm_head.weight"], made.target_model.head[ids].bfloat16())
     raw = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert DraftHeadConfig.from_json(raw) == made.config
     raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
@@ -496,7 +500,7 @@ def test_speculators_read_what_was_written(tmp_path: Path, options: dict[str, An
     from speculators.models.eagle3 import Eagle3DraftModel
 
     made = trained.trainer(unroll=3, **options)
-    model = made.teacher.config
+    model = made.target_model.config
     trained.write_model(tmp_path)
     more = {"verifier": str(tmp_path), "drafts": 3}
     head = tmp_path / "head"
@@ -505,17 +509,19 @@ def test_speculators_read_what_was_written(tmp_path: Path, options: dict[str, An
     config.transformer_layer_config._attn_implementation = "eager"
     theirs = Eagle3DraftModel.from_pretrained(str(head), config=config, dtype=torch.float32).eval()
     with torch.no_grad():
-        theirs.embed_tokens.weight.copy_(made.teacher.embedding)  # is the verifier's, and not in the file
+        theirs.embed_tokens.weight.copy_(
+            made.target_model.embedding
+        )  # is the verifier's, and not in the file
     tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
-    lesson = made.teacher(tokens, made.config.aux_layers)
+    states = made.target_model(tokens, made.config.aux_layers)
     logits: list[torch.Tensor] = []
     theirs.lm_head.register_forward_hook(lambda module, inputs, out: logits.append(out))
     with torch.no_grad():
         following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
-        theirs(lesson.features, following, torch.zeros_like(tokens), ttt_steps=3)
+        theirs(states.features, following, torch.zeros_like(tokens), ttt_steps=3)
         weights = made.rounded()
-        embeds = made.teacher.embedding[torch.nn.functional.pad(tokens, (0, 3))]
-        outputs = made.module.unroll(weights, lesson.features, embeds, 3)
+        embeds = made.target_model.embedding[torch.nn.functional.pad(tokens, (0, 3))]
+        outputs = made.module.unroll(weights, states.features, embeds, 3)
         ours = made.module.normed(weights, outputs) @ made.head.bfloat16().float().T
     for step in range(3):
         rows = tokens.shape[1] - 1 - step  # the others' tokens are not there
@@ -535,7 +541,7 @@ def test_a_head_knows_its_target() -> None:
 
 
 def test_another_plan_needs_another_folder(tmp_path: Path) -> None:
-    settle(tmp_path / "train.json", trained.plan())
-    settle(tmp_path / "train.json", trained.plan())
+    check_plan(tmp_path / "train.json", trained.plan())
+    check_plan(tmp_path / "train.json", trained.plan())
     with pytest.raises(ConfigError, match="steps was 12 and is 13.*another work folder"):
-        settle(tmp_path / "train.json", trained.plan(steps=13))
+        check_plan(tmp_path / "train.json", trained.plan(steps=13))

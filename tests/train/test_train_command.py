@@ -13,7 +13,7 @@ import tokenizers
 
 import trained
 from draftproof.cli.main import main
-from draftproof.cli.train import CUT
+from draftproof.cli.train import STOPPED_EXIT_STATUS as STOPPED
 from draftproof.errors import ConfigError, LoadError
 from draftproof.train import pipeline
 from draftproof.train.data.dataset import read_texts
@@ -79,7 +79,7 @@ def test_cut_or_not_it_is_the_same(
     assert {"head/model.safetensors", "speculators/config.json", "train/curve.png", "eval.json"} <= set(made)
     for phase in ("generate", "train"):
         assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 2  # of what?
-        assert train(model, prompts, tmp_path / "two", "--phase", phase, "--stop-after", "0") == CUT
+        assert train(model, prompts, tmp_path / "two", "--phase", phase, "--stop-after", "0") == STOPPED
         assert train(model, prompts, tmp_path / "two", "--phase", phase) == 0
     assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 0
     for path in (tmp_path / "two" / "speculators").iterdir():
@@ -94,7 +94,7 @@ def test_cut_or_not_it_is_the_same(
     timed = ("--phase", "train", "--steps", "0", "--seconds", "0.3", "--stop-after")
     (tmp_path / "three").mkdir()
     (tmp_path / "three" / "text").symlink_to(tmp_path / "one" / "text")
-    assert train(model, prompts, tmp_path / "three", *timed, "0") == CUT
+    assert train(model, prompts, tmp_path / "three", *timed, "0") == STOPPED
     kept = (tmp_path / "three" / "train.json").read_bytes()
     assert "1 updates in 0 s" in capsys.readouterr().out
     assert train(model, prompts, tmp_path / "three", *timed, "60") == 0
@@ -145,7 +145,7 @@ def test_text_that_goes_on_is_other_text(
     plan = tmp_path / "text.json"
     plan.write_text(plan.read_text().replace('"tokens": 300', '"tokens": 900'))  # as if it had been cut
     learn = ("--phase", "train", "--stop-after", "0")
-    assert train(model, prompts, tmp_path, *learn) == train(model, prompts, tmp_path, *learn) == CUT
+    assert train(model, prompts, tmp_path, *learn) == train(model, prompts, tmp_path, *learn) == STOPPED
     assert capsys.readouterr().out.count("of 900: the text is not complete") == 2
     assert train(model, prompts, tmp_path, "--phase", "generate") == 0
     assert train(model, prompts, tmp_path, "--phase", "train") == 2
@@ -200,13 +200,13 @@ def test_one_trainer_at_a_time(
         made.append(weakref.ref(self))
         whole(self, *given)
 
-    def begun(*given: Any, **options: Any) -> Any:
+    def initial(*given: Any, **options: Any) -> Any:
         told("engine")
         return engine(*given, **options)
 
     monkeypatch.setattr(Trainer, "__init__", init)
     assert train(model, prompts, tmp_path, "--phase", "generate") == 0
-    monkeypatch.setattr(pipeline, "LLM", begun)
+    monkeypatch.setattr(pipeline, "LLM", initial)
     gc.disable()
     try:
         assert all(train(model, prompts, tmp_path, "--phase", name) == 0 for name in ("train", "eval"))

@@ -14,18 +14,18 @@ import trained
 from draftproof.train import time_budget
 from draftproof.train.data.dataset import Text
 from draftproof.train.progress import ProgressReporter
-from draftproof.train.time_budget import Pace, measured
+from draftproof.train.time_budget import TimeEstimate, measured
 from draftproof.train.trainer import Trainer
 
 
 def test_all_of_the_phase_fits() -> None:
     """Updates, points of the curve, what is saved on the way and what comes once."""
-    found = Pace(update=0.1, point=2.0, saving=0.2, once=30.0)
+    found = TimeEstimate(update=0.1, point=2.0, saving=0.2, once=30.0)
     steps = found.steps(300.0, 250)
     assert steps == 2444
 
     def whole(count: int) -> float:
-        return count * found.update + found.beside(count, 300.0, 250)
+        return count * found.update + found.overhead(count, 300.0, 250)
 
     assert whole(steps) <= 300 < whole(steps + 1)
     assert found.steps(20.0, 250) == 1
@@ -48,7 +48,7 @@ def test_what_is_done_beside_updates_is_measured(
     monkeypatch.setattr(time_budget, "GROUP", 2)
     made = trained.trainer(**options)
     found = measured(made, 0.0, 100 * int(made.batches.begins[-1]))
-    assert found == Pace(update=1 / time_budget.TIMED, point=1.0, saving=1.0, once=once)
+    assert found == TimeEstimate(update=1 / time_budget.TIMED_UPDATES, point=1.0, saving=1.0, once=once)
 
 
 def test_held_out_prompts_that_are_too_long_are_left_out() -> None:

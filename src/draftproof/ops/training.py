@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def slope_kernel(device: torch.device, width: int) -> Callable[..., Tensor] | None:
+def kl_grad_kernel(device: torch.device, width: int) -> Callable[..., Tensor] | None:
     """Return a kernel for the gradient of the loss by logits of `width` ids, or None."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None

@@ -1,4 +1,4 @@
-"""What a training run is made of: two frozen plans, kept in the work folder: a run resumes as itself."""
+"""Plans of a training run: text and training, frozen and stored in the work folder."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any
 from draftproof.errors import ConfigError
 
 
-def _option(default: Any, words: str) -> Any:
-    """A setting that the command line offers too, with these words."""
-    return field(default=default, metadata={"help": words})
+def _option(default: Any, text: str) -> Any:
+    """Declare an option of the command line with its help text."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPlan:
-    """The text to train on. The same plan gives the same text, whatever the batch and wherever it was cut."""
+    """Plan of the text. A plan determines the text, whatever the batch and wherever a run stopped."""
 
     model: str
     prompts: tuple[str, ...] = ()  # JSONL files
     prompts_digest: str = ""  # of their contents
     seed: int = 0
-    tokens: int = _option(1_000_000, "write at least so many tokens, prompts included")
-    held_out: int = _option(64, "prompts of the files, and as many written ones, that are never trained on")
-    shard: int = _option(1024, "texts that are written and stored together")
-    written: float = _option(0.8, "share of the prompts that the model writes itself; others are the files'")
-    systems: float = _option(0.2, "of the written ones, the share with a system message of the model's own")
-    opened: float = _option(0.5, "of the others, the share that begins as users' messages often do")
-    shown: float = _option(0.3, "share of the written ones that are about a text the model wrote before")
-    greedy: float = _option(0.5, "share of the answers at temperature 0")
-    temperature: float = _option(1.0, "of the other answers")
-    follow: float = _option(0.3, "share of the answers that the model, as the user, asks on after")
-    prompt_tokens: int = _option(640, "longer prompts are left out")
-    answer_tokens: int = _option(384, "longer answers are cut")
+    tokens: int = _option(1_000_000, "minimum number of tokens, prompts included")
+    held_out: int = _option(64, "prompts of the files, and as many self-written ones, that are held out")
+    shard: int = _option(1024, "texts per shard")
+    written: float = _option(0.8, "share of prompts that the model writes; the others come from the files")
+    systems: float = _option(0.2, "share of the written prompts with a written system message")
+    opened: float = _option(0.5, "share of the other written prompts that start from a common opening")
+    shown: float = _option(0.3, "share of the written prompts that are about a text written before")
+    greedy: float = _option(0.5, "share of outputs at temperature 0")
+    temperature: float = _option(1.0, "temperature of the other outputs")
+    follow: float = _option(0.3, "share of conversations that continue with another turn")
+    prompt_tokens: int = _option(640, "maximum prompt length; longer prompts are left out")
+    answer_tokens: int = _option(384, "maximum output length")
 
     def __post_init__(self) -> None:
         for name in ("written", "systems", "opened", "shown", "greedy", "follow"):
@@ -54,44 +54,44 @@ class TextPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
-    """The head and how it learns."""
+    """Plan of the head and its training."""
 
     model: str
     seed: int = 0
     aux_layers: tuple[int, ...] = ()  # (): one low, one in the middle, one high
-    intermediate_size: int = _option(0, "of the head's MLP; 0: as the target has it")
-    feature_norm: str = _option("none", "of the rows of each layer before they are joined: none or each")
-    norm_output: int = _option(0, "1: a draft's row goes on after the head's last norm, 0: before it")
-    draft_vocab: int = _option(16384, "the head knows at most so many of the ids; 0: all")
-    unroll: int = _option(4, "drafts of a chain that are trained")
-    drafts: int = _option(4, "drafts of a chain whose acceptance is measured")
-    epochs: float = _option(4.0, "how often all of the text is seen, unless --steps is given")
-    steps: int = _option(0, "updates; 0: as many as --epochs need")
-    batch_tokens: int = _option(32768, "tokens of an update, padding included")
-    max_len: int = _option(1024, "longer texts are cut")
-    learning_rate: float = _option(6e-3, "at its highest; with adamw take a third of it or less")
-    warmup: int = _option(100, "updates until it is there")
-    decay: float = _option(0.8, "of the weight of each further draft of a chain")
-    prompt_weight: float = _option(0.2, "of chains that begin in a prompt; those of answers have 1")
-    prompt_rows: int = _option(
-        1, "of the rows of a prompt every so many are learnt from, with as much weight"
+    intermediate_size: int = _option(0, "MLP size of the head; 0: that of the target")
+    feature_norm: str = _option(
+        "none", "norm of the target states before they are concatenated: none or each"
     )
-    clip: float = _option(1.0, "longest gradient")
-    optimizer: str = _option("muon", "of matrices: muon or adamw; of the rest it is adamw")
-    weight_decay: float = _option(0.0, "of both")
-    hard: float = _option(0.1, "share of the target's law that is put on its best token, at temperature 0")
-    overlap: float = _option(1.0, "weight of 1 - sum min(p, q) beside divergence")
-    sharpen: int = _option(1, "1: logits are scaled at the end so that most drafts of held-out texts stand")
-    begin: str = _option("", "folder of a head to go on from, with its draft ids; nothing: a new one")
-    new_ids: int = _option(0, "1: with --begin, draft ids are chosen anew from the text")
+    norm_output: int = _option(0, "1: the next draft reads the row after the last norm; 0: before it")
+    draft_vocab: int = _option(16384, "size of the draft vocabulary; 0: all ids")
+    unroll: int = _option(4, "drafts per position that are trained")
+    drafts: int = _option(4, "drafts per position whose acceptance is measured")
+    epochs: float = _option(4.0, "passes over the text, unless --steps is given")
+    steps: int = _option(0, "number of updates; 0: from --epochs")
+    batch_tokens: int = _option(32768, "tokens per update, padding included")
+    max_len: int = _option(1024, "maximum text length")
+    learning_rate: float = _option(6e-3, "peak learning rate; with adamw a third of it or less")
+    warmup: int = _option(100, "warm-up updates")
+    decay: float = _option(0.8, "loss weight factor of each further draft")
+    prompt_weight: float = _option(0.2, "loss weight of prompt rows; output rows have 1")
+    prompt_rows: int = _option(1, "every n-th row of a prompt is trained, with n times the weight")
+    clip: float = _option(1.0, "maximum gradient norm")
+    optimizer: str = _option("muon", "optimizer of matrices: muon or adamw; adamw for the rest")
+    weight_decay: float = _option(0.0, "weight decay")
+    hard: float = _option(0.1, "share of the target's distribution moved to its best token, at temperature 0")
+    overlap: float = _option(1.0, "weight of 1 - sum min(target_probs, draft_probs)")
+    scale_logits: int = _option(1, "1: scale the logits at the end for the best held-out acceptance")
+    begin: str = _option("", "folder of a head to continue from, with its draft ids; empty: a new head")
+    new_ids: int = _option(0, "1: with --begin, choose the draft ids from the text again")
     attention: str = _option(
-        "joined", "of the head: joined, from a library's and the own keys', or written out"
+        "joined", "attention of the head: joined (library kernel plus own keys) or written (plain ops)"
     )
-    keep: int = _option(0, "1: what the target says of the texts is computed once and kept on the device")
-    bits: int = _option(16, "of each number of a stored matrix: 16, or 8 with a scale a row")
-    dtype: str = _option("bfloat16", "of activations: bfloat16 or float32; weights are trained in fp32")
-    eval_every: int = _option(250, "updates between two points of the curve")
-    eval_texts: int = _option(48, "held-out texts that a point is measured on")
+    keep: int = _option(0, "1: compute the target states once and keep them on the device")
+    bits: int = _option(16, "bits of stored matrices: 16, or 8 with a scale per row")
+    dtype: str = _option("bfloat16", "dtype of activations: bfloat16 or float32; weights are trained in fp32")
+    eval_every: int = _option(250, "updates between two evaluations")
+    eval_texts: int = _option(48, "held-out texts of an evaluation")
 
     def __post_init__(self) -> None:
         _positive(self, ("unroll", "drafts", "batch_tokens", "max_len", "eval_every", "prompt_rows"))
@@ -121,24 +121,26 @@ def _positive(plan: TextPlan | TrainPlan, names: tuple[str, ...]) -> None:
             raise ConfigError(f"{name} must be positive, got {getattr(plan, name)}")
 
 
-def settle(path: Path, plan: TextPlan | TrainPlan, begin: bool = True) -> None:
-    """Compare with what was begun here, if anything was; else, with `begin`, write the plan down.
+def check_plan(path: Path, plan: TextPlan | TrainPlan, begin: bool = True) -> None:
+    """Compare a plan with the one stored at `path`; store it with `begin` if there is none.
 
-    A run that cannot even start should leave nothing that the next one would have to agree with.
+    A run that fails before its start stores nothing, so that the next one may differ.
     """
     now: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
     if path.exists():
         before = json.loads(path.read_text())
         other = [key for key in now if before.get(key) != now[key]]
         if other:
-            said = ", ".join(f"{key} was {before.get(key)} and is {now[key]}" for key in other)
-            raise ConfigError(f"{path} was begun with other settings ({said}): use another work folder")
+            differences = ", ".join(f"{key} was {before.get(key)} and is {now[key]}" for key in other)
+            raise ConfigError(
+                f"{path} was started with other settings ({differences}): use another work folder"
+            )
     elif begin:
         write_json(path, now)
 
 
 def write_json(path: Path, value: Mapping[str, Any] | list[Any]) -> None:
-    """Whole or not at all."""
+    """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".part")
     half.write_text(json.dumps(value, indent=1) + "\n")

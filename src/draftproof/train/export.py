@@ -1,4 +1,4 @@
-"""A trained head as files: in our own format, and in that of the `speculators` package for other engines."""
+"""Export of a trained head in this project's format and in that of the `speculators` package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECULATORS_VERSION = "0.3.0"  # of the format that is written: the first with e
 def write_head(
     folder: Path, config: DraftHeadConfig, weights: Mapping[str, Tensor], d2t: Tensor, bits: int = 16
 ) -> None:
-    """Ours: the target's embedding and LM head left out. The same weights give the same bytes."""
+    """Write this project's format, without the target's embedding and LM head. Bytes are deterministic."""
     tensors = stored(weights, bits)
     if config.has_reduced_vocab:
         tensors["d2t"] = d2t.to(torch.int64)
@@ -40,10 +40,10 @@ def write_speculators(
     target: ModelConfig,
     lm_head: Tensor,  # [draft vocab, hidden]: the rows d2t of the target's
     *,
-    verifier: str | None,  # where others find the target: a hub id or a folder
+    verifier: str | None,  # hub id or folder of the target for other engines
     drafts: int,
 ) -> None:
-    """Theirs has its own LM head, offsets in d2t, the mask t2d, and takes the verifier's embedding."""
+    """Write the `speculators` format: its own LM head, offsets in d2t, the mask t2d, no embedding."""
     ids = d2t.detach().cpu().to(torch.int64)
     tensors = stored({**weights, "lm_head.weight": lm_head}, bits=16)
     tensors = {name.replace("feature_norm.", "fc_norm."): tensor for name, tensor in tensors.items()}
@@ -64,7 +64,7 @@ def _speculators_config(
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
         "draft_vocab_size": config.draft_vocab_size,
-        # they count what goes into a layer, we what comes out of one
+        # layer inputs there, layer outputs here
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.aux_layers],
         "norm_before_residual": config.norm_before_residual,
         "fc_norm": config.feature_norm == "each",
@@ -121,7 +121,7 @@ def _rope(config: DraftHeadConfig) -> dict[str, Any]:
 
 
 def stored(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
-    """As a file has them: bf16, matrices in eight bits if that is wanted."""
+    """Return the tensors as a file stores them: bf16, with `bits=8` matrices in int8."""
     some = quantize_matrices(weights) if bits == 8 else dict(weights)
     return {
         name: weight.detach().bfloat16() if name in weights and weight.is_floating_point() else weight

@@ -1,4 +1,4 @@
-"""How weights move: Muon for matrices, AdamW for the rest, or AdamW for all."""
+"""Optimizer: Muon for matrices and AdamW for the rest, or AdamW for all; learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from draftproof.train.config import TrainPlan
 
 
-class Mover:
-    """Moves the weights by their slopes, at a rate that rises in a line and falls in a cosine."""
+class HeadOptimizer:
+    """Optimizer with linear warm-up and cosine decay."""
 
     def __init__(self, plan: TrainPlan, weights: Mapping[str, Tensor], steps: int) -> None:
         self.plan = plan
@@ -31,8 +31,8 @@ class Mover:
                 torch.optim.Muon(matrices, lr=0.0, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
             )
 
-    def move(self, step: int) -> None:
-        """The update after `step` others; slopes are taken from the weights, and cleared."""
+    def apply(self, step: int) -> None:
+        """Apply update number `step`; gradients are read from the weights and cleared."""
         torch.nn.utils.clip_grad_norm_(self.weights, self.plan.clip)
         for part in self.parts:
             for group in part.param_groups:
@@ -41,7 +41,7 @@ class Mover:
             part.zero_grad()
 
     def rate(self, step: int) -> float:
-        """Up in a line, down in a cosine to a hundredth."""
+        """Return the learning rate: linear warm-up, cosine decay to 1 %."""
         plan = self.plan
         if step < plan.warmup:
             return plan.learning_rate * (step + 1) / plan.warmup

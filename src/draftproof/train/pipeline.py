@@ -32,7 +32,7 @@ from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import resolve_device
 from draftproof.sampling_params import SamplingParams
-from draftproof.train.config import TextPlan, TrainPlan, settle, write_json
+from draftproof.train.config import TextPlan, TrainPlan, check_plan, write_json
 from draftproof.train.data.dataset import Text, coverage, frequent_ids, read_texts, shard_tokens
 from draftproof.train.data.generate_text import Generator
 from draftproof.train.export import write_head, write_speculators
@@ -57,7 +57,7 @@ class Run:
         self, plan: TextPlan, stop_at: float | None = None, engine: Mapping[str, Any] | None = None
     ) -> bool:
         """Text until there is as much as the plan wants; whether there is."""
-        settle(self.work / "text.json", plan, begin=False)
+        check_plan(self.work / "text.json", plan, begin=False)
         folder = self.work / "text"
         held = plan.held_out == 0 or bool(shard_tokens(folder / "held"))
         if held and sum(shard_tokens(folder)) >= plan.tokens:
@@ -76,7 +76,7 @@ class Run:
         llm = LLM(plan.model, **options)
         self.reporter.log(f"generate: {llm.engine.describe()}")
         try:
-            begin = partial(settle, self.work / "text.json", plan)
+            begin = partial(check_plan, self.work / "text.json", plan)
             done = Generator(llm, plan, self.reporter, begin).run(folder, stop_at)
         finally:
             llm.close()
@@ -107,19 +107,19 @@ class Run:
         with repeatable():
             pace = measured(self._trainer(plan, PACED * plan.batch_tokens), began, tokens)
         steps = pace.steps(seconds, plan.eval_every)
-        beside = pace.beside(steps, seconds, plan.eval_every)
+        overhead = pace.overhead(steps, seconds, plan.eval_every)
         self.reporter.log(
-            f"train: an update takes {1000 * pace.update:.0f} ms here, and all the rest {beside:.0f} s: "
+            f"train: an update takes {1000 * pace.update:.0f} ms here, and everything else {overhead:.0f} s: "
             f"{steps} updates in {seconds:.0f} s"
         )
         return steps
 
     def train(self, plan: TrainPlan, stop_at: float | None = None, verifier: str | None = None) -> bool:
         """The head, written when it is done; whether it is. `verifier`: the target's name elsewhere."""
-        settle(self.work / "train.json", plan, begin=False)
+        check_plan(self.work / "train.json", plan, begin=False)
         with repeatable():
             trainer = self._trainer(plan)
-            settle(self.work / "train.json", plan)
+            check_plan(self.work / "train.json", plan)
             trainer.resume(self.work / "train")
             began = time.monotonic()
             done = trainer.run(self.work / "train", stop_at)
@@ -130,19 +130,19 @@ class Run:
             f"train: {trainer.tokens:,} tokens in {trainer.step} steps; {spent:.0f} s this time"
         )
         self._write(trainer, verifier)  # whatever happens from now on, there is a head
-        if trainer.sharpen():
+        if trainer.scale_logits():
             self._write(trainer, verifier)
         return True
 
     def evaluate(self, plan: TrainPlan, verifier: str | None = None) -> dict[str, Any]:
         """Acceptance of the trained weights, cut short or not, on every held-out text, twice: as training
         counts it, and in the engine, whose answers must be the texts."""
-        settle(self.work / "train.json", plan, begin=False)
+        check_plan(self.work / "train.json", plan, begin=False)
         trainer = self._trainer(plan)
         trainer.resume(self.work / "train")
         if not trainer.step and not plan.begin:
             raise ConfigError(f"{self.work}: nothing is trained here: run the phase `train` first")
-        trainer.sharpen()
+        trainer.scale_logits()
         self._write(trainer, verifier)
         found: dict[str, Any] = {}
         for name, value in trainer.accepted(trainer.held).items():
@@ -179,14 +179,14 @@ class Run:
         for temperature in sorted({text.temperature for text in held}):
             some = [text for text in held if text.temperature == temperature]
             llm.tracker.reset_stats()
-            asked = [{"prompt_token_ids": text.tokens[: text.prompt_length].tolist()} for text in some]
+            requests = [{"prompt_token_ids": text.tokens[: text.prompt_length].tolist()} for text in some]
             params = [
                 SamplingParams(
                     temperature=temperature, seed=text.seed, max_tokens=len(text.tokens) - text.prompt_length
                 )
                 for text in some
             ]
-            outputs = llm.generate(asked, params, use_tqdm=False)
+            outputs = llm.generate(requests, params, use_tqdm=False)
             same = sum(
                 out.outputs[0].token_ids == text.tokens[text.prompt_length :].tolist()
                 for out, text in zip(outputs, some, strict=True)
@@ -202,7 +202,7 @@ class Run:
 
     def _write(self, trainer: Trainer, verifier: str | None) -> None:
         write_head(self.work / "head", trainer.config, trainer.weights, trainer.d2t, trainer.plan.bits)
-        target = trainer.teacher.config, trainer.teacher.head
+        target = trainer.target_model.config, trainer.target_model.head
         self._write_speculators(target, verifier, trainer.plan.drafts)
 
     def write(self, plan: TrainPlan, verifier: str | None = None) -> None:

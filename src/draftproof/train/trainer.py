@@ -1,4 +1,4 @@
-"""The training loop: teacher, unrolled head, updates; cut anywhere, it goes on to the same weights."""
+"""Training loop of a draft head. A run that is stopped and resumed gives the same weights."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from draftproof.models.weight_formats import dequantize_all, read_weights
 from draftproof.ops import resolve
 from draftproof.train.config import TrainPlan, write_json
 from draftproof.train.data.dataset import Batch, Batches, Text, frequent_ids, usable
-from draftproof.train.data.hidden_states import Lessons
-from draftproof.train.evaluate import Acceptance, Examiner
+from draftproof.train.data.hidden_states import TargetStateCache
+from draftproof.train.evaluate import Acceptance, Evaluator
 from draftproof.train.export import stored, write_head
-from draftproof.train.model.grad_graph import GRAINS, Found, Slopes, Task
+from draftproof.train.model.grad_graph import MAX_ROW_COUNTS, BatchTensors, GradientGraph, GradientsAndLoss
 from draftproof.train.model.head_module import HeadModule, new_weights
-from draftproof.train.model.loss import Aim, Rows, unrolled_loss
-from draftproof.train.model.target import Teacher
-from draftproof.train.optimizer import Mover
-from draftproof.train.plot import curve_png
+from draftproof.train.model.loss import LossWeights, Rows, unrolled_loss
+from draftproof.train.model.target import TargetModel
+from draftproof.train.optimizer import HeadOptimizer
 from draftproof.train.progress import ProgressReporter
 
 STATE = "state.pt"
-SAY_EVERY = 10.0  # seconds between two lines
-SAVE_EVERY = 60.0  # seconds between two saved states
-MEASURE_EVERY = 10  # updates; the others go without the value of their loss
+LOG_INTERVAL_SECONDS = 10.0  # seconds between two lines
+SAVE_INTERVAL_SECONDS = 60.0  # seconds between two saved states
+LOSS_INTERVAL_STEPS = 10  # updates; the others go without the value of their loss
 
 
 def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> DraftHeadConfig:
-    """The head that a plan means for this target."""
+    """Return the configuration of the head that a plan describes for this target."""
     config = checkpoint.config
     if config.rope_scaling.kind not in ("none", "linear", "llama3"):
         raise ConfigError(
-            f"a head for rope scaling {config.rope_scaling.kind!r} is not made here: "
+            f"a head for rope scaling {config.rope_scaling.kind!r} is not supported: "
             "default, linear and llama3 are"
         )
     return DraftHeadConfig(
@@ -68,11 +67,12 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> Dr
     )
 
 
-def begun_head(folder: str, wanted: DraftHeadConfig, seed: int = 0) -> dict[str, Tensor]:
-    """The tensors of a head to go on from, weights in fp32; refused if it is not as the plan wants it.
+def load_initial_head(folder: str, wanted: DraftHeadConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Return the tensors of a head to continue from, weights in fp32.
 
-    Its MLP may be wider than it was: what is added says nothing at first. Its draft ids may be others, since
-    they are rows of the target's LM head: then there is no d2t.
+    Raise ConfigError if the head differs from the plan. Its MLP may become wider: added down-projection
+    columns are zero, so outputs do not change at first. Its draft ids may change, since they are rows of the
+    target's LM head; the result then has no d2t.
     """
     config, weights = load_draft_head(folder, wanted.target)
     tensors = dequantize_all(weights)
@@ -85,26 +85,26 @@ def begun_head(folder: str, wanted: DraftHeadConfig, seed: int = 0) -> dict[str,
     if other := [
         f"{key} is {theirs[key]}, wanted is {ours[key]}" for key in ours if ours[key] != theirs[key]
     ]:
-        raise ConfigError(f"{folder}: this head cannot be gone on from: {'; '.join(other)}")
-    begun = {name: t if name == "d2t" else t.float() for name, t in tensors.items()}
+        raise ConfigError(f"{folder}: training cannot continue from this head: {'; '.join(other)}")
+    initial = {name: t if name == "d2t" else t.float() for name, t in tensors.items()}
     generator = torch.Generator().manual_seed(seed)
     for name, (high, wide) in ((n, shape) for n, shape in wanted.tensors().items() if ".mlp." in n):
-        old, whole = begun[name], torch.zeros(high, wide)
+        old, whole = initial[name], torch.zeros(high, wide)
         if not name.endswith("down_proj.weight"):
             whole.normal_(std=wide**-0.5, generator=generator)
         whole[: old.shape[0], : old.shape[1]] = old
-        begun[name] = whole
-    return begun
+        initial[name] = whole
+    return initial
 
 
 def _three_layers(config: ModelConfig) -> tuple[int, ...]:
-    """A low one, one in the middle, a high one; fewer if there are not so many."""
+    """Return a low, a middle and a high layer; fewer for a model with fewer layers."""
     last = config.num_layers - 1
     return tuple(sorted({min(2, last), last // 2, max(0, last - 2)}))
 
 
 class Trainer:
-    """One head on its way. `step` counts the updates that it has had."""
+    """Training state of one head. `step` counts its updates."""
 
     def __init__(
         self,
@@ -121,116 +121,132 @@ class Trainer:
         vocab = checkpoint.config.vocab_size
         count = min(plan.draft_vocab or vocab, vocab)
         self.config = head_config(plan, checkpoint, count)
-        begun = begun_head(plan.begin, self.config, plan.seed) if plan.begin else {}
-        ids = begun.pop("d2t", None)
+        initial = load_initial_head(plan.begin, self.config, plan.seed) if plan.begin else {}
+        ids = initial.pop("d2t", None)
         if ids is None or plan.new_ids:
             ids = torch.from_numpy(frequent_ids(texts, vocab, count))
         self.d2t = ids.to(device)
         room = plan.max_len + plan.unroll + plan.drafts + 64
-        self.teacher = Teacher(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
+        self.target_model = TargetModel(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
         self.module = HeadModule(self.config, device, room, plan.attention)
-        self.head = self.teacher.head[self.d2t]  # [draft vocab, hidden]
+        self.head = self.target_model.head[self.d2t]  # [draft vocab, hidden]
         self.ops = resolve("auto", device)
-        self.examiner = Examiner(self.teacher, self.module, self.d2t, self.ops, plan.drafts)
+        self.evaluator = Evaluator(self.target_model, self.module, self.d2t, self.ops, plan.drafts)
         self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
         self.steps = plan.steps or math.ceil(plan.epochs * len(self.batches.epoch(0)))
-        self.lessons = Lessons(self.teacher, self.batches, self.config.aux_layers, self.ops, bool(plan.keep))
-        self.aim = Aim(plan.hard, plan.overlap)
+        self.target_states = TargetStateCache(
+            self.target_model, self.batches, self.config.aux_layers, self.ops, bool(plan.keep)
+        )
+        self.loss_weights = LossWeights(plan.hard, plan.overlap)
         self.decays = torch.tensor([plan.decay**j for j in range(plan.unroll)], device=device)
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
-        fresh = begun or new_weights(
+        fresh = initial or new_weights(
             self.config, self._feature_sizes(), checkpoint.tensors["model.norm.weight"], plan.seed
         )
         self.weights = {name: weight.to(device).requires_grad_() for name, weight in fresh.items()}
-        self.mover = Mover(plan, self.weights, self.steps)
-        self.slopes = Slopes(self._slopes, list(self.weights.values()), plan.unroll, self.ops)
+        self.optimizer = HeadOptimizer(plan, self.weights, self.steps)
+        self.gradients = GradientGraph(self._gradients, list(self.weights.values()), plan.unroll, self.ops)
 
     def _feature_sizes(self) -> Tensor:
-        """[layers]: of a typical row; the first rows of a text can be a hundred times as large."""
+        """Return the median row size [layers]; the first rows of a text can be a hundred times as large."""
         batch = next(self.batches.from_step(0))
         tokens = torch.from_numpy(batch.tokens[:8]).to(self.device)
-        features = self.teacher(tokens, self.config.aux_layers).features.float()
+        features = self.target_model(tokens, self.config.aux_layers).features.float()
         rows = features.view(-1, len(self.config.aux_layers), self.config.hidden_size)
         return rows.square().mean(-1).sqrt().cpu().median(dim=0).values
 
-    # --- learning -----------------------------------------------------------------------------------
+    # --- updates -----------------------------------------------------------------------------------
 
     def run(self, folder: Path, stop_at: float | None = None) -> bool:
-        """Train to the end, or until the time is up (`time.monotonic()`); the state is saved either way."""
-        began, said, saved = time.monotonic(), time.monotonic(), time.monotonic()
+        """Train to the end or until `stop_at` (`time.monotonic()`); return whether training is done."""
+        began, last_log, saved = time.monotonic(), time.monotonic(), time.monotonic()
         first, before = self.step, self.tokens
         parts: Tensor | None = None
         if not self.curve:
-            self.examine(folder)
+            self.record_curve_point(folder)
         for batch in self.batches.from_step(self.step):
             if self.step >= self.steps or (stop_at is not None and time.monotonic() > stop_at):
                 break
             last = self.step + 1 == self.steps or (self.step + 1) % self.plan.eval_every == 0
-            measured = last or self.step % MEASURE_EVERY == 0
+            measured = last or self.step % LOSS_INTERVAL_STEPS == 0
             found = self.learn(batch, measured)
             parts = found if measured else parts
             if last:
-                self.examine(folder, parts)
+                self.record_curve_point(folder, parts)
             self.reporter.update("train", self.step, self.steps)
             now = time.monotonic()
-            if parts is not None and (now - said > SAY_EVERY or self.step == first + 1):
-                said = now
+            if parts is not None and (now - last_log > LOG_INTERVAL_SECONDS or self.step == first + 1):
+                last_log = now
                 self._report(
                     parts, (now - began) / (self.step - first), (self.tokens - before) / (now - began)
                 )
-            if now - saved > SAVE_EVERY:
+            if now - saved > SAVE_INTERVAL_SECONDS:
                 self.save(folder)
                 saved = time.monotonic()
         self.save(folder)
         done = self.step >= self.steps
         if not done:
-            self.reporter.log(f"train: stopped after step {self.step} of {self.steps}; run it again to go on")
+            self.reporter.log(
+                f"train: stopped after step {self.step} of {self.steps}; run the command again to resume"
+            )
         return done
 
     def learn(self, batch: Batch, measure: bool = True) -> Tensor:
-        """One update; the loss of each step of a chain, [unroll], on the device."""
-        slopes, parts = self.slopes(self._task(batch), measure)
-        for weight, slope in zip(self.weights.values(), slopes, strict=True):
-            weight.grad = slope
-        self.mover.move(self.step)
+        """Apply one update; return the loss of each draft position [unroll] on the device."""
+        gradients, parts = self.gradients(self._batch_tensors(batch), measure)
+        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+            weight.grad = gradient
+        self.optimizer.apply(self.step)
         self.step += 1
         self.tokens += int(batch.lengths.sum())
         return parts / self.decays
 
-    def _task(self, batch: Batch) -> Task:
-        """What this update is computed from, on the host."""
+    def _batch_tensors(self, batch: Batch) -> BatchTensors:
+        """Return the host tensors that an update is computed from."""
         grain = 1
-        if self.slopes.replays:
-            batch = batch.filled(self.plan.batch_tokens // batch.tokens.shape[1])
-            grain = -(-batch.tokens.size // GRAINS)
-        if self.lessons.keep:
-            self.lessons.remember()  # before anything is captured
-        weight, cold = self._weight(batch)
+        if self.gradients.replays:
+            batch = batch.padded_to(self.plan.batch_tokens // batch.tokens.shape[1])
+            grain = -(-batch.tokens.size // MAX_ROW_COUNTS)
+        if self.target_states.keep:
+            self.target_states.compute_all()  # before anything is captured
+        weight, greedy_rows = self._weight(batch)
         rows = Rows.of(weight, grain)
-        stored = self.lessons.places(batch)
+        stored = self.target_states.places(batch)
         tokens = torch.from_numpy(batch.tokens)
-        return Task(tokens, stored, weight, cold, rows.chosen, rows.places, rows.heard, rows.compared)
+        return BatchTensors(
+            tokens, stored, weight, greedy_rows, rows.chosen, rows.places, rows.target_rows, rows.target_index
+        )
 
-    def _slopes(self, task: Task, measure: bool) -> Found:
-        """Of a task on the device."""
-        unroll, tokens = self.plan.unroll, task.tokens
-        lesson = self.lessons(tokens, task.stored)
-        embeds = F.embedding(F.pad(tokens, (0, unroll)), self.teacher.embedding)
+    def _gradients(self, batch_tensors: BatchTensors, measure: bool) -> GradientsAndLoss:
+        """Compute gradients and losses from tensors on the device."""
+        unroll, tokens = self.plan.unroll, batch_tensors.tokens
+        states = self.target_states(tokens, batch_tensors.stored)
+        embeds = F.embedding(F.pad(tokens, (0, unroll)), self.target_model.embedding)
         rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
-        outputs = self.module.unroll(rounded, lesson.features, embeds, unroll)
+        outputs = self.module.unroll(rounded, states.features, embeds, unroll)
         student = self.module.normed(rounded, outputs).flatten(1, 2)
-        there = lesson.hidden.flatten(0, 1)
-        rows = Rows(task.chosen, task.places, task.heard, task.compared)
+        there = states.hidden.flatten(0, 1)
+        rows = Rows(
+            batch_tensors.chosen, batch_tensors.places, batch_tensors.target_rows, batch_tensors.target_index
+        )
         loss, parts = unrolled_loss(
-            student, there, self.head, task.weight, task.cold, rows, self.aim, measure
+            student,
+            there,
+            self.head,
+            batch_tensors.weight,
+            batch_tensors.greedy_rows,
+            rows,
+            self.loss_weights,
+            measure,
         )
         return torch.autograd.grad(loss, list(self.weights.values())), parts
 
     def _weight(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[unroll, B * T]: chains as far as the text goes, in full where an answer begins; [B * T]: cold.
+        """Return the loss weight [unroll, B * T] of each draft position and the greedy-text flag [B * T].
 
-        Of a prompt's rows every so many are taken, others in the next update, and count for those between.
+        Every `prompt_rows`-th row of a prompt is used, with the weight of those skipped; the next update uses
+        others.
         """
         plan = self.plan
         row, lengths = np.arange(batch.tokens.shape[1])[None, :], batch.lengths[:, None]
@@ -240,44 +256,45 @@ class Trainer:
             [whole * (row + 2 + step < lengths) * plan.decay**step for step in range(plan.unroll)]
         )
         weight = (weight / max(1.0, weight[0].sum())).astype(np.float32).reshape(plan.unroll, -1)
-        cold = batch.cold.astype(np.float32).repeat(row.shape[1])
-        return torch.from_numpy(weight), torch.from_numpy(cold)
+        greedy_rows = batch.greedy_rows.astype(np.float32).repeat(row.shape[1])
+        return torch.from_numpy(weight), torch.from_numpy(greedy_rows)
 
-    # --- looking ------------------------------------------------------------------------------------
+    # --- evaluation ------------------------------------------------------------------------------------
 
     def rounded(self) -> dict[str, Tensor]:
-        """The weights as they will be stored, for trying."""
+        """Return the weights as they will be stored, for evaluation."""
         read = dequantize_all(read_weights(stored(self.weights, self.plan.bits)))
         return {name: weight.to(self.dtype) for name, weight in read.items()}
 
     def accepted(self, texts: Sequence[Text]) -> dict[str, Acceptance]:
-        return self.examiner(self.rounded(), texts, self.plan.max_len)
+        """Return the acceptance on texts with the weights as they will be stored."""
+        return self.evaluator(self.rounded(), texts, self.plan.max_len)
 
     @property
-    def sharpens(self) -> bool:
-        """Not where drafts go on from behind the last norm: there it is more than the scale of the logits."""
-        return bool(self.plan.sharpen) and not self.config.norm_output
+    def scales_logits(self) -> bool:
+        """Whether logits are scaled at the end; not where the last norm feeds the next draft."""
+        return bool(self.plan.scale_logits) and not self.config.norm_output
 
-    def sharpen(self) -> bool:
-        """Once, at the end: as sharp as held-out texts like it best. Logits grow with the last norm.
-
-        Whether it was done."""
-        if self.plan.sharpen and not self.sharpens:
-            self.reporter.log("train: not sharpened: drafts go on from the last norm (--norm-output 1)")
-        if not self.sharpens:
+    def scale_logits(self) -> bool:
+        """Scale the last norm by the factor with the best held-out acceptance; return whether it was done."""
+        if self.plan.scale_logits and not self.scales_logits:
+            self.reporter.log(
+                "train: logits not scaled: the last norm feeds the next draft (--norm-output 1)"
+            )
+        if not self.scales_logits:
             return False
-        found = self.examiner.sharpest(self.rounded(), self.held, self.plan.max_len)
+        found = self.evaluator.acceptance_by_logit_scale(self.rounded(), self.held, self.plan.max_len)
         if not found:
             return False
         best = max(found, key=lambda factor: found[factor].length)
         lengths = ", ".join(f"{factor:g}: {value.length:.3f}" for factor, value in found.items())
-        self.reporter.log(f"train: acceptance length by what logits are multiplied with: {lengths}")
+        self.reporter.log(f"train: acceptance length by logit scale: {lengths}")
         with torch.no_grad():
             self.weights["norm.weight"].mul_(best)
         return True
 
-    def examine(self, folder: Path, parts: Tensor | None = None) -> None:
-        """A point of the curve: the loss now, and acceptance on held-out texts."""
+    def record_curve_point(self, folder: Path, parts: Tensor | None = None) -> None:
+        """Add a point to the curve: the loss and the acceptance on held-out texts."""
         found = self.accepted(self.held[: self.plan.eval_texts])
         losses = [] if parts is None else [float(x) for x in parts.cpu()]
         if any(not math.isfinite(x) for x in losses):
@@ -291,9 +308,8 @@ class Trainer:
             }
         )
         write_json(folder / "curve.json", self.curve)
-        (folder / "curve.png").write_bytes(curve_png(self.curve))
-        words = ", ".join(f"{name} {value.length:.3f}" for name, value in found.items())
-        self.reporter.log(f"train: step {self.step}: acceptance length {words}")
+        lengths = ", ".join(f"{name} {value.length:.3f}" for name, value in found.items())
+        self.reporter.log(f"train: step {self.step}: acceptance length {lengths}")
 
     def _report(self, parts: Tensor, pace: float, rate: float) -> None:
         losses = " ".join(f"{float(x):.3f}" for x in parts.cpu())
@@ -302,9 +318,10 @@ class Trainer:
             f"train: step {self.step} of {self.steps}, loss {losses}, {rate:,.0f} tokens/s, {left:.0f} s left"
         )
 
-    # --- stopping and going on ----------------------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
+        """Write the head and the training state."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "step": self.step,
@@ -314,7 +331,7 @@ class Trainer:
             "config": self.config.to_json(),
             "d2t": self.d2t.cpu(),
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
-            "optimizer": self.mover.state(),
+            "optimizer": self.optimizer.state(),
         }
         write_head(folder / "head", self.config, self.weights, self.d2t, self.plan.bits)
         half = folder / (STATE + ".part")
@@ -322,7 +339,7 @@ class Trainer:
         os.replace(half, folder / STATE)
 
     def resume(self, folder: Path) -> bool:
-        """Go on from what was saved, if anything was."""
+        """Load the saved state, if there is one."""
         path = folder / STATE
         if not path.exists():
             return False
@@ -330,17 +347,17 @@ class Trainer:
         text = state.get("text")
         if text is not None and text["digest"] != self.batches.digest:
             raise LoadError(
-                f"{path}: begun with other text, {text['tokens']:,} tokens and now "
-                f"{int(self.batches.begins[-1]):,}: use another work folder, or remove {folder} to begin anew"
+                f"{path}: started with other text, {text['tokens']:,} tokens and now "
+                f"{int(self.batches.begins[-1]):,}: use another work folder, or remove {folder} to start over"
             )
         if DraftHeadConfig.from_json(state["config"]) != self.config or not torch.equal(
             state["d2t"].to(self.device), self.d2t
         ):
-            raise LoadError(f"{path}: of another head or another text: use another work folder")
+            raise LoadError(f"{path}: saved for another head or text: use another work folder")
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
-        self.mover.resume(state["optimizer"])
+        self.optimizer.resume(state["optimizer"])
         self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-        self.reporter.log(f"train: going on after step {self.step} of {self.steps}")
+        self.reporter.log(f"train: resuming after step {self.step} of {self.steps}")
         return True

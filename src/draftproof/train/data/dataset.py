@@ -98,7 +98,7 @@ class Batch:
     tokens: NDArray[np.int64]  # [B, T]
     lengths: NDArray[np.int64]  # [B]
     prompt_lengths: NDArray[np.int64]  # [B]
-    cold: NDArray[np.bool_]  # [B]: of temperature 0
+    greedy_rows: NDArray[np.bool_]  # [B]: of temperature 0
     which: list[int]  # [B]: places among all texts, where they have some
 
     @classmethod
@@ -109,10 +109,10 @@ class Batch:
         for row, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             tokens[row, :length] = text.tokens[:length]
         prompts = np.asarray([text.prompt_length for text in texts], np.int64)
-        cold = np.asarray([text.temperature == 0 for text in texts])
-        return cls(tokens, lengths, prompts, cold, list(which))
+        greedy_rows = np.asarray([text.temperature == 0 for text in texts])
+        return cls(tokens, lengths, prompts, greedy_rows, list(which))
 
-    def filled(self, rows: int) -> Batch:
+    def padded_to(self, rows: int) -> Batch:
         """With empty texts, so that there are as many as that."""
         more = max(0, rows - len(self.lengths))
         if not more:
@@ -122,7 +122,7 @@ class Batch:
             np.concatenate([self.tokens, np.zeros((more, self.tokens.shape[1]), np.int64)]),
             np.concatenate([self.lengths, none]),
             np.concatenate([self.prompt_lengths, none]),
-            np.concatenate([self.cold, none != 0]),
+            np.concatenate([self.greedy_rows, none != 0]),
             self.which + [0] * (more if self.which else 0),
         )
 
@@ -155,10 +155,10 @@ class Batches:
         groups: list[list[int]] = []
         for begin in range(0, len(order), stretch):
             some = order[begin : begin + stretch]
-            groups += self._cut(some[np.argsort(lengths[some], kind="stable")].tolist(), lengths)
+            groups += self._group(some[np.argsort(lengths[some], kind="stable")].tolist(), lengths)
         return [groups[i] for i in rng.permutation(len(groups))]
 
-    def _cut(self, ordered: list[int], lengths: NDArray[np.int64]) -> list[list[int]]:
+    def _group(self, ordered: list[int], lengths: NDArray[np.int64]) -> list[list[int]]:
         groups: list[list[int]] = []
         current: list[int] = []
         for index in ordered:
@@ -180,7 +180,7 @@ class Batches:
 
     def in_order(self) -> Iterator[Batch]:
         """Every text once, the shortest first."""
-        for group in self._cut(np.argsort(self.lengths, kind="stable").tolist(), self.lengths):
+        for group in self._group(np.argsort(self.lengths, kind="stable").tolist(), self.lengths):
             yield self._batch(group)
 
     def _batch(self, group: list[int]) -> Batch:

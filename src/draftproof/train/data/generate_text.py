@@ -22,27 +22,27 @@ from draftproof.llm import LLM
 from draftproof.sampling_params import SamplingParams
 from draftproof.train.config import TextPlan
 from draftproof.train.data.dataset import Text, shard_tokens, write_shard
-from draftproof.train.data.prompt_seeds import about, opening
+from draftproof.train.data.prompt_seeds import message_about, opening
 from draftproof.train.progress import ProgressReporter
 
-TURNS = 4  # of a conversation, at most
-SHORT = 80  # letters; what is shorter is not asked about
+MAX_TURNS = 4  # of a conversation, at most
+MIN_TEXT_CHARS = 80  # letters; what is shorter is not asked about
 Messages = list[dict[str, str]]
-Talk = Messages | list[int]  # a conversation, or the ids of any prompt
+Conversation = Messages | list[int]  # a conversation, or the ids of any prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptRequest:
     """A prompt to be answered."""
 
-    talk: Talk
+    conversation: Conversation
     temperature: float
     seed: int
 
 
-def read_prompts(paths: Sequence[str]) -> list[Talk]:
+def read_prompts(paths: Sequence[str]) -> list[Conversation]:
     """One a line: {"prompt": text}, {"prompt_token_ids": ids}, {"messages": […]} or {"turns": [text, …]}."""
-    prompts: list[Talk] = []
+    prompts: list[Conversation] = []
     for path in paths:
         for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
@@ -55,7 +55,7 @@ def read_prompts(paths: Sequence[str]) -> list[Talk]:
     return prompts
 
 
-def _prompt(row: dict[str, Any]) -> Talk:
+def _prompt(row: dict[str, Any]) -> Conversation:
     if "prompt_token_ids" in row:
         return [int(token) for token in row["prompt_token_ids"]]
     if "messages" in row:
@@ -85,7 +85,7 @@ class Generator:
     def run(self, folder: Path, stop_at: float | None = None) -> bool:
         """Whether it is done; False when the time was up (`time.monotonic()`) between two shards."""
         if self.plan.held_out and not shard_tokens(folder / "held"):
-            self._keep(folder / "held", 0, self._held())
+            self._write_shard(folder / "held", 0, self._held_out())
         sizes = shard_tokens(folder)
         began, before = time.monotonic(), sum(sizes)
         while sum(sizes) < self.plan.tokens:
@@ -93,7 +93,7 @@ class Generator:
                 self.reporter.log(f"generate: stopped at {sum(sizes):,} tokens; run it again to go on")
                 return False
             texts = self._shard(len(sizes))
-            self._keep(folder, len(sizes), texts)
+            self._write_shard(folder, len(sizes), texts)
             sizes.append(sum(len(text.tokens) for text in texts))
             self.reporter.update("generate", min(sum(sizes), self.plan.tokens), self.plan.tokens)
             rate = (sum(sizes) - before) / (time.monotonic() - began)
@@ -104,7 +104,7 @@ class Generator:
             )
         return True
 
-    def _keep(self, folder: Path, index: int, texts: list[Text]) -> None:
+    def _write_shard(self, folder: Path, index: int, texts: list[Text]) -> None:
         """Write a shard down; the first one, and the plan with it."""
         if not texts:
             plan, why = self.plan, "the model does not end the prompts that it writes: lower --written"
@@ -124,44 +124,51 @@ class Generator:
         rng = random.Random(f"{plan.seed} shard {index}")
         own = round(plan.shard * plan.written)
         shown = round(own * plan.shown)
-        asked = [Asked(talk, self._temperature(rng), _seed(rng)) for talk in self._written(rng, own - shown)]
+        requests = [
+            PromptRequest(conversation, self._temperature(rng), _seed(rng))
+            for conversation in self._self_written(rng, own - shown)
+        ]
         for number in range(index * (plan.shard - own), (index + 1) * (plan.shard - own)):
             again, place = divmod(number, len(self.prompts))
             temperature = self._temperature(rng)
             if again and plan.greedy < 1:  # a second answer at temperature 0 would be the first one again
                 temperature = plan.temperature
-            asked.append(Asked(self.prompts[place], temperature, _seed(rng)))
-        texts, talks = self._answer(asked)
+            requests.append(PromptRequest(self.prompts[place], temperature, _seed(rng)))
+        texts, conversations = self._generate(requests)
         every = list(texts)
-        read = self._about(talks, shown, rng)
-        more = self._answer([Asked(talk, self._temperature(rng), _seed(rng)) for talk in read])
+        read = self._prompts_about(conversations, shown, rng)
+        more = self._generate(
+            [PromptRequest(conversation, self._temperature(rng), _seed(rng)) for conversation in read]
+        )
         every += more[0]
-        texts, talks = [*texts, *more[0]], [*talks, *more[1]]
-        for _ in range(TURNS - 1):
-            texts, talks = self._followed(texts, talks, rng)
+        texts, conversations = [*texts, *more[0]], [*conversations, *more[1]]
+        for _ in range(MAX_TURNS - 1):
+            texts, conversations = self._follow_up(texts, conversations, rng)
             every += texts
         return every
 
-    def _held(self) -> list[Text]:
+    def _held_out(self) -> list[Text]:
         """Each held-out prompt is answered at both temperatures."""
         plan = self.plan
         rng = random.Random(f"{plan.seed} held out")
         own = plan.held_out if plan.written else 0
         shown = round(own * plan.shown)
-        prompts = [*self.held, *self._written(rng, own - shown)]
+        prompts = [*self.held, *self._self_written(rng, own - shown)]
         if shown:
-            seen = self._answer([Asked(prompt, 0.0, _seed(rng)) for prompt in prompts])[1]
-            prompts += self._about(seen, shown, rng)
+            seen = self._generate([PromptRequest(prompt, 0.0, _seed(rng)) for prompt in prompts])[1]
+            prompts += self._prompts_about(seen, shown, rng)
         rng.shuffle(prompts)  # the first ones alone are measured while training
-        asked = [Asked(prompt, t, _seed(rng)) for prompt in prompts for t in (0.0, plan.temperature)]
-        return self._answer(asked)[0]
+        requests = [
+            PromptRequest(prompt, t, _seed(rng)) for prompt in prompts for t in (0.0, plan.temperature)
+        ]
+        return self._generate(requests)[0]
 
     def _temperature(self, rng: random.Random) -> float:
         return 0.0 if rng.random() < self.plan.greedy else self.plan.temperature
 
-    def _answer(self, asked: list[Asked]) -> tuple[list[Text], list[Messages]]:
+    def _generate(self, requests: list[PromptRequest]) -> tuple[list[Text], list[Messages]]:
         """The answers to what is not too long, and the conversations: [] where none can go on."""
-        given = [(a, self._ids(a.talk)) for a in asked]
+        given = [(a, self._ids(a.conversation)) for a in requests]
         kept = [(a, ids) for a, ids in given if 0 < len(ids) <= self.plan.prompt_tokens]
         self.too_long += [len(ids) for _, ids in given if len(ids) > self.plan.prompt_tokens]
         params = [
@@ -169,74 +176,86 @@ class Generator:
             for a, _ in kept
         ]
         prompts = [{"prompt_token_ids": ids} for _, ids in kept]
-        texts, talks = [], []
+        texts, conversations = [], []
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         for (a, ids), out in zip(kept, outputs, strict=True):
             answer = out.outputs[0]
             tokens = np.asarray([*ids, *answer.token_ids], np.int64)
             texts.append(Text(tokens, len(ids), a.temperature, a.seed))
-            ended = answer.finish_reason == "stop" and _is_talk(a.talk)
-            talks.append([*a.talk, {"role": "assistant", "content": answer.text}] if ended else [])
-        return texts, talks
+            ended = answer.finish_reason == "stop" and _is_conversation(a.conversation)
+            conversations.append(
+                [*a.conversation, {"role": "assistant", "content": answer.text}] if ended else []
+            )
+        return texts, conversations
 
-    def _followed(
-        self, texts: list[Text], talks: list[Messages], rng: random.Random
+    def _follow_up(
+        self, texts: list[Text], conversations: list[Messages], rng: random.Random
     ) -> tuple[list[Text], list[Messages]]:
         """Some conversations go on: the model asks as the user, and answers."""
         room = self.plan.prompt_tokens - 32  # a question needs some
         chosen = [rng.random() < self.plan.follow for _ in texts]
-        on = [i for i, text in enumerate(texts) if chosen[i] and talks[i] and len(text.tokens) < room]
-        self._write("user", talks, on, rng)
-        return self._answer([Asked(talks[i], self._temperature(rng), _seed(rng)) for i in on if talks[i]])
+        on = [i for i, text in enumerate(texts) if chosen[i] and conversations[i] and len(text.tokens) < room]
+        self._write("user", conversations, on, rng)
+        return self._generate(
+            [
+                PromptRequest(conversations[i], self._temperature(rng), _seed(rng))
+                for i in on
+                if conversations[i]
+            ]
+        )
 
     # --- prompts ------------------------------------------------------------------------------------
 
-    def _ids(self, talk: Talk) -> list[int]:
-        return self.llm.chat_token_ids(talk) if _is_talk(talk) else cast("list[int]", talk)
+    def _ids(self, conversation: Conversation) -> list[int]:
+        return (
+            self.llm.chat_token_ids(conversation)
+            if _is_conversation(conversation)
+            else cast("list[int]", conversation)
+        )
 
-    def _written(self, rng: random.Random, count: int) -> Iterator[Messages]:
+    def _self_written(self, rng: random.Random, count: int) -> Iterator[Messages]:
         """Prompts of the model's own, fewer than asked for: what does not come to an end is left out."""
         if not count:
             return
         with_system = [rng.random() < self.plan.systems for _ in range(count)]
-        talks: list[Messages] = [[] for _ in range(count)]
-        self._write("system", talks, [i for i in range(count) if with_system[i]], rng)
-        begun = [i for i in range(count) if not with_system[i] and rng.random() < self.plan.opened]
-        wanted = [i for i in range(count) if talks[i] or not with_system[i]]
-        self._write("user", talks, wanted, rng, {i: opening(rng) for i in begun})
-        for talk in talks:
-            if talk and talk[-1]["role"] == "user":
-                yield talk
+        conversations: list[Messages] = [[] for _ in range(count)]
+        self._write("system", conversations, [i for i in range(count) if with_system[i]], rng)
+        initial = [i for i in range(count) if not with_system[i] and rng.random() < self.plan.opened]
+        wanted = [i for i in range(count) if conversations[i] or not with_system[i]]
+        self._write("user", conversations, wanted, rng, {i: opening(rng) for i in initial})
+        for conversation in conversations:
+            if conversation and conversation[-1]["role"] == "user":
+                yield conversation
 
-    def _about(self, talks: list[Messages], count: int, rng: random.Random) -> list[Messages]:
+    def _prompts_about(self, conversations: list[Messages], count: int, rng: random.Random) -> list[Messages]:
         """Prompts about what the model said last in these conversations: one to three texts each."""
-        said = [talk[-1]["content"].strip() for talk in talks if talk]
-        said = [text for text in said if len(text) > SHORT]
+        said = [conversation[-1]["content"].strip() for conversation in conversations if conversation]
+        said = [text for text in said if len(text) > MIN_TEXT_CHARS]
         if not said:
             return []
         read: list[Messages] = []
-        begun: dict[int, str] = {}
+        initial: dict[int, str] = {}
         for index in range(count):
-            message, goes_on = about(rng.choices(said, k=rng.choice((1, 1, 2, 3))), rng)
+            message, goes_on = message_about(rng.choices(said, k=rng.choice((1, 1, 2, 3))), rng)
             read.append([] if goes_on else [{"role": "user", "content": message}])
             if goes_on:
-                begun[index] = message
-        self._write("user", read, list(begun), rng, begun)
-        return [talk for talk in read if talk]
+                initial[index] = message
+        self._write("user", read, list(initial), rng, initial)
+        return [conversation for conversation in read if conversation]
 
     def _write(
         self,
         role: str,
-        talks: list[Messages],
+        conversations: list[Messages],
         which: list[int],
         rng: random.Random,
         openings: Mapping[int, str] | None = None,  # how the message begins; nothing: with nothing
     ) -> None:
         """Let the model write the next message of these conversations, and add it where it has an end."""
         tokenizer = self.llm.get_tokenizer()
-        params, prompts, plan, begun = [], [], self.plan, openings or {}
+        params, prompts, plan, initial = [], [], self.plan, openings or {}
         for index in which:
-            message = [*talks[index], {"role": role, "content": begun.get(index, "")}]
+            message = [*conversations[index], {"role": role, "content": initial.get(index, "")}]
             text = tokenizer.apply_chat_template(
                 message, add_generation_prompt=False, continue_final_message=True
             )
@@ -248,15 +267,15 @@ class Generator:
         for index, out in zip(which, outputs, strict=True):
             said = out.outputs[0]
             if said.finish_reason == "stop" and said.text.strip():
-                whole = (begun.get(index, "") + said.text).strip()
-                talks[index].append({"role": role, "content": whole})
+                whole = (initial.get(index, "") + said.text).strip()
+                conversations[index].append({"role": role, "content": whole})
             else:
-                talks[index].clear()
+                conversations[index].clear()
 
 
 def _seed(rng: random.Random) -> int:
     return rng.getrandbits(48)
 
 
-def _is_talk(prompt: Talk) -> TypeGuard[Messages]:
+def _is_conversation(prompt: Conversation) -> TypeGuard[Messages]:
     return bool(prompt) and not isinstance(prompt[0], int)

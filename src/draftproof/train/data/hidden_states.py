@@ -12,34 +12,34 @@ from torch import Tensor
 
 from draftproof.ops import Ops
 from draftproof.train.data.dataset import Batch, Batches
-from draftproof.train.model.target import Lesson, Teacher
+from draftproof.train.model.target import TargetModel, TargetStates
 
 
-class Lessons:
+class TargetStateCache:
     """`keep`: all rows stay on the device, (layers + 1) * hidden numbers a token."""
 
     def __init__(
-        self, teacher: Teacher, batches: Batches, layers: tuple[int, ...], ops: Ops, keep: bool
+        self, target_model: TargetModel, batches: Batches, layers: tuple[int, ...], ops: Ops, keep: bool
     ) -> None:
-        self.teacher, self.batches, self.layers, self.ops = teacher, batches, layers, ops
+        self.target_model, self.batches, self.layers, self.ops = target_model, batches, layers, ops
         self._rows: Tensor | None = None  # [tokens of all texts + 1, (layers + 1) * hidden]
         self.keep = keep
 
-    def __call__(self, tokens: Tensor, stored: Tensor) -> Lesson:
+    def __call__(self, tokens: Tensor, stored: Tensor) -> TargetStates:
         """tokens [B, T]: those of a batch; stored: its places. Both on the device."""
         if not self.keep:
-            return self.teacher(tokens, self.layers)
-        rows = F.embedding(stored, self.remember())  # [B, T, (layers + 1) * hidden]
-        wide = len(self.layers) * self.teacher.config.hidden_size
-        return Lesson(rows[..., :wide], rows[..., wide:])
+            return self.target_model(tokens, self.layers)
+        rows = F.embedding(stored, self.compute_all())  # [B, T, (layers + 1) * hidden]
+        wide = len(self.layers) * self.target_model.config.hidden_size
+        return TargetStates(rows[..., :wide], rows[..., wide:])
 
-    def remember(self) -> Tensor:
+    def compute_all(self) -> Tensor:
         """All rows; computed if they are not there."""
         if self._rows is None:
             self._rows = self._compute()
         return self._rows
 
-    def forget(self) -> None:
+    def release(self) -> None:
         self._rows = None
 
     def places(self, batch: Batch) -> Tensor:
@@ -53,12 +53,12 @@ class Lessons:
         return torch.where(column < lengths, begins + column, self.batches.begins[-1])
 
     def _compute(self) -> Tensor:
-        hidden, total = self.teacher.config.hidden_size, int(self.batches.begins[-1])
+        hidden, total = self.target_model.config.hidden_size, int(self.batches.begins[-1])
         shape = (total + 1, (len(self.layers) + 1) * hidden)
-        rows = torch.zeros(shape, dtype=self.teacher.dtype, device=self.teacher.device)
+        rows = torch.zeros(shape, dtype=self.target_model.dtype, device=self.target_model.device)
         for batch in self.batches.in_order():
-            lesson = self.teacher(self.ops.runtime.send(torch.from_numpy(batch.tokens)), self.layers)
-            both = torch.cat([lesson.features, lesson.hidden], dim=-1)
+            states = self.target_model(self.ops.runtime.send(torch.from_numpy(batch.tokens)), self.layers)
+            both = torch.cat([states.features, states.hidden], dim=-1)
             for line, (which, length) in enumerate(zip(batch.which, batch.lengths.tolist(), strict=True)):
                 begin = int(self.batches.begins[which])
                 rows[begin : begin + length] = both[line, :length]

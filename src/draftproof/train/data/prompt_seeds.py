@@ -73,7 +73,7 @@ def opening(rng: random.Random) -> str:
     return rng.choice(QUESTIONS if kind < 0.55 else TASKS)
 
 
-def about(texts: Sequence[str], rng: random.Random) -> tuple[str, bool]:
+def message_about(texts: Sequence[str], rng: random.Random) -> tuple[str, bool]:
     """A message about these texts, and whether the model is to go on with it."""
     goes_on = rng.random() < 0.5
     message = rng.choice(ASK if goes_on else READ).replace("{}", "\n".join(texts))

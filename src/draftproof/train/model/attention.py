@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PAD = 8  # columns more: the library wants multiples of it
+PAD_COLUMNS = 8  # columns more: the library wants multiples of it
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,14 +40,14 @@ class _Causal(torch.autograd.Function):
         return out, total
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, total = ctx.saved_tensors
         ops, dim = torch.ops.aten, q.shape[-1]
-        ones = F.pad(torch.ones_like(v[..., :1]), (0, PAD - 1))
-        slope = F.pad(slopes[1][..., None].to(q.dtype), (0, PAD - 1))
-        q, k, out = (F.pad(x, (0, PAD)) for x in (q, k, out))
-        v, slope = torch.cat([v, ones], dim=-1), torch.cat([slopes[0], slope], dim=-1)
-        given = slope, q, k, v, out, total
+        ones = F.pad(torch.ones_like(v[..., :1]), (0, PAD_COLUMNS - 1))
+        gradient = F.pad(gradients[1][..., None].to(q.dtype), (0, PAD_COLUMNS - 1))
+        q, k, out = (F.pad(x, (0, PAD_COLUMNS)) for x in (q, k, out))
+        v, gradient = torch.cat([v, ones], dim=-1), torch.cat([gradients[0], gradient], dim=-1)
+        given = gradient, q, k, v, out, total
         if ctx.more:
             lengths, noise = ctx.more[:4], ctx.more[4:]
             found = ops._scaled_dot_product_flash_attention_backward(

@@ -1,4 +1,4 @@
-"""Chains of element-wise ops in one kernel, on a GPU: there they are bound by what they read and write."""
+"""Compilation of element-wise chains into one kernel on a GPU, where they are memory-bound."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# set it to 1 where torch.compile does not work, to slope where the kernel for slopes does not
+# 1: without torch.compile; slope: without the gradient kernel
 PLAIN = "DRAFTPROOF_TRAIN_PLAIN"
 
 
-def fused(function: Function, device: torch.device) -> Function:
-    """The function, compiled for any shape where that pays."""
+def compiled(function: Function, device: torch.device) -> Function:
+    """Return the function, compiled for any shape on a GPU."""
     if device.type != "cuda" or os.environ.get(PLAIN) == "1":
         return function
-    made: Function = _compiled(function)
+    made: Function = _compile(function)
     return made
 
 
 @cache
-def _compiled(function: Any) -> Any:
+def _compile(function: Any) -> Any:
     return torch.compile(function, dynamic=True)

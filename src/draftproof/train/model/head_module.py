@@ -18,7 +18,7 @@ from torch import Tensor
 from draftproof.models.draft_head.config import DraftHeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.train.model.attention import causal
-from draftproof.train.model.compile import fused
+from draftproof.train.model.compile import compiled
 from draftproof.train.model.target import gated, rotate, rotation
 
 Weights = Mapping[str, Tensor]
@@ -120,14 +120,14 @@ class HeadModule:
             .transpose(1, 2)
             for name in "qkv"
         )
-        turn = fused(rotate, x.device)
-        stored.append((turn(k, rope), v))
-        y = self.attend(turn(q, rope), stored)
+        rotate_rows = compiled(rotate, x.device)
+        stored.append((rotate_rows(k, rope), v))
+        y = self.attend(rotate_rows(q, rope), stored)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         x = feature + F.linear(y, weights[at + "self_attn.o_proj.weight"])
         y = F.rms_norm(x, (hidden,), weights[at + "post_attention_layernorm.weight"], eps)
         gate, up = (F.linear(y, weights[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        y = fused(gated, x.device)(gate, up)
+        y = compiled(gated, x.device)(gate, up)
         return x + F.linear(y, weights[at + "mlp.down_proj.weight"])
 
     def normed(self, weights: Weights, outputs: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The loss: how far a head's law is from the target's at the same place, for every step of a drafted chain.
+"""Distillation loss: divergence of the head's distribution from the target's at every draft position.
 
-Logits of all rows and steps would be by far the largest tensors of training, so they are made some rows at a
-time, turned into the gradient at once, and dropped: the LM head is the target's and learns nothing. On a GPU
-the rest is one pass over them, in a kernel of its own. Rows that have no weight have no logits.
+Logits of all rows and positions would be the largest tensors of training. They are computed for some rows at
+a time, turned into the gradient at once, and dropped; the LM head belongs to the target and is not trained.
+On a GPU one kernel makes the gradient in a single pass. Rows without weight have no logits.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.ops.training import slope_kernel
-from draftproof.train.model.compile import PLAIN, fused
+from draftproof.ops.training import kl_grad_kernel
+from draftproof.train.model.compile import PLAIN, compiled
 
 CHUNK_BYTES = 1 << 30  # of fp32 logits at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
-    """What counts, and how much.
+class LossWeights:
+    """Weights of the parts of the loss.
 
-    The target's law is taken over the draft vocabulary. In texts of temperature 0 `hard` of it is put on the
-    target's best token, which is all that counts there. `overlap` adds the share of two coupled draws that
-    differ, 1 - sum min(p, q), which is what counts above it; divergence alone gets there by a longer way.
+    The target's distribution is taken over the draft vocabulary. In texts of temperature 0 the share `hard`
+    of it is moved to the target's best token, the only one that is accepted there. `overlap` weighs
+    1 - sum min(target_probs, draft_probs), the probability that two coupled draws differ.
     """
 
     hard: float = 0.0
@@ -38,18 +38,19 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The chains that are learnt from, by the row where they begin, among N of texts one after the other."""
+    """Rows of the drafts that are trained, among the N rows of all texts concatenated."""
 
     chosen: Tensor  # [M] int64, ascending
-    places: Tensor  # [N] int64: of each row among the chosen ones; M: it is none of them
-    heard: Tensor  # [S] int64, ascending: the target's rows that they are compared with
-    compared: Tensor  # [steps, M] int64: place in `heard` of row p + 1 + j
+    places: Tensor  # [N] int64: index among the chosen rows; M: not chosen
+    target_rows: Tensor  # [S] int64, ascending: rows of the target that drafts are compared with
+    target_index: Tensor  # [steps, M] int64: index in `target_rows` of row p + 1 + j
 
     @classmethod
     def of(cls, weight: Tensor, grain: int = 1) -> Rows:
-        """Those with weight [steps, N], on the CPU; it is 0 where row p + 1 + j is not of the same text.
+        """Select the rows with weight [steps, N], on the CPU; 0 where row p + 1 + j is of another text.
 
-        M is made a multiple of `grain` by a row that weighs nothing; with more than one, all rows are heard.
+        M is padded to a multiple of `grain` with a row of weight 0; with a grain above 1 all target rows are
+        used, so that shapes repeat.
         """
         steps, count = weight.shape
         some = weight[0].numpy() != 0  # a chain that is compared anywhere is compared first
@@ -66,19 +67,21 @@ class Rows:
 
 def unrolled_loss(
     student: Tensor,  # [steps, N, hidden]: the head's rows after its norm, one text after the other
-    teacher: Tensor,  # [N, hidden]: the target's rows after its norm
+    target_hidden: Tensor,  # [N, hidden]: the target's rows after its norm
     head: Tensor,  # [draft vocab, hidden]: rows of the target's LM head
     weight: Tensor,  # [steps, N] fp32: of row p at step j, compared with the target's row p + 1 + j
-    cold: Tensor,  # [N] fp32: 1 for rows of texts of temperature 0, else 0
+    greedy_rows: Tensor,  # [N] fp32: 1 for rows of texts of temperature 0, else 0
     rows: Rows,  # of these weights
-    aim: Aim,
+    loss_weights: LossWeights,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(what to call `backward` of, [steps] fp32: the weighted sum of divergences at each step).
+    """Return the loss and, [steps] fp32, the weighted sum of divergences at each draft position.
 
-    The slope does not need the values, which cost a third of the time on a CPU: they are NaN unless measured.
+    The gradient does not need the values, which cost a third of the time on a CPU: NaN unless `measure`.
     """
-    total, parts = _Unrolled.apply(student, teacher, head, weight, cold, rows, aim, measure)
+    total, parts = _Unrolled.apply(
+        student, target_hidden, head, weight, greedy_rows, rows, loss_weights, measure
+    )
     return total, parts
 
 
@@ -87,20 +90,23 @@ class _Unrolled(torch.autograd.Function):
     def forward(
         ctx: Any,
         student: Tensor,
-        teacher: Tensor,
+        target_hidden: Tensor,
         head: Tensor,
         weight: Tensor,
-        cold: Tensor,
+        greedy_rows: Tensor,
         rows: Rows,
-        aim: Aim,
+        loss_weights: LossWeights,
         measure: bool,
     ) -> tuple[Tensor, Tensor]:
         steps, count, hidden = student.shape[0], len(rows.chosen), student.shape[2]
         gradient = torch.empty_like(student)
         parts = torch.full((steps,), 0.0 if measure else torch.nan, device=student.device)
-        slope = _way(student.device, len(head))
-        hard, share = (aim.hard * cold)[rows.chosen], weight[:, rows.chosen]  # [M], [steps, M]
-        said_there = F.linear(teacher[rows.heard], head)  # [S, vocab]
+        gradient_function = _gradient_function(student.device, len(head))
+        hard, share = (
+            (loss_weights.hard * greedy_rows)[rows.chosen],
+            weight[:, rows.chosen],
+        )  # [M], [steps, M]
+        target_logits = F.linear(target_hidden[rows.target_rows], head)  # [S, vocab]
         some = max(1, CHUNK_BYTES // (4 * len(head)))
         found = torch.zeros(count + 1, hidden, dtype=student.dtype, device=student.device)  # the last stays 0
         for step in range(steps):
@@ -108,13 +114,13 @@ class _Unrolled(torch.autograd.Function):
             for first in range(0, count, some):
                 here = slice(first, min(first + some, count))
                 logits = F.linear(chosen[here], head)
-                which = rows.compared[step, here]
-                uphill, values = slope(
-                    logits, said_there, which, hard[here], share[step, here], aim.overlap, measure
+                which = rows.target_index[step, here]
+                logit_gradient, values = gradient_function(
+                    logits, target_logits, which, hard[here], share[step, here], loss_weights.overlap, measure
                 )
                 if measure:
                     parts[step] += values.sum()
-                torch.mm(uphill, head, out=found[here])
+                torch.mm(logit_gradient, head, out=found[here])
             gradient[step] = F.embedding(rows.places, found)  # a gather repeats its bits
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(parts)
@@ -126,47 +132,55 @@ class _Unrolled(torch.autograd.Function):
         return gradient * grads[0].to(gradient.dtype), None, None, None, None, None, None, None
 
 
-def _way(device: torch.device, width: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """How slopes are computed here: in one kernel where there is one, else written out."""
-    kernel = slope_kernel(device, width) if os.environ.get(PLAIN) not in ("1", "slope") else None
+def _gradient_function(device: torch.device, width: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the gradient function of this device: one kernel where there is one, else torch ops."""
+    kernel = kl_grad_kernel(device, width) if os.environ.get(PLAIN) not in ("1", "slope") else None
     if kernel is None:
-        return _written_out
+        return _gradient_eager
     return lambda logits, *more: (logits, kernel(logits, *more))
 
 
-def _written_out(
-    logits: Tensor, said: Tensor, which: Tensor, hard: Tensor, share: Tensor, overlap: float, measure: bool
+def _gradient_eager(
+    logits: Tensor,
+    target_logits: Tensor,
+    which: Tensor,
+    hard: Tensor,
+    share: Tensor,
+    overlap: float,
+    measure: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As the kernel: the slope, and the values."""
-    there, hard, share = said[which], hard[:, None], share[:, None]
+    """Return the gradient and the values with torch ops."""
+    there, hard, share = target_logits[which], hard[:, None], share[:, None]
     values = share[:, 0] * _divergence(logits, there, hard, overlap) if measure else share.new_zeros(0)
-    return fused(_slope, logits.device)(logits, there, hard, share, overlap), values
+    return compiled(_gradient, logits.device)(logits, there, hard, share, overlap), values
 
 
-def _law(logits: Tensor, hard: Tensor) -> Tensor:
-    """What the head is to say, in fp32: [N, vocab]. hard [N, 1]."""
-    law = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    best = torch.arange(law.shape[-1], device=law.device) == logits.argmax(-1, keepdim=True)
-    return law * (1 - hard) + torch.where(best, hard, 0.0)
+def _target_distribution(logits: Tensor, hard: Tensor) -> Tensor:
+    """Return the distribution that the head is trained towards, in fp32 [N, vocab]. hard: [N, 1]."""
+    distribution = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    best = torch.arange(distribution.shape[-1], device=distribution.device) == logits.argmax(-1, keepdim=True)
+    return distribution * (1 - hard) + torch.where(best, hard, 0.0)
 
 
 def _divergence(logits: Tensor, there: Tensor, hard: Tensor, overlap: float) -> Tensor:
-    """KL(target || head) of each row, and what of the overlap is missing."""
-    law = _law(there, hard)
-    said = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    # xlogy: a token that the target never says costs nothing
-    apart = (torch.xlogy(law, law) - law * said).sum(-1)
+    """Return KL(target || head) of each row plus the weighted missing overlap."""
+    distribution = _target_distribution(there, hard)
+    head_logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    # xlogy: a token of target probability 0 adds nothing
+    apart = (torch.xlogy(distribution, distribution) - distribution * head_logprobs).sum(-1)
     if overlap:
-        apart = apart + overlap * (1 - torch.minimum(said.exp_(), law).sum(-1))
+        apart = apart + overlap * (1 - torch.minimum(head_logprobs.exp_(), distribution).sum(-1))
     return apart
 
 
-def _slope(logits: Tensor, there: Tensor, hard: Tensor, share: Tensor, overlap: float) -> Tensor:
-    """Of the weighted divergence by the logits, in their dtype. share [N, 1]."""
-    law = _law(there, hard)
-    said = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    slope = said - law
+def _gradient(logits: Tensor, there: Tensor, hard: Tensor, share: Tensor, overlap: float) -> Tensor:
+    """Return the gradient of the weighted divergence by the logits, in their dtype. share: [N, 1]."""
+    distribution = _target_distribution(there, hard)
+    head_probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    gradient = head_probs - distribution
     if overlap:
-        low = torch.where(said < law, said, 0.0)  # where more of the head's share is wanted
-        slope = slope + overlap * (said * low.sum(-1, keepdim=True) - low)
-    return (slope * share).to(logits.dtype)
+        low = torch.where(
+            head_probs < distribution, head_probs, 0.0
+        )  # where more of the head's share is wanted
+        gradient = gradient + overlap * (head_probs * low.sum(-1, keepdim=True) - low)
+    return (gradient * share).to(logits.dtype)

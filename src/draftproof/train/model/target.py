@@ -1,7 +1,6 @@
-"""The teacher: the target's forward pass over whole texts, in plain torch, for the rows a head learns from.
+"""Forward pass of the target over whole texts in plain torch, for the hidden states a head is trained on.
 
-The engine computes rows of many requests with bits that depend on nothing else. Here whole batches of texts
-of one length are wanted, as quickly as libraries can, and nobody compares bits.
+Training needs batches of texts of one length at library speed; bits need not match those of the engine.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch import Tensor
 
 from draftproof.models.config import ModelConfig
 from draftproof.models.rope import rope_table
-from draftproof.train.model.compile import fused
+from draftproof.train.model.compile import compiled
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What the target says about texts [B, T]."""
+class TargetStates:
+    """Hidden states of the target for texts [B, T]."""
 
-    features: Tensor  # [B, T, layers * hidden]: residual rows after the layers asked for
+    features: Tensor  # [B, T, layers * hidden]: residual rows after the requested layers
     hidden: Tensor  # [B, T, hidden]: after the last norm; its LM head gives the logits
 
 
-class Teacher:
-    """The target's weights on a device. No gradients."""
+class TargetModel:
+    """Target model on a device, without gradients."""
 
     def __init__(
         self,
@@ -46,27 +45,27 @@ class Teacher:
         self.rope = rope_table(config, max_len).to(device)  # [max_len, head_dim] fp32
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Lesson:
-        """tokens [B, T]: padding comes after a text, where causal attention does not see it."""
+    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> TargetStates:
+        """Run tokens [B, T]; padding follows a text, where causal attention does not see it."""
         config, kept = self.config, []
         length = tokens.shape[1]
         x = F.embedding(tokens, self.embedding)
         rope = rotation(self.rope[:length])
         for index in range(config.num_layers):
-            x = self._block(x, index, rope)
+            x = self._layer(x, index, rope)
             if index in layers:
                 kept.append(x)
         hidden = F.rms_norm(x, (config.hidden_size,), self.tensors["model.norm.weight"], config.norm_eps)
-        return Lesson(torch.cat(kept, dim=-1) if kept else hidden[..., :0], hidden)
+        return TargetStates(torch.cat(kept, dim=-1) if kept else hidden[..., :0], hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., vocab]."""
+        """Return logits [..., vocab] of hidden rows [..., hidden]."""
         return F.linear(hidden, self.head)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
-    def _block(self, x: Tensor, index: int, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def _layer(self, x: Tensor, index: int, rope: tuple[Tensor, Tensor]) -> Tensor:
         config, at = self.config, f"model.layers.{index}."
         tensors, eps = self.tensors, config.norm_eps
         batch, length, hidden = x.shape
@@ -78,15 +77,19 @@ class Teacher:
         if config.qk_norm:
             q = F.rms_norm(q, (config.head_dim,), tensors[at + "self_attn.q_norm.weight"], eps)
             k = F.rms_norm(k, (config.head_dim,), tensors[at + "self_attn.k_norm.weight"], eps)
-        turn = fused(rotate, x.device)
-        q, k, v = turn(q.transpose(1, 2), rope), turn(k.transpose(1, 2), rope), v.transpose(1, 2)
+        rotate_rows = compiled(rotate, x.device)
+        q, k, v = (
+            rotate_rows(q.transpose(1, 2), rope),
+            rotate_rows(k.transpose(1, 2), rope),
+            v.transpose(1, 2),
+        )
         window = config.windows[index]
         mask = _banded(length, window, x.device) if 0 < window < length else None
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         x = x + self._linear(y.transpose(1, 2).reshape(batch, length, -1), at + "self_attn.o_proj")
         y = F.rms_norm(x, (hidden,), tensors[at + "post_attention_layernorm.weight"], eps)
         gate, up = self._linear(y, at + "mlp.gate_proj"), self._linear(y, at + "mlp.up_proj")
-        return x + self._linear(fused(gated, x.device)(gate, up), at + "mlp.down_proj")
+        return x + self._linear(compiled(gated, x.device)(gate, up), at + "mlp.down_proj")
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -94,19 +97,19 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotation(table: Tensor) -> tuple[Tensor, Tensor]:
-    """table [T, dim] fp32 (cosines, then sines) -> what `rotate` multiplies by: two of [T, dim] fp32."""
+    """Return the two factors [T, dim] fp32 of `rotate` from a table of cosines, then sines."""
     cos, sin = table.chunk(2, dim=-1)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """x [..., T, dim] turned by its position, in fp32 as the engine does it; halves convention."""
+    """Apply rope to x [..., T, dim] in fp32, half-split convention, as the engine does."""
     low, high = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat([high, low], dim=-1) * rope[1]).to(x.dtype)
 
 
 def _banded(length: int, window: int, device: torch.device) -> Tensor:
-    """[T, T] bool: the row's own key and the window - 1 before it."""
+    """Return the sliding-window mask [T, T]: the row's own key and the window - 1 before it."""
     at = torch.arange(length, device=device)
     distance = at[:, None] - at[None, :]
     return (distance >= 0) & (distance < window)
