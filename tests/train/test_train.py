@@ -142,7 +142,7 @@ def test_a_position_off_by_one_is_seen(attention: str, monkeypatch: pytest.Monke
 # --- the loss -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aim", [LossWeights(), LossWeights(hard=0.3), LossWeights(hard=0.1, overlap=0.7)])
+@pytest.mark.parametrize("loss_weights", [LossWeights(), LossWeights(hard=0.3), LossWeights(hard=0.1, overlap=0.7)])
 def test_the_loss_has_its_own_slope(loss_weights: LossWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against autograd over the definition, in pieces of one row and of five as well."""
     generator = torch.Generator().manual_seed(1)
@@ -397,7 +397,7 @@ def test_a_head_is_sharpened_for_the_noise() -> None:
         after = made.accepted(made.held)
         assert after["coupled"].length == pytest.approx(foretold[best].length, rel=0.03)  # bf16 rounds
         assert after["greedy"].length == pytest.approx(before["greedy"].length, rel=0.03)
-    for options in ({"sharpen": 0}, {"norm_output": 1}):
+    for options in ({"scale_logits": 0}, {"norm_output": 1}):
         other = trained.trainer(**options)
         kept = other.weights["norm.weight"].detach().clone()
         other.scale_logits()

@@ -110,8 +110,8 @@ def test_cut_or_not_it_is_the_same(
     [
         (["--optimizer", "sgd"], "optimizer is adamw or muon"),
         (["--aux-layers", "0,99"], "has layers 0.."),
-        (["--aux-layers", "a"], "numbers with commas"),
-        (["--begin", "/nowhere"], "no head is there"),
+        (["--aux-layers", "a"], "numbers separated by commas"),
+        (["--begin", "/nowhere"], "not the folder of a head"),
         (["--device", "cuda:99"], "cannot be used here"),
         (["--seconds", "5"], "chooses --steps"),
         (["--held-out", "-1"], "held_out is not negative"),
@@ -170,7 +170,7 @@ def test_a_head_is_there_before_it_is_sharpened(
         raise LoadError("ended")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "sharpen", ended)
+        patched.setattr(Trainer, "scale_logits", ended)
         assert train(model, prompts, tmp_path) == 2
     plain = files(tmp_path)
     assert {"head/config.json", "head/model.safetensors", "speculators/model.safetensors"} <= set(plain)

@@ -32,7 +32,7 @@ def test_all_of_the_phase_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "once"), [({"sharpen": 0}, 0.0), ({"sharpen": 1}, 2.0), ({"sharpen": 0, "keep": 1}, 100.0)]
+    ("options", "once"), [({"scale_logits": 0}, 0.0), ({"scale_logits": 1}, 2.0), ({"scale_logits": 0, "keep": 1}, 100.0)]
 )
 def test_what_is_done_beside_updates_is_measured(
     options: dict[str, int], once: float, monkeypatch: pytest.MonkeyPatch
@@ -45,7 +45,7 @@ def test_what_is_done_beside_updates_is_measured(
 
     monkeypatch.setattr(time_budget, "_timed", timed)
     monkeypatch.setattr(time_budget, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(time_budget, "GROUP", 2)
+    monkeypatch.setattr(time_budget, "GROUP_TEXTS", 2)
     made = trained.trainer(**options)
     found = measured(made, 0.0, 100 * int(made.batches.begins[-1]))
     assert found == TimeEstimate(update=1 / time_budget.TIMED_UPDATES, point=1.0, saving=1.0, once=once)

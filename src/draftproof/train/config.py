@@ -100,7 +100,7 @@ class TrainPlan:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
         if self.feature_norm not in ("none", "each") or self.norm_output not in (0, 1):
             raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
-        for name in ("keep", "new_ids", "sharpen"):
+        for name in ("keep", "new_ids", "scale_logits"):
             if getattr(self, name) not in (0, 1):
                 raise ConfigError(f"{name} is 0 or 1, got {getattr(self, name)}")
         if self.bits not in (8, 16):
