@@ -142,7 +142,9 @@ def test_a_position_off_by_one_is_seen(attention: str, monkeypatch: pytest.Monke
 # --- the loss -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_weights", [LossWeights(), LossWeights(hard=0.3), LossWeights(hard=0.1, overlap=0.7)])
+@pytest.mark.parametrize(
+    "loss_weights", [LossWeights(), LossWeights(hard=0.3), LossWeights(hard=0.1, overlap=0.7)]
+)
 def test_the_loss_has_its_own_slope(loss_weights: LossWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against autograd over the definition, in pieces of one row and of five as well."""
     generator = torch.Generator().manual_seed(1)

@@ -32,7 +32,8 @@ def test_all_of_the_phase_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "once"), [({"scale_logits": 0}, 0.0), ({"scale_logits": 1}, 2.0), ({"scale_logits": 0, "keep": 1}, 100.0)]
+    ("options", "once"),
+    [({"scale_logits": 0}, 0.0), ({"scale_logits": 1}, 2.0), ({"scale_logits": 0, "keep": 1}, 100.0)],
 )
 def test_what_is_done_beside_updates_is_measured(
     options: dict[str, int], once: float, monkeypatch: pytest.MonkeyPatch
