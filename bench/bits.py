@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -153,21 +153,31 @@ def environment(device: str) -> dict[str, str]:
 
 
 def record(
-    cases: Iterable[EngineCase], device: str, seconds: float = math.inf, only: str = ""
+    cases: Iterable[EngineCase],
+    device: str,
+    seconds: float = math.inf,
+    only: str = "",
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Run the engines whose name contains `only`; those that there is no time left for are named."""
-    begin, found, skipped = time.monotonic(), {}, []
+    """Run the engines whose name contains `only`, and call `save` after each.
+
+    No engine is started after `seconds`: those that are left out are named in the record.
+    """
+    begin = time.monotonic()
+    found: dict[str, Any] = {"environment": environment(device), "skipped": [], "cases": {}}
     for case in cases:
         if only not in case.name:
             continue
-        if time.monotonic() - begin > seconds:
-            skipped.append(case.name)
-            continue
         start = time.monotonic()
+        if start - begin > seconds:
+            found["skipped"].append(case.name)
+            continue
         records, counts = run_engine(case)
-        found |= records
+        found["cases"] |= records
         print(f"{case.name}: {counts}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    return {"environment": environment(device), "skipped": skipped, "cases": found}
+        if save is not None:
+            save(found)
+    return found
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "hash") -> list[str]:
@@ -233,14 +243,14 @@ def main() -> None:
             "smollm2": lambda: smollm2(options.model, device),
             "llama8b": lambda: llama8b(folder, device, options.layers),
         }[options.set]()
-        found = record(cases, device, options.seconds, options.only)
-    found = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": options.commit or sources_commit(),
-        **found,
-    }
-    if options.out:
-        write(options.out, found)
+        header = {"command": " ".join(["python", *sys.argv]), "commit": options.commit or sources_commit()}
+
+        def save(found: dict[str, Any]) -> None:
+            if options.out:
+                write(options.out, {**header, **found})
+
+        found = record(cases, device, options.seconds, options.only, save)
+        save(found)
     print(f"{len(found['cases'])} cases recorded, {len(found['skipped'])} engines skipped")
     if options.compare:
         old = json.loads(options.compare.read_text())
