@@ -1,15 +1,15 @@
-"""Errors for users, as one tree.
+"""Exceptions for users, as one tree.
 
 DraftproofError
-├── ConfigError      the engine was set up wrongly (also a ValueError)
+├── ConfigError      an option of the engine is wrong (also a ValueError)
 ├── LoadError        a model, tokenizer or file cannot be used
-├── RequestError     one request is wrong; nobody else is affected (also a ValueError)
-│   └── QueueFullError   nothing is wrong with it: too many wait already, try later
-└── EngineClosedError    nothing is taken in: it drains, or was shut down
-    ├── EngineDownError  its process is starting, or starting again: try later
-    └── EngineDeadError  something broke that no request is to blame for
+├── RequestError     one request is wrong; no other is affected (also a ValueError)
+│   └── QueueFullError   the waiting queue is full; the same request can be sent later
+└── EngineClosedError    no request is accepted: the engine drains or was shut down
+    ├── EngineDownError  the engine's process is starting or restarting: try later
+    └── EngineDeadError  the engine broke, through no fault of a request
 
-`assert` is for us; these are for people, so every message says what to do.
+`assert` marks errors in this code. These exceptions are for users: every message says how to fix the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# why an answer ends that cannot go on; its request is to blame, as for a RequestError
+# error of an output that cannot continue because of its own request's options
 NO_TOKEN_LEFT = "no token is left to sample: the request's options forbid every one"
 
 
@@ -42,7 +42,7 @@ class RequestError(DraftproofError, ValueError):
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as may; the same one can be served later."""
+    """The waiting queue is full; the same request can be served later."""
 
 
 class EngineClosedError(DraftproofError):
@@ -50,15 +50,15 @@ class EngineClosedError(DraftproofError):
 
 
 class EngineDownError(EngineClosedError):
-    """The engine's process is not there at the moment; the same request can be served later."""
+    """The engine's process is not running at the moment; the same request can be served later."""
 
 
 class EngineDeadError(EngineClosedError):
-    """The engine broke and has stopped; `__cause__` is what broke it. Start another one."""
+    """The engine broke and has stopped; `__cause__` is the reason. Start another one."""
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """A hint for a misspelt option: the closest known name; if none is close `otherwise`, or all of them."""
+    """Return a hint for a misspelt option: the closest known name, else `otherwise` or all names."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.65)
     return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(options)}"

@@ -1,9 +1,9 @@
-"""One definition of what is counted and timed, per request and in total.
+"""Counters and timings of requests, steps and speculation.
 
-Counted: drafts, cached tokens, preemptions. Timed, in seconds by `time.monotonic`, which all processes of a
-machine share: a request waits from when the engine takes it in (`add`) until it is first seated; its first
-token is there when the step that committed it has been read. A step lasts from when the device could begin
-with it (it was queued, and the one before it was read) until it has been read.
+Times are in seconds of `time.monotonic`, which all processes of a machine share. A request is queued from
+`Engine.add` until it is first scheduled. Its first token exists when the step that committed it has been
+read. A step lasts from when the device could begin it (it was queued and the step before it was read) until
+it has been read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ BOUNDS = (
 
 @dataclass(slots=True)
 class Histogram:
-    """How often something lasted how long. counts[i]: at most BOUNDS[i], and longer than the one before it;
-    the last: longer than all."""
+    """Histogram of durations.
+
+    counts[i]: durations above BOUNDS[i - 1] and at most BOUNDS[i]; the last: above all bounds.
+    """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     total: float = 0.0  # seconds
@@ -44,23 +46,23 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """0 before anything was observed."""
+        """Mean duration; 0 without observations."""
         return self.total / self.count if self.count else 0.0
 
 
 @dataclass(slots=True)
 class SpecStats:
-    """Counts of real drafts only: a placeholder or padded row never enters."""
+    """Counters of speculation: real drafts only, no placeholders or padded rows."""
 
-    num_steps: int = 0  # verify steps that committed something
+    num_steps: int = 0  # verify steps that committed a token
     num_drafts: int = 0  # steps that had at least one draft
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafts that stood and were committed
+    num_accepted_tokens: int = 0  # drafts that were accepted and committed
     num_emitted_tokens: int = 0  # committed tokens, recovered and bonus ones included
     accepted_per_position: list[int] = field(default_factory=list)
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
-        """One verify step of one request."""
+        """Count one verify step of one request."""
         self.num_steps += 1
         self.num_drafts += drafted > 0
         self.num_draft_tokens += drafted
@@ -95,10 +97,10 @@ class SpecStats:
 
 @dataclass(slots=True)
 class RequestStats:
-    """What the engine did for one request beside its tokens; kept up to date until it ends."""
+    """Counters and times of one request, updated by the engine until the request finishes."""
 
-    num_cached_tokens: int = 0  # of its prompt, not computed when it was first seated: they were there
-    num_preemptions: int = 0  # how often it was put aside because pages ran out
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first scheduled
+    num_preemptions: int = 0
     arrived_at: float = field(default_factory=lambda: time.monotonic())
     scheduled_at: float | None = None  # for the first time
     first_token_at: float | None = None  # its first token was there
@@ -106,24 +108,25 @@ class RequestStats:
 
     @property
     def queue_seconds(self) -> float | None:
+        """Time from arrival to the first scheduling."""
         return None if self.scheduled_at is None else self.scheduled_at - self.arrived_at
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From its arrival."""
+        """Time from arrival to the first token."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @property
     def seconds(self) -> float | None:
-        """From its arrival to its end."""
+        """Time from arrival to the end."""
         return None if self.ended is None else self.ended - self.arrived_at
 
 
 @dataclass(slots=True)
 class Timings:
-    """How long things took, in total."""
+    """Histograms of request and step times since the engine was built."""
 
-    queue: Histogram = field(default_factory=Histogram)  # requests, until first seated
+    queue: Histogram = field(default_factory=Histogram)  # requests, until first scheduled
     first_token: Histogram = field(default_factory=Histogram)  # requests, until their first token
     decode_steps: Histogram = field(default_factory=Histogram)  # steps in which every request decodes
     prompt_steps: Histogram = field(default_factory=Histogram)  # steps with prompts in them
@@ -136,17 +139,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How an engine stands between two steps. Totals are since it was built."""
+    """Gauges and totals of an engine between two steps. Totals count from its start."""
 
     num_running: int
-    num_waiting: int  # those that were put aside among them
-    num_preemptions: int  # in total
-    num_queried_tokens: int  # in total: prompt tokens of seated requests, if prefixes are cached
-    num_cached_tokens: int  # in total: of those, how many were there
+    num_waiting: int  # preempted ones included
+    num_preemptions: int  # total
+    num_queried_tokens: int  # total: prompt tokens of scheduled requests, if prefixes are cached
+    num_cached_tokens: int  # total: how many of them were found in the cache
     num_pages: int
-    num_used_pages: int  # by somebody
-    num_cached_pages: int  # by nobody, with content that can be found
-    timings: Timings = field(default_factory=Timings, kw_only=True)  # in total; from afar, a second old
+    num_used_pages: int  # in use by requests
+    num_cached_pages: int  # unused, with cached prefixes
+    timings: Timings = field(default_factory=Timings, kw_only=True)  # of a remote engine: up to a second old
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Native loops: numba's `njit`, kept on disk where there is a folder for that."""
+"""Decorator for compiled loops: numba's `njit` with a cache on disk where that is possible."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numba import njit
 
 
 def native(signature: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator. With a signature the loop is compiled, or read from the disk, at once."""
+    """Return the decorator. With a signature the loop is compiled, or loaded from disk, at import."""
 
     def made(loop: Callable[..., Any]) -> Any:
         compiled: Any = njit
         try:
             return compiled(signature, cache=True, nogil=True, **options)(loop)
-        except RuntimeError:  # no folder may be written to, as in a read-only image: compiled at every start
+        except RuntimeError:  # no writable cache folder, as in a read-only image: compile at every start
             return compiled(signature, nogil=True, **options)(loop)
 
     return made

@@ -1,7 +1,7 @@
-"""Names to classes: tables of "module:Class", imported only when asked for.
+"""Lookup of classes by name in tables of "module:Class", which are imported on first use.
 
-A new proposer, strategy or backend is one file and one line in its room's table. A value of the form
-``package.module:Class`` is accepted as it stands, so private plug-ins need no line at all.
+A new proposer, strategy or backend is one file and one line in the table of its package. A name of the form
+``package.module:Class`` is imported directly, so private plug-ins need no line at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from draftproof.errors import ConfigError, nearest
 
 
 def lookup(table: Mapping[str, str], name: str, what: str) -> Any:
-    """The class that `name` stands for in `table`; `what` names the kind in the error."""
+    """Return the class of `name` in `table`; `what` names the kind in the error message."""
     target = table.get(name, name if ":" in name else "")
     if not target:
         raise ConfigError(f"unknown {what} {name!r}: {nearest(name, table)}")

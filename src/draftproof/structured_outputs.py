@@ -1,6 +1,6 @@
-"""StructuredOutputs: what an answer must follow, as vLLM's users write it.
+"""StructuredOutputs: the format that an output must follow. The fields are those of vLLM.
 
-Checked here for its shape; `text/grammar` compiles it.
+The options are validated here; `text/grammar` compiles them.
 """
 
 from __future__ import annotations
@@ -14,100 +14,102 @@ from draftproof.errors import RequestError, nearest
 
 PARAM = "structured_outputs"
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-LONGEST = 1 << 20  # characters of a schema, regex, grammar, or all choices together
+MAX_SOURCE_CHARS = 1 << 20  # of a schema, regex, grammar, or all choices together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one of the first five; the rest are options of it."""
+    """Constraint of an output: exactly one of the first five fields; the others are its options."""
 
     json: str | dict[str, Any] | None = None  # a JSON schema
-    regex: str | None = None  # of the whole answer
+    regex: str | None = None  # of the whole output
     choice: Sequence[str] | None = None
     grammar: str | None = None  # EBNF ("root ::= …"), or Lark ("start: …")
     json_object: bool | None = None  # any JSON object
-    reasoning_end: str | int | None = None  # up to and with this text or token the answer is free
-    disable_any_whitespace: bool = False  # of JSON: exactly one space after ',' and ':', none elsewhere
-    max_whitespace: int | None = None  # of JSON: characters of whitespace in one place; None: any number
+    reasoning_end: str | int | None = (
+        None  # the output is unconstrained up to and including this text or token
+    )
+    disable_any_whitespace: bool = False  # JSON: exactly one space after ',' and ':', none elsewhere
+    max_whitespace: int | None = None  # JSON: maximum whitespace in one place; None: no limit
 
     @classmethod
     def parse(cls, value: StructuredOutputs | dict[str, Any] | None) -> StructuredOutputs | None:
         if value is None or isinstance(value, StructuredOutputs):
             return value
         if not isinstance(value, dict):
-            raise _wrong(f"it must be a dict such as {{'json': schema}}, not {value!r}")
+            raise _error(f"it must be a dict such as {{'json': schema}}, not {value!r}")
         known = {f.name for f in fields(cls)}
         for key in value:
             if key not in known:
-                raise _wrong(f"unknown key {key!r}: {nearest(str(key), known)}")
+                raise _error(f"unknown key {key!r}: {nearest(str(key), known)}")
         return cls(**value)
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
             what = f"{given[0]!r} and {given[1]!r} are given" if given else "none is given"
-            raise _wrong(f"exactly one of {', '.join(KINDS)} must be given; {what}")
+            raise _error(f"exactly one of {', '.join(KINDS)} must be given; {what}")
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
-                raise _wrong(f"{name} must be a text that is not empty, got {text!r}")
+                raise _error(f"{name} must be a text that is not empty, got {text!r}")
         if self.json_object not in (None, True, False):
-            raise _wrong(f"json_object must be true, got {self.json_object!r}")
+            raise _error(f"json_object must be true, got {self.json_object!r}")
         object.__setattr__(self, "json", _schema_text(self.json))
         object.__setattr__(self, "choice", _choices(self.choice))
         source = self.json or self.regex or self.grammar or "".join(self.choice or ())
         assert isinstance(source, str)
-        if len(source) > LONGEST:
-            raise _wrong(f"{self.kind} has {len(source)} characters, and {LONGEST} is the most")
+        if len(source) > MAX_SOURCE_CHARS:
+            raise _error(f"{self.kind} has {len(source)} characters, the limit is {MAX_SOURCE_CHARS}")
         _check_text(source)
         self._check_options()
 
     def _check_options(self) -> None:
-        end, most = self.reasoning_end, self.max_whitespace
+        end, limit = self.reasoning_end, self.max_whitespace
         if end is not None and (isinstance(end, bool) or not isinstance(end, (str, int)) or end in ("",)):
-            raise _wrong(f"reasoning_end must be a text or a token id, got {end!r}")
+            raise _error(f"reasoning_end must be a text or a token id, got {end!r}")
         if isinstance(end, str):
             _check_text(end)
         if not isinstance(self.disable_any_whitespace, bool):
-            raise _wrong(f"disable_any_whitespace must be true or false, got {self.disable_any_whitespace!r}")
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise _wrong(f"max_whitespace must be an integer from 1 up, got {most!r}")
+            raise _error(f"disable_any_whitespace must be true or false, got {self.disable_any_whitespace!r}")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise _error(f"max_whitespace must be an integer of at least 1, got {limit!r}")
         for name in ("disable_any_whitespace", "max_whitespace"):
             if getattr(self, name) and self.kind not in ("json", "json_object"):
-                raise _wrong(f"{name} is for json and json_object; {self.kind} says its whitespace itself")
+                raise _error(f"{name} is for json and json_object; {self.kind} defines its whitespace itself")
 
     @property
     def kind(self) -> str:
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
 
-def _wrong(text: str) -> RequestError:
+def _error(text: str) -> RequestError:
     return RequestError(f"structured_outputs: {text}", PARAM)
 
 
 def _schema_text(schema: Any) -> str | None:
-    """A schema as text. The order of its properties is that of the answer's, so it is kept."""
+    """Return a schema as text. The order of its properties is kept: outputs follow it."""
     if schema is None:
         return None
     try:
         if isinstance(schema, str):
             schema = json_format.loads(schema)
         if not isinstance(schema, dict):
-            raise _wrong(f"json must be a JSON schema (an object, or its text), got {schema!r}")
+            raise _error(f"json must be a JSON schema (an object, or its text), got {schema!r}")
         return json_format.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, RequestError):
             raise
-        raise _wrong(f"json is not JSON: {error}") from error
+        raise _error(f"json is not JSON: {error}") from error
 
 
 def _choices(choice: Any) -> tuple[str, ...] | None:
     if choice is None:
         return None
     if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
-        raise _wrong(f"choice must be a list of texts with at least one in it, got {choice!r}")
+        raise _error(f"choice must be a list of texts with at least one in it, got {choice!r}")
     if any(not isinstance(text, str) or not text for text in choice):
-        raise _wrong("choice must hold texts that are not empty")
+        raise _error("choice must hold texts that are not empty")
     return tuple(dict.fromkeys(choice))
 
 
@@ -115,4 +117,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _wrong(f"it is not valid Unicode: {error}") from error
+        raise _error(f"it is not valid Unicode: {error}") from error

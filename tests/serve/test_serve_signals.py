@@ -24,6 +24,6 @@ def test_right_after_the_banner(tmp_path: Path, number: signal.Signals) -> None:
             meters = Meters(llm, "tiny", False)
             serve(llm, Settings(), listener, meters, ready=lambda: signal.raise_signal(number))  # returns
     finally:
-        llm._stop()
+        llm._finalizer()
         for kind, handler in before.items():
             signal.signal(kind, handler)

@@ -125,7 +125,7 @@ def serving(llm: LLM, settings: Settings | None = None, send_buffer: int = 0) ->
             served.close()
             server.should_exit = True
             thread.join(30)
-            engine._stop()
+            engine._finalizer()
     assert not thread.is_alive() and app.state.desk.num_open == 0
 
 

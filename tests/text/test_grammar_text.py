@@ -16,7 +16,7 @@ import grammars
 import tiny
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.structured_outputs import LONGEST, StructuredOutputs
+from draftproof.structured_outputs import MAX_SOURCE_CHARS, StructuredOutputs
 from draftproof.text.grammar import compiler as text_grammar
 from draftproof.text.grammar import worker
 from draftproof.text.grammar.compiler import GrammarCompiler
@@ -63,9 +63,9 @@ SHAPES: dict[str, tuple[Any, str]] = {
     "reasoning_end empty": ({"regex": "a", "reasoning_end": ""}, "reasoning_end"),
     "reasoning_end a bool": ({"regex": "a", "reasoning_end": True}, "reasoning_end"),
     "whitespace of a regex": ({"regex": "a", "max_whitespace": 2}, "max_whitespace is for json"),
-    "whitespace of no size": ({"json": {}, "max_whitespace": 0}, "from 1 up"),
+    "whitespace of no size": ({"json": {}, "max_whitespace": 0}, "of at least 1"),
     "whitespace no bool": ({"json": {}, "disable_any_whitespace": 1}, "true or false"),
-    "too long": ({"regex": "a" * (LONGEST + 1)}, "is the most"),
+    "too long": ({"regex": "a" * (MAX_SOURCE_CHARS + 1)}, "the limit is"),
     "half a character": ({"regex": "a\ud800"}, "not valid Unicode"),
 }
 
@@ -114,14 +114,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"json": {"type": "foo"}}, 'Unsupported type "foo"'),
     "range": ({"json": {"type": "integer", "minimum": 5, "maximum": 1}}, "minimum greater than maximum"),
     "reference": ({"json": {"$ref": "#/$defs/a"}}, "Cannot find"),
-    "circle": ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text"),
+    "circle": ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no token"),
     "root": ({"grammar": 'x ::= "a"'}, 'root rule with name "root" is not found'),
     "rule": ({"grammar": "root ::= foo"}, '"foo" is not defined'),
-    "endless": ({"grammar": "root ::= root"}, "no text"),
+    "endless": ({"grammar": "root ::= root"}, "no token"),
     "lark": ({"grammar": "start: NOPE"}, "unknown name 'NOPE'"),
     "deep": ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "maximum limit"),
     "overlap": ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
-    "not in the vocabulary": ({"regex": "é"}, "no text of this vocabulary"),
+    "not in the vocabulary": ({"regex": "é"}, "no token of this vocabulary"),
 }
 
 
@@ -453,7 +453,7 @@ def test_a_grammar_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch, t
     """The limit is the system's; where it has none there is nothing to see."""
     source = Path(worker.__file__).read_text()
     small = tmp_path / "worker.py"
-    small.write_text(source.replace("MEMORY = 4 << 30", "MEMORY = 24 << 20"))
+    small.write_text(source.replace("MAX_COMPILE_BYTES = 4 << 30", "MAX_COMPILE_BYTES = 24 << 20"))
     assert small.read_text() != source
     monkeypatch.setattr(worker, "__file__", str(small))
     process = GrammarProcess(VOCABULARY, [EOS])
@@ -490,7 +490,7 @@ def test_each_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: 
         return whole(self, job, seconds)
 
     monkeypatch.setattr(GrammarProcess, "compile", counted)
-    monkeypatch.setattr(text_grammar, "CACHED", 2)
+    monkeypatch.setattr(text_grammar, "MAX_CACHED_GRAMMARS", 2)
     made = GrammarCompiler(TINY, tiny.VOCAB, [EOS])
 
     def ask(regex: str, **more: Any) -> None:
@@ -500,10 +500,10 @@ def test_each_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: 
     assert [job[1] for job in jobs] == ["a", "b"]
     ask("c"), ask("a"), ask("b")  # b was the oldest
     assert [job[1] for job in jobs] == ["a", "b", "c", "b"]
-    monkeypatch.setattr(text_grammar, "CACHED_BYTES", 1)
+    monkeypatch.setattr(text_grammar, "MAX_CACHED_BYTES", 1)
     ask("d"), ask("d"), ask("b")
     assert [job[1] for job in jobs][4:] == ["d", "b"]
-    monkeypatch.setattr(text_grammar, "LARGEST", 1)
+    monkeypatch.setattr(text_grammar, "MAX_COMPILED_CHARS", 1)
     with pytest.raises(RequestError, match="too large"):
         ask("e")
     made.close()

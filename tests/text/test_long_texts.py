@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftproof.text.tokenizer import LONG_TEXT, Tokenizer
+from draftproof.text.tokenizer import MIN_UNLOCKED_CHARS, Tokenizer
 from serving import CORPUS, make_folder, serving, tiny
 
 
@@ -19,7 +19,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_same_tokens(llm: Any) -> None:
     tokenizer: Tokenizer = llm.get_tokenizer()
     text = "\n".join(CORPUS * 40)
-    assert len(text) > LONG_TEXT
+    assert len(text) > MIN_UNLOCKED_CHARS
     assert tokenizer.encode(text) == tokenizer.backend.encode(text).ids
     assert max(len(tokenizer.backend.id_to_token(i)) for i in tokenizer.encode(text)) <= tokenizer.longest
 

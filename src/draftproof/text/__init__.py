@@ -1,1 +1,1 @@
-"""Text: tokenizers, chat templates, detokenising, stop strings."""
+"""Text processing: tokenizers, chat templates, detokenizers, stop strings, grammars."""

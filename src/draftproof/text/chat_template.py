@@ -1,4 +1,4 @@
-"""Chat templates: messages in, prompt text out, in a sandbox that behaves as transformers' does."""
+"""Chat templates: messages in, prompt text out, in a sandbox that behaves like transformers'."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftproof.errors import LoadError, RequestError
 
-_MARK = "DRAFTPROOF_CONTINUE_HERE "  # ends in a space, to see whether the template trims
+_MARK = "DRAFTPROOF_CONTINUE_HERE "  # ends in a space, to detect a template that trims
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks assistant text for training; for a prompt it changes nothing."""
+    """Tag `{% generation %}`: it marks assistant text for training and changes nothing in a prompt."""
 
     tags = {"generation"}
 
@@ -54,7 +54,7 @@ def _tojson(
 
 
 def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its content as one string."""
+    """Return the message with its content as one string."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return message
@@ -65,7 +65,7 @@ def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name (bos_token, eos_token, …)."""
+    """Compiled template and the special tokens that it may use (bos_token, eos_token, …)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -90,10 +90,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **more: Any,
     ) -> str:
-        """The prompt. What the template refuses is the request's fault, and it says why.
+        """Return the prompt; RequestError with the reason if the template refuses the messages.
 
-        Content given as a list of text parts is joined by newlines for templates that expect a
-        string. `continue_final_message` leaves the last message open, to be written on.
+        Content given as a list of text parts is joined by newlines for templates that expect a string.
+        `continue_final_message` leaves the last message open for the model to continue.
         """
         plain = [message if self._takes_parts else _joined(message) for message in messages]
         if not continue_final_message:
@@ -110,11 +110,11 @@ class ChatTemplate:
         before, found, _ = text.rpartition(_MARK.strip())
         if not found:
             raise RequestError("the chat template drops the final message", "messages")
-        # A template that trims has eaten the space before the mark's place: it goes here too.
+        # A template that trims has removed the mark's trailing space: trim the text as well.
         return before if _MARK in text else before.rstrip()
 
     def _probe_parts(self) -> bool:
-        """Whether the template itself takes a list of parts: seen by trying."""
+        """Return whether the template accepts a list of parts, by rendering one."""
         probe = "draftproof-probe"
         message = {"role": "user", "content": [{"type": "text", "text": probe}]}
         try:
@@ -133,7 +133,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused: {error}", "messages") from error
-        except Exception as error:  # a template is a program: any of its errors is about its input
+        except Exception as error:  # a template is a program: any exception concerns its input
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(
                 f"the chat template cannot render these messages ({reason})", "messages"

@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata: byte-level BPE and SentencePiece BPE, built with `tokenizers`."""
+"""Tokenizers from GGUF metadata: byte-level BPE and SentencePiece BPE, built with `tokenizers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}|{_REST}"
 
-# tokenizer.ggml.pre -> which of the known ways to cut text before merging.
+# tokenizer.ggml.pre -> name of the pre-tokenizer.
 _PRE = {
     "smollm": "smollm",
     "llama-bpe": "llama3",
@@ -39,7 +39,7 @@ _PRE = {
 
 
 def build_tokenizer(meta: dict[str, Any], where: str) -> Tokenizer:
-    """The tokenizer that the metadata of a GGUF file describes."""
+    """Build the tokenizer that the metadata of a GGUF file describes."""
     kind = meta.get("tokenizer.ggml.model")
     tokens = meta.get("tokenizer.ggml.tokens")
     if not kind or not tokens:
@@ -127,7 +127,7 @@ def _sentencepiece(meta: dict[str, Any], tokens: list[str], where: str) -> Token
 
 
 def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose joined piece scores best: merges by score."""
+    """Return merges ordered by score: SentencePiece joins the pair whose merged piece scores best."""
     text = {
         token: i
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
@@ -145,7 +145,7 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
 
 
 def _add_ends(tokenizer: Tokenizer, meta: dict[str, Any], tokens: list[str]) -> None:
-    """Beginning and end of text around a prompt, where the metadata asks for them."""
+    """Add begin and end tokens around a prompt where the metadata requires them."""
     spm = meta["tokenizer.ggml.model"] == "llama"
     llama3 = not spm and _PRE.get(meta.get("tokenizer.ggml.pre", "default")) == "llama3"
     bos, eos = meta.get("tokenizer.ggml.bos_token_id"), meta.get("tokenizer.ggml.eos_token_id")

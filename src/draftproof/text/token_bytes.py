@@ -1,8 +1,8 @@
-"""Token bytes: what each token of a vocabulary adds to the text.
+"""Token bytes: the bytes that each token of a vocabulary adds to the text.
 
-The decoders of the Llama family are context-free: every token stands for some bytes, the text is
-their concatenation read as UTF-8, and at most a leading space is dropped. So decoding needs no
-look-back, a stream is exact by construction, and `bytes` in logprobs are simply there.
+The decoders of the Llama family are context-free: every token maps to some bytes, the text is their
+concatenation decoded as UTF-8, and at most a leading space is dropped. Decoding therefore needs no look-back,
+and streamed text equals the text decoded at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class ByteDecoder:
-    """How the string of a token becomes bytes, and how many leading spaces the text loses."""
+    """Conversion of a token's string to bytes, and the leading spaces that the text loses."""
 
     to_bytes: Callable[[str], bytes]
     strip_left: int
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return GPT-2's printable characters for the 256 bytes."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in shown}
     hidden = [byte for byte in range(256) if byte not in set(shown)]
@@ -36,7 +36,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_decoder(decoder: Any) -> ByteDecoder:
-    """From a `tokenizers` decoder; LoadError when it is not of the context-free kind."""
+    """Build from a `tokenizers` decoder; LoadError if it is not context-free."""
     if decoder is None:  # tokens are words, joined by spaces
         return ByteDecoder(lambda token: b" " + token.encode(), 1)
     spec = json.loads(decoder.__getstate__())

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, from a model folder or from GGUF metadata."""
+"""Tokenizer: text to ids and back, from a model folder or from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from draftproof.text.chat_template import ChatTemplate
 from draftproof.text.gguf_tokenizer import build_tokenizer
 from draftproof.text.token_bytes import byte_decoder
 
-LONG_TEXT = 4096  # characters from which on other threads go on while a text is tokenised
+MIN_UNLOCKED_CHARS = 4096  # texts from this length are tokenized without the interpreter lock
 _SPECIAL = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 
 class Tokenizer:
-    """A vocabulary with its chat template.
+    """Vocabulary with its chat template.
 
-    Text is the concatenation of the tokens' bytes read as UTF-8, with U+FFFD for what is not;
-    `decode` and the incremental `Detokenizer` therefore agree on every sequence of ids.
+    Text is the concatenation of the tokens' bytes decoded as UTF-8, with U+FFFD for invalid bytes. `decode`
+    and the incremental `Detokenizer` therefore agree on every sequence of ids.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class Tokenizer:
         return None if text is None else self.backend.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; `add_special_tokens` puts BOS and the like where the model wants them."""
+        """Return the ids of `text`; `add_special_tokens` adds BOS and the like as the model expects."""
         try:
-            if len(text) > LONG_TEXT:  # a batch lets go of the interpreter's lock, a single text does not
+            if len(text) > MIN_UNLOCKED_CHARS:  # encode_batch releases the lock, encode does not
                 return list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. An id outside the vocabulary adds nothing."""
+        """Return the text of `ids`. An id outside the vocabulary adds nothing."""
         skip = self.special_ids if skip_special_tokens else frozenset()
         data = b"".join(self.token_bytes(i) for i in ids if i not in skip)
         text = data.decode("utf-8", errors="replace")
         return text[min(self.strip_left, len(text) - len(text.lstrip(" "))) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text, special tokens included."""
+        """Return the bytes that a token adds to the text, special tokens included."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self.backend.id_to_token(token_id) if token_id >= 0 else None
@@ -86,7 +86,7 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The token by itself, for display; half a character shows as U+FFFD."""
+        """Return the text of a token by itself; part of a character is U+FFFD."""
         known = self._texts.get(token_id)
         if known is None:
             known = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", errors="replace")
@@ -99,7 +99,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt for a conversation, to be encoded with `add_special_tokens=False`.
+        """Return the prompt of a conversation, to be encoded with `add_special_tokens=False`.
 
         `chat_template` is used in place of the model's own.
         """
@@ -118,7 +118,7 @@ class Tokenizer:
 
 
 def load_tokenizer(source: Path | str) -> Tokenizer:
-    """From a folder with tokenizer.json, or from a .gguf file."""
+    """Load a tokenizer from a folder with tokenizer.json or from a .gguf file."""
     source = Path(source)
     if source.is_dir():
         files = sorted(source.glob("*.gguf"))
@@ -192,7 +192,7 @@ def _folder_eos(folder: Path) -> list[int]:
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, then chat_template.json, then tokenizer_config.json."""
+    """Return the template of chat_template.jinja, chat_template.json or tokenizer_config.json."""
     jinja = folder / "chat_template.jinja"
     if jinja.exists():
         return jinja.read_text(encoding="utf-8")

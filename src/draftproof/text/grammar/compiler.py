@@ -1,7 +1,7 @@
-"""GrammarCompiler for structured output: from a request's wish to what the engine asks for masks.
+"""Compilation of structured outputs to grammars that compute token masks.
 
-The compiler is xgrammar; it sees the vocabulary as bytes. Special tokens say nothing to it (they would vanish
-from the text), so the grammar never lets one through; where the grammar is complete, end-of-text is allowed.
+The compiler is xgrammar; it gets the vocabulary as bytes. Special tokens have no bytes there (they do not
+appear in the text), so a grammar never allows one. Where the grammar is complete, end-of-text is allowed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from draftproof.structured_outputs import PARAM, StructuredOutputs
 from draftproof.text.grammar.json_schema import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
-from draftproof.text.grammar.regex import standard
+from draftproof.text.grammar.regex import to_compiler_dialect
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Grammar, GrammarState
 
-COMPILE_SECONDS = 10.0  # for one grammar; what takes longer is refused
-LARGEST = 32 << 20  # characters of a compiled grammar, serialised
-CACHED, CACHED_BYTES = 256, 256 << 20  # grammars kept, and what they may hold together
+COMPILE_SECONDS = 10.0  # time limit of one grammar
+MAX_COMPILED_CHARS = 32 << 20  # of a compiled grammar, serialized
+MAX_CACHED_GRAMMARS = 256
+MAX_CACHED_BYTES = 256 << 20  # of all cached grammars together
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for, each different one once for as long as it is remembered."""
+    """Compiler with a cache: equal structured outputs are compiled once while they are cached."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stops: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stops = list(stops)
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
+        self._cache: OrderedDict[tuple[object, ...], _CachedGrammar] = OrderedDict()
         self._process: GrammarProcess | None = None
         self._info: Any = None
         self._ends: dict[str | int, ReasoningEnd] = {}
@@ -50,48 +51,50 @@ class GrammarCompiler:
 
     def compile(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of a request, None without one; RequestError if it cannot be compiled."""
-        wish = params.structure
-        if wish is None:
+        outputs = params.structure
+        if outputs is None:
             return None
-        known = self._compiled(wish)
+        cached = self._compiled(outputs)
         with self._lock:
-            if wish.reasoning_end not in known.made:
-                if len(known.made) >= CACHED:
-                    known.made.clear()
-                end = self._reasoning_end(wish.reasoning_end)
-                made = TextGrammar(known.compiled, self._vocab_size, self._stops, end)
-                known.made[wish.reasoning_end] = made
-            return known.made[wish.reasoning_end]
+            if outputs.reasoning_end not in cached.by_reasoning_end:
+                if len(cached.by_reasoning_end) >= MAX_CACHED_GRAMMARS:
+                    cached.by_reasoning_end.clear()
+                end = self._reasoning_end(outputs.reasoning_end)
+                made = TextGrammar(cached.compiled, self._vocab_size, self._stops, end)
+                cached.by_reasoning_end[outputs.reasoning_end] = made
+            return cached.by_reasoning_end[outputs.reasoning_end]
 
     # --- compiling ----------------------------------------------------------------------------------
 
-    def _compiled(self, wish: StructuredOutputs) -> _Known:
-        job = _job(wish)
+    def _compiled(self, outputs: StructuredOutputs) -> _CachedGrammar:
+        job = _job(outputs)
         key = (job[0], job[1], *job[2].items())
         with self._lock:
-            found = self._known.get(key)
+            found = self._cache.get(key)
             if found is not None:
-                self._known.move_to_end(key)
+                self._cache.move_to_end(key)
         if found is not None:
             return found
         process = self._set_up()
         import xgrammar
 
         text = process.compile(job, self.seconds)
-        if len(text) > LARGEST:
+        if len(text) > MAX_COMPILED_CHARS:
             raise RequestError(
-                "structured_outputs: it compiles to something too large: make it smaller", PARAM
+                "structured_outputs: the compiled grammar is too large: make it smaller", PARAM
             )
-        known = _Known(xgrammar.CompiledGrammar.deserialize_json(text, self._info))
+        cached = _CachedGrammar(xgrammar.CompiledGrammar.deserialize_json(text, self._info))
         with self._lock:
-            self._known[key] = known
-            size = sum(each.size for each in self._known.values())
-            while len(self._known) > 1 and (len(self._known) > CACHED or size > CACHED_BYTES):
-                size -= self._known.popitem(last=False)[1].size
-        return known
+            self._cache[key] = cached
+            size = sum(each.size for each in self._cache.values())
+            while len(self._cache) > 1 and (
+                len(self._cache) > MAX_CACHED_GRAMMARS or size > MAX_CACHED_BYTES
+            ):
+                size -= self._cache.popitem(last=False)[1].size
+        return cached
 
     def _set_up(self) -> GrammarProcess:
-        """The vocabulary for both sides: the process that compiles and this one, which follows."""
+        """Start the compiler process and load the vocabulary in both processes."""
         with self._lock:
             if self._process is not None:
                 return self._process
@@ -99,10 +102,10 @@ class GrammarCompiler:
             if find_spec("xgrammar") is None:
                 raise RequestError("structured_outputs needs xgrammar: pip install xgrammar", PARAM)
             process = GrammarProcess(vocabulary, self._stops)
-            process.start()  # it loads while this one does
+            process.start()  # loads while this process does
             try:
                 import xgrammar
-            except ImportError as error:  # of something that it needs itself
+            except ImportError as error:  # a dependency of xgrammar is missing
                 process.close()
                 raise RequestError(f"structured_outputs needs xgrammar, and {error}", PARAM) from error
             self._info = xgrammar.TokenizerInfo(
@@ -120,8 +123,8 @@ class GrammarCompiler:
             raise RequestError(
                 "structured_outputs needs an end-of-text token to end with, and this model names none", PARAM
             )
-        silent = tokenizer.special_ids | set(self._stops)
-        return [b"" if i in silent else tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+        without_text = tokenizer.special_ids | set(self._stops)
+        return [b"" if i in without_text else tokenizer.token_bytes(i) for i in range(self._vocab_size)]
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -134,56 +137,56 @@ class GrammarCompiler:
         if end is None:
             return None
         if end not in self._ends:
-            if len(self._ends) >= CACHED:
+            if len(self._ends) >= MAX_CACHED_GRAMMARS:
                 self._ends.clear()
             tokenizer = self._need_tokenizer()
-            said = [tokenizer.token_bytes(i) for i in range(self._vocab_size)]
-            self._ends[end] = ReasoningEnd(end, said)
+            token_bytes = [tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+            self._ends[end] = ReasoningEnd(end, token_bytes)
         return self._ends[end]
 
     def close(self) -> None:
-        """End the process that compiles."""
+        """End the compiler process."""
         if self._process is not None:
             self._process.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CachedGrammar:
     compiled: Any
-    made: dict[str | int | None, TextGrammar] = field(default_factory=dict)  # by the end of the free section
+    by_reasoning_end: dict[str | int | None, TextGrammar] = field(default_factory=dict)  # by reasoning_end
 
     @property
     def size(self) -> int:
         return int(self.compiled.memory_size_bytes)
 
 
-def _job(wish: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
-    """For the process that compiles; what it would silently ignore is refused here."""
-    kind = wish.kind
+def _job(outputs: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
+    """Return the job for the compiler process; refuse keywords that it would silently ignore."""
+    kind = outputs.kind
     whitespace = {
-        "any_whitespace": not wish.disable_any_whitespace,
-        "max_whitespace_cnt": wish.max_whitespace,
+        "any_whitespace": not outputs.disable_any_whitespace,
+        "max_whitespace_cnt": outputs.max_whitespace,
     }
     if kind == "json":
-        assert isinstance(wish.json, str)
-        complaint = not_enforced(json.loads(wish.json))
-        if complaint:
-            raise RequestError(f"structured_outputs: json cannot be used: {complaint}", PARAM)
-        return kind, wish.json, whitespace
+        assert isinstance(outputs.json, str)
+        problem = not_enforced(json.loads(outputs.json))
+        if problem:
+            raise RequestError(f"structured_outputs: json cannot be used: {problem}", PARAM)
+        return kind, outputs.json, whitespace
     if kind == "json_object":
         return kind, "", whitespace
     if kind == "choice":
-        assert wish.choice is not None
-        return "grammar", "root ::= " + " | ".join(map(_literal, wish.choice)), {}
+        assert outputs.choice is not None
+        return "grammar", "root ::= " + " | ".join(map(_literal, outputs.choice)), {}
     if kind == "regex":
-        assert wish.regex is not None
-        return kind, standard(wish.regex), {}
-    assert wish.grammar is not None
-    return kind, wish.grammar, {}
+        assert outputs.regex is not None
+        return kind, to_compiler_dialect(outputs.regex), {}
+    assert outputs.grammar is not None
+    return kind, outputs.grammar, {}
 
 
 def _literal(text: str) -> str:
-    """A text as a string of the grammar's language."""
+    """Return a text as a string literal of the grammar language."""
     out = []
     for c in text:
         if c in '"\\':
@@ -195,11 +198,11 @@ def _literal(text: str) -> str:
     return '"' + "".join(out) + '"'
 
 
-# --- following ------------------------------------------------------------------------------------------
+# --- grammar state ------------------------------------------------------------------------------------------
 
 
 class TextGrammar:
-    """A compiled grammar, perhaps with a free section before it. One for any number of requests."""
+    """Compiled grammar, optionally after an unconstrained section. Shared by any number of requests."""
 
     def __init__(
         self, compiled: Any, vocab_size: int, stops: Sequence[int], end: ReasoningEnd | None
@@ -214,8 +217,10 @@ class TextGrammar:
         return TextGrammarState(self)
 
     def free_mask(self, matched: int, matcher: Any) -> Tensor:
-        """[W] of the free section, `matched` bytes into its end: all, but for tokens that would end it and
-        go on with what the grammar does not begin with."""
+        """Return the mask [W] of the unconstrained section, `matched` bytes into its end.
+
+        It forbids tokens that complete the end and continue with bytes that the grammar cannot begin with.
+        """
         if matched not in self._closed:
             assert self.end is not None
             mask = torch.full((self.words,), -1, dtype=torch.int32)
@@ -230,7 +235,7 @@ class TextGrammar:
 
 
 class TextGrammarState:
-    """Where one request is in its grammar. Every accepted token can be taken back."""
+    """State of one request in its grammar. Every accepted token can be rolled back."""
 
     def __init__(self, grammar: TextGrammar) -> None:
         import xgrammar
@@ -239,12 +244,12 @@ class TextGrammarState:
         self._matcher = xgrammar.GrammarMatcher(grammar.compiled)
         self._row = torch.zeros((1, grammar.words), dtype=torch.int32)
         self._free = grammar.end is not None
-        self._matched = 0  # bytes of the free section's end that were said
-        # what each token did: was it free, how much of the end was matched before it, steps of the matcher
+        self._matched = 0  # bytes of the unconstrained section's end so far
+        # per token: was it unconstrained, bytes of the end matched before it, steps of the matcher
         self._done: list[tuple[bool, int, int]] = []
 
     def fill(self, row: Tensor) -> None:
-        """row [W] int32: bit t % 32 of word t // 32 says whether token t may follow."""
+        """Fill row [W] int32: bit t % 32 of word t // 32 is set if token t may follow."""
         if self._free:
             row.copy_(self._grammar.free_mask(self._matched, self._matcher))
         elif self._matcher.is_terminated():
@@ -253,12 +258,12 @@ class TextGrammarState:
             for token in self._grammar.stops:
                 view[token // 32] |= np.uint32(1 << token % 32)
         else:
-            # into a row of its own: the matcher heeds no strides
+            # into a separate row: the matcher ignores strides
             self._matcher.fill_next_token_bitmask(self._row)
             row.copy_(self._row[0])
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; False, and nothing changes, if it may not follow."""
+        """Advance by a token; return False and change nothing if it may not follow."""
         free, matched, steps = self._free, self._matched, 0
         if free:
             assert self._grammar.end is not None
@@ -280,7 +285,7 @@ class TextGrammarState:
         return True
 
     def rollback(self, count: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last `count` tokens."""
         steps = 0
         for _ in range(count):
             self._free, self._matched, more = self._done.pop()

@@ -1,8 +1,8 @@
-"""JSON schemas: which of them the grammar compiler enforces in full.
+"""JSON schemas: check that the grammar compiler enforces all of a schema.
 
-It ignores some keywords without a word, and an answer that only seems to follow its schema is worse than a
-refusal. So a schema with a keyword that would be ignored is refused here, by name and place; what passes is
-enforced. Annotations (title, default, examples, format where it is unknown, …) constrain nothing and pass.
+The compiler silently ignores some keywords, and an output that only seems to follow its schema is worse than
+a refusal. A schema with a keyword that would be ignored is refused here, with its name and place. Annotations
+(title, default, examples, unknown formats, …) constrain nothing and are accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from draftproof.text.grammar.regex import unsayable
+from draftproof.text.grammar.regex import unescapable_character
 
 _IGNORED = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -24,7 +24,7 @@ _OBJECT = (
     *("propertyNames", "required", "minProperties", "maxProperties"),
 )
 _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# without a type the compiler heeds the first if one of the second says that an array or object is meant
+# without a type the compiler enforces the first if one of the second implies an array or object
 _IMPLIED = (
     (("minItems", "maxItems"), ("items", "prefixItems", "unevaluatedItems")),
     (
@@ -33,7 +33,14 @@ _IMPLIED = (
     ),
 )
 _ASSERTS = {"type", *_NUMBER, *_STRING, *_ARRAY, *_OBJECT}
-_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # what stands beside one of these is ignored
+_EXCLUSIVE = (
+    "$ref",
+    "const",
+    "enum",
+    "anyOf",
+    "oneOf",
+    "allOf",
+)  # other keywords beside one of these are ignored
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _ONE = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
 _SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -46,38 +53,38 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
-_DEEPEST = 200
+_MAX_DEPTH = 200
 
 
 def not_enforced(schema: Any) -> str | None:
-    """What in a schema would not be enforced, and where; None: all of it would."""
-    return next(_complaints(schema, "#", 0), None)
+    """Return the first part of a schema that would not be enforced, with its place; None if there is none."""
+    return next(_problems(schema, "#", 0), None)
 
 
-def _complaints(schema: Any, where: str, depth: int) -> Iterator[str]:
-    if depth > _DEEPEST:
-        yield f"{where}: schemas are nested more than {_DEEPEST} deep"
+def _problems(schema: Any, where: str, depth: int) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        yield f"{where}: schemas are nested more than {_MAX_DEPTH} deep"
         return
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         yield f"{where}: a schema is an object, not {type(schema).__name__}"
         return
-    yield from (f"{where}: {text}" for text in _here(schema))
+    yield from (f"{where}: {text}" for text in _schema_problems(schema))
     for key in _BY_NAME:
         if isinstance(schema.get(key), dict):
             for name, part in schema[key].items():
-                yield from _complaints(part, f"{where}/{key}/{name}", depth + 1)
+                yield from _problems(part, f"{where}/{key}/{name}", depth + 1)
     for key in _ONE:
         if key in schema:
-            yield from _complaints(schema[key], f"{where}/{key}", depth + 1)
+            yield from _problems(schema[key], f"{where}/{key}", depth + 1)
     for key in _SEVERAL:
         if isinstance(schema.get(key), list):
             for number, part in enumerate(schema[key]):
-                yield from _complaints(part, f"{where}/{key}/{number}", depth + 1)
+                yield from _problems(part, f"{where}/{key}/{number}", depth + 1)
 
 
-def _here(schema: dict[str, Any]) -> Iterator[str]:
+def _schema_problems(schema: dict[str, Any]) -> Iterator[str]:
     for key in _IGNORED:
         if key in schema:
             yield f"{key!r} is not supported"
@@ -96,15 +103,15 @@ def _here(schema: dict[str, Any]) -> Iterator[str]:
             yield f"{key!r} is negative"
     named = schema.get("patternProperties")
     for pattern in (schema.get("pattern"), *(named if isinstance(named, dict) else ())):
-        if isinstance(pattern, str) and (character := unsayable(pattern)) is not None:
+        if isinstance(pattern, str) and (character := unescapable_character(pattern)) is not None:
             yield f"a pattern with {character!r}, which JSON writes with a backslash, is not supported"
-    yield from _company(schema)
+    yield from _siblings(schema)
     yield from _typeless(schema)
     yield from _objects(schema)
 
 
-def _company(schema: dict[str, Any]) -> Iterator[str]:
-    alone = [key for key in _ALONE if key in schema]
+def _siblings(schema: dict[str, Any]) -> Iterator[str]:
+    alone = [key for key in _EXCLUSIVE if key in schema]
     if len(alone) > 1:
         yield f"{alone[0]!r} beside {alone[1]!r} is not supported"
     if not alone:
@@ -121,8 +128,8 @@ def _company(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _typeless(schema: dict[str, Any]) -> Iterator[str]:
-    """Bounds are enforced where the type is given, or implied."""
-    if "type" in schema or any(key in schema for key in _ALONE):
+    """Yield bounds without a type: they are enforced only where the type is given or implied."""
+    if "type" in schema or any(key in schema for key in _EXCLUSIVE):
         return
     for key in (*_NUMBER, *_STRING):
         if key in schema:
@@ -148,8 +155,8 @@ def _objects(schema: dict[str, Any]) -> Iterator[str]:
     for key in ("additionalProperties", "unevaluatedProperties"):
         if "propertyNames" in schema and schema.get(key) is False:
             yield f"{key!r}: false beside 'propertyNames' would be ignored: list the 'properties' instead"
-    least = schema.get("minProperties", 0)
-    if isinstance(least, int) and least > len(listed):  # a key may be written twice
+    minimum = schema.get("minProperties", 0)
+    if isinstance(minimum, int) and minimum > len(listed):  # a key may be written twice
         yield "'minProperties' beyond the listed 'properties' is not supported"
 
 

@@ -1,7 +1,7 @@
-"""The process that compiles grammars, as seen from here: a job goes out, a grammar comes back, in time.
+"""Client of the process that compiles grammars.
 
-What is guaranteed: a job is answered or refused within its seconds (the start of the process, once, comes on
-top), takes no more than the worker's memory limit where the system can hold one, and can crash nothing here.
+Guarantees: a job is compiled or refused within its time limit (plus the start of the process, once); it takes
+no more than the worker's memory limit where the system supports one; it cannot crash this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Job = tuple[str, str, dict[str, Any]]  # kind, source, options
 
 
 class GrammarProcess:
-    """One worker, started when it is first needed and again after it had to be killed. Thread-safe."""
+    """Worker process, started at first use and again after it was killed. Thread-safe."""
 
     def __init__(self, vocabulary: Sequence[bytes], stops: Sequence[int]) -> None:
         self._tokens = list(vocabulary), list(stops)
@@ -33,19 +33,19 @@ class GrammarProcess:
         self._worker: _Worker | None = None
 
     def start(self) -> None:
-        """Ahead of the first job; does not wait."""
+        """Start the worker before the first job, without waiting for it."""
         with self._lock:
             self._running()
 
     def compile(self, job: Job, seconds: float) -> str:
-        """The compiled grammar, serialised; RequestError if there is none within `seconds`."""
+        """Return the compiled grammar, serialized; RequestError if it fails or exceeds `seconds`."""
         if not self._lock.acquire(timeout=START_SECONDS + seconds):
             raise RequestError("grammars of other requests are being compiled: try again later", PARAM)
         try:
             worker = self._running()
             try:
                 worker.ready()
-                status, text = worker.ask(job, seconds)
+                status, text = worker.run(job, seconds)
                 if status == "broke":
                     raise EOFError
             except (queue.Empty, EOFError, OSError) as error:
@@ -55,7 +55,7 @@ class GrammarProcess:
         finally:
             self._lock.release()
         if status != "made":
-            raise RequestError(f"structured_outputs: {job[0]} cannot be used: {tidied(text)}", PARAM)
+            raise RequestError(f"structured_outputs: {job[0]} cannot be used: {short_message(text)}", PARAM)
         return text
 
     def close(self) -> None:
@@ -75,13 +75,13 @@ class GrammarProcess:
 
 class _Worker:
     def __init__(self, tokens: tuple[list[bytes], list[int]]) -> None:
-        # -P: the worker's own folder is no place to import from
+        # -P: do not import from the worker's own folder
         command = [sys.executable, "-P", str(Path(grammar_worker.__file__))]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self._answers: queue.Queue[tuple[str, str] | None] = queue.Queue()
-        self._told = False
-        threading.Thread(target=_read, args=(self._process, self._answers), daemon=True).start()
+        self._replies: queue.Queue[tuple[str, str] | None] = queue.Queue()
+        self._is_ready = False
+        threading.Thread(target=_read, args=(self._process, self._replies), daemon=True).start()
         self.close = weakref.finalize(self, _end, self._process)
         self._send(tokens)
 
@@ -90,14 +90,14 @@ class _Worker:
         return self._process.poll() is None
 
     def ready(self) -> None:
-        if self._told:
+        if self._is_ready:
             return
         status, text = self._receive(START_SECONDS)
         if status != "ready":
             raise OSError(f"the grammar compiler does not start: {text}")
-        self._told = True
+        self._is_ready = True
 
-    def ask(self, job: Job, seconds: float) -> tuple[str, str]:
+    def run(self, job: Job, seconds: float) -> tuple[str, str]:
         self._send(job)
         return self._receive(seconds)
 
@@ -106,28 +106,28 @@ class _Worker:
         grammar_worker.write_frame(self._process.stdin, value)
 
     def _receive(self, seconds: float) -> tuple[str, str]:
-        answer = self._answers.get(timeout=seconds)
-        if answer is None:
+        reply = self._replies.get(timeout=seconds)
+        if reply is None:
             raise EOFError
-        return answer
+        return reply
 
 
-def _read(process: subprocess.Popen[bytes], answers: queue.Queue[tuple[str, str] | None]) -> None:
-    """A thread's life: reading with a time limit works on no system's pipes, waiting for a queue on all."""
+def _read(process: subprocess.Popen[bytes], replies: queue.Queue[tuple[str, str] | None]) -> None:
+    """Read replies in a thread: a queue can be read with a time limit, a pipe not on every system."""
     assert process.stdout is not None
     with process.stdout as stream:
         try:
             while True:
-                answers.put(grammar_worker.read_frame(stream))
+                replies.put(grammar_worker.read_frame(stream))
         except (EOFError, OSError, ValueError):
-            answers.put(None)
+            replies.put(None)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     if process.stdin is not None:
-        with contextlib.suppress(OSError):  # what it was not told any more
+        with contextlib.suppress(OSError):  # unsent data
             process.stdin.close()
 
 
@@ -137,13 +137,15 @@ def _why(error: Exception, seconds: float) -> str:
             f"structured_outputs: it takes longer than {seconds:g} s to compile: make it smaller, "
             "for example by lower bounds on repetitions and fewer alternatives"
         )
-    if isinstance(error, (EOFError, BrokenPipeError)):  # it ended before its answer, or before all was asked
+    if isinstance(
+        error, (EOFError, BrokenPipeError)
+    ):  # it ended before its reply, or before it had read the job
         return "structured_outputs: the compiler broke over it (too much memory, or nesting): make it smaller"
     return str(error)
 
 
-def tidied(text: str) -> str:
-    """What the compiler says, without its file names, times and the whole source again."""
+def short_message(text: str) -> str:
+    """Return the first line of a compiler message without file names, times and the source."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     first = lines[0] if lines else "no reason given"
     head, _, rest = first.partition("] ")

@@ -1,4 +1,4 @@
-"""Where a free section of an answer ends: at a token, or at a text that may be spread over several."""
+"""End of an unconstrained section of an output: a token, or a text that may span several tokens."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections.abc import Sequence
 
 
 class ReasoningEnd:
-    """Follows the output's bytes until the end has been said."""
+    """Matcher of the section's end over the bytes of the output."""
 
-    def __init__(self, end: int | str, said: Sequence[bytes]) -> None:
-        """`said`: what each token adds to the text."""
+    def __init__(self, end: int | str, token_bytes: Sequence[bytes]) -> None:
+        """Take the end and the bytes that each token adds to the text."""
         self._token = end if isinstance(end, int) else -1
         self._text = end.encode() if isinstance(end, str) else b""
-        self._said = said
+        self._token_bytes = token_bytes
         self._fallback = _prefix_function(self._text)
         self._overshooting: dict[int, list[tuple[int, bytes]]] = {}
 
     def advance(self, matched: int, token: int) -> tuple[int, bytes | None]:
-        """After `matched` bytes of the end, and this token: how many then, and what follows the end if it
-        came (None: it did not)."""
+        """Advance by a token after `matched` bytes of the end.
+
+        Return the bytes matched then, and the bytes after the end (None if it is not complete).
+        """
         if not self._text:
             return 0, b"" if token == self._token else None
-        data = self._said[token]
+        data = self._token_bytes[token]
         for at, byte in enumerate(data):
             while matched and self._text[matched] != byte:
                 matched = self._fallback[matched - 1]
@@ -31,11 +33,11 @@ class ReasoningEnd:
         return matched, None
 
     def overshooting(self, matched: int) -> list[tuple[int, bytes]]:
-        """Tokens that hold the end and more, `matched` bytes into it, and what is more."""
+        """Return the tokens that complete the end and continue, with the bytes that follow it."""
         if matched not in self._overshooting:
             found = []
             last = self._text[-1:]
-            for token, data in enumerate(self._said):
+            for token, data in enumerate(self._token_bytes):
                 if last and last in data[:-1]:
                     _, rest = self.advance(matched, token)
                     if rest:
@@ -45,7 +47,7 @@ class ReasoningEnd:
 
 
 def _prefix_function(text: bytes) -> list[int]:
-    """For every prefix, the length of its longest proper beginning that is also its end."""
+    """Return, for each prefix, the length of its longest proper prefix that is also its suffix."""
     out = [0] * len(text)
     for at in range(1, len(text)):
         size = out[at - 1]

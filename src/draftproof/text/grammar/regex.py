@@ -1,8 +1,8 @@
-"""Regular expressions, where the grammar compiler reads them otherwise than everybody else.
+"""Regular expressions: differences between the grammar compiler's dialect and the usual one.
 
-What the pattern of a JSON string says it puts between two quotation marks as it is. A character that JSON
-writes with a backslash would end the string or break it; from sets the compiler leaves such characters out,
-but not where a pattern names them.
+The compiler puts the pattern of a JSON string between two quotation marks unchanged. A character that JSON
+escapes with a backslash would end or break the string. The compiler excludes such characters from sets, but
+not where a pattern names them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\})")
 _NAMED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b", "0": "\0"}
-_SETS = "dDwWsSpPbBk123456789"  # or places, or groups
+_SETS = "dDwWsSpPbBk123456789"  # character classes, anchors and group references
 
 
-def standard(regex: str) -> str:
-    """The same for a compiler whose '.' is a newline too and whose codes take any number of digits."""
+def to_compiler_dialect(regex: str) -> str:
+    """Rewrite a regex for the compiler, whose '.' matches newlines and whose codes have any length."""
     out: list[str] = []
     at, inside = 0, False
     while at < len(regex):
@@ -33,8 +33,8 @@ def standard(regex: str) -> str:
     return "".join(out)
 
 
-def unsayable(pattern: str) -> str | None:
-    """The first character that it asks for and that no JSON string holds as it is."""
+def unescapable_character(pattern: str) -> str | None:
+    """Return the first character that a pattern requires and that JSON must escape."""
     at, inside, negated = 0, False, False
     while at < len(pattern):
         if not inside and pattern[at] == "[":
@@ -47,14 +47,14 @@ def unsayable(pattern: str) -> str | None:
         character, at = _read(pattern, at, inside)
         if inside and pattern[at : at + 1] == "-" and pattern[at + 1 : at + 2] not in ("", "]"):
             last, at = _read(pattern, at + 1, inside)
-            character = character if _is_escaped(last) else None  # something else lies between the two
+            character = character if _is_escaped(last) else None  # a range that contains other characters
         if not negated and _is_escaped(character):
             return character
     return None
 
 
 def _read(pattern: str, at: int, inside: bool) -> tuple[str | None, int]:
-    """The character that begins at `at`, None if it stands for several, and where the next begins."""
+    """Return the character at `at` (None for a class of characters) and the index of the next."""
     name = pattern[at + 1 : at + 2]
     if pattern[at] != "\\" or not name:
         return pattern[at], at + 1

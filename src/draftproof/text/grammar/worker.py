@@ -1,9 +1,9 @@
-"""Compiles grammars in a process of its own, which can be killed: a schema may explode, the server may not.
+"""Grammar compiler process. It can be killed when a schema takes too much time or memory.
 
-Run as a script, by its path: nothing but the compiler is imported. Frames on stdin and stdout are a length
-and a pickle; first the vocabulary comes in, then one job after another.
+Run as a script by its path, so that only the compiler is imported. Frames on stdin and stdout are a length
+and a pickle: first the vocabulary, then one job after another.
 
-Whatever the compiler warns of is a refusal: it warns where it ignores a part of a grammar.
+A warning of the compiler is a refusal: it warns where it ignores a part of a grammar.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 import tempfile
 from typing import IO, Any
 
-MEMORY = 4 << 30  # bytes that a compilation may take
+MAX_COMPILE_BYTES = 4 << 30
 # A character of a string whose length is bounded, as the compiler writes it: control characters, which no
-# JSON text may have in a string, are among them. So they are taken out.
+# JSON text may have in a string, are among them and are removed here.
 LOOSE, TIGHT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
-SECONDS = 60  # that one may take; whoever asked has given up by then, or is gone
+MAX_COMPILE_SECONDS = 60  # longer than any client waits
 
 
 def read_frame(stream: IO[bytes]) -> Any:
@@ -38,13 +38,13 @@ def write_frame(stream: IO[bytes], value: Any) -> None:
 
 
 def _limit_memory() -> None:
-    """Where the system can: then a compilation that wants too much fails by itself."""
+    """Set a memory limit where the system supports one; a compilation beyond it fails by itself."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_COMPILE_BYTES, used + MAX_COMPILE_BYTES))
 
 
 def _build(xgrammar: Any, info: Any, kind: str, source: str, options: dict[str, Any]) -> Any:
@@ -61,23 +61,23 @@ def _build(xgrammar: Any, info: Any, kind: str, source: str, options: dict[str, 
     return compiler.compile_lark(source)
 
 
-def _says_something(xgrammar: Any, info: Any, made: Any) -> bool:
+def _allows_a_token(xgrammar: Any, info: Any, made: Any) -> bool:
     mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
     xgrammar.GrammarMatcher(made).fill_next_token_bitmask(mask)
     return bool(mask.any())
 
 
-def _answer(
+def _compile(
     xgrammar: Any, info: Any, job: tuple[str, str, dict[str, Any]], log: IO[bytes]
 ) -> tuple[str, str]:
     log.seek(0)
     log.truncate()
-    signal.alarm(SECONDS)  # the signal ends this process
+    signal.alarm(MAX_COMPILE_SECONDS)  # the signal ends this process
     try:
         made = _build(xgrammar, info, *job)
-        if not _says_something(xgrammar, info, made):
-            return "refused", "no text of this vocabulary begins as it wants"
-    except Exception as error:  # whatever the compiler raises is about this grammar
+        if not _allows_a_token(xgrammar, info, made):
+            return "refused", "no token of this vocabulary can begin it"
+    except Exception as error:  # any exception of the compiler concerns this grammar
         full = isinstance(error, MemoryError) or "bad_alloc" in str(error)
         return "broke" if full else "refused", str(error)
     finally:
@@ -93,7 +93,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - for the life of the process
     os.dup2(log.fileno(), 2)
-    os.dup2(log.fileno(), 1)  # the compiler may print: the answers' pipe is kept clean
+    os.dup2(log.fileno(), 1)  # the compiler may print: keep the pipe of replies clean
     vocabulary, stops = read_frame(sys.stdin.buffer)
     try:
         import xgrammar
@@ -108,8 +108,8 @@ def main() -> None:
     write_frame(out, ("ready", ""))
     status = ""
     with contextlib.suppress(EOFError):
-        while status != "broke":  # what is left of the memory is no place for the next job
-            status, text = _answer(xgrammar, info, read_frame(sys.stdin.buffer), log)
+        while status != "broke":  # too little memory is left for the next job
+            status, text = _compile(xgrammar, info, read_frame(sys.stdin.buffer), log)
             write_frame(out, (status, text))
 
 
