@@ -69,7 +69,7 @@ class Meter:
         self.machine, self.k, loop = machine, k, llm.engine.loop
         self.drafting, self.scheduler = loop.device.drafting, loop.scheduler
         self.clock = self.spent = self.steps = self.rounds = 0.0
-        each = {machine.batch: machine.drafts} if self.drafting.follows_rows else {}
+        each = {machine.batch: machine.drafts} if self.drafting.runs_every_step else {}
         self._draw = np.random.default_rng(5)
         self._took: dict[int, float] = {}  # by what ran, until it is read
         if machine.ahead:
@@ -79,7 +79,7 @@ class Meter:
         dear = RowCosts(machine.steps, not machine.ahead, learns=machine.ahead, asking=each, rounds=rounds)
         sunk = loop.scheduler.drafts_before_plan
         loop.scheduler.budgets.costs = machine.costs if sunk else dear
-        self.weighs = llm.engine.loop.proposer is not None and llm.engine.loop.proposer.weighed >= 0
+        self.weighs = llm.engine.loop.proposer is not None and llm.engine.loop.proposer.model_source >= 0
         if machine.ahead and not self.weighs:
             loop.asking = None  # a head alone is asked by the budgets there
         if loop.asking is not None:
@@ -110,7 +110,7 @@ class Meter:
         self.idle = False
         ran = self._run(planned, budget, *more)
         drafts = 0.0
-        if self.drafting.follows_rows:
+        if self.drafting.runs_every_step:
             asked = self._asked(planned, budget)
             each = self.machine.idle if self.idle else self.machine.drafts
             drafts = self.machine.keeps + each * asked / self.k

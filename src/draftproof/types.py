@@ -156,6 +156,16 @@ class StepFeatures(NamedTuple):  # hashed in every step: a dataclass would take 
     needs_draft_logprobs: bool = False  # some requests report the drafters' logprobs
 
 
+class DraftCosts(NamedTuple):
+    """Costs of drafting in tokens: what the engine commits in that time. Zeros: they are not weighed."""
+
+    round: float = 0.0  # one round of the draft model for all entries
+    row: float = 0.0  # one more row in the next step
+
+
+NO_DRAFT_COSTS = DraftCosts()
+
+
 class DraftSpec(NamedTuple):
     """What a proposer with a model computes after a step; part of the key of captured drafts."""
 
@@ -170,7 +180,7 @@ class DraftSpec(NamedTuple):
 class DeviceBatch:
     """What a graph_safe proposer sees after a commit, with no host between: columns of B entries.
 
-    One that follows the rows (`Proposer.follows_rows`) is also given the step that was committed.
+    One that follows the rows (`Proposer.runs_every_step`) is also given the step that was committed.
     """
 
     columns: SlotColumns
@@ -180,9 +190,8 @@ class DeviceBatch:
     rows: Rows | None = None  # [R] of the step, with the drafts that it verified
     features: Tensor | None = None  # [R, n * hidden]: of each row the n that the proposer wants, side by side
     spec: DraftSpec | None = None
-    price: float = 0.0  # of a round of a model, in tokens; 0: it is not to be weighed
-    verify: float = 0.0  # likewise of a row more in the next step
-    begun: Any = None  # what `DeviceProposer.begin` has made for it
+    costs: DraftCosts = NO_DRAFT_COSTS  # with costs a draft model stops when a round is not worth its cost
+    begun: Any = None  # result of `DeviceProposer.begin`
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def build(backend="faulty:FaultyOps", steps=0, **options):
     """`steps`: so many are under way at most; 1: each is read before the next is planned."""
     options |= {"overlap": steps > 1} if steps else {}
     target = tiny.engine(backend=backend, **{"speculative": SPEC, "page_size": 8, **options})
-    target.loop.pacing.shallow = max(2, steps)
+    target.loop.policy.run_ahead.min_depth = max(2, steps)
     return target, target.ops
 
 

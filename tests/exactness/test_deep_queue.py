@@ -12,8 +12,7 @@ import pytest
 
 from async_serving import ASKS, check_left, facts
 from covering import pairwise
-from draftproof.engine.drafting.draft_gate import Asking
-from draftproof.engine.drafting.run_ahead import Pacing
+from draftproof.engine.drafting.run_ahead import RunAhead
 from draftproof.engine.drafting.token_feedback import Lessons
 from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
@@ -28,19 +27,19 @@ from exact_matrix import TRAFFIC, named
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch):
     """What is done when there is time is done in every step, however busy this machine is."""
-    monkeypatch.setattr(Pacing, "has_time", True)
+    monkeypatch.setattr(RunAhead, "is_device_busy", lambda self, now: True)
 
 
 @pytest.fixture(params=[3, 4])
 def depth(request, monkeypatch):
     """All engines that are built meanwhile have so many under way."""
-    whole = Pacing.__init__
+    whole = RunAhead.__init__
 
-    def deep(self: Pacing, *arguments: Any) -> None:
+    def deep(self: RunAhead, *arguments: Any) -> None:
         whole(self, *arguments)
-        self.shallow = self.deep = request.param
+        self.min_depth = self.max_depth = request.param
 
-    monkeypatch.setattr(Pacing, "__init__", deep)
+    monkeypatch.setattr(RunAhead, "__init__", deep)
     return request.param
 
 
@@ -184,7 +183,7 @@ def taught(depth: int) -> Turns:
     engine = Where(backend="test_deep_queue:InTurn").engine(
         spec, overlap=True, max_num_seqs=2, page_size=8, max_num_batched_tokens=64
     )
-    engine.loop.pacing.shallow = depth
+    engine.loop.policy.run_ahead.min_depth = depth
     turns = Turns(engine)
     options = ["ignore_eos", "stop_ids", "eos", "max_tokens"]
     asks = [Ask(i, options[i % 4], (0.0, 1.0)[i % 2], length=6 + i, prompt=False) for i in range(10)]
@@ -226,27 +225,13 @@ def test_an_engine_that_is_late_queues_three_by_itself(most):
     engine = Where(backend="test_deep_queue:InTurn").engine({"method": "ngram"}, overlap=True)
     asks = [Ask(i, "ignore_eos", 1.0, length=9 + i, prompt=False) for i in range(3)]
     assert Company(asks, Where(), {"method": "ngram"}, engine=engine).differences() == []
-    assert engine.loop.pacing.depth == 3 == max(most) and 2 in most
+    assert engine.loop.policy.run_ahead.depth == 3 == max(most) and 2 in most
 
 
-def test_what_the_loop_tells_and_when(depth, monkeypatch):
-    """A hybrid is told how often the host would be late, and whoever comes next is read meanwhile."""
-    told, read, weigh, meanwhile = [], [], Asking.weigh, Scheduler.meanwhile
-
-    def weighed(self: Asking, planned: Any, budget: Any, late: float) -> None:
-        told.append(late)
-        weigh(self, planned, budget, late)
-
-    monkeypatch.setattr(Asking, "weigh", weighed)
+def test_loop_does_idle_work_while_steps_are_in_flight(depth, monkeypatch):
+    read, meanwhile = [], Scheduler.meanwhile
     monkeypatch.setattr(Scheduler, "meanwhile", lambda self: read.append(1) or meanwhile(self))
-    paced = Pacing.__init__
-
-    def late(self: Pacing, *arguments: Any) -> None:
-        paced(self, *arguments)
-        self.spare = 0.25
-
-    monkeypatch.setattr(Pacing, "__init__", late)
     asks = [Ask(i, "none", 0.0, length=20 + i, prompt=False) for i in range(6)]
     spec = {"method": "hybrid", "num_speculative_tokens": 3}
     assert Company(asks, Where(), spec, overlap=True).differences() == []
-    assert read and set(told) == {0.25}
+    assert read

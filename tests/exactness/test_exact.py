@@ -31,7 +31,7 @@ from exact_matrix import (
 
 METHODS = [*PROPOSERS, *MADE_UP]
 DANGEROUS = {name: FACTORS[name] for name in ("strategy", "k", "temperature")}
-FOLLOW = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").follows_rows]
+FOLLOW = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").runs_every_step]
 FOLLOW += ["hybrid"]  # with models of their own
 DEVICE = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").graph_safe] + SCRIPTED
 AHEAD = pairwise({**FACTORS, "option": FREE, "method": DEVICE, "overlap": [True]})

@@ -13,7 +13,7 @@ import heads
 import proposers
 from distribution import ALLOWED, ALPHA, engine_law, p_value
 from draftproof.propose.draft_model import DraftModelProposer
-from draftproof.propose.draft_rounds import Rounds
+from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.propose.head import MtpProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
@@ -125,13 +125,13 @@ def test_rejection_keeps_the_law(sampling):
 
 
 def test_control_a_law_that_is_not_the_drafts(monkeypatch):
-    take = Rounds.take
+    take = DraftRounds.sample
 
     def lies(self: Any, j: int, logits: Any) -> None:
         take(self, j, logits)
         self._probs[-1] = torch.full_like(self._probs[-1], 1 / logits.shape[1])
 
-    monkeypatch.setattr(Rounds, "take", lies)
+    monkeypatch.setattr(DraftRounds, "sample", lies)
     with pytest.raises(AssertionError):
         test_rejection_keeps_the_law("shared")
 

@@ -16,7 +16,7 @@ import heads
 from covering import pairwise
 from draftproof.errors import ConfigError
 from draftproof.propose.draft_model import DraftModelProposer
-from draftproof.propose.draft_rounds import Rounds
+from draftproof.propose.draft_rounds import DraftRounds
 from exact import OPTIONS, Ask, Company, Where
 
 FACTORS = {
@@ -136,35 +136,37 @@ def test_captured_at_start(method):
 @pytest.mark.parametrize("bug", ["position", "noise", "page", "token", "newest", "chunk"])
 def test_control_what_a_slip_costs(bug, monkeypatch):
     """No output changes, but drafts fall."""
-    rows, take, behind = Rounds.rows, Rounds.take, DraftModelProposer._behind
+    rows, take, behind = DraftRounds.rows, DraftRounds.sample, DraftModelProposer._committed_rows
     if bug == "position":
-        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions - 1))
+        monkeypatch.setattr(
+            DraftRounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions - 1)
+        )
     if bug == "noise":
-        monkeypatch.setattr(Rounds, "take", lambda self, j, x: take(_later(self), j, x))
+        monkeypatch.setattr(DraftRounds, "sample", lambda self, j, x: take(_later(self), j, x))
     if bug == "page":
-        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), kv_index=rows(*a).kv_index * 0))
+        monkeypatch.setattr(DraftRounds, "rows", lambda *a: replace(rows(*a), kv_index=rows(*a).kv_index * 0))
     if bug == "token":
-        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens + 1))
+        monkeypatch.setattr(DraftRounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens + 1))
     if bug == "newest":  # it does not see the token that came last
 
         def late(self, batch):
             made, last = behind(self, batch)
             return made, (last - 1).clamp(min=0)
 
-        monkeypatch.setattr(DraftModelProposer, "_behind", late)
+        monkeypatch.setattr(DraftModelProposer, "_committed_rows", late)
     if bug == "chunk":  # what a prompt's chunk begins with is taken for known
 
         def skips(self, batch):
             return behind(self, replace(batch, chunk=torch.zeros_like(batch.chunk)))
 
-        monkeypatch.setattr(DraftModelProposer, "_behind", skips)
+        monkeypatch.setattr(DraftModelProposer, "_committed_rows", skips)
     assert fallen(serve(PLAIN | {"temperature": 1.0, "chunk": 8}), False)[1]
 
 
-def _later(rounds: Rounds) -> Rounds:
+def _later(rounds: DraftRounds) -> DraftRounds:
     if not hasattr(rounds, "was"):
         rounds.was = True  # type: ignore[attr-defined]
-        rounds.ahead = replace(rounds.ahead, output_index=rounds.ahead.output_index + 1)
+        rounds.draft_rows = replace(rounds.draft_rows, output_index=rounds.draft_rows.output_index + 1)
     return rounds
 
 

@@ -18,7 +18,7 @@ from audited_head import Audited
 from covering import pairwise
 from draftproof.errors import ConfigError, LoadError
 from draftproof.ops.cpu.draft_rounds import CpuRounds
-from draftproof.propose.draft_rounds import Rounds
+from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.propose.head import Eagle3Proposer, EagleProposer, MtpProposer
 from exact import OPTIONS, Ask, Company, Where
 
@@ -118,7 +118,7 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
     monkeypatch.setattr(CpuRounds, "shift_rows", broken)
     if bug == "keeps":  # the features of the step before
         kept = monkeypatch.setattr(
-            "draftproof.engine.drafting.device_proposer.Drafting.keep", lambda self, *rows: None
+            "draftproof.engine.drafting.device_proposer.DraftRunner.store_features", lambda self, *rows: None
         )
         assert kept is None
     with pytest.raises(AssertionError, match="differs"):
@@ -182,18 +182,20 @@ def test_a_head_that_is_the_model_is_always_right(perfect, temperature, how):
 @pytest.mark.parametrize("bug", ["position", "noise", "token"])
 def test_control_rounds_that_slip(perfect, bug, monkeypatch):
     """Outputs stay the same, but drafts fall."""
-    rows, windows = Rounds.rows, Rounds.windows
+    rows, windows = DraftRounds.rows, DraftRounds.windows
     if bug == "position":
-        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions + 1))
+        monkeypatch.setattr(
+            DraftRounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions + 1)
+        )
     if bug == "token":
-        monkeypatch.setattr(Rounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens // 2))
+        monkeypatch.setattr(DraftRounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens // 2))
     if bug == "noise":
 
         def other(self: Any, j: int) -> Any:
             made = windows(self, j)
             return replace(made, columns=replace(made.columns, seed=made.columns.seed + 1))
 
-        monkeypatch.setattr(Rounds, "windows", other)
+        monkeypatch.setattr(DraftRounds, "windows", other)
     drafted, accepted = drafts_of(perfect, 1.0, chunk=16)
     assert accepted < 0.9 * drafted
 

@@ -89,7 +89,7 @@ def test_a_search_must_be_better_than_a_model_that_drafts_for_many(entries, pric
     columns = lines(proposer.env.ops, 4, [[5, 6, 7]] * entries)
     slots, full = torch.arange(entries), torch.full((entries,), 4)
     batch = DeviceBatch(columns, slots, full, price=price)
-    proposer.weighed = weighed
+    proposer.model_source = weighed
 
     def taken(*said):
         nothing = torch.zeros((2, entries, 3), dtype=torch.int64)
@@ -155,7 +155,7 @@ def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     calls = []
 
     class Model(proposers.DevicePerfect):
-        ends_chains = short == "chains"
+        stops_early = short == "chains"
 
         def draft(self, batch):
             return Draft(torch.tensor([[11, 12, 13, 14]]), batch.budget.clone())
@@ -167,7 +167,7 @@ def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     limit = {"num_speculative_tokens": 2} if short == "limit" else {}
     members = [{**PERFECT, **limit}, SUFFIX, *([NGRAM] if short == "another" else [])]
     proposer = make(HybridProposer, proposers=members, k=4)
-    proposer.members[0], proposer.weighed = Model(proposer.env, {}), 0
+    proposer.members[0], proposer.model_source = Model(proposer.env, {}), 0
     columns = lines(proposer.env.ops, 4, [[*range(20, 40)], [7]])
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]), price=0.4 * (short == "price"))
     drafts = proposer.draft(replace(batch, spec=DraftSpec(2 if short == "rounds" else 4)))
@@ -197,7 +197,7 @@ def drafts_made(*order, count=2, chains=True):
     params = SamplingParams(max_tokens=50, ignore_eos=True, include_draft_logprobs=True, temperature=0.3)
     engine = tiny.engine(speculative=spec)
     for member in engine.loop.proposer.members:
-        member.ends_chains &= chains
+        member.stops_early &= chains
     records = tiny.run(engine, [tiny.request(i, params) for i in range(count)])
     steps = [step for record in records.values() for step in record.steps]
     return [[(draft.token_id, draft.source) for draft in step.drafts or []] for step in steps]
@@ -206,17 +206,17 @@ def drafts_made(*order, count=2, chains=True):
 @pytest.mark.parametrize("order", [("head", "suffix"), ("suffix", "head")], ids=" ".join)
 def test_drafts_of_a_model_that_would_lose_are_not_made(order, monkeypatch):
     """What is taken stays the same, as if it had made them all."""
-    made, spared, whole = drafts_made(*order), [], HybridProposer._unbeaten
+    made, spared, whole = drafts_made(*order), [], HybridProposer._winning_budget
 
     def all_of_it(hybrid, batch, found):
         spared.append(int((whole(hybrid, batch, found) < batch.budget).sum()))
         return batch.budget
 
     with monkeypatch.context() as patch:
-        patch.setattr(HybridProposer, "_unbeaten", all_of_it)
+        patch.setattr(HybridProposer, "_winning_budget", all_of_it)
         assert drafts_made(*order) == made and sum(spared) > 20
     assert {source for step in made for _, source in step} == {"mtp", "suffix"}
-    monkeypatch.setattr(HybridProposer, "_unbeaten", lambda hybrid, batch, found: 0 * batch.budget)
+    monkeypatch.setattr(HybridProposer, "_winning_budget", lambda hybrid, batch, found: 0 * batch.budget)
     assert drafts_made(*order) != made  # negative control: the winner is spared
 
 
@@ -240,7 +240,7 @@ def test_laws_of_drafts_are_those_of_whoever_made_them():
     chosen = Draft(
         torch.tensor([[1, 2], [7, 8]]), torch.tensor([2, 2]), sources=torch.tensor([[0, 1], [1, 1]])
     )
-    probs = proposer._with_thoughts(chosen, [mine, theirs], torch.tensor([1, 2])).probs
+    probs = proposer._attach_draft_info(chosen, [mine, theirs], torch.tensor([1, 2])).probs
     assert torch.equal(probs[0, 0], law[0, 0])
     certain = torch.nn.functional.one_hot(torch.tensor([2, 7, 8]), tiny.VOCAB).float()
     assert torch.equal(torch.stack([probs[0, 1], probs[1, 0], probs[1, 1]]), certain)
@@ -251,7 +251,7 @@ def test_laws_of_drafts_are_those_of_whoever_made_them():
 
 def test_it_is_what_its_members_are():
     both = make(HybridProposer, proposers=[NGRAM, SUFFIX])
-    assert both.sources == ("ngram", "suffix") and both.cheap and both.learns and not both.follows_rows
+    assert both.sources == ("ngram", "suffix") and both.is_free and both.learns and not both.runs_every_step
     assert HybridProposer.storage({"proposers": [NGRAM, SUFFIX]}, None, None) == SuffixProposer.storage(
         {}, None, None
     )

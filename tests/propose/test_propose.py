@@ -9,9 +9,8 @@ import torch
 
 import tiny
 from draftproof.errors import ConfigError
-from draftproof.propose import ngram_sizes
-from draftproof.propose.ngram import NgramProposer
-from draftproof.propose.prediction import GivenProposer, _Cursor
+from draftproof.propose.ngram import NgramProposer, match_lengths
+from draftproof.propose.prediction import GivenProposer, PredictionCursor
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, FinishStatus, ProposeBatch
 from exact import Ask, Company, Where, solo
@@ -123,7 +122,7 @@ def test_the_proposer_asks_the_op_with_its_sizes():
 
 def test_sizes():
     def of(low=None, high=None):
-        return ngram_sizes({"prompt_lookup_min": low, "prompt_lookup_max": high})
+        return match_lengths({"prompt_lookup_min": low, "prompt_lookup_max": high})
 
     assert of() == (2, 5) and of(3) == (3, 5) and of(7) == (7, 7) and of(None, 1) == (1, 1)
     for low, high in ((0, 3), (4, 3), (True, 3), (1, 65), ("2", 3)):
@@ -197,7 +196,7 @@ def test_a_prediction_is_searched_by_the_rule(smallest, largest):
     chance = random.Random(smallest)
     for _ in range(200):
         prediction = [chance.randrange(4) for _ in range(chance.randint(1, 14))]
-        cursor = _Cursor(prediction, 0, smallest, largest)
+        cursor = PredictionCursor(prediction, 0, smallest, largest)
         said, at, left = [], 0, 0
         for _ in range(12):
             said.append(chance.randrange(4))
@@ -212,8 +211,10 @@ def test_a_prediction_is_searched_by_the_rule(smallest, largest):
                     if found:
                         at = next((e for e in found if e >= left), found[-1])
                         break
-            cursor.follow(said[-1:])
-            assert cursor.at == at and cursor.ahead(3) == ([] if at is None else prediction[at : at + 3])
+            cursor.advance(said[-1:])
+            assert cursor.position == at and cursor.next_tokens(3) == (
+                [] if at is None else prediction[at : at + 3]
+            )
 
 
 def test_no_prediction_no_drafts():

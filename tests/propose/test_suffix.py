@@ -15,8 +15,7 @@ from draftproof.ops import resolve
 from draftproof.ops.contract.draft_search import HASHED_NGRAM_SIZES, MAX_MATCH_TOKENS, SuffixOptions
 from draftproof.propose import suffix_pool as pools
 from draftproof.propose.suffix import SuffixProposer
-from draftproof.propose.suffix_pool import BODY, NOBODY, WIDE, Pool, owner_of
-from draftproof.propose.suffix_pool_index import index
+from draftproof.propose.suffix_pool import BODY_TOKENS, LINE_TOKENS, NO_OWNER, Pool, index_lines, owner_of
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch
 from exact import Ask, Company, Where, solo
@@ -41,16 +40,16 @@ class Told:
 
     def __init__(self, num_lines=4, ttl=60.0):
         self.clock = Clock()
-        self.pool = Pool(OPS, 2, num_lines * WIDE, ttl, self.clock)
+        self.pool = Pool(OPS, 2, num_lines * LINE_TOKENS, ttl, self.clock)
 
     def tell(self, ids, salt=None, begin=2):
-        self.pool.tell(salt, np.array(ids), begin)
+        self.pool.add(salt, np.array(ids), begin)
         self.pool.send()
         self.pool.send()
 
     def guess(self, text, salt=None, k=6, rule=RULE, begun=()):
         """Drafts after this text."""
-        self.pool.seat(1, salt)
+        self.pool.set_owner(1, salt)
         self.pool.send()
         columns = lines(OPS, k, [[7], list(text)], max_len=300)
         had = torch.tensor([len(begun)])
@@ -71,7 +70,7 @@ STORY = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
 def test_what_another_has_said_is_drafted():
     told = Told()
     assert told.guess([50, 51, 14, 15, 16]) == []
-    told.tell(STORY)
+    told.add(STORY)
     assert told.guess([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
     assert told.guess([50, 51, 60, 15, 16]) == []  # the pool is found by three tokens at least
     assert told.guess([50, 51, 18, 19, 20, 21]) == [22, 23]  # then it ends
@@ -79,7 +78,7 @@ def test_what_another_has_said_is_drafted():
 
 def test_the_beginning_is_found_by_the_end_of_the_prompt():
     told = Told()
-    told.tell(STORY, begin=5)
+    told.add(STORY, begin=5)
     assert (
         told.guess([13, 14, 15])[:1] == [16] and told.guess([12, 13, 14]) == []
     )  # a prompt is not a response
@@ -88,18 +87,18 @@ def test_the_beginning_is_found_by_the_end_of_the_prompt():
 def test_most_votes_win_and_a_split_is_doubted():
     told = Told()
     for after in (30, 31, 31, 31):
-        told.tell([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
+        told.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
     assert told.guess([5, 6, 7])[:1] == [31]
     told = Told(num_lines=8)
     for after in range(30, 38):
-        told.tell([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
+        told.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
     assert told.guess([5, 6, 7]) == []  # one in eight
     assert told.guess([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
 
 
 def test_a_longer_match_is_followed_further():
     told = Told()
-    told.tell(STORY)
+    told.add(STORY)
     few, many = told.guess([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)), told.guess(STORY[:9], rule=RULE)
     assert len(few) == 2 and many == STORY[9:]
 
@@ -110,7 +109,7 @@ def test_the_text_itself_repeats_past_its_end():
 
 def test_drafts_of_another_are_gone_on_with():
     told = Told()
-    told.tell(STORY)
+    told.add(STORY)
     assert told.guess([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
     assert told.guess([50, 14, 15], begun=[60, 61]) == [60, 61]
     assert told.guess([50, 14, 15, 16], begun=[17, 18], k=2) == [17, 18]
@@ -119,8 +118,16 @@ def test_drafts_of_another_are_gone_on_with():
 def test_a_long_response_takes_several_lines_and_is_found_everywhere():
     told = Told(num_lines=8)
     text = [int(x) for x in np.random.default_rng(3).permutation(900) + 100]
-    told.tell(text)
-    for at in (20, BODY - 1, BODY, BODY + 2, BODY + MAX_MATCH_TOKENS, 2 * BODY + 1, 880):
+    told.add(text)
+    for at in (
+        20,
+        BODY_TOKENS - 1,
+        BODY_TOKENS,
+        BODY_TOKENS + 2,
+        BODY_TOKENS + MAX_MATCH_TOKENS,
+        2 * BODY_TOKENS + 1,
+        880,
+    ):
         assert told.guess(text[at - 5 : at], k=4) == text[at : at + 4], at
 
 
@@ -129,7 +136,7 @@ def test_a_long_response_takes_several_lines_and_is_found_everywhere():
 
 def shared(salts):
     told = Told()
-    told.tell(STORY, salt=salts[0])
+    told.add(STORY, salt=salts[0])
     return told.guess([14, 15, 16], salt=salts[1]) != []
 
 
@@ -142,8 +149,8 @@ def test_two_salts_share_nothing():
 def test_a_line_that_changed_hands_is_its_new_owners():
     """What pointed to it is left in the table; it must lead nowhere."""
     told = Told(num_lines=1)
-    told.tell(STORY, salt="a")
-    told.tell(STORY, salt="b")
+    told.add(STORY, salt="a")
+    told.add(STORY, salt="b")
     assert told.guess([14, 15, 16], salt="a") == [] and told.guess([14, 15, 16], salt="b") != []
 
 
@@ -197,7 +204,7 @@ def test_one_that_was_aborted_teaches_too():
         target.step()
     target.abort("0")
     tiny.run(target, [tiny.request(1, SamplingParams(max_tokens=3))])
-    assert (target.loop.proposer.pool.owner != NOBODY).sum() >= 1
+    assert (target.loop.proposer.pool.owner != NO_OWNER).sum() >= 1
 
 
 # --- how much, and how long ---------------------------------------------------------------------------
@@ -207,21 +214,21 @@ def held(pool):
     """Bytes of its columns, and entries of what could grow."""
     device = pool.device
     sizes = sum(getattr(device, name).nbytes for name in device.__slots__)
-    return sizes, max(len(pool._lines), len(pool._digests)), len(pool._told)
+    return sizes, max(len(pool._lines), len(pool._digests)), len(pool._added)
 
 
 def flood(pool, requests, first=0):
     chance = np.random.default_rng(first)
     for i in range(first, first + requests):
-        pool.seat(i % 2, f"tenant {i}")
-        pool.tell(f"tenant {i % 5000}", chance.integers(0, 500, 40), 20)
+        pool.set_owner(i % 2, f"tenant {i}")
+        pool.add(f"tenant {i % 5000}", chance.integers(0, 500, 40), 20)
         if i % 8 == 7:
             pool.send()
             pool.send()
 
 
 def test_ten_thousand_requests_take_no_more_room_than_hundred():
-    pool = Pool(OPS, 2, 64 * WIDE, 3600.0)
+    pool = Pool(OPS, 2, 64 * LINE_TOKENS, 3600.0)
     flood(pool, 8000)
     before = held(pool)
     assert before[1] == 64 and before[2] == 0
@@ -237,16 +244,16 @@ def crowd(monkeypatch, has_time=lambda i: False):
     """Lines that wait to be taken in and the oldest line's age, while somebody comes in every step."""
     monkeypatch.setattr(OPS, "asynchronous", True)
     clock, waiting, ages = Clock(), [], []
-    pool = Pool(OPS, 2, 64 * WIDE, 50.0, clock)
+    pool = Pool(OPS, 2, 64 * LINE_TOKENS, 50.0, clock)
     for i in range(300):
         clock.time += 1
-        pool.seat(i % 2, f"tenant {i}")
-        pool.tell("somebody", np.arange(i, i + 40) % 500, 20)
+        pool.set_owner(i % 2, f"tenant {i}")
+        pool.add("somebody", np.arange(i, i + 40) % 500, 20)
         pool.send()
         if has_time(i):
-            pool.learn()
-        waiting.append(len(pool._told))
-        ages.append(clock.time - pool._born[pool.owner >= 0].min(initial=clock.time))
+            pool.store()
+        waiting.append(len(pool._added))
+        ages.append(clock.time - pool._created[pool.owner >= 0].min(initial=clock.time))
     return max(waiting), max(ages)
 
 
@@ -254,12 +261,12 @@ def test_what_was_told_is_taken_in_though_there_is_never_time(monkeypatch):
     waiting, age = crowd(monkeypatch)
     assert 30 <= waiting <= 40 and 40 < age <= 50
     assert crowd(monkeypatch, lambda i: i % 3 == 0)[0] <= 6  # there is
-    monkeypatch.setattr("draftproof.propose.suffix_pool.PATIENCE", 1000)  # control
+    monkeypatch.setattr("draftproof.propose.suffix_pool.MAX_DEFERRED_STEPS", 1000)  # control
     assert crowd(monkeypatch)[0] == 300
 
 
 def test_control_a_pool_that_forgets_to_forget(monkeypatch):
-    pool = Pool(OPS, 2, 64 * WIDE, 3600.0)
+    pool = Pool(OPS, 2, 64 * LINE_TOKENS, 3600.0)
     monkeypatch.setattr(pool, "_make_room", lambda n: np.argsort(pool._used, kind="stable")[:n])
     with contextlib.suppress(KeyError):
         flood(pool, 300)
@@ -271,18 +278,18 @@ def test_nothing_is_compiled_when_lines_are_taken_in(count):
     """One line lies in memory as a part of one array, several do not."""
     told = Told(num_lines=8)
     for i in range(count):
-        told.pool.tell(None, np.arange(50 * i, 50 * i + 30), 2)
+        told.pool.add(None, np.arange(50 * i, 50 * i + 30), 2)
     told.pool.send(), told.pool.send()
-    assert len(told.pool._lines) == count and len(index.signatures) == 1
+    assert len(told.pool._lines) == count and len(index_lines.signatures) == 1
 
 
 def unused_goes(told):
     """Three lines; the first is used, then a fourth comes: which is gone?"""
     for i in range(3):
-        told.tell([1, 2, *range(100 * (i + 1), 100 * (i + 1) + 20)])
+        told.add([1, 2, *range(100 * (i + 1), 100 * (i + 1) + 20)])
     assert told.guess([100, 101, 102]) != []
-    told.tell([1, 2, *range(400, 420)])
-    told.tell([1, 2, *range(500, 520)])
+    told.add([1, 2, *range(400, 420)])
+    told.add([1, 2, *range(500, 520)])
     return [bool(told.guess([100 * i, 100 * i + 1, 100 * i + 2])) for i in (1, 2, 3, 4, 5)]
 
 
@@ -292,20 +299,20 @@ def test_the_longest_unused_makes_room():
 
 def test_control_use_that_is_not_heard_of(monkeypatch):
     told = Told(num_lines=3)
-    whole = Pool._take_in
-    monkeypatch.setattr(Pool, "_take_in", lambda self, said, used: whole(self, said, 0 * used))
+    whole = Pool._insert
+    monkeypatch.setattr(Pool, "_insert", lambda self, said, used: whole(self, said, 0 * used))
     assert unused_goes(told) == [False, False, True, True, True]
 
 
 def test_what_is_old_is_nobodys():
     told = Told(ttl=60.0)
-    told.tell(STORY)
+    told.add(STORY)
     told.clock.time += 59
-    told.tell([1, 2, *range(300, 320)])
+    told.add([1, 2, *range(300, 320)])
     assert told.guess([14, 15, 16]) != []
     told.clock.time += 1
     assert told.guess([14, 15, 16]) == [] and told.guess([300, 301, 302]) != []
-    assert int((told.pool.device.owner != NOBODY).sum()) == 1
+    assert int((told.pool.device.owner != NO_OWNER).sum()) == 1
     told.clock.time += 60
     assert told.guess([300, 301, 302]) == [] and not told.pool._lines
 
@@ -313,7 +320,7 @@ def test_what_is_old_is_nobodys():
 def test_what_is_said_again_stays_young_and_counts_for_more():
     told = Told(ttl=60.0)
     for _ in range(3):
-        told.tell(STORY)
+        told.add(STORY)
         told.clock.time += 40
     assert told.guess([14, 15, 16]) != [] and len(told.pool._lines) == 1
     assert int(told.pool.weight.max()) == 3
@@ -321,7 +328,7 @@ def test_what_is_said_again_stays_young_and_counts_for_more():
 
 def test_control_a_clock_that_stands_still():
     told = Told(ttl=60.0)
-    told.tell(STORY)
+    told.add(STORY)
     told.pool.now = lambda: 1000.0
     told.clock.time += 100
     assert told.guess([14, 15, 16]) != []
@@ -344,7 +351,7 @@ def poisoned(spec, overlap):
             before = [*prompt, *answer[:cut]][
                 -HASHED_NGRAM_SIZES[-1] :
             ]  # longer, and it would also know what is right
-            pool.tell(None, np.array([*before, *wrong]), len(before))
+            pool.add(None, np.array([*before, *wrong]), len(before))
     company = Company(asks, where, engine=engine)
     return company.differences(), company
 
@@ -370,7 +377,7 @@ def test_options_are_checked():
     for wrong in (
         {"min_match": 0},
         {"min_match": 2.0},
-        {"doubt": -1},
+        {"match_prior": -1},
         {"min_token_prob": 1.5},
         {"pool_tokens": -1},
         {"pool_tokens": True},
@@ -381,7 +388,7 @@ def test_options_are_checked():
 
 
 def test_the_proposer_asks_the_op():
-    proposer = make(SuffixProposer, pool_tokens=WIDE)
+    proposer = make(SuffixProposer, pool_tokens=LINE_TOKENS)
     proposer.start(0, tiny.request(0, SamplingParams()))
     proposer.prepare()
     columns = lines(proposer.env.ops, 4, [[5, 6, 9, 5, 6], [7]])

@@ -23,8 +23,9 @@ from hypothesis.stateful import (
 )
 
 import tiny
-from draftproof.engine.drafting.budget import DraftBudgets
-from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.drafting.policy import DraftPolicy, DraftRun, StepObservation
+from draftproof.engine.drafting.run_ahead import StepTimes
+from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import Sequence, StepPlan
@@ -58,13 +59,14 @@ class Life:
         self.overlap, self.depth = overlap, depth
         self.max_rows = self.chance.choice([SEATS, 8, 16, 40])
         slots = Slots(SEATS, 64, K, 8, 16, OPS)
-        budgets = DraftBudgets(SEATS, RowCosts.guess(self.max_rows))
+        before_plan = not overlap and self.chance.random() < 0.5
+        policy = DraftPolicy(SEATS, StepCost.unmeasured(self.max_rows), drafts_before_plan=before_plan)
         pages = Pages(1 + self.chance.choice([8, 10, 5 * SEATS]))
         self.scheduler = Scheduler(
-            *(slots, pages, PAGE, self.max_rows, budgets),
+            *(slots, pages, PAGE, self.max_rows, policy),
             prefix_caching=self.chance.random() < 0.8,
             lookahead=self.chance.choice([0, K]),
-            drafts_before_plan=not overlap and self.chance.random() < 0.5,
+            drafts_before_plan=before_plan,
         )
         slots.read = lambda slot, length: self.truth[slot].ids[:length]
         self.stored: dict[tuple[int, int], tuple[object, ...]] = {}  # (page, place) -> what was said up to it
@@ -209,7 +211,10 @@ class Life:
 
     def settle(self) -> None:
         planned, table = self.flights.pop(0)
-        here = self.scheduler.settle(planned, table[:, 0], table[:, 2])
+        here = self.scheduler.settle(planned, table[:, 0])
+        times = StepTimes(0.0, 0.0, 1.0, is_queued_behind=True, was_ready=False)
+        observed = StepObservation(planned, table, None, here, 1, times, DraftRun())
+        self.scheduler.policy.observe(observed)
         for b, sequence in enumerate(planned.sequences):
             assert here[b] == (sequence.slot == planned.slots[b] and sequence.request.id not in self.done)
             name = sequence.request.id
@@ -280,7 +285,8 @@ class Life:
             part = best in planned.sequences or self.least(best) >= best.max_length
             assert part, "the first has no row"
             self.check_plan(planned)
-            budget = scheduler.budget(planned)
+            keys = int(scheduler.mirror.length[planned.slots].sum())
+            budget = scheduler.policy.decide(planned.slots, scheduler.draft_room(planned), keys).drafts
             table = self.run(planned, budget)
             scheduler.mirror.num_draft[planned.slots] = budget
             self.flights.append((planned, table))

@@ -137,9 +137,9 @@ class Decoding:
         self.device = self.engine.loop.device
         drafter = self.device.drafting.proposer
         assert drafter is not None
-        self._known = [(line, line.clone()) for line in drafter.remembers]
+        self._known = [(line, line.clone()) for line in drafter.state_tensors]
         if isinstance(drafter, HybridProposer):
-            drafter = drafter.members[drafter.weighed]
+            drafter = drafter.members[drafter.model_source]
         assert isinstance(drafter, HeadProposer)
         self.drafter = drafter
         params = SamplingParams(temperature=options.temperature, max_tokens=room, ignore_eos=True)

@@ -172,7 +172,7 @@ def _measured(model: str, rows: int) -> dict[int, float]:
     seqs = max(1, -(-rows // 2))
     llm = LLM(model, max_num_seqs=seqs, max_num_batched_tokens=rows, speculative_config=spec)
     try:
-        costs = llm.engine.loop.scheduler.budgets.costs
-        return {size: costs.of(size) for size in sample_row_counts(rows)}
+        cost = llm.engine.loop.policy.cost
+        return {size: cost.row_seconds(size) for size in sample_row_counts(rows)}
     finally:
         llm.close()

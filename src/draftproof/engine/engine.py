@@ -12,8 +12,8 @@ import torch
 
 from draftproof.config import EngineConfig
 from draftproof.engine.drafting import budget_kernels
-from draftproof.engine.drafting.budget import DraftBudgets
-from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.drafting.policy import DraftModel, DraftPolicy
+from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.loop import Loop
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.scheduler import Scheduler
@@ -34,7 +34,8 @@ from draftproof.models.load import Checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve, resolve_device
-from draftproof.propose import PROPOSERS, DeviceProposer, Proposer, ProposerEnv
+from draftproof.propose import PROPOSERS
+from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
@@ -43,6 +44,8 @@ from draftproof.verify import PLAIN_STRATEGY, STRATEGIES
 from draftproof.verify.base import Strategy
 from draftproof.verify.grammar_guide import GrammarGuide
 from draftproof.verify.sampler import Sampler
+
+FORCED_POLICIES = ("reject_all", "synthetic")  # accept_policy values that imply fixed drafts
 
 
 class Engine:
@@ -54,7 +57,10 @@ class Engine:
         self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress = lambda *_: None
     ) -> None:
         with torch.inference_mode():
-            self._adaptive = config.speculative is not None and config.speculative.adaptive
+            spec = config.speculative
+            # acceptance that is forced says nothing about the drafts
+            self._is_forced = spec is not None and spec.accept_policy in FORCED_POLICIES
+            self._adaptive = spec is not None and spec.adaptive and not self._is_forced
             self._build(config, checkpoint)
             if config.warm_up and (self.ops.runtime.asynchronous or self._adaptive):
                 with self.ops.runtime.step_context():
@@ -74,7 +80,6 @@ class Engine:
         model = create_model(model_config, weights, self.ops, sizes.max_len)
         vocab = model_config.vocab_size
         slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, self.ops)
-        budgets = DraftBudgets(sizes.num_seqs, RowCosts.guess(sizes.max_rows))
         env = ProposerEnv(
             ops=self.ops,
             k=sizes.k,
@@ -95,9 +100,8 @@ class Engine:
             ),
         )
         proposer = self._speculation(config.speculative, env)
-        budgets.asked_apart = proposer is not None and proposer.weighed >= 0 and self._adaptive
         if proposer is not None:
-            budget_kernels.ready()
+            budget_kernels.compile_kernels()
         lm_head.clear()  # from here on only the packed form is used
         self.runner = Runner(
             model,
@@ -110,15 +114,24 @@ class Engine:
         )
         ahead = self.ops.runtime.asynchronous if config.overlap is None else config.overlap
         ahead = ahead and (proposer is None or proposer.graph_safe)
+        drafts_before_plan = proposer is not None and not ahead and self._drafts_before_plan(proposer)
+        policy = DraftPolicy(
+            sizes.num_seqs,
+            StepCost.unmeasured(sizes.max_rows),
+            DraftModel.of_proposer(proposer, sizes.k, self.ops.runtime.asynchronous),
+            asynchronous=self.ops.runtime.asynchronous,
+            drafts_before_plan=drafts_before_plan,
+            sources=proposer.sources if proposer else (),
+        )
         scheduler = Scheduler(
             slots,
             Pages(sizes.num_pages),
             sizes.page_size,
             sizes.max_rows,
-            budgets,
+            policy,
             config.enable_prefix_caching,
             lookahead=sizes.k if proposer and proposer.stores_kv else 0,
-            drafts_before_plan=proposer is not None and not ahead and self._asks_for_all(proposer),
+            drafts_before_plan=drafts_before_plan,
         )
         sampler = Sampler(self.ops, self._judges, config.speculative)
         # An error inside a replayed graph does not name its op: debugging ops one by one needs eager steps.
@@ -147,22 +160,17 @@ class Engine:
         traits = StepFeatures((usual,)), StepFeatures((usual,), raw_top=logprob_width(5, limits.vocab_size))
         warm_up = WarmUp(step)
         seconds = warm_up.prepare(traits, min(wide, step.max_rows), progress)
-        padded = self.ops.runtime.asynchronous
-        asking = warm_up.draft_seconds(seconds)
-        sunk = self.loop.scheduler.drafts_before_plan  # what was asked for is there when drafts are chosen
-        self.loop.scheduler.budgets.costs = RowCosts(
-            seconds,
-            between=not padded,
-            asking={} if sunk else {count: drafts for count, (drafts, _) in asking.items()},
-            rounds={} if sunk else {count: one for count, (_, one) in asking.items()},
-        )
-        if self.loop.asking is not None:
-            self.loop.asking.priced = self._adaptive
+        draft_seconds = warm_up.draft_seconds(seconds)
+        if self.loop.scheduler.drafts_before_plan:  # drafts exist already when they are chosen
+            draft_seconds = {}
+        is_padded = self.ops.runtime.asynchronous
+        cost = StepCost(seconds, interpolate=not is_padded, draft_seconds=draft_seconds)
+        self.loop.policy.set_cost(cost, self._adaptive)
 
-    def _asks_for_all(self, proposer: Proposer) -> bool:
-        """Does it cost next to nothing to ask for all drafts there can be, or is that its own concern?"""
-        return proposer.cheap or (
-            proposer.weighed >= 0 and self._adaptive and not self.ops.runtime.asynchronous
+    def _drafts_before_plan(self, proposer: Proposer) -> bool:
+        """Return whether drafts cost next to nothing, or the proposer weighs their cost itself."""
+        return proposer.is_free or (
+            proposer.model_source >= 0 and self._adaptive and not self.ops.runtime.asynchronous
         )
 
     def _speculation(self, config: SpeculativeConfig | None, env: ProposerEnv) -> Proposer | None:
@@ -338,7 +346,7 @@ class Engine:
         who leaves a draft out because of that spoils the law that is counted on."""
         proposer = self.loop.proposer
         counts_on_law = self.strategy_of(params).needs_draft_probs and proposer and proposer.reports_probs
-        return not (counts_on_law and self.loop.scheduler.drafts_before_plan)
+        return not self._is_forced and not (counts_on_law and self.loop.scheduler.drafts_before_plan)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not (or no longer) here. What it said may be found again."""

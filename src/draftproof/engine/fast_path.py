@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftproof.engine.drafting.budget import DraftBudgets, Ints
+from draftproof.arrays import Ints
+from draftproof.engine.drafting.policy import DraftPolicy
 from draftproof.engine.sequence import Sequence, SlotMirror, StepPlan
 
 
@@ -18,9 +19,9 @@ class FastPath:
     """Plans of such steps, until one of them needs a closer look."""
 
     def __init__(
-        self, host: SlotMirror, budgets: DraftBudgets, page_size: int, max_rows: int, lookahead: int
+        self, host: SlotMirror, policy: DraftPolicy, page_size: int, max_rows: int, lookahead: int
     ) -> None:
-        self.mirror, self.budgets, self.page_size = host, budgets, page_size
+        self.mirror, self.policy, self.page_size = host, policy, page_size
         self.max_rows, self.lookahead = max_rows, lookahead
         self._plan: StepPlan | None = None  # without drafts; None: the last step was not calm
         self._room = 0  # tokens that anybody can surely have beyond the most it may have now
@@ -41,7 +42,7 @@ class FastPath:
         self._plan = planned.with_drafts(planned.zeros, 0)
         room = np.minimum(host.num_pages[lines] * self.page_size, host.max_length[lines])
         self._room = int((room - host.max_committed[lines]).min())
-        self._widest = int(self.budgets.limit[lines].max())
+        self._widest = int(self.policy.limit[lines].max())
 
     def far_from_ends(self, lines: Ints) -> bool:
         """Can nobody in these slots come to an end in the next step, whatever stands?"""
@@ -64,8 +65,6 @@ class FastPath:
             planned = planned.with_drafts(drafts, count)
             host.max_committed[lines] += drafts
             host.num_draft[lines] = 0
-        if self._widest:
-            self.budgets.pay(lines, planned.drafts, count)
         return planned
 
     def _among_themselves(self, running: list[Sequence], lines: Ints, version: int) -> StepPlan | None:
@@ -88,7 +87,6 @@ class FastPath:
             return None
         host.max_committed[lines], host.num_draft[lines] = most + 1, 0
         host.in_flight[lines] += 1
-        self.budgets.pay(lines, drafts, count)
         nothing, requests = np.zeros_like(lines), [s.request for s in sequences]
         samples, generations = np.ones(len(lines), np.bool_), host.generation[lines]
         planned = StepPlan(

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from draftproof.engine.drafting.budget import Ints
-from draftproof.engine.drafting.draft_gate import Asking
+from draftproof.arrays import Ints
 from draftproof.engine.drafting.host_proposer import batch_of
-from draftproof.engine.drafting.run_ahead import Pacing
+from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, DraftRun, StepObservation
+from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.drafting.token_feedback import Lessons
 from draftproof.engine.fault_recovery import (
     FAULTS,
@@ -47,7 +47,7 @@ from draftproof.engine.step.step_results import Finish, StepResults, finish_of
 from draftproof.errors import EngineDeadError
 from draftproof.ops import PendingCopy
 from draftproof.propose import Proposer
-from draftproof.types import ENDED, NUM_ACCEPTED, NUM_OUT, FinishStatus, StepFeatures
+from draftproof.types import ENDED, NUM_OUT, FinishStatus, StepFeatures
 
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
@@ -65,8 +65,7 @@ class PendingStep:
     follows: bool  # it was queued while another was under way: the device went from one to the next
     started: float  # by the clock
     complaints: grammar_masks.GrammarErrors = field(default_factory=dict)
-    asked: int = 0  # requests for which a model drafted behind it
-    fewer: int = 0  # rounds than there can be
+    draft_run: DraftRun = DraftRun()  # of the draft model behind it
 
 
 class Loop:
@@ -92,10 +91,9 @@ class Loop:
         self._number = 0  # of the last step that was queued
         # whose tokens are still to be read, and the step behind which they come
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
-        self.pacing = Pacing(scheduler, device.ops.runtime.asynchronous)
+        self.policy: DraftPolicy = scheduler.policy
         self._traits: tuple[int, StepFeatures] | None = None
         self._faults = 0  # steps that failed running
-        self.asking = Asking.of(proposer, scheduler, device.drafting)
         self._lessons = Lessons(slots)
         self._extras = Extras(device, slots, self.sources)
 
@@ -110,7 +108,7 @@ class Loop:
         return results
 
     def _step(self) -> StepResults:
-        if self._flights and (self._host_is_needed() or len(self._flights) >= self.pacing.depth):
+        if self._flights and (self._host_is_needed() or len(self._flights) >= self.policy.run_ahead.depth):
             return self._settle(self._flights.popleft())
         try:
             flight = self._launch()
@@ -118,13 +116,13 @@ class Loop:
             return self._settle(self._flights.popleft())
         if flight is not None:
             self._flights.append(flight)
-            if self.overlap and not flight.waits and len(self._flights) < self.pacing.depth:
+            if self.overlap and not flight.waits and len(self._flights) < self.policy.run_ahead.depth:
                 return NOTHING
-        if len(self._flights) > 1 and self.pacing.has_time:
+        if len(self._flights) > 1 and self.policy.run_ahead.is_device_busy(time.perf_counter()):
             self.meanwhile()
             self.scheduler.meanwhile()
             if self.proposer is not None:
-                self._tell(self.proposer.meanwhile)
+                self._tell(self.proposer.do_idle_work)
         return self._settle(self._flights.popleft()) if self._flights else NOTHING
 
     def end(self, sequence: Sequence) -> None:
@@ -228,22 +226,35 @@ class Loop:
             self.slots.grow(planned.new_pages)
             self.slots.fill([sequence.slot_init for sequence in planned.admitted])
         self._start(planned.admitted)
-        budget = scheduler.budget(planned) if self._device_drafts else planned.zeros
+        decision = self._decide(planned) if self._device_drafts else DraftDecision(planned.zeros)
         middle = {}
         complaints: grammar_masks.GrammarErrors = {}
         if scheduler.num_needing_sync:
             complaints = grammar_masks.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.has_host_processors}
         keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
-        if self.asking is not None:
-            self.asking.weigh(planned, budget, self.pacing.spare)
-        ran = self.device.run(planned, budget, self._traits_now(), middle, keep)
+        ran = self.device.run(planned, decision, self._traits_now(), middle, keep)
         read = self.device.ops.runtime.fetch(ran.tensors.packed.data)
-        host.num_draft[planned.slots] = budget
-        asked = self.device.drafting.asked_for(planned, budget)
+        host.num_draft[planned.slots] = decision.drafts
+        draft_run = self.device.drafting.last_run(len(planned.slots), decision)
         self._number += 1
-        told = planned, computed, ran, read, waits, bool(self._flights), started, complaints, *asked
-        return PendingStep(self._number, *told)
+        return PendingStep(
+            number=self._number,
+            planned=planned,
+            computed=computed,
+            ran=ran,
+            read=read,
+            waits=waits,
+            follows=bool(self._flights),
+            started=started,
+            complaints=complaints,
+            draft_run=draft_run,
+        )
+
+    def _decide(self, planned: StepPlan, refresh: bool = False) -> DraftDecision:
+        scheduler, slots = self.scheduler, planned.slots
+        keys = 0 if scheduler.drafts_before_plan else int(scheduler.mirror.length[slots].sum())
+        return self.policy.decide(slots, scheduler.draft_room(planned), keys, refresh)
 
     def _count_drafts(self) -> None:
         """Nothing is under way: the device can say how many drafts there are, not how many there may be."""
@@ -264,7 +275,7 @@ class Loop:
     def _settle(self, flight: PendingStep) -> StepResults:
         planned = flight.planned
         try:
-            asked, late = time.perf_counter(), flight.read.is_ready()
+            waited, was_ready = time.perf_counter(), flight.read.is_ready()
             found = flight.ran.tensors.packed.unpack(flight.read())
             table, columns = found.table[: len(planned.slots)], found.logprobs
             own, source = found.draft_logprobs, found.draft_sources
@@ -279,17 +290,13 @@ class Loop:
             self._flights.clear()
             raise StepFault([(f.planned, f.computed) for f in lost]) from error
         self._faults = 0
-        drafting = self.device.drafting.took if self.asking is not None else 0.0
-        self.pacing.read(flight, asked, late, drafting)
+        times = StepTimes(flight.started, waited, time.perf_counter(), flight.follows, was_ready)
         self._release_finished(flight.number)
         for b, extra in extras_of.items():
             planned.sequences[b].num_prompt_logprobs += len(extra.prompt_logprobs or ())
         same = planned.version == self.scheduler.version  # nobody came or went since it was planned
-        here = self.scheduler.settle(planned, table[:, NUM_OUT], table[:, NUM_ACCEPTED])
-        if self.asking is not None:
-            k = self.device.drafting.k
-            whose = np.zeros((len(table), k), np.int8) if source is None else source
-            self.asking.hear(planned, table, whose, here, flight.asked, flight.fewer, flight.waits)
+        here = self.scheduler.settle(planned, table[:, NUM_OUT])
+        self._observe(flight, table, source, here, times)
         if flight.waits and self.scheduler.num_needing_sync:
             grammar_masks.commit_tokens(planned, table, here)
         endings = self._endings(flight, table, here) if table[:, ENDED].any() else {}
@@ -308,6 +315,22 @@ class Loop:
             self._propose(flight)
         self._rest()
         return results
+
+    def _observe(
+        self,
+        flight: PendingStep,
+        table: Ints,
+        sources: np.ndarray | None,
+        is_current: np.ndarray,
+        times: StepTimes,
+    ) -> None:
+        planned, scheduler = flight.planned, self.scheduler
+        keys = int(scheduler.mirror.length[planned.slots].sum())
+        step = StepObservation(planned, table, sources, is_current, keys, times, flight.draft_run)
+        seconds = self.policy.observe(step)
+        if seconds is not None:
+            timings = scheduler.timings
+            (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(seconds)
 
     def _endings(self, flight: PendingStep, table: Ints, here: np.ndarray) -> dict[int, Finish]:
         """Let the ended requests go."""
@@ -390,7 +413,7 @@ class Loop:
         here = [i for i, s in enumerate(planned.sequences) if s.slot >= 0]
         live, lengths = planned.only(here), self.scheduler.mirror.length
         try:
-            budget = self.scheduler.budget(live, anew=True)  # the device waits anyway
+            budget = self._decide(live, refresh=True).drafts  # the device waits anyway
             if not here or not (budget.any() or self.proposer.needs_hidden):
                 return
             hidden = flight.ran.hidden if self.proposer.needs_hidden else None

@@ -24,7 +24,8 @@ from bisect import insort
 
 import numpy as np
 
-from draftproof.engine.drafting.budget import Bools, DraftBudgets, Ints
+from draftproof.arrays import Bools, Ints
+from draftproof.engine.drafting.policy import DraftPolicy
 from draftproof.engine.fast_path import FastPath
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.prefix_cache import PrefixCache
@@ -49,7 +50,7 @@ class Scheduler:
         pages: Pages,
         page_size: int,
         max_rows: int,
-        budgets: DraftBudgets,
+        policy: DraftPolicy,
         prefix_caching: bool = True,
         lookahead: int = 0,
         drafts_before_plan: bool = False,
@@ -63,7 +64,7 @@ class Scheduler:
         self.pages = pages
         self.page_size = page_size
         self.max_rows = max_rows
-        self.budgets = budgets
+        self.policy = policy
         self.prefix_cache = PrefixCache(pages, page_size, prefix_caching)
         self.lookahead = lookahead
         self.drafts_before_plan = drafts_before_plan
@@ -79,7 +80,7 @@ class Scheduler:
         self.timings = Timings()
         self._arrivals = 0
         self._lines = np.zeros(0, np.int64)  # slots of `running`
-        self._fast_path = FastPath(self.mirror, budgets, page_size, max_rows, lookahead)
+        self._fast_path = FastPath(self.mirror, policy, page_size, max_rows, lookahead)
 
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -130,7 +131,7 @@ class Scheduler:
         if (
             drafts.any() and chunk.any() and not (self.drafts_before_plan or counted)
         ):  # it may be too large for both
-            drafts = self.budgets.fit(self._lines, drafts, int(decodes.sum() + chunk.sum()))
+            drafts = self.policy.refit(self._lines, drafts, int(decodes.sum() + chunk.sum()))
         takes_part = decodes | (chunk > 0)
         if not takes_part.any():
             return None
@@ -150,7 +151,7 @@ class Scheduler:
         drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
         if self.drafts_before_plan:
             keys = int(host.length[lines].sum())
-            drafts[decodes] = self.budgets.take(lines[decodes], drafts[decodes], keys)
+            drafts[decodes] = self.policy.select(lines[decodes], drafts[decodes], keys)
         if drafts.sum() > room:
             drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
         return decodes, drafts
@@ -222,7 +223,6 @@ class Scheduler:
         host.max_committed[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
         num_drafts = int(drafts.sum())
-        self.budgets.pay(lines[chunk == 0], drafts[chunk == 0], num_drafts)  # which no prompt has
         known: list[int] = []
         for i in chunk.nonzero()[0].tolist():
             computed = len(sequences[i].ids) - int(host.prompt_left[lines[i]])
@@ -240,44 +240,34 @@ class Scheduler:
             published=known,
         )
 
-    def budget(self, planned: StepPlan, anew: bool = False) -> Ints:
-        """[B] drafts to ask for after this step; the last token of a request needs none. `anew`: by all that
-        is known now, even if that is worked out once more in every step."""
-        host, lines = self.mirror, planned.slots
-        limit = self.budgets.limit[lines]
-        if not np.count_nonzero(limit):
-            return planned.zeros
-        keys = 0 if self.drafts_before_plan else int(host.length[lines].sum())
-        budget = None if anew or self.drafts_before_plan else self.budgets.again(lines)
-        if self._fast_path.far_from_ends(lines) and not self.drafts_before_plan:
-            return self.budgets.take(lines, limit, keys) if budget is None else budget
-        least = host.length[lines] + host.in_flight[lines]
-        room = np.maximum(host.max_length[lines] - least - 1, 0)
-        if self.lookahead:  # all but the last draft are stored before they are verified
-            stored = host.num_pages[lines] * self.page_size - host.max_committed[lines]
-            room = np.minimum(room, np.maximum(stored + 1, 0))
-        allowed: Ints = np.where(planned.samples, np.minimum(limit, room), 0)
-        if self.drafts_before_plan:
-            return allowed
-        if budget is None:
-            budget = self.budgets.take(lines, np.where(allowed > 0, limit, 0), keys)
-        return np.minimum(budget, allowed)
+    def draft_room(self, planned: StepPlan) -> Ints | None:
+        """Return how many drafts [B] fit before each request's last token and on its pages.
 
-    def settle(self, planned: StepPlan, num_out: Ints, accepted: Ints) -> Bools:
+        None: no request is near its end. The last token of a request needs no draft.
+        """
+        mirror, lines = self.mirror, planned.slots
+        if self._fast_path.far_from_ends(lines) and not self.drafts_before_plan:
+            return None
+        min_committed = mirror.length[lines] + mirror.in_flight[lines]
+        room = np.maximum(mirror.max_length[lines] - min_committed - 1, 0)
+        if self.lookahead:  # all drafts but the last are stored before they are verified
+            stored = mirror.num_pages[lines] * self.page_size - mirror.max_committed[lines]
+            room = np.minimum(room, np.maximum(stored + 1, 0))
+        return np.where(planned.samples, room, 0)
+
+    def settle(self, planned: StepPlan, num_out: Ints) -> Bools:
         """Take in what a step did; [B] which entries are still those that were planned."""
         host, mine, samples, drafts = self.mirror, planned.slots, planned.samples, planned.drafts
         here: Bools = host.generation[mine] == planned.generations
         if planned.has_prompts:
             self._first_tokens(planned, here & samples & (num_out > 0))
         if planned.version != self.version:  # somebody came or went meanwhile
-            mine, num_out, accepted = mine[here], num_out[here], accepted[here]
+            mine, num_out = mine[here], num_out[here]
             samples, drafts = samples[here], drafts[here]
         host.length[mine] += num_out
         host.in_flight[mine] -= samples
         fell = 1 + drafts - num_out
         host.max_committed[mine] -= np.where(samples, fell, 0) if planned.has_prompts else fell
-        if planned.num_drafts:
-            self.budgets.record(mine, drafts, accepted)
         return here
 
     def _first_tokens(self, planned: StepPlan, told: Bools) -> None:
@@ -333,7 +323,7 @@ class Scheduler:
         host.in_flight[slot] = host.num_draft[slot] = 0
         host.num_pages[slot] = len(sequence.pages)
         host.generation[slot] += 1
-        self.budgets.start(slot, sequence.draft_limit, sequence.adaptive)
+        self.policy.start(slot, sequence.draft_limit, sequence.adaptive)
         self.running.append(sequence)
         self._lines = np.append(self._lines, slot)
         self.version += 1

@@ -1,78 +1,93 @@
-"""How likely a model's drafts are to stand, by how likely the model itself thinks them to be.
+"""Calibration: acceptance probability of a draft as a function of the draft model's own probability.
 
-Where drafts are waited for, a chain can end when it is no longer likely enough to be worth another round. At
-temperature 0 what a head says of its draft is nearly the chance that it stands. Above that the target's noise
-is shared, so drafts stand more often than they are likely, and by how much is found out: for a few ranges of
-what was said it is counted, over all requests, what became of such drafts. Of that the committed tokens tell.
+Where rounds are waited for, a chain of drafts stops when another one is not worth a round. For greedy
+requests the model's probability of a draft is nearly its acceptance probability. For sampled ones the
+target's noise is shared, so drafts are accepted more often. The difference is learned online, over all
+requests: committed tokens show which drafts were accepted, counted in ten bins of the model's probability,
+greedy and sampled requests apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from draftproof.types import SlotColumns
 
-RANGES = 10  # of what was said, each for requests without and with a temperature
-SHARED = 0.25  # of the drafts that are as good as ruled out, by which shared noise makes them stand
-FIRM = 8  # drafts that must be heard of before they count as much as what was said
-MANY = 256  # drafts of a range that are remembered
-GOES_ON = 2.0, 1.0  # drafts behind another that stood and fell, while nothing is known
+NUM_BINS = 10  # of the model's probability, for greedy and for sampled requests each
+SHARED_NOISE_ACCEPTANCE = 0.25  # of drafts with probability 0, in sampled requests
+PRIOR_DRAFTS = 8  # drafts after which counts weigh as much as the model's probability
+MAX_DRAFTS = 256  # of a bin, after which its counts are halved
+PRIOR_NEXT = 2.0, 1.0  # accepted and rejected drafts behind an accepted one, before any is observed
 
 
-class Sureness:
-    """Of one model. Plain numbers: a few of them are looked at in every round, and arrays would take longer
-    than a tenth of it."""
+class PendingDrafts(NamedTuple):
+    """Drafts of a slot whose results are not known yet."""
+
+    seed: int  # of the request
+    length: int  # committed tokens before them
+    drafts: list[int]
+    bins: list[int]  # of each draft
+
+
+class Calibration:
+    """Counts of one model, as plain Python numbers: arrays would take a tenth of a round."""
 
     def __init__(self, num_slots: int) -> None:
-        self._stood, self._fell = [0.0] * (2 * RANGES), [0.0] * (2 * RANGES)
-        self._total = list(GOES_ON)
-        # of each slot: seed and length of the request, its last drafts and the range of each
-        self._last: list[tuple[int, int, list[int], list[int]] | None] = [None] * num_slots
+        """Start with empty bins."""
+        self._accepted, self._rejected = [0.0] * (2 * NUM_BINS), [0.0] * (2 * NUM_BINS)
+        self._total = list(PRIOR_NEXT)
+        self._pending: list[PendingDrafts | None] = [None] * num_slots
 
-    def chance(self, said: float, hot: bool) -> tuple[float, int]:
-        """How likely a draft is to stand of which the model says that, and which range this is."""
-        said = min(max(said, 0.0), 1.0) if said == said else 0.0
-        at = min(int(said * RANGES), RANGES - 1) + (RANGES if hot else 0)
-        expected = SHARED + (1 - SHARED) * said if hot else said
-        stood, fell = self._stood[at], self._fell[at]
-        return (stood + FIRM * expected) / (stood + fell + FIRM), at
+    def acceptance(self, draft_prob: float, is_sampled: bool) -> tuple[float, int]:
+        """Return the acceptance probability of a draft with this model probability, and its bin."""
+        draft_prob = min(max(draft_prob, 0.0), 1.0) if draft_prob == draft_prob else 0.0
+        index = min(int(draft_prob * NUM_BINS), NUM_BINS - 1) + (NUM_BINS if is_sampled else 0)
+        shared = SHARED_NOISE_ACCEPTANCE
+        prior = shared + (1 - shared) * draft_prob if is_sampled else draft_prob
+        accepted, rejected = self._accepted[index], self._rejected[index]
+        return (accepted + PRIOR_DRAFTS * prior) / (accepted + rejected + PRIOR_DRAFTS), index
 
-    def further(self) -> float:
-        """How likely a draft is to stand whose predecessors do, before it is made."""
-        stood, fell = self._total
-        return stood / (stood + fell)
+    def next_acceptance(self) -> float:
+        """Return the acceptance probability of a draft before it is made, if those before are accepted."""
+        accepted, rejected = self._total
+        return accepted / (accepted + rejected)
 
-    def note(
-        self, columns: SlotColumns, slots: Sequence[int], drafts: list[list[int]], ranges: list[list[int]]
+    def record(
+        self, columns: SlotColumns, slots: Sequence[int], drafts: list[list[int]], bins: list[list[int]]
     ) -> None:
-        """These requests [B] were given drafts."""
-        for slot, mine, kinds in zip(slots, drafts, ranges, strict=True):
+        """Keep the drafts of these requests [B] until their results are known."""
+        for slot, mine, kinds in zip(slots, drafts, bins, strict=True):
             if slot >= 0 and mine:
-                self._last[slot] = int(columns.seed[slot]), int(columns.length[slot]), mine, kinds
+                seed, length = int(columns.seed[slot]), int(columns.length[slot])
+                self._pending[slot] = PendingDrafts(seed, length, mine, kinds)
 
     def learn(self, columns: SlotColumns, slots: Sequence[int]) -> None:
-        """What became of the drafts that these requests [B] were given last: all up to the first that is not
-        what was committed stood, whether it was verified or not."""
+        """Count the results of the last drafts of these requests [B].
+
+        All drafts up to the first that differs from the committed token count, verified or not.
+        """
         for slot in slots:
-            last = self._last[slot] if slot >= 0 else None
+            last = self._pending[slot] if slot >= 0 else None
             if last is None:
                 continue
-            self._last[slot] = None
-            seed, begin, drafts, ranges = last
-            end = min(int(columns.length[slot]), begin + len(drafts))
-            if int(columns.seed[slot]) != seed or end <= begin:
+            self._pending[slot] = None
+            end = min(int(columns.length[slot]), last.length + len(last.drafts))
+            if int(columns.seed[slot]) != last.seed or end <= last.length:
                 continue
-            for token, draft, at in zip(
-                columns.tokens[slot, begin:end].tolist(), drafts, ranges, strict=False
-            ):
-                self._count(at, token == draft)
+            tokens = columns.tokens[slot, last.length : end].tolist()
+            for token, draft, index in zip(tokens, last.drafts, last.bins, strict=False):
+                self._count(index, token == draft)
                 if token != draft:
                     break
 
-    def _count(self, at: int, stands: bool) -> None:
-        (self._stood if stands else self._fell)[at] += 1
-        self._total[not stands] += 1
-        if self._stood[at] + self._fell[at] > MANY:
-            self._stood[at], self._fell[at] = self._stood[at] / 2, self._fell[at] / 2
-        if sum(self._total) > MANY * RANGES:
+    def _count(self, index: int, is_accepted: bool) -> None:
+        (self._accepted if is_accepted else self._rejected)[index] += 1
+        self._total[not is_accepted] += 1
+        if self._accepted[index] + self._rejected[index] > MAX_DRAFTS:
+            self._accepted[index], self._rejected[index] = (
+                self._accepted[index] / 2,
+                self._rejected[index] / 2,
+            )
+        if sum(self._total) > MAX_DRAFTS * NUM_BINS:
             self._total = [part / 2 for part in self._total]

@@ -1,9 +1,8 @@
-"""draft_model: a second, smaller model of the same vocabulary, on the same pages.
+"""Draft-model proposer: a second, smaller model of the same vocabulary, with KV on the same pages.
 
-After every step it computes what the step has committed, the newest token included, and so it never has to
-catch up by more than that: its rows are the chunk of a prompt, or the tokens that a window committed. What it
-had stored for drafts that fell is overwritten. The newest token's row gives the first draft; each further
-draft takes a round over one row an entry.
+After every step it computes what the step committed, the newest token included, so it never lags: its rows
+are the chunk of a prompt, or the tokens that a window committed. KV of rejected drafts is overwritten. The
+newest token's row gives the first draft; each further draft takes a round of one row per entry.
 """
 
 from __future__ import annotations
@@ -21,26 +20,20 @@ from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.registry import create_model, expected_tensors, kv_layout
 from draftproof.models.runner import Runner
 from draftproof.ops import Rows
-from draftproof.propose import DeviceProposer, ProposerEnv
-from draftproof.propose.calibration import Sureness
-from draftproof.propose.draft_rounds import SAMPLING, Rounds, drafts_greedily
+from draftproof.propose.base import ProposerEnv
+from draftproof.propose.model_proposer import ModelProposer
 from draftproof.types import DeviceBatch, Draft
 
 
-class DraftModelProposer(DeviceProposer):
+class DraftModelProposer(ModelProposer):
+    """Proposer with a complete model."""
+
     sources = ("draft_model",)
-    follows_rows = True
-    stores_kv = True
-    reports_probs = True
-    keeps_to_budget = True
-    minds_prompts = True  # one row more for each that may be at its prompt's end
-    defaults = {"model": None, **SAMPLING}
+    depends_on_prompts = True  # one row more for each entry that may be at the end of its prompt
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        """Load the model, and refuse one that cannot draft for the target."""
         super().__init__(env, options)
-        self.ends_chains = not env.ops.runtime.asynchronous
-        self.sureness = Sureness(env.num_slots)
-        self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None:
             raise ConfigError("method 'draft_model' needs a model: give its name or folder as 'model'")
@@ -67,6 +60,7 @@ class DraftModelProposer(DeviceProposer):
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the bytes of KV per token and of the model's weights."""
         if options.get("model") is None:
             return 0, 0
         config, _ = load_config(options["model"])
@@ -74,23 +68,24 @@ class DraftModelProposer(DeviceProposer):
         return kv_layout(config, dtype).bytes_per_token, weights * dtype.itemsize
 
     def draft(self, batch: DeviceBatch) -> Draft:
+        """Compute what the step committed, then run the rounds."""
         assert batch.spec is not None
         runner, count = self.runner, batch.spec.rounds
-        rows, last = self._behind(batch)
-        rounds = Rounds(self.env.ops, batch, self.greedy, last, 0, self.env.page_size, self.sureness)
-        hidden, self.asked_rounds = runner.forward(rows), 0
+        rows, last = self._committed_rows(batch)
+        rounds = self.rounds(batch, last)
+        hidden, self.num_rounds_run = runner.forward(rows), 0
         for j in range(count):
             hidden = runner.forward(rounds.rows(j)) if j else hidden[last.clamp(min=0)]
-            rounds.take(j, runner.logits(hidden))
-            self.asked_rounds = j + 1
-            if not rounds.goes_on(j):
+            rounds.sample(j, runner.logits(hidden))
+            self.num_rounds_run = j + 1
+            if not rounds.should_continue(j):
                 break
         return rounds.draft()
 
-    def _behind(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
-        """Rows of the committed tokens that it has not computed; [B] the last of each entry, or -1.
+    def _committed_rows(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
+        """Return rows of the committed tokens without KV, and the last row [B] of each entry, or -1.
 
-        An entry that decoded had all but what this step committed; one with a chunk had what lies before it.
+        A decoding entry lacks what this step committed; one with a chunk lacks its chunk.
         """
         rows, chunk, columns = batch.rows, batch.chunk, batch.columns
         assert rows is not None and chunk is not None and batch.spec is not None
@@ -98,7 +93,7 @@ class DraftModelProposer(DeviceProposer):
         before = torch.cat([rows.slots.new_full((1,), -1), rows.slots[:-1]])
         first = torch.full((scrap + 1,), -1, dtype=torch.int64, device=line.device)
         first[torch.where((rows.slots >= 0) & (rows.slots != before), rows.slots, scrap)] = rows.positions
-        start = first[line]  # of the rows that the target computed; -1: it had none
+        start = first[line]  # first position that the target computed; -1: none
         length, computed = columns.length[line], columns.computed[line]
         end = torch.where(computed == length - 1, length, computed)
         begin = torch.where(chunk > 0, start, start + 1)

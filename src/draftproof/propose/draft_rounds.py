@@ -1,42 +1,28 @@
-"""Drafting round by round with a model, under the target's own noise.
+"""Rounds of a draft model, with the target's draft_logprob sampling noise, and early stop of a chain.
 
-A draft that is drawn with the noise that the target will use at its position agrees with it far more often
-than an independent draw would, and whether it does or not changes nothing but the speed.
+A draft that is sampled with the noise that the target uses at its position agrees with the target far more
+often than an independent sample would. Whether it does changes the speed alone.
 
-Where a round has a price a chain may end before its budget does. What is looked at then is how likely the
-drafts are that have been made, and what is decided is about further ones alone: a draft that was drawn is
-proposed, however unlikely it is. So every draft that is proposed has the law that it was drawn from, given
-those before it, which is all that `rejection` asks for; and behind the last of them the target draws with
-noise that nothing was chosen by.
+With costs a chain may stop before its budget. Whether another round follows depends on the probabilities of
+the drafts made so far, and concerns later drafts only: a draft that was sampled is always proposed. So each
+proposed draft has the distribution that it was sampled from, given those before it, which is what `rejection`
+requires; and behind the last draft the target samples with noise that no choice depended on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftproof.errors import ConfigError
 from draftproof.ops import Ops, Rows
-from draftproof.propose.calibration import Sureness
+from draftproof.propose.calibration import Calibration
 from draftproof.types import DeviceBatch, Draft, DraftSpec, Windows
 
-SAMPLING = {"draft_sampling": "shared"}  # "argmax": the likeliest token at any temperature
-_WAYS = ("shared", "argmax")
 
-
-def drafts_greedily(options: Mapping[str, Any]) -> bool:
-    way = options["draft_sampling"]
-    if way not in _WAYS:
-        raise ConfigError(f"draft_sampling must be one of {', '.join(_WAYS)}, got {way!r}")
-    return bool(way == "argmax")
-
-
-class Rounds:
-    """The drafts of B entries while they are made. Without a price nothing here waits for the device."""
+class DraftRounds:
+    """Drafts of B entries while they are made. Without costs nothing here waits for the device."""
 
     def __init__(
         self,
@@ -46,121 +32,138 @@ class Rounds:
         last: Tensor,
         lag: int,
         page_size: int,
-        sureness: Sureness | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        """`last` [B]: below 0 where the model has not seen all that an entry has said: no drafts.
-        `lag`: how far behind its own position a draft is stored. `sureness`: what is known of this model's.
+        """Plan the rows of all rounds.
+
+        last [B]: negative where the model lacks committed tokens of an entry, which then gets no drafts.
+        lag: how far behind its draft_logprob position a draft's row is stored. calibration: of this model.
         """
         assert batch.spec is not None
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
-        self.ahead = ops.rounds.plan_draft_rows(
+        self.draft_rows = ops.rounds.plan_draft_rows(
             batch.columns, batch.slots, batch.budget, last, batch.spec.rounds, lag, page_size
         )
         self._logprobs: list[Tensor] = []
         self._probs: list[Tensor] = []
-        self.sure: Tensor | None = None  # [B] how likely the model thinks the last drafts to be
-        self._sureness = sureness if batch.price else None
-        self._price, self._verify = batch.price, batch.verify
-        if self._sureness is not None:
-            self.sure = torch.ones(len(last), device=last.device)
+        self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
+        self._costs = batch.costs
+        self._calibration = calibration if batch.costs.round else None
+        if self._calibration is not None:
+            self.draft_probs = torch.ones(len(last), device=last.device)
             self._lines: list[int] = batch.slots.tolist()
-            self._sureness.learn(batch.columns, self._lines)
-            self._hot = (batch.columns.temperature[batch.slots.clamp(min=0)] > 0).tolist()
-            self._count: list[int] = self.ahead.count.tolist()
-            self._chance = [1.0] * len(self._lines)  # that all drafts made stand
-            self._ranges: list[list[int]] = [[] for _ in self._lines]
+            self._calibration.learn(batch.columns, self._lines)
+            self._is_sampled = (batch.columns.temperature[batch.slots.clamp(min=0)] > 0).tolist()
+            self._count: list[int] = self.draft_rows.count.tolist()
+            self._survival = [1.0] * len(self._lines)  # probability that all drafts so far are accepted
+            self._bins: list[list[int]] = [[] for _ in self._lines]
 
     @property
-    def plain(self) -> bool:
-        """Nobody truncates, and nobody wants to know more than the drafts."""
+    def needs_tokens_only(self) -> bool:
+        """Return whether no entry truncates its distribution or needs more than the drafts."""
         return not (self.spec.needs_processed or self.spec.needs_logprobs or self.spec.needs_probs)
 
     def rows(self, j: int) -> Rows:
-        """The rows of round j, one an entry: of draft j - 1, or of the newest committed token."""
-        ahead = self.ahead
-        token = ahead.tokens[j - 1] if j else ahead.last_token
-        return Rows(token, ahead.positions[j], ahead.slots[j], ahead.kv_index[j], self.columns.page_table)
+        """Return the rows of round j, one per entry: of draft j - 1, or of the newest committed token."""
+        planned = self.draft_rows
+        token = planned.tokens[j - 1] if j else planned.last_token
+        return Rows(
+            token, planned.positions[j], planned.slots[j], planned.kv_index[j], self.columns.page_table
+        )
 
     def windows(self, j: int) -> Windows:
-        none = self.slots
-        places = self.ahead.slots[j], none, self.ahead.output_index[j], none
-        return Windows(self.columns, self.slots, none, none, *places)
+        """Return the windows of round j, one row per entry."""
+        unused = self.slots
+        return Windows(
+            self.columns,
+            slots=self.slots,
+            first=unused,
+            num_draft=unused,
+            slot=self.draft_rows.slots[j],
+            depth=unused,
+            position=self.draft_rows.output_index[j],
+            draft=unused,
+        )
 
-    def take(self, j: int, logits: Tensor) -> None:
-        """Draft j of each from logits [B, V], as plain sampling would take it."""
+    def sample(self, j: int, logits: Tensor) -> None:
+        """Sample draft j of each entry from logits [B, V], as plain decoding would."""
         windows = self.windows(j)
-        law = self.ops.sampling.process_logits(logits, windows) if self.spec.needs_processed else None
+        logprobs = self.ops.sampling.process_logits(logits, windows) if self.spec.needs_processed else None
         if self.greedy:
             token = torch.where(windows.slot >= 0, self.ops.sampling.argmax(logits), 0)
         else:
             token, _ = self.ops.sampling.sample(
-                logits if law is None else law, windows, scaled=law is not None
+                logits if logprobs is None else logprobs, windows, scaled=logprobs is not None
             )
-        self.ahead.tokens[j].copy_(token)
-        if self.sure is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
+        self.draft_rows.tokens[j].copy_(token)
+        if self.draft_probs is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
             return
-        heat = self.columns.temperature[self.slots.clamp(min=0)]
-        if law is None:
-            law = logits / torch.where(heat > 0, heat, 1.0)[:, None]
-        law = law - self.ops.sampling.logsumexp(law)[:, None]
-        own = law.gather(1, token[:, None])[:, 0]
-        if self.sure is not None:
-            self.sure.copy_(own.exp())
+        temperature = self.columns.temperature[self.slots.clamp(min=0)]
+        if logprobs is None:
+            logprobs = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        logprobs = logprobs - self.ops.sampling.logsumexp(logprobs)[:, None]
+        draft_logprob = logprobs.gather(1, token[:, None])[:, 0]
+        if self.draft_probs is not None:
+            self.draft_probs.copy_(draft_logprob.exp())
         if self.spec.needs_logprobs or self.spec.needs_probs:
-            self._logprobs.append(own)
+            self._logprobs.append(draft_logprob)
         if self.spec.needs_probs:
-            certain = torch.zeros_like(law).scatter_(1, token[:, None], 1.0)
-            sampled = (heat > 0)[:, None] & (not self.greedy)
-            self._probs.append(torch.where(sampled, law.exp(), certain))
+            certain = torch.zeros_like(logprobs).scatter_(1, token[:, None], 1.0)
+            sampled = (temperature > 0)[:, None] & (not self.greedy)
+            self._probs.append(torch.where(sampled, logprobs.exp(), certain))
 
-    def goes_on(self, j: int) -> bool:
-        """Draft j is made: is another round likely to bring more than it costs, and for whom?"""
-        if self._sureness is None or self.sure is None:
+    def should_continue(self, j: int) -> bool:
+        """Return whether another round follows draft j, and stop the chains for which it does not pay.
+
+        An entry continues if P(all drafts so far accepted) * P(one more accepted) exceeds the cost of a row;
+        the round runs if the sum of these differences exceeds the cost of a round.
+        """
+        calibration, draft_probs = self._calibration, self.draft_probs
+        if calibration is None or draft_probs is None:
             return j + 1 < self.spec.rounds
-        known, gain, leave = self._sureness, 0.0, []
-        further, count = known.further(), self._count
-        for b, said in enumerate(self.sure.tolist()):
+        gain, stopped = 0.0, []
+        next_acceptance, count = calibration.next_acceptance(), self._count
+        for b, draft_prob in enumerate(draft_probs.tolist()):
             if count[b] <= j:
                 continue
-            chance, at = known.chance(said, self._hot[b])
-            self._chance[b] *= chance
-            self._ranges[b].append(at)
-            more = self._chance[b] * further - self._verify
+            acceptance, index = calibration.acceptance(draft_prob, self._is_sampled[b])
+            self._survival[b] *= acceptance
+            self._bins[b].append(index)
+            more = self._survival[b] * next_acceptance - self._costs.row
             if count[b] > j + 1 and more > 0:
                 gain += more
             elif count[b] > j + 1:
-                leave.append(b)
-        if gain <= self._price:
-            leave = [b for b in range(len(count)) if count[b] > j + 1]
-        self._end(leave, j + 1)
-        return gain > self._price
+                stopped.append(b)
+        if gain <= self._costs.round:
+            stopped = [b for b in range(len(count)) if count[b] > j + 1]
+        self._stop(stopped, j + 1)
+        return gain > self._costs.round
 
-    def _end(self, entries: list[int], count: int) -> None:
-        """They have so many drafts and no more."""
-        ahead = self.ahead
+    def _stop(self, entries: list[int], count: int) -> None:
+        """Limit these entries to `count` drafts."""
+        planned = self.draft_rows
         for b in entries:
             self._count[b] = count
-            ahead.count[b] = count
-            for part, none in (
-                (ahead.slots, -1),
-                (ahead.output_index, 0),
-                (ahead.positions, 0),
-                (ahead.kv_index, 0),
-            ):
-                part[count:, b] = none
+            planned.count[b] = count
+            planned.slots[count:, b] = -1
+            planned.output_index[count:, b] = 0
+            planned.positions[count:, b] = 0
+            planned.kv_index[count:, b] = 0
 
     def draft(self) -> Draft:
-        if self._sureness is not None:
-            tokens = self.ahead.tokens.t().tolist()
+        """Return all drafts, with logprobs and distributions where they are needed."""
+        if self._calibration is not None:
+            tokens = self.draft_rows.tokens.t().tolist()
             drafts = [line[:count] for line, count in zip(tokens, self._count, strict=True)]
-            self._sureness.note(self.columns, self._lines, drafts, self._ranges)
+            self._calibration.record(self.columns, self._lines, drafts, self._bins)
         logprobs = None
         if self._logprobs:
-            logprobs = self._wide(self._logprobs, torch.full_like(self._logprobs[0], math.nan))
-        probs = self._wide(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
-        return Draft(self.ahead.tokens.t(), self.ahead.count, logprobs, probs)
+            logprobs = self._stack(self._logprobs, torch.full_like(self._logprobs[0], math.nan))
+        probs = self._stack(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
+        return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs)
 
-    def _wide(self, columns: list[Tensor], none: Tensor) -> Tensor:
-        """[B, …] each -> [B, K, …]."""
-        return torch.stack(columns + [none] * (len(self.ahead.tokens) - len(columns)), 1)
+    def _stack(self, columns: list[Tensor], padding: Tensor) -> Tensor:
+        """Stack [B, ...] of each round to [B, K, ...]."""
+        missing = len(self.draft_rows.tokens) - len(columns)
+        return torch.stack(columns + [padding] * missing, 1)

@@ -1,9 +1,9 @@
-"""mtp, eagle, eagle3: a head over the target's own rows drafts; its K and V lie on the same pages.
+"""Head proposers (mtp, eagle, eagle3): a draft head on the target's hidden rows, with KV on the same pages.
 
-After every step the head runs over the step's rows, prompts included: the row at position p with the target's
-feature there and the token that follows, if that is committed. So what it has stored is always that of the
-committed tokens, whatever was rejected, and nothing has to be taken back. The last of an entry's rows gives
-its first draft; each further draft takes a round over one row an entry, with the head's own feature.
+After every step the head runs over the step's rows, prompts included: the row at position p has the
+target's feature at p and the token at p + 1, if that is committed. So the stored KV is always that of the
+committed tokens, whatever was rejected. The last row of an entry gives its first draft; each further draft
+takes a round of one row per entry, with the head's own feature.
 """
 
 from __future__ import annotations
@@ -21,27 +21,20 @@ from draftproof.models.draft_head.bundled import find_bundled_head, find_bundled
 from draftproof.models.draft_head.formats import load_draft_head, read_draft_head
 from draftproof.models.draft_head.model import DraftHeadModel
 from draftproof.ops import Rows
-from draftproof.propose import DeviceProposer, ProposerEnv
-from draftproof.propose.calibration import Sureness
-from draftproof.propose.draft_rounds import SAMPLING, Rounds, drafts_greedily
+from draftproof.propose.base import ProposerEnv
+from draftproof.propose.model_proposer import ModelProposer
 from draftproof.types import DeviceBatch, Draft
 
 
-class HeadProposer(DeviceProposer):
-    """The methods differ in the kind of head that they take, and in nothing else."""
+class HeadProposer(ModelProposer):
+    """Proposer with a draft head. The methods differ in the kind of head alone."""
 
     kind: ClassVar[str]
-    follows_rows = True
-    stores_kv = True
-    reports_probs = True
-    keeps_to_budget = True
-    defaults = {"model": None, **SAMPLING}
+    lag = 1  # the row of a draft lies where the row of its feature does
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        """Load the head and allocate its KV cache."""
         super().__init__(env, options)
-        self.ends_chains = not env.ops.runtime.asynchronous
-        self.sureness = Sureness(env.num_slots)
-        self.greedy = drafts_greedily(self.options)
         source, target = self.options["model"], env.target
         if source is None and target is not None:
             source = self.default_source(target.config) or find_bundled_head(self.kind, target.identity)
@@ -75,6 +68,7 @@ class HeadProposer(DeviceProposer):
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the bytes of KV per token and of the head's weights."""
         source = options.get("model")
         if source is None:
             source = cls.default_source(target) or find_bundled_head_by_size(cls.kind, target)
@@ -94,43 +88,44 @@ class HeadProposer(DeviceProposer):
         return ()
 
     def begin(self, batch: DeviceBatch) -> Any:
-        """Its rows, [B] the last of each entry's, features."""
+        """Return the head's rows, the last row [B] of each entry, and the features."""
         assert batch.rows is not None and batch.features is not None
         rows, last = self.env.ops.rounds.shift_rows(batch.rows, batch.columns, batch.slots)
         return rows, last, self.model.feature(batch.features)
 
     def draft(self, batch: DeviceBatch) -> Draft:
+        """Store KV of the step's rows, then run the rounds."""
         assert batch.spec is not None
         ops, model, count = self.env.ops, self.model, batch.spec.rounds
         begun = self.begin(batch) if batch.begun is None else batch.begun
-        if not count:  # whatever the tokens are: there are none of them
+        if not count:
             self._store(begun[0], begun[2])
-            self.asked_rounds = 0
+            self.num_rounds_run = 0
             return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
         rows, last, feature = begun
-        # the head's row of a draft stands one before it: that is where the row of its feature stands
-        rounds = Rounds(ops, batch, self.greedy, last, 1, self.env.page_size, self.sureness)
-        at: Tensor | None = last  # [B] the row that an entry's first draft comes from
+        rounds = self.rounds(batch, last)
+        at: Tensor | None = last  # [B] row of each entry's first draft
         if model.config.num_layers == 1 and len(rows.tokens) > max(ops.forward.fused_rows_limit, len(last)):
-            # of all rows but these K and V are wanted, and nothing else
+            # all rows but the last of each entry are needed for KV alone
             self._store(rows, feature)
             rows, feature, at = rounds.rows(0), feature[last.clamp(min=0)], None
         for j in range(count):
             (row,) = self._forward(rounds.rows(j) if j else rows, feature)
-            if rounds.plain:
-                row = model.sample(
-                    row, at, rounds.windows(j), self.greedy, rounds.ahead.tokens[j], rounds.sure
-                )
+            if rounds.needs_tokens_only:
+                tokens = rounds.draft_rows.tokens[j]
+                row = model.sample(row, at, rounds.windows(j), self.greedy, tokens, rounds.draft_probs)
             else:
                 row = row if at is None else row[at.clamp(min=0)]
-                rounds.take(j, model.logits(row))
-            feature, at, self.asked_rounds = model.next_feature(row), None, j + 1
-            if not rounds.goes_on(j):
+                rounds.sample(j, model.logits(row))
+            feature, at, self.num_rounds_run = model.next_feature(row), None, j + 1
+            if not rounds.should_continue(j):
                 break
         return rounds.draft()
 
 
 class MtpProposer(HeadProposer):
+    """Multi-token-prediction layers."""
+
     kind = "mtp"
     sources = ("mtp",)
 
@@ -141,10 +136,14 @@ class MtpProposer(HeadProposer):
 
 
 class EagleProposer(HeadProposer):
+    """EAGLE heads."""
+
     kind = "eagle"
     sources = ("eagle",)
 
 
 class Eagle3Proposer(HeadProposer):
+    """EAGLE-3 heads."""
+
     kind = "eagle3"
     sources = ("eagle3",)

@@ -1,23 +1,23 @@
-"""hybrid: several proposers, and for each request and step the one that is likely to bring most.
+"""Hybrid proposer: several proposers, and per request and step the drafts that are expected to bring most.
 
-All of them guess, in the step, from the same committed tokens. Each guess is given a worth: the drafts of it
-that are expected to stand. A search says so itself, from how long and how often it has matched; of others it
-is reckoned from what became of their drafts in this request, and while nothing is known from a hope. The best
-is taken (`select_drafts`); where it is short of the budget, a search goes on from its last draft. Nothing of
-the choice depends on a draft that was drawn, so whatever law the drafts had they still have. A member with a
-model is asked last, for as many rounds as are likely to bring more than the time they take (`engine/asking`).
+All members draft in the step, from the same committed tokens. A search reports how many of its drafts it
+expects to be accepted; for others the expectation follows from what was accepted in this request. The best
+drafts are taken (`Ops.select_drafts`), and where they are fewer than the budget a search extends them. The
+choice never depends on a sampled draft, so every draft keeps its distribution. At most one member has a
+model; it drafts last, and the policy limits its rounds (`engine/drafting/policy`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftproof.arrays import Ints
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
 from draftproof.ops.contract.draft_search import (
@@ -28,247 +28,265 @@ from draftproof.ops.contract.draft_search import (
     AcceptanceRecord,
     DraftCandidate,
 )
-from draftproof.propose import PROPOSERS, DeviceProposer, ProposerEnv
-from draftproof.propose.suffix_pool import Ints
+from draftproof.propose import PROPOSERS
+from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 from draftproof.types import DeviceBatch, Draft, Request
 
-Said = tuple[Draft, Tensor | None]  # a member's drafts, and their worth if it says so
-Found = Mapping[int, Said]
+
+class MemberDrafts(NamedTuple):
+    """Drafts of one member."""
+
+    draft: Draft
+    expected_tokens: Tensor | None  # [B] accepted tokens, in FIXED_ONE, if the member estimates them
 
 
 class HybridProposer(DeviceProposer):
+    """Proposer made of two to four members."""
+
     defaults = {"proposers": None}
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        """Build the members; the hybrid has the capabilities of any of them."""
         super().__init__(env, options)
-        wanted = _members(self.options)
-        self.members = [kind(env, mine) for kind, mine, _ in wanted]
-        self.limits = [limit or env.k for _, _, limit in wanted]
-        models = [member for member in self.members if member.follows_rows]
+        members = _parse_members(self.options)
+        self.members = [member.kind(env, member.options) for member in members]
+        self.limits = [member.limit or env.k for member in members]
+        models = [member for member in self.members if member.runs_every_step]
         if len(models) > 1:
             raise ConfigError("hybrid: one of its proposers may have a model of its own, not several")
-        says = {name: any(getattr(m, name) for m in self.members) for name in _ANY}
-        # what a class says of itself, a hybrid says of its members
+        # capabilities are class attributes of other proposers, but depend on the members here
         self.__dict__.update(
-            **says,
+            {name: any(getattr(member, name) for member in self.members) for name in _ANY_MEMBER},
             sources=tuple(source for member in self.members for source in member.sources),
-            cheap=all(member.cheap for member in self.members),
+            is_free=all(member.is_free for member in self.members),
         )
         self.taps = models[0].taps if models else ()
-        others = len(self.members) > len(models)
-        self.weighed = next((i for i, m in enumerate(self.members) if m.follows_rows and others), -1)
-        self.search = next((i for i, m in enumerate(self.members) if m.extends), -1)
+        has_others = len(self.members) > len(models)
+        self.model_source = _first(member.runs_every_step and has_others for member in self.members)
+        self.extending_source = _first(member.can_extend for member in self.members)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=env.ops.device)
 
-        self._none = zeros(env.num_slots)
+        self._zeros = zeros(env.num_slots)
         shape = (env.num_slots, len(self.members))
         self.record = AcceptanceRecord(zeros(4, env.num_slots) - 1, zeros(*shape), zeros(*shape))
-        self.remembers = (self.record.last, self.record.accepted, self.record.rejected)
+        self.state_tensors = (self.record.last, self.record.accepted, self.record.rejected)
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
-        sizes = [kind.storage(mine, target, dtype) for kind, mine, _ in _members(options)]
-        return sum(each for each, _ in sizes), sum(besides for _, besides in sizes)
+        """Return the sums over the members."""
+        sizes = [member.kind.storage(member.options, target, dtype) for member in _parse_members(options)]
+        return sum(per_token for per_token, _ in sizes), sum(fixed for _, fixed in sizes)
 
-    # --- the host's part ----------------------------------------------------------------------------
+    # --- host ---------------------------------------------------------------------------------------
 
     def start(self, slot: int, request: Request) -> None:
-        self.record.last[:, slot].fill_(-1)  # the one before may have had the same seed
+        """Begin a request in all members."""
+        self.record.last[:, slot].fill_(-1)  # the slot's last request may have had the same seed
         for member in self.members:
             member.start(slot, request)
 
     def stop(self, slot: int) -> None:
+        """End the request in all members."""
         for member in self.members:
             member.stop(slot)
 
     def learn(self, request: Request, ids: Ints) -> None:
+        """Give the tokens of a finished request to the members that learn."""
         for member in self.members:
             if member.learns:
                 member.learn(request, ids)
 
     def prepare(self) -> None:
+        """Prepare all members."""
         for member in self.members:
             member.prepare()
 
-    def meanwhile(self) -> None:
+    def do_idle_work(self) -> None:
+        """Do the deferred work of all members."""
         for member in self.members:
-            member.meanwhile()
+            member.do_idle_work()
 
-    # --- the device's -------------------------------------------------------------------------------
+    # --- device -------------------------------------------------------------------------------------
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        others = [i for i in range(len(self.members)) if i != self.weighed]
-        asking = self.env.ops.runtime.run_parallel(lambda: {i: self._ask(i, batch) for i in others})
+        """Draft with all members, select per entry, and extend the selected drafts."""
+        model, ops = self.model_source, self.env.ops
+        others = [i for i in range(len(self.members)) if i != model]
+        searching = ops.runtime.run_parallel(lambda: {i: self._member_drafts(i, batch) for i in others})
         try:
-            begun = self.members[self.weighed].begin(batch) if self.weighed >= 0 else None
+            begun = self.members[model].begin(batch) if model >= 0 else None
         finally:
-            found = asking()
-        if self.weighed >= 0:
-            found[self.weighed] = self._ask_model(replace(batch, begun=begun), found)
-        drafts = [found[i][0] for i in range(len(found))]
-        offers = [self._offer(i, batch, found[i]) for i in range(len(found))]
-        given = batch.columns, batch.slots, batch.budget, self.record, offers
-        tokens, made, whose, room = self.env.ops.search.select_drafts(*given, self.search)
-        count, alone = made, others == [self.search] and not self._falls_short(batch)
-        if self.search >= 0 and not alone:  # behind its own drafts it has no others
-            further = replace(batch, budget=room)
-            tokens, count, _ = self.members[self.search].extend(further, (tokens, made))
-        if not (batch.spec and batch.spec.needs_logprobs):  # they are not read
+            found = searching()
+        if model >= 0:
+            found[model] = self._model_drafts(replace(batch, begun=begun), found)
+        tokens, made, sources, room = ops.search.select_drafts(
+            batch.columns,
+            batch.slots,
+            batch.budget,
+            self.record,
+            [_candidate(found[i]) for i in range(len(found))],
+            self.extending_source,
+        )
+        count, drafts = made, [found[i].draft for i in range(len(found))]
+        is_only_search = others == [self.extending_source] and not self._may_fall_short(batch)
+        if self.extending_source >= 0 and not is_only_search:
+            extender = self.members[self.extending_source]
+            tokens, count, _ = extender.extend(replace(batch, budget=room), (tokens, made))
+        if not (batch.spec and batch.spec.needs_logprobs):
             drafts = [replace(draft, logprobs=None) for draft in drafts]
-        return self._with_thoughts(Draft(tokens, count, sources=whose), drafts, made)
+        return self._attach_draft_info(Draft(tokens, count, sources=sources), drafts, made)
 
-    def _falls_short(self, batch: DeviceBatch) -> bool:
-        """May the model have drafts, but fewer than the budget? With as many as there can be, or with none, a
-        search behind them would have no room."""
+    def _may_fall_short(self, batch: DeviceBatch) -> bool:
+        """Return whether the model may make fewer drafts than the budget, which a search then extends."""
         rounds = self.env.k if batch.spec is None else batch.spec.rounds
-        if self.weighed < 0 or not rounds:
+        if self.model_source < 0 or not rounds:
             return False
-        few = min(rounds, self.limits[self.weighed]) < self.env.k
-        return few or batch.price > 0 or self.members[self.weighed].ends_chains
+        is_limited = min(rounds, self.limits[self.model_source]) < self.env.k
+        return is_limited or batch.costs.round > 0 or self.members[self.model_source].stops_early
 
-    def _ask_model(self, batch: DeviceBatch, found: Found) -> Said:
-        """Its drafts, for whom they will be taken. Where the device is waited for, and nobody is to have any,
-        it only keeps up."""
-        model, most = self.members[self.weighed], self.limits[self.weighed]
-        most = min(batch.spec.rounds if batch.spec else self.env.k, most)
-        rounds = min(most, self._worth(batch, found)) if batch.price else most
-        if rounds and batch.price and model.ends_chains:
-            rounds = most  # it looks at them one by one
-        if rounds:
-            less = _at_most(batch, rounds)
-            if model.ends_chains or batch.price:
-                less = replace(less, budget=self._unbeaten(less, found))
-            rounds = 0 if batch.price and not less.budget.any() else rounds
+    def _model_drafts(self, batch: DeviceBatch, found: Mapping[int, MemberDrafts]) -> MemberDrafts:
+        """Run the draft model. Where it stops early, only for entries that will take its drafts.
+
+        The number of drafts of a model that stops early depends on sampled tokens. So entries are selected
+        before its drafts are made, and its drafts then win: selecting by their number would condition the
+        drafts of other members on sampled noise and break `rejection`.
+        """
+        model, limit = self.members[self.model_source], self.limits[self.model_source]
+        rounds = min(batch.spec.rounds if batch.spec else self.env.k, limit)
+        has_costs = batch.costs.round > 0
+        if has_costs and not self._is_worth_a_round(batch, found, rounds):
+            rounds = 0
+        less = _limited(batch, rounds)
+        if rounds and model.stops_early:
+            less = replace(less, budget=self._winning_budget(less, found))
+            if has_costs and not less.budget.any():
+                rounds = 0
         if not rounds:
             spec = batch.spec and batch.spec._replace(rounds=0)
-            less = replace(batch, budget=self._none[: len(batch.slots)], spec=spec)
-        draft, worth = self._ask(self.weighed, less)
-        self.asked_rounds = model.asked_rounds if model.ends_chains else rounds
-        if batch.price and model.ends_chains:
-            # That they are taken was settled before they were made. How many there are says how likely they
-            # are, and must not settle it again: the others' drafts would be judged with noise chosen by that.
-            worth = torch.where(draft.count > 0, FIXED_ONE * (self.env.k + 1), -1)
-        return draft, worth
+            less = replace(batch, budget=self._zeros[: len(batch.slots)], spec=spec)
+        draft, expected = self._member_drafts(self.model_source, less)
+        self.num_rounds_run = model.num_rounds_run if model.stops_early else rounds
+        if has_costs and model.stops_early:
+            expected = torch.where(draft.count > 0, FIXED_ONE * (self.env.k + 1), -1)
+        return MemberDrafts(draft, expected)
 
-    def _offer(self, index: int, batch: DeviceBatch, said: Said) -> DraftCandidate:
-        draft, worth = said
-        return DraftCandidate(draft.tokens, draft.count, worth)
-
-    def _ask(self, index: int, batch: DeviceBatch) -> Said:
-        """Its drafts, and what they are worth, if it says so."""
-        member, limit = self.members[index], self.limits[index]
-        less = _at_most(batch, limit)
-        if member.extends:
-            tokens, count, worth = member.extend(less, None)
-            return Draft(tokens, count), worth
+    def _member_drafts(self, index: int, batch: DeviceBatch) -> MemberDrafts:
+        member = self.members[index]
+        less = _limited(batch, self.limits[index])
+        if member.can_extend:
+            tokens, count, expected = member.extend(less, None)
+            return MemberDrafts(Draft(tokens, count), expected)
         draft = member.draft(less)
-        if less.budget is not batch.budget or not member.keeps_to_budget:
+        if less.budget is not batch.budget or not member.respects_budget:
             draft = replace(draft, count=torch.minimum(draft.count, less.budget))
-        return draft, None
+        return MemberDrafts(draft, None)
 
-    def _unbeaten(self, batch: DeviceBatch, found: Found) -> Tensor:
-        """The budget of the model's drafts where they will be taken before others': whose, does not depend on
-        what they are. It costs next to nothing to make none, where nobody is to have any; among FEW to SOME
-        that is seldom so, and a round takes as long for all of them: there it is not asked."""
-        offers = {i: self._offer(i, batch, said) for i, said in found.items()}
-        mine = Draft(batch.columns.draft[: len(batch.slots)], batch.budget)
-        offers[self.weighed] = self._offer(self.weighed, batch, (mine, None))
-        record = self.record
-        trial = AcceptanceRecord(record.last.clone(), record.accepted.clone(), record.rejected.clone())
-        given = batch.columns, batch.slots, batch.budget, trial, [offers[i] for i in sorted(offers)]
-        _, number, whose, _ = self.env.ops.search.select_drafts(*given, -1)
-        return batch.budget * ((number > 0) & (whose[:, 0] == self.weighed))
+    def _winning_budget(self, batch: DeviceBatch, found: Mapping[int, MemberDrafts]) -> Tensor:
+        """Return the budget [B] where a full window of the model would be selected, else 0."""
+        full = Draft(batch.columns.draft[: len(batch.slots)], batch.budget)
+        members = {**found, self.model_source: MemberDrafts(full, None)}
+        trial = AcceptanceRecord(*(part.clone() for part in self.state_tensors))
+        _, number, sources, _ = self.env.ops.search.select_drafts(
+            batch.columns,
+            batch.slots,
+            batch.budget,
+            trial,
+            [_candidate(members[i]) for i in sorted(members)],
+            -1,
+        )
+        return batch.budget * ((number > 0) & (sources[:, 0] == self.model_source))
 
-    def _worth(self, batch: DeviceBatch, found: Found) -> int:
-        """Rounds of the model that are worth their price, beside the drafts that the others have; 0: none.
+    def _is_worth_a_round(
+        self, batch: DeviceBatch, found: Mapping[int, MemberDrafts], max_rounds: int
+    ) -> bool:
+        """Return whether rounds of the model bring more than they cost, beside the drafts already found.
 
-        The device is waited for here. By the record as it was before the last window.
+        This waits for the device. Rounds are added while each brings its cost, by acceptance rates of the
+        record before the last window.
         """
-        slots, record = batch.slots.clamp(min=0), self.record
-        seeds, known = batch.columns.seed[slots].tolist(), record.last[0, slots].tolist()
-        stood, fell = record.accepted[slots].tolist(), record.rejected[slots].tolist()
-        others = [
-            (i, draft.count.tolist(), [-1] * len(slots) if says is None else says.tolist())
-            for i, (draft, says) in found.items()
-        ]
-        budget, most = batch.budget.tolist(), self.limits[self.weighed]
-        best, chances = [], []  # of the others; that the model's next draft stands, 0: there is none
-        for b, slot in enumerate(batch.slots.tolist()):
-            told = (
-                FIXED_ONE if seeds[b] == known[b] else math.inf
-            )  # what is on record of another counts as nothing
-            rates = [
-                (up / told + PRIOR_ACCEPTED) / ((up + down) / told + PRIOR_ACCEPTED + PRIOR_REJECTED)
-                for up, down in zip(stood[b], fell[b], strict=True)
-            ]
-            worths = [
-                says[b] / FIXED_ONE
-                if says[b] >= 0
-                else rates[i] * (1 - rates[i] ** count[b]) / (1 - rates[i])
-                for i, count, says in others
-            ]
-            best.append(max(worths, default=0.0))
-            chances.append(rates[self.weighed] if slot >= 0 else 0.0)
-        reached, brings, rounds = [1.0] * len(best), [0.0] * len(best), 0
-        while rounds < most:
-            reached = [
-                r * chance * (room > rounds) for r, chance, room in zip(reached, chances, budget, strict=True)
-            ]
-            if sum(reached) <= batch.price:
+        slots = batch.slots.clamp(min=0)
+        is_known = (batch.columns.seed[slots] == self.record.last[0, slots])[:, None]
+        accepted = torch.where(is_known, self.record.accepted[slots], 0) / FIXED_ONE
+        rejected = torch.where(is_known, self.record.rejected[slots], 0) / FIXED_ONE
+        rates = (accepted + PRIOR_ACCEPTED) / (accepted + rejected + PRIOR_ACCEPTED + PRIOR_REJECTED)
+        best = torch.zeros(len(slots))
+        for i, (draft, expected) in found.items():
+            by_rate = rates[:, i] * (1 - rates[:, i] ** draft.count) / (1 - rates[:, i])
+            if expected is not None:
+                by_rate = torch.where(expected >= 0, expected / FIXED_ONE, by_rate)
+            best = torch.maximum(best, by_rate)
+        rate = torch.where(batch.slots >= 0, rates[:, self.model_source], 0.0)
+        survival, gain, rounds = torch.ones(len(slots)), torch.zeros(len(slots)), 0
+        while rounds < max_rounds:
+            survival = survival * rate * (batch.budget > rounds)
+            if float(survival.sum()) <= batch.costs.round:
                 break
-            brings = [sum(pair) for pair in zip(brings, reached, strict=True)]
-            rounds += 1
-        gain = sum(max(mine - its, 0.0) for mine, its in zip(brings, best, strict=True))
-        return rounds if gain > rounds * batch.price else 0
+            gain, rounds = gain + survival, rounds + 1
+        return float((gain - best).clamp(min=0).sum()) > rounds * batch.costs.round
 
-    def _with_thoughts(self, chosen: Draft, drafts: Sequence[Draft], made: Tensor) -> Draft:
-        """With logprobs and laws of the drafts whose member gives them; the others were certain."""
+    def _attach_draft_info(self, chosen: Draft, drafts: Sequence[Draft], made: Tensor) -> Draft:
+        """Attach logprobs and distributions of the members that report them; other drafts are certain."""
         assert chosen.sources is not None
         if all(draft.logprobs is None and draft.probs is None for draft in drafts):
             return chosen
         place = torch.arange(chosen.tokens.shape[1], device=made.device)
-        begun, own, laws = place < made[:, None], None, None
+        is_selected, logprobs, probs = place < made[:, None], None, None
         for i, draft in enumerate(drafts):
-            its = begun & (chosen.sources == i)
+            is_mine = is_selected & (chosen.sources == i)
             if draft.logprobs is not None:
-                own = torch.full_like(draft.logprobs, math.nan) if own is None else own
-                own = torch.where(its, draft.logprobs, own)
+                logprobs = torch.full_like(draft.logprobs, math.nan) if logprobs is None else logprobs
+                logprobs = torch.where(is_mine, draft.logprobs, logprobs)
             if draft.probs is not None:
-                if laws is None:
-                    legal = chosen.tokens.clamp(0, self.env.vocab_size - 1)
-                    laws = torch.zeros_like(draft.probs).scatter_(2, legal[..., None], 1.0)
-                laws = torch.where(its[..., None], draft.probs, laws)
-        return replace(chosen, logprobs=own, probs=laws)
+                if probs is None:
+                    tokens = chosen.tokens.clamp(0, self.env.vocab_size - 1)
+                    probs = torch.zeros_like(draft.probs).scatter_(2, tokens[..., None], 1.0)
+                probs = torch.where(is_mine[..., None], draft.probs, probs)
+        return replace(chosen, logprobs=logprobs, probs=probs)
 
 
-def _at_most(batch: DeviceBatch, count: int) -> DeviceBatch:
-    """The same for somebody who may make so many drafts."""
+def _candidate(member: MemberDrafts) -> DraftCandidate:
+    return DraftCandidate(member.draft.tokens, member.draft.count, member.expected_tokens)
+
+
+def _first(flags: Iterable[bool]) -> int:
+    """Return the index of the first true flag, or -1."""
+    return next((i for i, flag in enumerate(flags) if flag), -1)
+
+
+def _limited(batch: DeviceBatch, count: int) -> DeviceBatch:
+    """Return the batch for a member that may make so many drafts."""
     if count >= batch.columns.draft.shape[1]:
         return batch
     spec = batch.spec and batch.spec._replace(rounds=min(batch.spec.rounds, count))
     return replace(batch, budget=batch.budget.clamp(max=count), spec=spec)
 
 
-_ANY = ("needs_hidden", "reports_probs", "stores_kv", "follows_rows", "learns")
-_Member = tuple[type[DeviceProposer], dict[str, Any], int | None]
+_ANY_MEMBER = ("needs_hidden", "reports_probs", "stores_kv", "runs_every_step", "learns")
 
 
-def _members(options: Mapping[str, Any]) -> list[_Member]:
-    """Classes, their options, and how many drafts each may make."""
+class _Member(NamedTuple):
+    """Member as configured."""
+
+    kind: type[DeviceProposer]
+    options: dict[str, Any]
+    limit: int | None  # drafts that it may make
+
+
+def _parse_members(options: Mapping[str, Any]) -> list[_Member]:
     given = options.get("proposers")
     if not isinstance(given, Sequence) or isinstance(given, str) or not 2 <= len(given) <= MAX_CANDIDATES:
         raise ConfigError(
             f"hybrid needs 'proposers', two to {MAX_CANDIDATES}, such as "
             '[{"method": "suffix"}, {"method": "eagle3", "model": "FOLDER"}]'
         )
-    return [_member(one) for one in given]
+    return [_parse_member(one) for one in given]
 
 
-def _member(given: Any) -> _Member:
+def _parse_member(given: Any) -> _Member:
     if not isinstance(given, Mapping) or not isinstance(given.get("method"), str):
         raise ConfigError(f"hybrid: each of its proposers is a mapping with a 'method', got {given!r}")
     mine = dict(given)
@@ -277,16 +295,18 @@ def _member(given: Any) -> _Member:
     if kind is HybridProposer or not issubclass(kind, DeviceProposer):
         able = [n for n in PROPOSERS if n not in ("hybrid", "given")]
         raise ConfigError(
-            f"hybrid: {method!r} does not guess on the device, which its members must: {', '.join(able)}"
+            f"hybrid: {method!r} does not draft on the device, which its members must: {', '.join(able)}"
         )
     if len(kind.sources) > 1:
         raise ConfigError(f"hybrid: {method!r} names several sources itself, which a member must not")
     for key in mine:
         if key not in kind.defaults:
             raise ConfigError(f"hybrid: {method!r} has no key {key!r}: {nearest(key, kind.defaults)}")
-    wrong = isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_SPECULATIVE_TOKENS
-    if limit is not None and wrong:
+    is_wrong = (
+        isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_SPECULATIVE_TOKENS
+    )
+    if limit is not None and is_wrong:
         raise ConfigError(
             f"hybrid: num_speculative_tokens of {method!r} must be an integer in 1..{MAX_SPECULATIVE_TOKENS}"
         )
-    return kind, mine, limit
+    return _Member(kind, mine, limit)

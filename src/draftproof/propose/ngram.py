@@ -1,6 +1,6 @@
-"""ngram: repeat what followed the last n tokens, the longest n first.
+"""n-gram proposer (prompt lookup): the tokens that followed the last n tokens before, longest n first.
 
-Prompt and output are one sequence, so a match may straddle the boundary between them.
+Prompt and output are one sequence, so a match may lie across the boundary between them.
 """
 
 from __future__ import annotations
@@ -8,19 +8,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftproof.propose import DeviceProposer, ProposerEnv, ngram_sizes
+from draftproof.errors import ConfigError
+from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.types import DeviceBatch, Draft
+
+MATCH_OPTIONS: Mapping[str, Any] = {"prompt_lookup_min": None, "prompt_lookup_max": None}
+MAX_MATCH_TOKENS = 64
 
 
 class NgramProposer(DeviceProposer):
+    """Prompt lookup on the device."""
+
     sources = ("ngram",)
-    cheap = True
-    defaults = {"prompt_lookup_min": None, "prompt_lookup_max": None}
+    is_free = True
+    defaults = MATCH_OPTIONS
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        """Check the match lengths."""
         super().__init__(env, options)
-        self.smallest, self.largest = ngram_sizes(self.options)
+        self.min_match, self.max_match = match_lengths(self.options)
 
     def draft(self, batch: DeviceBatch) -> Draft:
-        sizes = self.smallest, self.largest
-        return Draft(*self.env.ops.search.search_ngram(batch.columns, batch.slots, batch.budget, *sizes))
+        """Return the continuation of the longest match."""
+        tokens, count = self.env.ops.search.search_ngram(
+            batch.columns, batch.slots, batch.budget, self.min_match, self.max_match
+        )
+        return Draft(tokens, count)
+
+
+def match_lengths(options: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the shortest and longest match from prompt_lookup_min and prompt_lookup_max."""
+    low, high = options["prompt_lookup_min"], options["prompt_lookup_max"]
+    for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+        is_wrong = isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_MATCH_TOKENS
+        if value is not None and is_wrong:
+            raise ConfigError(f"{name} must be an integer in 1..{MAX_MATCH_TOKENS}, got {value!r}")
+    high = high if high is not None else max(5, low or 0)
+    low = low if low is not None else min(2, high)
+    if low > high:
+        raise ConfigError(f"prompt_lookup_min ({low}) is above prompt_lookup_max ({high})")
+    return low, high

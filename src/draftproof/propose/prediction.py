@@ -1,8 +1,8 @@
-"""given: drafts from a text that the caller predicts, found again after the output leaves it.
+"""Prediction proposer (method `given`): drafts from the text that the caller predicts.
 
-While the output follows the prediction, the next tokens of it are drafted. After a divergence the last
-tokens of the output are looked up in the prediction, longest match first and the nearest place after
-where the output left it, so that an edited file is picked up again behind the edit.
+While the output follows the prediction, its next tokens are drafted. After a divergence the last tokens of
+the output are searched in the prediction, longest match first and the nearest position behind the divergence,
+so that an edited file is found again behind the edit.
 """
 
 from __future__ import annotations
@@ -12,82 +12,96 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.propose import Proposer, ProposerEnv, ngram_sizes
+from draftproof.propose.base import Proposer, ProposerEnv
+from draftproof.propose.ngram import MATCH_OPTIONS, match_lengths
 from draftproof.types import Draft, ProposeBatch, Request
 
 
 class GivenProposer(Proposer):
+    """Drafts from the prediction of each request, on the host."""
+
     sources = ("given",)
-    cheap = True
+    is_free = True
     takes_prediction = True
-    defaults = {"prompt_lookup_min": None, "prompt_lookup_max": None}
+    defaults = MATCH_OPTIONS
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        """Check the match lengths."""
         super().__init__(env, options)
-        self.smallest, self.largest = ngram_sizes(self.options)
-        self._cursors: dict[int, _Cursor] = {}
+        self.min_match, self.max_match = match_lengths(self.options)
+        self._cursors: dict[int, PredictionCursor] = {}
 
     def start(self, slot: int, request: Request) -> None:
+        """Place a cursor at the start of the request's prediction."""
         if request.prediction_ids:
-            self._cursors[slot] = _Cursor(
+            self._cursors[slot] = PredictionCursor(
                 request.prediction_ids,
-                len(request.prompt_token_ids),
-                self.smallest,
-                self.largest,
+                start=len(request.prompt_token_ids),
+                min_match=self.min_match,
+                max_match=self.max_match,
             )
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        guesses: list[list[int]] = []
+        """Return the tokens behind each cursor."""
+        drafts: list[list[int]] = []
         for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
             cursor = self._cursors.get(slot)
             if cursor is None or budget == 0:
-                guesses.append([])
+                drafts.append([])
                 continue
-            cursor.follow(batch.columns.tokens[slot, cursor.seen : length].tolist())
-            guesses.append(cursor.ahead(budget))
-        return Draft.from_lists(guesses, self.env.k)
+            cursor.advance(batch.columns.tokens[slot, cursor.num_seen : length].tolist())
+            drafts.append(cursor.next_tokens(budget))
+        return Draft.from_lists(drafts, self.env.k)
 
     def stop(self, slot: int) -> None:
+        """Drop the cursor."""
         self._cursors.pop(slot, None)
 
 
-class _Cursor:
-    """Where in a prediction the output stands. It is searched as it is: to index it first would keep all
-    others waiting when its request comes."""
+class PredictionCursor:
+    """Position of an output in its prediction.
 
-    def __init__(self, prediction: Sequence[int], start: int, smallest: int, largest: int) -> None:
+    The prediction is not indexed: that would delay all requests when this one starts.
+    """
+
+    def __init__(self, prediction: Sequence[int], start: int, min_match: int, max_match: int) -> None:
+        """Begin at the first token; `start`: tokens of the prompt."""
         self.prediction = np.array(prediction, np.int64)
-        self.seen = start  # committed tokens followed so far, prompt included
-        self.at: int | None = 0  # the next token expected is prediction[at]; None = lost
-        self.left = 0  # where the output left the prediction
-        self.tail: list[int] = []  # the last `largest` tokens of the output
-        self.smallest, self.largest = smallest, largest
+        self.num_seen = start  # committed tokens, prompt included, that the cursor has followed
+        self.position: int | None = 0  # prediction[position] is expected next; None: no match
+        self.max_match, self.min_match = max_match, min_match
+        self._divergence = 0  # position at which the output last left the prediction
+        self._tail: list[int] = []  # the last `max_match` tokens of the output
 
-    def follow(self, tokens: list[int]) -> None:
-        self.seen += len(tokens)
+    def advance(self, tokens: list[int]) -> None:
+        """Follow committed tokens."""
+        self.num_seen += len(tokens)
         for token in tokens:
-            self.tail = [*self.tail, token][-self.largest :]
-            if self.at is not None and self.at < len(self.prediction):
-                if self.prediction[self.at] == token:
-                    self.at += 1
+            self._tail = [*self._tail, token][-self.max_match :]
+            if self.position is not None and self.position < len(self.prediction):
+                if self.prediction[self.position] == token:
+                    self.position += 1
                     continue
-                self.left = self.at
-            self.at = self._find()
+                self._divergence = self.position
+            self.position = self._find()
 
-    def ahead(self, count: int) -> list[int]:
-        drafts: list[int] = [] if self.at is None else self.prediction[self.at : self.at + count].tolist()
-        return drafts
+    def next_tokens(self, count: int) -> list[int]:
+        """Return up to `count` tokens of the prediction."""
+        if self.position is None:
+            return []
+        tokens: list[int] = self.prediction[self.position : self.position + count].tolist()
+        return tokens
 
     def _find(self) -> int | None:
-        """Behind the longest match of the last tokens."""
-        places = np.flatnonzero(self.prediction[:-1] == self.tail[-1]) + 1
+        """Return the position behind the longest match of the last tokens."""
+        tail, places = self._tail, np.flatnonzero(self.prediction[:-1] == self._tail[-1]) + 1
         size, longer = 1, places
-        while size < len(self.tail) and len(longer):
+        while size < len(tail) and len(longer):
             longer = longer[longer > size]
-            longer = longer[self.prediction[longer - size - 1] == self.tail[-size - 1]]
+            longer = longer[self.prediction[longer - size - 1] == tail[-size - 1]]
             if len(longer):
                 size, places = size + 1, longer
-        if size < self.smallest or not len(places):
+        if size < self.min_match or not len(places):
             return None
-        later = places[places >= self.left]
-        return int(later[0] if len(later) else places[-1])
+        behind = places[places >= self._divergence]
+        return int(behind[0] if len(behind) else places[-1])

@@ -1,8 +1,8 @@
-"""suffix: repeat what followed the longest matches of the last tokens, here and in earlier responses.
+"""Suffix proposer: what followed the longest matches of the last tokens, here and in earlier outputs.
 
-Where several places match they vote, and a draft is made as long as it is likely enough to stand: a long
-match, or one on which all agree, gives many drafts, a short one few. The search is one op on the device
-(`search_suffix`); the host only says what is in the pool, when requests come and go (`propose/pool`).
+Several matches vote for the next token, and drafts are made while they are likely enough to be accepted: a
+long match, or one on which all agree, gives many drafts, a short one few. The search is one op on the device
+(`Ops.search_suffix`); the host decides what is in the pool of earlier outputs (`suffix_pool`).
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftproof.arrays import Ints
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
 from draftproof.ops.contract.draft_search import SuffixOptions
-from draftproof.propose import DeviceProposer, ProposerEnv
-from draftproof.propose.suffix_pool import Ints, Pool
+from draftproof.propose.base import DeviceProposer, ProposerEnv
+from draftproof.propose.suffix_pool import Pool
 from draftproof.types import DeviceBatch, Draft, Request
 
 
 class SuffixProposer(DeviceProposer):
+    """Suffix decoding on the device."""
+
     sources = ("suffix",)
-    cheap = True
+    is_free = True
     learns = True
-    extends = True
+    can_extend = True
     defaults = {
         "min_match": 1,  # tokens, in the request's own text
-        "doubt": 1.5,  # a draft behind m matched tokens is thought to stand with m / (m + doubt)
-        "min_token_prob": 0.15,  # a draft that is reached and stands with less is not made
-        "pool_tokens": 1 << 19,  # of earlier responses; 0: none
+        "match_prior": 1.5,  # a draft behind m matched tokens has the probability m / (m + match_prior)
+        "min_token_prob": 0.15,  # probability to be reached and accepted; a less likely draft is not made
+        "pool_tokens": 1 << 19,  # tokens of earlier outputs; 0: none
         "pool_ttl": 3600.0,  # seconds
     }
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        """Check the options and allocate the pool."""
         super().__init__(env, options)
         self.rule = SuffixOptions(
             _number(self.options, "min_match", 1, 32, whole=True),
-            _number(self.options, "doubt", 0.0, 1000.0),
+            _number(self.options, "match_prior", 0.0, 1000.0),
             _number(self.options, "min_token_prob", 0.0, 1.0),
         )
         ttl = _number(self.options, "pool_ttl", 0.0, 1e9)
@@ -46,27 +50,34 @@ class SuffixProposer(DeviceProposer):
 
     @classmethod
     def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the bytes of the pool."""
         return 0, Pool.size(_pool_tokens({**cls.defaults, **options}))
 
     def start(self, slot: int, request: Request) -> None:
-        self.pool.seat(slot, request.params.cache_salt)
+        """Set the owner of the slot."""
+        self.pool.set_owner(slot, request.params.cache_salt)
 
     def learn(self, request: Request, ids: Ints) -> None:
-        self.pool.tell(request.params.cache_salt, ids, len(request.prompt_token_ids))
+        """Add the output of a finished request to the pool."""
+        self.pool.add(request.params.cache_salt, ids, len(request.prompt_token_ids))
 
     def prepare(self) -> None:
+        """Send changes of the pool to the device."""
         self.pool.send()
 
-    def meanwhile(self) -> None:
-        self.pool.learn()
+    def do_idle_work(self) -> None:
+        """Store outputs that were added to the pool."""
+        self.pool.store()
 
     def draft(self, batch: DeviceBatch) -> Draft:
+        """Return the drafts of a search from the committed tokens."""
         tokens, count, _ = self.extend(batch, None)
         return Draft(tokens, count)
 
     def extend(
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the drafts of a search from the committed tokens and the drafts in `begun`."""
         given = batch.columns, batch.slots, batch.budget
         return self.env.ops.search.search_suffix(*given, self.pool.device, self.rule, begun)
 

@@ -104,7 +104,7 @@ def build(config: SpeculativeConfig, env: ProposerEnv) -> Proposer:
 
 def _without_model(method: str, proposer: Proposer | type[Proposer]) -> None:
     """Looked at before it is made, too: making it may take the model that it drafts for."""
-    if proposer.needs_hidden or proposer.stores_kv or proposer.follows_rows:
+    if proposer.needs_hidden or proposer.stores_kv or proposer.runs_every_step:
         raise ConfigError(
             f"method {method!r} guesses with a model of its own, from the target's rows: records do not hold "
             "them. Measure it in a run, with `draftproof generate --compare`"

@@ -1,9 +1,9 @@
-"""What adaptive drafts gain and cost, in a simulation: requests of many kinds on the prices of real machines.
+"""Gain and cost of adaptive drafts in a simulation: requests of many kinds, step times of real machines.
 
-A batch is always full: whoever ends makes room for the next, whose prompt has a few rows in a step. Step
-times come from a table and the keys that are read, so that nothing here depends on a clock; of keys the table
-of the engine knows nothing, that must be learned. With overlap a step's results are known when two more have
-been planned.
+The batch is always full: a finished request is replaced by the next one, whose prompt has a few rows in a
+step. Step times come from a table and the keys that are read, so no clock is involved. The cost model knows
+the table and has to learn the cost of keys. With overlap the results of a step are observed when two more
+were planned.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftproof.engine.drafting.budget import DraftBudgets
-from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.drafting.budget import DraftBudget
+from draftproof.engine.drafting.step_cost import StepCost
 
 K = 8
 FIXED = (0, 1, 3, 5, 8)
@@ -32,7 +32,7 @@ def graphs(table):
 def prices(name):
     """As of an engine that was just started; on a CPU any number of rows runs as it is."""
     tables = {"cpu": CPU, "small": graphs(SMALL), "large": graphs(LARGE)}
-    return RowCosts(tables[name], between=name == "cpu")
+    return StepCost(tables[name], interpolate=name == "cpu")
 
 
 EACH = {"cpu": 0.0027, "small": 6e-6, "large": 3e-5}  # milliseconds that a key costs
@@ -75,15 +75,15 @@ class Always:
     def start(self, *_):
         pass
 
-    pay = record = start
+    record = start
 
-    def again(self, _):
+    def held(self, _):
         return None
 
-    def take(self, slots, *_):
+    def choose(self, slots, *_):
         return np.full(len(slots), self.k)
 
-    def fit(self, _, drafts, __):
+    def refit(self, _, drafts, __):
         return drafts
 
 
@@ -93,7 +93,7 @@ def rate(policy, name, batch, task, longest=256, seed=0, host=0.0):
     `host`: milliseconds that the host takes for a step, beside the device.
     """
     draw, costs = np.random.default_rng(seed), prices(name)
-    learning, overlap = getattr(policy, "costs", RowCosts.guess(1)), name != "cpu"
+    learning, overlap = getattr(policy, "_cost", StepCost.unmeasured(1)), name != "cpu"
     total = batch * {1: 8, 8: 5, 32: 4}.get(batch, 3)
     lengths = draw.integers(longest // 2, longest + 1, total)
     likely = np.stack([chances(task, i, longest + K, draw) for i in range(total)])
@@ -107,12 +107,11 @@ def rate(policy, name, batch, task, longest=256, seed=0, host=0.0):
         drafts = np.minimum(drafts, np.maximum(lengths[who] - place - 1, 0))
         keys = batch * CONTEXT + int(place.sum())
         if prompts and overlap:
-            drafts = policy.fit(slots, drafts, batch + prompts)
-        policy.pay(slots, drafts, int(drafts.sum()))
+            drafts = policy.refit(slots, drafts, batch + prompts)
         stood = np.minimum(np.cumprod(stands[who[:, None], place[:, None] + ahead], 1).sum(1), drafts)
         rows = batch + int(drafts.sum())
-        took = max(costs.of(rows + prompts) + EACH[name] * keys, host)
-        learning.hosted(host)
+        took = max(costs.row_seconds(rows + prompts) + EACH[name] * keys, host)
+        learning.record_host_seconds(host)
         seconds += took
         if not prompts and took > host:
             learning.observe(rows, keys, took * (1 + draw.random() / 10))
@@ -124,8 +123,8 @@ def rate(policy, name, batch, task, longest=256, seed=0, host=0.0):
             before, granted, accepted = flights.pop(0)
             here = np.flatnonzero(before == tenant)
             policy.record(here, granted[here], accepted[here])
-        drafts = policy.again(slots)
-        drafts = policy.take(slots, most, keys) if drafts is None else drafts.copy()
+        drafts = policy.held(slots)
+        drafts = policy.choose(slots, most, keys) if drafts is None else drafts.copy()
         for slot in np.flatnonzero(place >= lengths[who]):
             if waiting == total:
                 return tokens / seconds
@@ -139,53 +138,56 @@ def rate(policy, name, batch, task, longest=256, seed=0, host=0.0):
 def compared(name, batch, task, host=0.0):
     """Adaptive over the best fixed number and over none; and over none in the first minute of its life."""
     fixed = [rate(Always(k), name, batch, task, host=host) for k in FIXED]
-    made = DraftBudgets(batch, prices(name))
+    made = DraftBudget(batch, prices(name))
     first, adaptive = (rate(made, name, batch, task, host=host) for _ in range(2))
     return adaptive / max(fixed), adaptive / fixed[0], first / fixed[0]
 
 
 @pytest.mark.parametrize(("name", "batch", "task"), CELLS)
-def test_nearly_as_quick_as_the_best_fixed_number_and_never_much_slower_than_none(name, batch, task):
+def test_adaptive_drafts_match_the_best_fixed_number_and_never_lose_to_none(name, batch, task):
     best, none, first = compared(name, batch, task)
     assert best >= 0.97 and none >= 0.98 and first >= 0.98
 
 
 @pytest.mark.parametrize("host", [1.5, 2.5, 3.5])
-def test_where_the_host_is_the_slower_rows_are_used_that_cost_nothing(host, monkeypatch):
+def test_drafts_fill_rows_hidden_behind_a_slow_host(host, monkeypatch):
     """A step of 64 takes from 1.2 ms, of all their drafts 2.9. Control: prices without the host."""
     best, none, first = compared("small", 64, "mix", host)
     assert best >= 0.99 and none >= 0.98 and first >= 0.98
     if host > 3:
-        monkeypatch.setattr(RowCosts, "least", lambda *_: 0.0)
+        monkeypatch.setattr(StepCost, "host_floor", lambda *_: 0.0)
         assert compared("small", 64, "mix", host)[0] < best - 0.02
 
 
-def test_a_budget_that_hopes_and_probes_together_is_too_slow(monkeypatch):
+@pytest.mark.control
+def test_control_optimistic_prior_with_full_probes_is_too_slow(monkeypatch):
     """Control: as it was. Newcomers are trusted, and all are tried at once every 64 steps."""
-    start, take = DraftBudgets.start, DraftBudgets.take
+    start, choose = DraftBudget.start, DraftBudget.choose
 
     def hopeful(self, slot, limit, adaptive):
-        self._newcomer[:] = 1 / len(self._newcomer)
+        self._posteriors[-1] = 1 / self._posteriors.shape[1]
         start(self, slot, limit, adaptive)
 
     def together(self, slots, most, keys):
-        budget = take(self, slots, most, keys)
-        return np.full_like(budget, K) if self._steps % 64 == 0 else budget
+        budget = choose(self, slots, most, keys)
+        return np.full_like(budget, K) if self._num_steps % 64 == 0 else budget
 
-    monkeypatch.setattr(DraftBudgets, "start", hopeful)
-    monkeypatch.setattr(DraftBudgets, "take", together)
-    monkeypatch.setattr(DraftBudgets, "again", lambda *_: None)
+    monkeypatch.setattr(DraftBudget, "start", hopeful)
+    monkeypatch.setattr(DraftBudget, "choose", together)
+    monkeypatch.setattr(DraftBudget, "held", lambda *_: None)
     assert compared("large", 64, 0.0)[1] < 0.98
     assert compared("cpu", 32, 0.0)[1] < 0.98
 
 
-def test_prices_that_know_nothing_of_keys_are_too_high(monkeypatch):
+@pytest.mark.control
+def test_control_cost_without_context_is_too_slow(monkeypatch):
     """Control: drafts seem to add more to a step than they do."""
-    monkeypatch.setattr(RowCosts, "still", lambda *_: 0.0)
+    monkeypatch.setattr(StepCost, "context_seconds", lambda *_: 0.0)
     assert compared("cpu", 32, 0.5)[0] < 0.97
 
 
-def test_drafts_that_do_not_give_way_to_prompts_are_too_slow(monkeypatch):
+@pytest.mark.control
+def test_control_drafts_kept_beside_prompts_are_too_slow(monkeypatch):
     """Control: they filled a size of a step, and with a prompt it is of the next size."""
-    monkeypatch.setattr(DraftBudgets, "fit", lambda _, __, drafts, ___: drafts)
+    monkeypatch.setattr(DraftBudget, "refit", lambda _, __, drafts, ___: drafts)
     assert compared("large", 256, 0.5)[1] < 0.98

@@ -1,221 +1,183 @@
-"""How many drafts a request may have. Output never depends on this.
+"""Draft budget: how many drafts each request gets in a step. The output never depends on it.
 
-Of each request the engine holds a belief: how likely is it that its drafts stand? It begins with what was
-learned of the requests before it, is sharpened by every window, and fades back as long as nothing is heard.
-With the cost of rows, beliefs say which drafts make the most committed tokens a second, and those are given.
+Each request has a posterior over acceptance rates. It starts as the prior, which is learned from earlier
+requests, is updated by every window with drafts, and decays towards the prior in every step. With the cost
+model (`step_cost`) the posteriors give the drafts with the most committed tokens per second
+(`budget_kernels`).
 
-A belief that is low is not tested by that, and may be wrong, or become so: a free text may turn into a copy.
-So requests without drafts are probed, in turn and with one draft each; where that stands, again at once and
-with more. Probes are paid from a purse that one per cent of the time goes into: that is what they can cost,
-whatever the requests and the prices are.
+A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
+every PROBE_INTERVAL_STEPS each such request gets one draft, and after an accepted probe more at once.
 
-Steps are short, and all this is the host's work in each of them. So what was decided holds for a few steps,
-whoever comes or goes meanwhile if the host has no time, and what became of windows is put together until it
-is looked at again.
+The host decides beside every step, and steps are short. So a decision holds for some steps, and results of
+windows are collected until the next one.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from draftproof.arrays import Ints
 from draftproof.engine.drafting import budget_kernels
-from draftproof.engine.drafting.budget_kernels import LAST, POWERS, REST, SHARE, WORTH
-from draftproof.engine.drafting.step_cost import RowCosts
-from draftproof.engine.drafting.step_cost_filter import Reals
+from draftproof.engine.drafting.budget_kernels import ASSIGNED, COLUMNS, IS_FIXED, LIMIT, PROBE_LENGTH, RATES
+from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+DECAY = 0.02  # of a posterior towards the prior, per step
+PROBE_INTERVAL_STEPS = 64
+HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
+MAX_HOLD_STEPS = 8  # if the host is the bottleneck: also while requests start and end
+HOST_BOUND_SHARE = 0.7  # of a step's seconds: a slower host is the bottleneck
 
-FADE = 0.02  # of a belief, at every step
-KEEP = 3  # steps in which nothing is decided anew, where somebody is and the host has time; else REST
-NEARLY = 0.7  # of what the device takes, that the host may surely take and still has time
 
+class DraftBudget:
+    """Drafts per request, for all requests of a step at once. One column per slot."""
 
-class DraftBudgets:
-    """One line a slot, and all requests of a step at once: what is done for each is native (`afford`)."""
+    def __init__(self, num_slots: int, cost: StepCost, charges_drafting: bool = True) -> None:
+        """Start with equal weights of all rates; `charges_drafting`: drafts cost the draft model's time."""
+        self._cost = cost
+        self._charges_drafting = charges_drafting
+        self._columns = np.zeros((COLUMNS, num_slots), np.int64)
+        self._is_fixed, self._assigned = self._columns[IS_FIXED], self._columns[ASSIGNED]
+        self._posteriors = np.full((num_slots + 1, len(RATES)), 1 / len(RATES))
+        self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
+        self._has_fixed = False  # a request with a fixed number of drafts has started
+        self._num_steps = 0
+        self._next_probe = PROBE_INTERVAL_STEPS
+        self._last_probe_result = 0  # step until which results of the last probes may come
+        # The decision that holds: since which step, for how many more, for which slots, with which drafts.
+        self._decided_at = self._hold_left = 0
+        self._held_slots = self._held_drafts = np.zeros(0, np.int64)
+        self._held_size = 0  # rows of the step it was made for
+        self._has_drafts = self._is_host_bound = False
+        self._new_request_drafts = 0
+        self._context = self._floor = 0.0  # seconds, of the step it was made for
 
-    def __init__(self, num_slots: int, costs: RowCosts) -> None:
-        self.costs = costs
-        self.asked_apart = False  # is what drafts cost before they are verified weighed elsewhere (`Asking`)?
-        self._columns = np.zeros((budget_kernels.COLUMNS, num_slots), np.int64)
-        self.limit, self._fixed, self._windows, self._turn, self._reach, self._probed = self._columns[:6]
-        self._probing = False  # is anybody probed?
-        self._answers = 0  # step by which those that were have been told
-        self._minds = np.full((num_slots + 1, LAST + 1), 1 / LAST)
-        self._belief, self._last = self._minds[:-1, :LAST], self._minds[:-1, LAST]
-        self._newcomer = self._minds[-1, :LAST]
-        self._news: list[tuple[Ints, Ints, Ints, bool]] = []  # what was recorded and is not looked at yet
-        self._fixes = False  # has there been anybody whose number of drafts is fixed?
-        self._purse = 0.0  # in the time of empty steps
-        self._still = 0.0  # what the last step that was asked about costs beside its rows
-        self._least = 0.0  # what its rows cost at least
-        self._steps = 0
-        # what was decided holds for some steps: how many are left of those, since when, the size of the step
-        # that it was for, what each slot has, those that asked last and what they were given
-        self._rest = self._since = self._size = 0
-        self._held = self._columns[budget_kernels.HELD]
-        self._likely = np.inf  # of all that anybody has the least
-        self._tokens = 1.0  # that the step brings
-        self._resting = self._given = np.zeros(0, np.int64)
-        self._first = 0  # what a newcomer has meanwhile
-        self._gives = False  # does anybody have any?
-        self._hurries = False  # has the host no time to decide?
+    @property
+    def limit(self) -> Ints:
+        """Drafts [S] that the request in each slot may have at most."""
+        limit: Ints = self._columns[LIMIT]
+        return limit
+
+    def set_cost(self, cost: StepCost) -> None:
+        """Replace the cost model, when steps have been timed."""
+        self._cost = cost
+
+    def has_fixed(self, slots: Ints) -> bool:
+        """Return whether one of these requests has a fixed number of drafts."""
+        return self._has_fixed and bool(self._is_fixed[slots].any())
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
-        """A request that may have `limit` drafts sits down; not adaptive: it always has them."""
+        """Begin a request of at most `limit` drafts; not adaptive: it always gets them."""
         if limit:
-            budget_kernels.ready()
-        self._listen()  # of whoever sat there it says nothing later
-        self._fixes |= not adaptive
+            budget_kernels.compile_kernels()
+        self._apply_results()  # those of the slot's last request
+        self._has_fixed |= not adaptive
         self._columns[:, slot] = 0
-        self.limit[slot], self._fixed[slot], self._reach[slot] = limit, not adaptive, 1
-        self._belief[slot] = self._newcomer
-        self._held[slot] = min(self._first, limit) if adaptive else limit
-        self._last[slot] = self._likely if adaptive else np.inf
-        if not self._gives:
-            self._rest = 0
+        self._columns[LIMIT, slot], self._columns[PROBE_LENGTH, slot] = limit, 1
+        self._is_fixed[slot] = not adaptive
+        self._posteriors[slot] = self._posteriors[-1]
+        self._assigned[slot] = min(self._new_request_drafts, limit) if adaptive else limit
+        if not self._has_drafts:
+            self._hold_left = 0
 
-    def take(self, slots: Ints, most: Ints, keys: int) -> Ints:
-        """Drafts allowed to each in the coming step, of the `most` that there may be.
+    def held(self, slots: Ints) -> Ints | None:
+        """Return the drafts of the last decision if it still holds; None: `choose` again.
 
-        `keys`: tokens that these requests have stored.
+        While the batch stays the same, so that `slots` is the same array, the result is the same array too.
         """
-        self._steps += 1
-        self._listen()
-        num_fixed = np.count_nonzero(self._fixed[slots]) if self._fixes else 0
-        if num_fixed == len(slots):
-            return self._all(slots, most)
-        costs = self.costs
-        self._still = still = costs.still(keys)
-        self._least = least = costs.least(still)
-        if self._probing:
-            self._probed[:], self._probing = 0, False
-        paid = self._asking(len(slots))
-        asking = 0.0 if num_fixed else paid
-        if not asking and self._free(len(slots)) and self._free(len(slots) + int(most.sum())):
-            self._first, self._likely = MAX_SPECULATIVE_TOKENS, 0.0
-            return self._all(slots, most)
-        fades = 1 - (1 - FADE) ** (self._steps - self._since)
-        columns, minds = self._columns, self._minds
-        survival, gains, rows, tokens = budget_kernels.believe(columns, minds, slots, most, fades)
-        gains.sort()  # numpy's is the quickest
-        given, total, budget, self._probing, self._tokens, self._likely, self._first, self._purse, wait = (
-            budget_kernels.decide(
-                *(columns, minds, slots, most, survival, costs.table, gains, rows, tokens),
-                *(still, least, asking, paid, self._purse, self._steps),
-            )
-        )
-        self._hold(slots, given, total)
-        if self._probing:
-            self._answers = self._steps + REST
-        if not total:
-            self._rest = wait
-        return budget  # type: ignore[no-any-return]
-
-    def _all(self, slots: Ints, most: Ints) -> Ints:
-        """All that there may be."""
-        given = most.copy()
-        self._held[slots] = given
-        self._hold(slots, given, int(given.sum()))
-        return given
-
-    def _hold(self, slots: Ints, given: Ints, total: int) -> None:
-        """It is so decided, for some steps; a probe is made once."""
-        self._resting, self._given, self._since = slots, given, self._steps
-        rows = len(slots) + total
-        self._gives, self._size = total > 0, self.costs.size(rows)
-        takes, host = self.costs.of(rows) + self._still, self._least + self._still
-        self._hurries = host > NEARLY * takes
-        self._rest = REST if self._hurries else KEEP
-
-    def fit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
-        """Which of the drafts that were asked for, now that the step has `rows` rows without them.
-
-        Prompts have come into it: with them it may just not be of the size that drafts were chosen for.
-        """
-        total = rows + int(drafts.sum())
-        over = total - max(self._size, self.costs.size(rows))
-        if over <= 0 or self._free(total):
-            return drafts
-        if over < np.count_nonzero(drafts):
-            return self._cut(slots, drafts, rows, over)
-        fixed = np.where(self._fixed[slots], drafts, 0)
-        if (fixed == drafts).all() or not self.costs.knows(rows):
-            return drafts
-        survival: Reals = self._belief[slots] @ POWERS[:, : int(drafts.max())]
-        place = np.arange(1, survival.shape[1] + 1)
-        # a probe is worth no rows of its own, but those that are left over
-        survival = np.where(self._probed[slots][:, None] > 0, np.maximum(survival, 2 * WORTH), survival)
-        survival = np.where(place <= (drafts - fixed)[:, None], survival, 0.0)
-        gains = np.sort(survival[survival > WORTH])
-        less: Ints = budget_kernels.choose(
-            *(survival, self.costs.table, gains, rows + int(fixed.sum()), float(len(slots))),
-            *(self._still, self._least, 0.0),
-        )[0]
-        return fixed + less
-
-    def _cut(self, slots: Ints, drafts: Ints, rows: int, over: int) -> Ints:
-        """Without those `over` of the last drafts of requests that are least likely to stand, if the step is
-        the quicker for it. That is most of what `choose` would find, and far less work."""
-        last = np.where(drafts > 0, self._last[slots], np.inf)
-        cut = np.argpartition(last, over - 1)[:over]
-        kept, price = self._tokens - float(last[cut].sum()), self._price
-        total = rows + int(drafts.sum())
-        if kept * (price(total) + self._still) <= self._tokens * (price(total - over) + self._still):
-            return drafts
-        fewer = drafts.copy()
-        fewer[cut] -= 1
-        return fewer
-
-    def again(self, slots: Ints) -> Ints | None:
-        """What was decided a moment ago, if that still holds; None: it is time to `take`.
-
-        While nobody comes or goes, and `slots` is the very array of the last time, so is the answer.
-        """
-        if not self._rest or (slots is not self._resting and not self._hurries):
+        if not self._hold_left or (slots is not self._held_slots and not self._is_host_bound):
             return None
-        self._rest -= 1
-        self._steps += 1
-        if slots is not self._resting:
-            self._resting, self._given = slots, self._held[slots]
-        return self._given
+        self._hold_left -= 1
+        self._num_steps += 1
+        if slots is not self._held_slots:
+            self._held_slots, self._held_drafts = slots, self._assigned[slots]
+        return self._held_drafts
 
-    def _asking(self, requests: int) -> float:
-        return 0.0 if self.asked_apart else self.costs.asking(requests)
+    def choose(self, slots: Ints, max_drafts: Ints, keys: int) -> Ints:
+        """Return the drafts [B] for the coming step, up to `max_drafts` [B].
 
-    def _price(self, rows: int) -> float:
-        return max(self.costs.of(rows), self._least)
+        keys: tokens that these requests have stored.
+        """
+        self._num_steps += 1
+        self._apply_results()
+        num_fixed = np.count_nonzero(self._is_fixed[slots]) if self._has_fixed else 0
+        if num_fixed == len(slots):
+            return self._choose_all(slots, max_drafts)
+        cost = self._cost
+        self._context = context = cost.context_seconds(keys)
+        self._floor = floor = cost.host_floor(context)
+        draft_cost = cost.draft_seconds(len(slots)) if self._charges_drafting and not num_fixed else 0.0
+        if not draft_cost and self._is_free(len(slots) + int(max_drafts.sum())):
+            self._new_request_drafts = MAX_SPECULATIVE_TOKENS
+            return self._choose_all(slots, max_drafts)
+        decay = 1 - (1 - DECAY) ** (self._num_steps - self._decided_at)
+        survival, gains, rows, tokens = budget_kernels.expected_survival(
+            self._columns, self._posteriors, slots, max_drafts, decay
+        )
+        gains.sort()  # NumPy's sort is faster than numba's
+        is_probe_due = self._num_steps >= self._next_probe
+        found: budget_kernels.Assignment = budget_kernels.plan_drafts(
+            self._columns, self._posteriors, slots, max_drafts, survival, gains, rows, tokens,
+            cost.table, context, floor, draft_cost, is_probe_due,
+        )  # fmt: skip
+        self._new_request_drafts = found.new_request_drafts
+        self._hold(slots, found.assigned, found.num_assigned)
+        if is_probe_due:
+            self._next_probe = self._num_steps + PROBE_INTERVAL_STEPS
+        if found.has_probes:
+            self._last_probe_result = self._num_steps + MAX_HOLD_STEPS
+        if not found.num_assigned:
+            self._hold_left = min(MAX_HOLD_STEPS, self._next_probe - self._num_steps - 1)
+        return found.drafts
 
-    def _free(self, rows: int) -> bool:
-        """Is the device done with them before the host is with its part?"""
-        return self.costs.of(rows) <= self._least
+    def _choose_all(self, slots: Ints, max_drafts: Ints) -> Ints:
+        drafts = max_drafts.copy()
+        self._assigned[slots] = drafts
+        self._hold(slots, drafts, int(drafts.sum()))
+        return drafts
 
-    def pay(self, slots: Ints, drafts: Ints, total: int) -> None:
-        """A step is planned, with so many of them, `total` in all: those that were found and had room."""
-        if not total and not np.count_nonzero(self.limit[slots]):
-            return
-        rows = len(slots) + total
-        seconds = without = self._price(rows)
-        if self._probing:
-            probes = int(drafts[self._probed[slots] > 0].sum())
-            without = self._price(rows - probes)
-            if probes and probes == total:  # they alone were asked for
-                seconds += self._asking(len(slots))
-        self._purse += SHARE * (without + self._still) - (seconds - without)
+    def _hold(self, slots: Ints, drafts: Ints, num_drafts: int) -> None:
+        """Keep a decision for some steps; probes in it are for one step."""
+        self._held_slots, self._held_drafts, self._decided_at = slots, drafts, self._num_steps
+        rows = len(slots) + num_drafts
+        self._has_drafts, self._held_size = num_drafts > 0, self._cost.size(rows)
+        seconds, host_seconds = self._cost.row_seconds(rows) + self._context, self._floor + self._context
+        self._is_host_bound = host_seconds > HOST_BOUND_SHARE * seconds
+        self._hold_left = MAX_HOLD_STEPS if self._is_host_bound else HOLD_STEPS
+
+    def refit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
+        """Return which of the drafts to keep in a step of `rows` other rows, prompts among them.
+
+        The drafts were chosen for a step without prompts. With them it may be just above a step size.
+        """
+        num_rows = rows + int(drafts.sum())
+        room = max(self._held_size, self._cost.size(rows))
+        if num_rows <= room or self._is_free(num_rows) or not self._cost.size(rows):
+            return drafts
+        survival, gains, rows, tokens = budget_kernels.draft_survival(
+            self._columns, self._posteriors, slots, drafts, rows
+        )
+        gains.sort()
+        kept, _ = budget_kernels.choose_drafts(
+            self._columns, slots, drafts, survival, gains, rows, tokens,
+            self._cost.table, self._context, self._floor, 0.0,
+        )  # fmt: skip
+        return kept  # type: ignore[no-any-return]
+
+    def _is_free(self, rows: int) -> bool:
+        """Return whether the device ends a step of `rows` before the host's part does."""
+        return self._cost.row_seconds(rows) <= self._floor
 
     def record(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
-        """What became of a window each: rows set aside for drafts, and drafts that stood.
+        """Collect the results of a step: rows granted for drafts, and drafts accepted.
 
-        A row that was set aside and had no draft in it did not stand.
+        A granted row without a draft counts as rejected.
         """
-        self._news.append((slots, granted, accepted.copy(), self._steps <= self._answers))
-        if not self._gives and np.count_nonzero(granted):
-            self._rest = 0  # nothing was given, and there is news
+        self._results.append((slots, granted, accepted.copy(), self._num_steps <= self._last_probe_result))
+        if not self._has_drafts and np.count_nonzero(granted):
+            self._hold_left = 0  # a probe has a result
 
-    def _listen(self) -> None:
-        """To what was recorded: all of it at once, before anything is decided by it."""
-        for news in self._news:
-            budget_kernels.hear(self._columns, *news)
-        self._news.clear()
+    def _apply_results(self) -> None:
+        for slots, granted, accepted, had_probes in self._results:
+            budget_kernels.record_windows(self._columns, slots, granted, accepted, had_probes)
+        self._results.clear()

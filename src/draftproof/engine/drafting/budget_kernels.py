@@ -1,108 +1,146 @@
-"""Which drafts a step can afford: native loops over what is believed of requests and what rows cost.
+"""Numba kernels that choose how many drafts each request verifies.
 
-Some microseconds for a large batch, where whole columns at a time take ten times as long: at this size most
-of that is not arithmetic. Columns are lines of one array each for integers and reals, since what is handed
-over costs as much as what is done with it.
+Input: a posterior over acceptance rates per request, and a table of step seconds by rows. NumPy over whole
+columns is ten times slower here, because call overhead dominates. For the same reason the state of all slots
+is two arrays: integers [COLUMNS, S], and posteriors [S + 1, RATES], whose last row is the prior of a new
+request.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from draftproof.arrays import Ints
 from draftproof.numba_jit import native
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
-# numba caches compiled loops by this file alone, so what they take from elsewhere is spelt out here
+Reals = NDArray[np.float64]
+
+# numba's cache key is this file alone, so values of other modules are repeated here
 MAX_DRAFTS = 64
 assert MAX_SPECULATIVE_TOKENS == MAX_DRAFTS
 
-# Lines of the integers [COLUMNS, S]. Since the last decision: windows that were TOLD, drafts that STOOD, and
-# windows of which one FELL. HELD: what was decided.
-LIMIT, FIXED, WINDOWS, TURN, REACH, PROBED, TOLD, STOOD, FELL, HELD, COLUMNS = range(11)
-# A belief is one weight for each of these chances that a draft stands whose predecessors stood. The reals
-# [S + 1, RATES + 1] are a belief a slot, with how likely the last draft that it HELD is to stand (LAST); the
-# last line is what is expected of a newcomer.
+# Rows of the integers. NEW_*: windows since the last update, drafts accepted in them, windows with a rejected
+# draft. ASSIGNED: drafts of the last decision, without probes. PROBE_LENGTH: drafts of the next probe.
+LIMIT, IS_FIXED, NUM_WINDOWS, PROBE_LENGTH, IS_PROBED, NEW_WINDOWS, NEW_ACCEPTED, NEW_REJECTED, ASSIGNED = (
+    range(9)
+)
+COLUMNS = 9
+# A posterior has one weight for each of these probabilities that a draft is accepted if those before it were.
 RATES = np.array([0.005, 0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
-LAST = len(RATES)
-POWERS = RATES[:, None] ** np.arange(1, MAX_DRAFTS + 1)  # [rates, n - 1]: n drafts stand
-MANY = 255  # more are not counted: a belief is as firm with these
-SO_STOOD, SO_FELL = (chance ** np.arange(MANY + 1)[:, None] for chance in (RATES, 1 - RATES))
-LEAST = 0.002  # what is never quite ruled out of what the engine expects of a newcomer
-LEARN = 1 / 32  # weight of a newcomer's window in that
-NEW = 32  # windows for which a request counts as a newcomer: a long one is still one request
-WORTH = 0.01  # a draft that is less likely to stand is not given, but for a probe
-AT_ONCE = -1  # a turn before everybody whose turn it is
-SHARE = 0.01  # of the time, for probes
-SAVED = 64  # steps for which the purse may fill up
-REST = 8  # steps in which nothing is decided anew, at most
+NUM_RATES = len(RATES)
+POWERS = RATES[:, None] ** np.arange(1, MAX_DRAFTS + 1)  # [rates, n - 1]: n drafts are accepted
+MAX_EXPONENT = 255  # more results at a time count as this many
+ACCEPTED_POWERS, REJECTED_POWERS = (
+    rate ** np.arange(MAX_EXPONENT + 1)[:, None] for rate in (RATES, 1 - RATES)
+)
+MIN_PRIOR = 0.002  # weight of any rate in the prior
+PRIOR_RATE = 1 / 32  # weight of a new request's window in the prior
+NEW_REQUEST_WINDOWS = 32  # windows of a request that count for the prior: a long request is still one
+MIN_SURVIVAL = 0.01  # a less likely draft is not assigned, except as a probe
 
 compiled = native(boundscheck=False, error_model="numpy")
 
 
+class Survival(NamedTuple):
+    """Acceptance of the drafts that a step may have."""
+
+    survival: Reals  # [B, K] probability that a draft is reached and accepted; 0 for fixed requests
+    gains: Reals  # [N] those above MIN_SURVIVAL
+    rows: int  # rows that do not depend on the choice
+    tokens: float  # expected tokens of those rows
+
+
+class Assignment(NamedTuple):
+    """Drafts of a step."""
+
+    drafts: Ints  # [B] with probes
+    assigned: Ints  # [B] without
+    num_assigned: int
+    has_probes: bool
+    new_request_drafts: int  # drafts of a request that starts before the next decision
+
+
 @compiled
-def learn(columns, minds, slots):  # type: ignore[no-untyped-def]
-    """What was told since the last time, and of newcomers as well."""
-    newcomer, seen, windows = minds[len(minds) - 1], np.zeros(LAST), 0
+def update_posteriors(columns, posteriors, slots):  # type: ignore[no-untyped-def]
+    """Multiply in the results since the last update, and move the prior by those of new requests."""
+    prior, mean, num_windows = posteriors[len(posteriors) - 1], np.zeros(NUM_RATES), 0
     for s in slots:
-        told = columns[TOLD, s]
-        if told == 0:
+        new_windows = columns[NEW_WINDOWS, s]
+        if new_windows == 0:
             continue
-        stood, fell, total = min(columns[STOOD, s], MANY), min(columns[FELL, s], MANY), 0.0
-        for r in range(LAST):
-            minds[s, r] *= SO_STOOD[stood, r] * SO_FELL[fell, r]
-            total += minds[s, r]
-        new = told if columns[WINDOWS, s] < NEW else 0
-        for r in range(LAST):
-            minds[s, r] /= total
-            seen[r] += new * minds[s, r]
-        windows += new
-        columns[WINDOWS, s] += told
-        columns[TOLD, s] = columns[STOOD, s] = columns[FELL, s] = 0
-    if windows:
-        keep, total = (1 - LEARN) ** windows, 0.0
-        for r in range(LAST):
-            newcomer[r] = max(keep * newcomer[r] + (1 - keep) / windows * seen[r], LEAST)
-            total += newcomer[r]
-        for r in range(LAST):
-            newcomer[r] /= total
+        accepted = min(columns[NEW_ACCEPTED, s], MAX_EXPONENT)
+        rejected = min(columns[NEW_REJECTED, s], MAX_EXPONENT)
+        total = 0.0
+        for r in range(NUM_RATES):
+            posteriors[s, r] *= ACCEPTED_POWERS[accepted, r] * REJECTED_POWERS[rejected, r]
+            total += posteriors[s, r]
+        counted = new_windows if columns[NUM_WINDOWS, s] < NEW_REQUEST_WINDOWS else 0
+        for r in range(NUM_RATES):
+            posteriors[s, r] /= total
+            mean[r] += counted * posteriors[s, r]
+        num_windows += counted
+        columns[NUM_WINDOWS, s] += new_windows
+        columns[NEW_WINDOWS, s] = columns[NEW_ACCEPTED, s] = columns[NEW_REJECTED, s] = 0
+    if num_windows:
+        keep, total = (1 - PRIOR_RATE) ** num_windows, 0.0
+        for r in range(NUM_RATES):
+            prior[r] = max(keep * prior[r] + (1 - keep) / num_windows * mean[r], MIN_PRIOR)
+            total += prior[r]
+        for r in range(NUM_RATES):
+            prior[r] /= total
 
 
 @compiled
-def believe(columns, minds, slots, most, fades):  # type: ignore[no-untyped-def]
-    """[B, K] how likely each draft is to be reached and to stand, which falls along K; 0 for those that are
-    not to be decided on. Those of them that are worth a row, as they come; the rows and the tokens that there
-    are in any case. Beliefs have learned by then, and `fades` of each of them is a newcomer's again."""
-    learn(columns, minds, slots)
-    newcomer, wide = minds[len(minds) - 1], 1
-    for b in range(len(most)):
-        wide = max(wide, most[b])
-    survival, gains = np.zeros((len(slots), wide)), np.empty(len(slots) * wide)
-    rows, tokens, count = len(slots), float(len(slots)), 0
+def draft_survival(columns, posteriors, slots, max_drafts, rows):  # type: ignore[no-untyped-def]
+    """Compute the `Survival` of up to `max_drafts` [B] drafts beside `rows` rows.
+
+    A probe gets a low survival of its own: it takes a free row, but no larger step.
+    """
+    width = 1
+    for b in range(len(max_drafts)):
+        width = max(width, max_drafts[b])
+    survival, gains = np.zeros((len(slots), width)), np.empty(len(slots) * width)
+    tokens, count = float(len(slots)), 0
     for b in range(len(slots)):
         s = slots[b]
-        for r in range(LAST):
-            belief = minds[s, r] + fades * (newcomer[r] - minds[s, r])
-            minds[s, r] = belief
-            for n in range(most[b]):
-                survival[b, n] += belief * POWERS[r, n]
-        if columns[FIXED, s]:
-            rows += most[b]
-            for n in range(most[b]):
+        for r in range(NUM_RATES):
+            for n in range(max_drafts[b]):
+                survival[b, n] += posteriors[s, r] * POWERS[r, n]
+        if columns[IS_FIXED, s]:
+            rows += max_drafts[b]
+            for n in range(max_drafts[b]):
                 tokens, survival[b, n] = tokens + survival[b, n], 0.0
-        for n in range(most[b]):
-            if survival[b, n] <= WORTH:
+            continue
+        for n in range(max_drafts[b]):
+            if columns[IS_PROBED, s]:
+                survival[b, n] = max(survival[b, n], 2 * MIN_SURVIVAL)
+            if survival[b, n] <= MIN_SURVIVAL:
                 break
             gains[count] = survival[b, n]
             count += 1
-    return survival, gains[:count], rows, tokens
+    return Survival(survival, gains[:count], rows, tokens)
 
 
 @compiled
-def sized(table, rows):  # type: ignore[no-untyped-def]
-    """Which of the sizes of a step is the least that has room for so many; table [2, sizes]: rows, prices."""
+def expected_survival(columns, posteriors, slots, max_drafts, decay):  # type: ignore[no-untyped-def]
+    """Update the posteriors, move a share `decay` of each to the prior, and compute the `Survival`."""
+    update_posteriors(columns, posteriors, slots)
+    prior = posteriors[len(posteriors) - 1]
+    for s in slots:
+        columns[IS_PROBED, s] = 0
+        for r in range(NUM_RATES):
+            posteriors[s, r] += decay * (prior[r] - posteriors[s, r])
+    return draft_survival(columns, posteriors, slots, max_drafts, len(slots))
+
+
+@compiled
+def size_index(table, rows):  # type: ignore[no-untyped-def]
+    """Return the index of the smallest size with room for `rows`; table [2, sizes]: rows, seconds."""
     low, high = 0, table.shape[1]
     while low < high:
         middle = (low + high) // 2
@@ -111,155 +149,113 @@ def sized(table, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def price(table, rows, least):  # type: ignore[no-untyped-def]
-    return max(table[1, min(sized(table, rows), table.shape[1] - 1)], least)
+def best_draft_count(table, gains, rows, tokens, context, floor, draft_cost):  # type: ignore[no-untyped-def]
+    """Return the number of drafts with the most tokens per second.
 
-
-@compiled
-def beyond(table, rows):  # type: ignore[no-untyped-def]
-    """Rows that a step has room for beside these: at no cost, unless it is of one of the sizes exactly; then
-    the next size has."""
-    at = sized(table, rows + 1)
-    return int(table[0, at]) - rows if at < table.shape[1] else 0
-
-
-@compiled
-def best(table, gains, rows, tokens, still, least, asking):  # type: ignore[no-untyped-def]
-    """How many drafts to add to `rows` rows that commit `tokens`, and what they bring; gains [n] rise.
-
-    `still`: what the step costs beside rows; `least`: what these cost at least; `asking`: what it costs to
-    have any.
+    gains [N], ascending: accepted tokens that each draft adds to `tokens` of `rows` rows. context: seconds
+    besides rows. floor: seconds that rows take at least. draft_cost: seconds to have any drafts.
     """
-    most, count, more, best, gained, best_rate = len(gains), 0, 0.0, 0, 0.0, 0.0
-    for at in range(sized(table, rows), table.shape[1]):
-        room = min(int(table[0, at]) - rows, most)
+    num_gains, count, gained, best, best_rate = len(gains), 0, 0.0, 0, 0.0
+    for at in range(size_index(table, rows), table.shape[1]):
+        room = min(int(table[0, at]) - rows, num_gains)
         while count < room:
             count += 1
-            more += gains[most - count]
-        rate = (tokens + more) / (max(table[1, at] + (asking if count else 0.0), least) + still)
-        if rate > best_rate:
-            best, gained, best_rate = count, more, rate
-        if count == most:  # a larger step would bring no more
+            gained += gains[num_gains - count]
+        seconds = max(table[1, at] + (draft_cost if count else 0.0), floor) + context
+        if (tokens + gained) / seconds > best_rate:
+            best, best_rate = count, (tokens + gained) / seconds
+        if count == num_gains:  # a larger step has no more drafts
             break
-    return best, gained
+    return best
 
 
 @compiled
-def choose(survival, table, gains, rows, tokens, still, least, asking):  # type: ignore[no-untyped-def]
-    """[B] the drafts that make the most tokens a second, beside `rows` rows that bring `tokens`; what they
-    bring, and how likely the least of them is to stand."""
-    budget = np.zeros(len(survival), np.int64)
-    count, gained = best(table, gains, rows, tokens, still, least, asking)
-    if count == 0:
-        return budget, 0.0, np.inf
-    bar, over = gains[len(gains) - count], -count
-    for b in range(len(survival)):
-        while budget[b] < survival.shape[1] and survival[b, budget[b]] >= bar:
-            budget[b] += 1
-        over += budget[b]
-    for b in range(len(survival) - 1, -1, -1):
-        while over and budget[b] and survival[b, budget[b] - 1] == bar:  # ties: the last of them go without
-            budget[b] -= 1
-            over -= 1
-    return budget, gained, bar
-
-
-@compiled
-def probe(columns, minds, slots, most, given, room, urgent, step):  # type: ignore[no-untyped-def]
-    """[B] what was given, and drafts for those who have none and waited longest, as many as there is `room`
-    for; `urgent`: for those alone whose last probe stood. And is there anybody who is probed?"""
-    idle, turns, count = np.empty_like(given), np.empty_like(given), 0  # in the order of turns
-    for b in range(len(slots)):
-        turn = columns[TURN, slots[b]]
-        if given[b] or most[b] == 0 or (urgent and turn != AT_ONCE):
-            continue
-        at = count
-        while at and turns[at - 1] > turn:
-            idle[at], turns[at], at = idle[at - 1], turns[at - 1], at - 1
-        idle[at], turns[at], count = b, turn, count + 1
-    if count == 0:
-        return given, False
-    budget, left = given.copy(), room
-    for i in range(count):
-        b = idle[i]
-        s = slots[b]
-        reach = min(min(columns[REACH, s], most[b]), room)
-        if reach > left:
-            break
-        budget[b], left = reach, left - reach
-        columns[TURN, s], columns[PROBED, s] = step, 1
-        minds[s, LAST] = 2 * WORTH  # it is worth no rows of its own, but those that are left over
-    return budget, True
-
-
-@compiled
-def decide(  # type: ignore[no-untyped-def]
-    columns, minds, slots, most, survival, table, gains, rows, tokens, still, least, asking, paid, purse, step
+def choose_drafts(  # type: ignore[no-untyped-def]
+    columns, slots, max_drafts, survival, gains, rows, tokens, table, context, floor, draft_cost
 ):
-    """`choose`, and fixed ones have what they always have: that is HELD. Then probes, if there is money for
-    as many as a step has room for that is one size larger. `asking`: for drafts; `paid`: for probes alone.
+    """Return the drafts [B] with the most tokens per second, and the survival of the least likely of them.
 
-    [B] what is held, and its sum; [B] what is given, with probes, and whether there are any; the tokens of
-    the step, how likely the least of them is, what a newcomer would have had; what is left in the purse, and
-    in how many steps there is enough for a probe.
+    survival, gains, rows, tokens: as in `Survival`, gains ascending. A fixed request gets all its drafts.
     """
-    held, gained, likely = choose(survival, table, gains, rows, tokens, still, least, asking)
-    total, first, newcomer, called = 0, 0, minds[len(minds) - 1], False
+    drafts = np.zeros(len(slots), np.int64)
+    count = best_draft_count(table, gains, rows, tokens, context, floor, draft_cost)
+    threshold, excess = np.inf, -count
+    if count:
+        threshold = gains[len(gains) - count]
+        for b in range(len(slots)):
+            while drafts[b] < survival.shape[1] and survival[b, drafts[b]] >= threshold:
+                drafts[b] += 1
+            excess += drafts[b]
+        for b in range(len(slots) - 1, -1, -1):  # of equally likely drafts the last ones are left out
+            while excess and drafts[b] and survival[b, drafts[b] - 1] == threshold:
+                drafts[b] -= 1
+                excess -= 1
     for b in range(len(slots)):
-        s = slots[b]
-        if columns[FIXED, s]:
-            held[b], minds[s, LAST] = most[b], np.inf
-        else:
-            minds[s, LAST] = survival[b, max(held[b], 1) - 1]
-        columns[HELD, s] = held[b]
-        total += held[b]
-        called |= columns[TURN, s] == AT_ONCE
-    chance = np.inf
-    while first < MAX_DRAFTS and chance >= likely:
-        chance = 0.0
-        for r in range(LAST):
-            chance += POWERS[r, first] * newcomer[r]
-        first += chance >= likely
-    requests, rows = len(slots), len(slots) + total
-    room, saves = beyond(table, rows), SHARE * (price(table, requests, least) + still)
-    costs = price(table, rows + room, least) - price(table, rows, least) + (0.0 if total else paid)
-    purse, budget, probing, wait = min(purse, max(2 * costs, SAVED * saves)), held, False, 0
-    if room and costs <= purse:
-        budget, probing = probe(columns, minds, slots, most, held, room, 2 * costs > purse, step)
-    if not called:
-        costs *= 2
-    if room and costs > purse and saves > 0 and not probing:
-        wait = min(REST, int((costs - purse) / saves))
-    return held, total, budget, probing, tokens + gained, likely, first, purse, wait
+        if columns[IS_FIXED, slots[b]]:
+            drafts[b] = max_drafts[b]
+    return drafts, threshold
 
 
 @compiled
-def hear(columns, slots, granted, accepted, probing):  # type: ignore[no-untyped-def]
-    """What became of windows that had drafts, and of probes if there were any."""
+def plan_drafts(  # type: ignore[no-untyped-def]
+    columns, posteriors, slots, max_drafts, survival, gains, rows, tokens, table, context, floor, draft_cost,
+    is_probe_due,
+):  # fmt: skip
+    """Compute the `Assignment` of a step: `choose_drafts`, then probes for requests without drafts.
+
+    A probe is one draft for each of them when probes are due. After a probe that was accepted the next one
+    follows at once, with twice the length.
+    """
+    assigned, threshold = choose_drafts(
+        columns, slots, max_drafts, survival, gains, rows, tokens, table, context, floor, draft_cost
+    )
+    prior, num_assigned, first, chance = posteriors[len(posteriors) - 1], 0, 0, np.inf
+    while first < MAX_DRAFTS and chance >= threshold:
+        chance = 0.0
+        for r in range(NUM_RATES):
+            chance += POWERS[r, first] * prior[r]
+        first += chance >= threshold
+    drafts, has_probes = assigned.copy(), False
+    for b in range(len(slots)):
+        s = slots[b]
+        columns[ASSIGNED, s] = assigned[b]
+        num_assigned += assigned[b]
+        length = columns[PROBE_LENGTH, s]
+        if assigned[b] == 0 and max_drafts[b] > 0 and (is_probe_due or length > 1):
+            drafts[b], has_probes = min(length, max_drafts[b]), True
+            columns[IS_PROBED, s], columns[PROBE_LENGTH, s] = 1, 1
+    return Assignment(drafts, assigned, num_assigned, has_probes, first)
+
+
+@compiled
+def record_windows(columns, slots, granted, accepted, had_probes):  # type: ignore[no-untyped-def]
+    """Count the results of windows with drafts, and set the length of the next probe after a probe."""
     for b in range(len(slots)):
         if granted[b] == 0:
             continue
-        s, fell = slots[b], accepted[b] < granted[b]
-        columns[TOLD, s] += 1
-        columns[STOOD, s] += accepted[b]
-        columns[FELL, s] += fell
-        if probing and columns[HELD, s] == 0:
-            columns[REACH, s] = 1
-            if not fell:  # another at once, of twice the length
-                columns[REACH, s], columns[TURN, s] = min(2 * granted[b], columns[LIMIT, s]), AT_ONCE
+        s, is_rejected = slots[b], accepted[b] < granted[b]
+        columns[NEW_WINDOWS, s] += 1
+        columns[NEW_ACCEPTED, s] += accepted[b]
+        columns[NEW_REJECTED, s] += is_rejected
+        if had_probes and columns[ASSIGNED, s] == 0:
+            columns[PROBE_LENGTH, s] = 1 if is_rejected else min(2 * granted[b], columns[LIMIT, s])
 
 
 @cache
-def ready() -> None:
-    """Compiled once and kept on disk, or read from there: before the first step, which is no time for it."""
-    ints, columns, lines, reals = "i8[:]", "i8[:,::1]", "f8[:,::1]", "f8[::1]"
-    prices = f"{lines},{reals},i8,f8,f8,f8,f8"
-    given: list[tuple[Any, str]] = [
-        (believe, f"{columns},{lines},{ints},{ints},f8"),
-        (choose, f"{lines},{prices}"),
-        (decide, f"{columns},{lines},{ints},{ints},{lines},{prices},f8,f8,i8"),
-        (hear, f"{columns},{ints},{ints},{ints},b1"),
+def compile_kernels() -> None:
+    """Compile the kernels, or read them from the disk, before the first step.
+
+    The signatures allow any memory layout of what changes from step to step: nothing is compiled later.
+    """
+    state, ints, reals, matrix = "i8[:,::1],f8[:,::1]", "i8[:]", "f8[::1]", "f8[:,::1]"
+    choice = f"{matrix},{reals},i8,f8,{matrix},f8,f8,f8"
+    signatures: list[tuple[Any, str]] = [
+        (expected_survival, f"{state},{ints},{ints},f8"),
+        (draft_survival, f"{state},{ints},{ints},i8"),
+        (choose_drafts, f"i8[:,::1],{ints},{ints},{choice}"),
+        (plan_drafts, f"{state},{ints},{ints},{choice},b1"),
+        (record_windows, f"i8[:,::1],{ints},{ints},{ints},b1"),
     ]
-    for loop, signature in given:
-        loop.compile(f"({signature})")
-        loop.disable_compile()  # nor later, for arrays that are laid out otherwise
+    for kernel, signature in signatures:
+        kernel.compile(f"({signature})")
+        kernel.disable_compile()

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 from torch import Tensor
 
-from draftproof.engine.drafting.budget import Ints
+from draftproof.arrays import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.types import ProposeBatch

@@ -1,82 +1,73 @@
-"""When steps are read, by the clock: what they cost, and how many are queued before one of them is read.
+"""Run-ahead depth: how many steps are queued before the oldest one is read.
 
-Two are enough while the host is done with its part of a step before the device is with the next. Where some
-of its parts take longer than a step (an answer that ends, drafts that are decided anew, a busy processor)
-the device would have nothing to do meanwhile, though on average the host is quicker: then three are queued.
-Not always: whoever ends is known to have ended one step later, and whoever comes waits for one more.
+Two are enough while the host finishes its part of a step before the device finishes the next step. Some host
+parts take longer than a step (a request ends, a busy processor), and then the device would idle although the
+host is faster on average: three are queued while the host is late for more than 4 % of the steps. Not always,
+because a finished request is noticed one step later and a new one waits for one step more.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Protocol
+from typing import NamedTuple
 
-from draftproof.engine.scheduler import Scheduler
-from draftproof.engine.sequence import StepPlan
-
-SPARE = 0.75  # of a step: a host that took no longer for its own part has time for other things
-OFTEN = 0.04  # of the steps: when so many wait for the host, one more is queued
-FOLLOW = 1 / 64  # of a step in how often that is
-FADES = 1 / 512  # of what is known of it, with a step that says nothing of it
+LATE_LIMIT = 0.04  # of the steps: above it the deeper queue is used
+LATE_RATE = 1 / 64  # weight of a step in that share
+BUSY_SHARE = 0.75  # of a step's seconds, for which the device is taken to be busy after a read
 
 
-class Queued(Protocol):
-    """As much of a step that is under way as is needed here."""
+class StepTimes(NamedTuple):
+    """Clock readings of one step, in seconds."""
 
-    planned: StepPlan
-    follows: bool  # it was queued while another was under way: the device went from one to the next
-    started: float
-    asked: int
-    fewer: int
+    started: float  # the host began to plan it
+    waited: float  # the host had nothing else to do and began to wait for it
+    read: float  # its results were there
+    is_queued_behind: bool  # the device went from the step before straight to it
+    was_ready: bool  # its results were there when the host began to wait: the host was late
 
 
-class Pacing:
-    def __init__(self, scheduler: Scheduler, asynchronous: bool) -> None:
-        self.scheduler, self.asynchronous = scheduler, asynchronous
-        self.shallow, self.deep = 2, 3  # steps that are under way at most
+class StepSeconds(NamedTuple):
+    """Durations of one step."""
+
+    device: float
+    host: float | None  # of the host's part beside the device; None: they did not overlap
+    is_clean: bool  # the device did not idle before or after it
+
+
+class RunAhead:
+    """Queue depth, and the seconds of steps from the times at which they are read."""
+
+    def __init__(self, asynchronous: bool, min_depth: int = 2, max_depth: int = 3) -> None:
+        """Start with the lower depth; not `asynchronous`: the device runs on the host's threads."""
+        self.asynchronous = asynchronous
+        self.min_depth, self.max_depth = min_depth, max_depth
+        self.late_rate = 0.0  # share of recent steps for which the host was late
         self._last_read = 0.0
-        self._took = 0.0  # seconds of the step that was read then
-        self._late = False  # had it come before the host was ready for it?
-        self.lateness = 0.0  # of the steps, how many had lately
-        self.spare = 0.0  # the same of steps behind which no model drafts: they are shorter
+        self._last_seconds = 0.0
+        self._was_late = False  # for the last step
 
     @property
     def depth(self) -> int:
-        return self.deep if self.lateness > OFTEN else self.shallow
+        """Return how many steps may be in flight."""
+        return self.max_depth if self.late_rate > LATE_LIMIT else self.min_depth
 
-    @property
-    def has_time(self) -> bool:
-        """Is the device likely to be busy for a while with what is queued?"""
-        return time.perf_counter() - self._last_read < SPARE * self._took
+    def is_device_busy(self, now: float) -> bool:
+        """Return whether the queued steps are likely to keep the device busy for a while."""
+        return now - self._last_read < BUSY_SHARE * self._last_seconds
 
-    def read(self, step: Queued, asked: float, late: bool, weighed: float) -> None:
-        """A step was read just now. Until `asked`, when the host was ready for it, both worked; `late`: it
-        had come by then. For `weighed` seconds of it drafts were made that have prices of their own.
+    def record_orphan(self, times: StepTimes) -> None:
+        """Take in a step without a request that is still there: its times mean nothing."""
+        self._last_read, self._last_seconds, self._was_late = times.read, 0.0, True
 
-        A step costs what passes from one read to the next, unless the host came too late for either. One of
-        which nobody is left says nothing: it had no rows, and may have lain here since the last request.
+    def record_step(self, times: StepTimes) -> StepSeconds:
+        """Take in a step that was just read.
+
+        A step lasts from one read to the next, unless the host was late for either of them.
         """
-        now, timings, planned = time.perf_counter(), self.scheduler.timings, step.planned
-        if planned.version != self.scheduler.version and not self._is_anybodys(planned):
-            self._last_read, self._took, self._late = now, 0.0, True
-            return
-        since, self._last_read = self._last_read if step.follows else step.started, now
-        self._took = took = now - since
-        (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(took)
-        costs, was_late = self.scheduler.budgets.costs, self._late
-        self._late = False
-        if step.follows and self.asynchronous:
-            self._late = late
-            self.lateness += FOLLOW * (late - self.lateness)
-            if step.asked:  # that says nothing of it; after a while it is thought to be as for all
-                self.spare += FADES * (self.lateness - self.spare)
-            else:
-                self.spare += FOLLOW * (late - self.spare)
-            if costs.learns:
-                costs.hosted(asked - since)
-        if costs.learns and not planned.has_prompts and not was_late and not self._late:
-            keys = int(self.scheduler.mirror.length[planned.slots].sum())
-            costs.observe(planned.num_rows, keys, took - weighed, 0 if weighed else step.asked, step.fewer)
-
-    def _is_anybodys(self, planned: StepPlan) -> bool:
-        return bool((self.scheduler.mirror.generation[planned.slots] == planned.generations).any())
+        since = self._last_read if times.is_queued_behind else times.started
+        self._last_read, self._last_seconds = times.read, times.read - since
+        was_late, self._was_late, host = self._was_late, False, None
+        if times.is_queued_behind and self.asynchronous:
+            self._was_late = times.was_ready
+            self.late_rate += LATE_RATE * (times.was_ready - self.late_rate)
+            host = times.waited - since
+        return StepSeconds(self._last_seconds, host, not was_late and not self._was_late)

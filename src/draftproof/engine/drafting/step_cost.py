@@ -1,14 +1,16 @@
-"""What a step costs by its rows: timed at start without requests, then corrected by real steps (`clocked`).
+"""Cost model of a step: seconds by rows and context, timed at start-up and corrected by observed steps.
 
-An empty step reads no keys, so it says how costs grow with rows and not what a step of these requests costs
-without drafts: the more that is, the less a draft adds to it. So a price is made of rows, with what steps of
-that size cost more than empty ones, or less; of what a key costs (a token that a request has stored, and that
-every step reads) with whatever else a step costs beside its rows; and of what a proposer with a model takes
-behind a step for the next drafts. Prices are in the time of empty steps: how quick the machine is at the
-moment cancels out of every choice.
+    seconds(rows, keys) = base[rows] * (1 + correction[rows]) + per_key * keys
 
-Where steps are queued ahead the host works beside the device, and a step is never done sooner than the host:
-up to that time rows cost nothing. Steps in which the device waited are not told here (`pacing`).
+`base` is timed at start-up on empty steps, so it has no cost of context: `keys` is the number of stored
+tokens that the requests of a step read. The other terms are exponentially weighted averages of the error of
+past predictions. A share of each error goes to `per_key`, which also takes up whatever else a step costs
+besides its rows, and a share to the correction of the step's size and, less, of sizes near it.
+
+A draft model that runs behind a step adds the seconds timed for it and an average of what it took longer.
+
+With overlap the host works beside the device, and a step never ends before the host's part of it: up to that
+floor rows cost nothing. Steps for which the device waited are not observed here (`run_ahead`).
 """
 
 from __future__ import annotations
@@ -17,140 +19,159 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
-from draftproof.engine.drafting.step_cost_filter import LEAST_KEYS, Clocked
+Reals = NDArray[np.float64]
+NO_DRAFT_SECONDS: Mapping[int, float] = {}
 
-NOTHING: Mapping[int, float] = {}
+CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
+SIZE_RATE = 1 / 16  # and to the correction of the step's size
+DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
+CORRECTION_DECAY = 1 / 1024  # of the corrections, per observed step
+DRAFT_DECAY = 1 / 128  # of the draft overhead, per observed step without the draft model
+NEIGHBOUR_OCTAVES = 1.0  # distance between sizes at which a correction counts for 1/e
+MIN_CORRECTION = -0.5
+MAX_ERROR_SHARE = 0.5  # of the predicted seconds: a longer step counts as if it took so much longer
+PAUSE_FACTOR = 5.0  # times the predicted seconds: a pause of the caller, not the time of a step
+MAX_PAUSES = 16  # pauses in a row after which the prediction is taken to be wrong
+MIN_CONTEXT_SHARE = -0.8  # of the smallest step, as the cost of context
+FIRST_STEPS, STEP_INTERVAL = 3, 4  # of equal steps in a row the first 3 and then every 4th are observed
+HOST_RATE = 1 / 16  # weight of a step in the mean host seconds
+MAX_HOST_FACTOR = 2.0  # times the mean: longer host parts count as that
+HOST_FLOOR_SHARE = 0.85  # of the mean host seconds: the host is often faster than its mean
+MIN_DRAFT_SHARE = 0.25  # of the timed draft seconds: a free model would always run
+UNMEASURED_ROWS = 64  # rows that double the cost of a step, where nothing was timed
 
-FIRST, EVERY = 3, 4  # steps of one size: these, then every so many are looked at: all they tell is the speed
-HOSTED = 1 / 16  # of a step in what the host takes
-BURST = 2.0  # times what it usually takes: by how much more does not matter
-SURELY = 0.85  # of what it usually takes: often it takes less, and then rows are waited for
-LEAST_DEAR = 0.25  # of what was timed: what costs nothing would be asked for always, and never known again
-ROWS_FREE = 64  # rows that cost as much as all that a step costs without them, where nothing was measured
 
-
-class RowCosts:
-    """Prices of steps, in the time of empty ones."""
+class StepCost:
+    """Seconds of steps. `table` [2, sizes]: numbers of rows, and the seconds of a step without context."""
 
     def __init__(
         self,
         seconds: Mapping[int, float],
-        between: bool = False,
+        interpolate: bool = False,
         learns: bool = True,
-        asking: Mapping[int, float] = NOTHING,
-        rounds: Mapping[int, float] = NOTHING,
+        draft_seconds: Mapping[int, float] = NO_DRAFT_SECONDS,
     ) -> None:
-        """`seconds` of empty steps by rows; a step of another number of rows is padded to the next of them.
-        `between`: it is not, and costs what lies between. `asking`: seconds for drafts, by requests;
-        `rounds`: what is saved with each round fewer.
+        """Build the table from timed steps.
+
+        seconds: of an empty step by rows. Steps of other sizes are padded to the next of them, or, with
+        `interpolate`, run as they are. draft_seconds: of the draft model by requests, besides storing KV.
         """
-        self._askers = sorted(asking)
-        self._asking = [asking[count] for count in self._askers]
-        self._rounds = [rounds.get(count, 0.0) for count in self._askers]
-        self._timed = sorted(seconds)
-        self._knots = np.maximum.accumulate([seconds[size] for size in self._timed])  # else it is noise
-        self._between = between
-        self._rows = list(range(1, self._timed[-1] + 1)) if between else self._timed
-        self.table = np.array([self._rows, self._rows], np.float64)  # rows, and what they cost
         self.learns = learns
-        self._clock = Clocked(self._timed, self._knots)
-        self._host = 0.0  # seconds of the host's part of a step, where it runs beside the device
-        self._speed = self._each = self._dear = 0.0  # as `clocked` has them; no speed: not known yet
-        # size, requests asked for and rounds less of the last step; how many like it
-        self._last, self._alike = (0, 0, 0), 0
-        self._empty: list[float] = []  # the same, to look up one of them
-        self._fill()
+        self._sizes = sorted(seconds)
+        self._base = np.maximum.accumulate([seconds[size] for size in self._sizes])  # less would be noise
+        self._interpolate = interpolate
+        self._rows = list(range(1, self._sizes[-1] + 1)) if interpolate else self._sizes
+        self.table = np.array([self._rows, self._rows], np.float64)
+        octaves = np.log2(self._sizes)
+        self._influence = np.exp(-np.abs(octaves[:, None] - octaves) / NEIGHBOUR_OCTAVES)
+        self._draft_requests = sorted(draft_seconds)
+        self._draft_seconds = [draft_seconds[count] for count in self._draft_requests]
+        self._host_seconds = 0.0
+        self._last_kind, self._num_alike = (0, 0), 0
+        self._reset()
 
     @classmethod
-    def guess(cls, most: int) -> RowCosts:
-        """Where nothing was measured; the clock is then not asked later either."""
-        sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
-        return cls({size: 1.0 + size / ROWS_FREE for size in sizes}, learns=False)
+    def unmeasured(cls, max_rows: int) -> StepCost:
+        """Return a guess that is not corrected either, for an engine without warm-up."""
+        sizes = {min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)}
+        return cls({size: 1.0 + size / UNMEASURED_ROWS for size in sizes}, learns=False)
 
-    def hosted(self, seconds: float) -> None:
-        """The host took so long for its part of a step, while the device ran another."""
-        if not self._host:
-            self._host = min(seconds, self._empty[0])
-        self._host += HOSTED * (min(seconds, BURST * self._host) - self._host)
+    def _reset(self) -> None:
+        self._num_observed = self._num_pauses = 0
+        self._per_key = self._draft_overhead = 0.0
+        self._correction = np.zeros(len(self._sizes))
+        self._fill_table()
 
-    def least(self, still: float) -> float:
-        """What rows cost at least, in a step that costs `still` beside them: the host takes as long."""
-        return max(0.0, SURELY * self._host / (self._speed or 1.0) - still)
+    def _fill_table(self) -> None:
+        """Write the corrected seconds; a larger step is never cheaper."""
+        seconds = np.maximum.accumulate(self._base * (1 + self._correction))
+        self.table[1] = np.interp(self._rows, self._sizes, seconds) if self._interpolate else seconds
+        self._seconds: list[float] = self.table[1].tolist()
 
-    def observe(self, rows: int, keys: int, seconds: float, asked: int = 0, fewer: int = 0) -> None:
-        """A real step took so long; `asked`: requests that drafts were made for behind it, in so many rounds
-        `fewer` than there can be."""
+    # --- observations -------------------------------------------------------------------------------
+
+    def record_host_seconds(self, seconds: float) -> None:
+        """Take in the host's part of a step that ran beside the device."""
+        if not self._host_seconds:
+            self._host_seconds = min(seconds, self._seconds[0])
+        seconds = min(seconds, MAX_HOST_FACTOR * self._host_seconds)
+        self._host_seconds += HOST_RATE * (seconds - self._host_seconds)
+
+    def observe(self, rows: int, keys: int, seconds: float, num_drafting: int = 0) -> None:
+        """Take in a step; `num_drafting`: requests that the draft model ran for behind it."""
         at = bisect_left(self._rows, rows)
-        if not self.learns or at == len(self._rows) or keys <= 0 or seconds <= 0:  # by a clock that was ahead
+        if not self.learns or at == len(self._rows) or keys <= 0 or seconds <= 0:
             return
-        self._alike = self._alike + 1 if (at, asked, fewer) == self._last else 0
-        self._last = at, asked, fewer
-        if self._alike > FIRST and self._alike % EVERY:
-            return
-        clock = self._clock
-        clock.hear(self._parts(rows), keys, self._as_timed(asked, fewer), seconds)
-        self._speed, self._each, self._dear = clock.speed, clock.each, clock.dear
-        self._fill()
+        kind = at, num_drafting
+        self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
+        self._last_kind = kind
+        if self._num_alike <= FIRST_STEPS or self._num_alike % STEP_INTERVAL == 0:
+            self._correct(rows, keys, seconds, num_drafting)
 
-    def _parts(self, rows: int) -> list[tuple[int, float]]:
-        """Which of the sizes that were timed a step lies between, and how much of each."""
-        at = bisect_left(self._timed, rows)
-        if not self._between or self._timed[at] == rows:
+    def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int) -> None:
+        draft = self.draft_seconds(num_drafting)
+        if not self._num_observed:  # the table was timed on this machine: the rest is context
+            empty = self.row_seconds(rows) + draft
+            self._per_key = max(0.0, min(seconds, PAUSE_FACTOR * empty) - empty) / keys
+        expected = self.row_seconds(rows) + self.context_seconds(keys) + draft
+        error = seconds - expected
+        if error > (PAUSE_FACTOR - 1) * expected:
+            self._num_pauses += 1
+            if self._num_pauses == MAX_PAUSES:
+                self._reset()
+            return
+        self._num_pauses = 0
+        self._num_observed += 1
+        error = min(error, MAX_ERROR_SHARE * expected)
+        self._per_key += CONTEXT_RATE * error / keys
+        self._correction *= 1 - CORRECTION_DECAY
+        for size, share in self._neighbours(rows):
+            self._correction += SIZE_RATE * share * error / self._base[size] * self._influence[size]
+        np.maximum(self._correction, MIN_CORRECTION, out=self._correction)
+        if num_drafting:
+            self._draft_overhead += DRAFT_RATE * error
+        else:  # it may be cheaper by now, which is not observed while the model does not run
+            self._draft_overhead *= 1 - DRAFT_DECAY
+        self._fill_table()
+
+    def _neighbours(self, rows: int) -> list[tuple[int, float]]:
+        """Return the timed sizes that a step of `rows` lies between, with the share of each."""
+        at = bisect_left(self._sizes, rows)
+        if not self._interpolate or self._sizes[at] == rows:
             return [(at, 1.0)]
-        low, high = self._timed[at - 1], self._timed[at]
+        low, high = self._sizes[at - 1], self._sizes[at]
         upper = (rows - low) / (high - low)
         return [(at - 1, 1 - upper), (at, upper)]
 
-    def _fill(self) -> None:
-        """Prices by rows. A larger step is never quicker."""
-        made = np.maximum.accumulate(self._knots * (1 + self._clock.bent))
-        self.table[1] = np.interp(self.table[0], self._timed, made) if self._between else made
-        self._empty = self.table[1].tolist()
+    # --- predictions --------------------------------------------------------------------------------
 
-    def still(self, keys: float) -> float:
-        """What a step with these keys costs beside its rows."""
-        return max(self._each * keys, LEAST_KEYS * self._empty[0])
+    def row_seconds(self, rows: int) -> float:
+        """Return the seconds of a step without context; more rows than timed cost as many as timed."""
+        return self._seconds[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
 
-    def of(self, rows: int) -> float:
-        """What rows cost; more than were ever measured, as the most that were."""
-        return self._empty[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
+    def context_seconds(self, keys: float) -> float:
+        """Return the seconds that do not depend on the number of rows."""
+        return max(self._per_key * keys, MIN_CONTEXT_SHARE * self._seconds[0])
 
-    def takes(self, rows: int, keys: float) -> float:
-        """Seconds of a step without what asking takes, as quick as the machine is at the moment."""
-        return (self.of(rows) + self.still(keys)) * (self._speed or 1.0)
+    def host_floor(self, context_seconds: float) -> float:
+        """Return the seconds up to which the rows of a step are hidden behind the host's part."""
+        return max(0.0, HOST_FLOOR_SHARE * self._host_seconds - context_seconds)
 
-    def another(self, rows: int) -> float:
-        """Seconds that a row more takes in a step of so many, as quick as the machine is at the moment."""
-        return (self.of(rows + 1) - self.of(rows)) * (self._speed or 1.0)
+    def marginal_row_seconds(self, rows: int) -> float:
+        """Return the seconds that one more row adds to a step of `rows`."""
+        return self.row_seconds(rows + 1) - self.row_seconds(rows)
+
+    def draft_seconds(self, requests: int) -> float:
+        """Return the seconds of the draft model for so many requests, besides storing KV."""
+        if not self._draft_requests or not requests:
+            return 0.0
+        at = min(bisect_left(self._draft_requests, requests), len(self._draft_requests) - 1)
+        timed = self._draft_seconds[at]
+        return max(MIN_DRAFT_SHARE * timed, timed + self._draft_overhead) if timed else 0.0
 
     def size(self, rows: int) -> int:
-        """Rows that a step of so many has room for; none where nothing is known of it."""
+        """Return the rows of the timed step that `rows` fit into; 0 if none is that large."""
         at = bisect_left(self._rows, rows)
         return self._rows[at] if at < len(self._rows) else 0
-
-    def asks(self, requests: int, fewer: int = 0) -> float:
-        """Seconds that drafts for so many take, as quick as the machine is at the moment."""
-        return self.asking(requests, fewer) * (self._speed or 1.0)
-
-    def asking(self, requests: int, fewer: int = 0) -> float:
-        """What drafts for so many requests cost before any of them is verified."""
-        timed = self._as_timed(requests, fewer)
-        return max(LEAST_DEAR * timed, timed + self._dear) if timed else 0.0
-
-    def round(self, requests: int) -> float:
-        """Seconds that are saved with each round fewer of drafts for so many; 0: none, or it is not known."""
-        return self._rounds[self._asker(requests)] * (self._speed or 1.0) if self._askers else 0.0
-
-    def _as_timed(self, requests: int, fewer: int = 0) -> float:
-        """What drafts for so many took at start."""
-        if not self._askers or not requests:
-            return 0.0
-        at = self._asker(requests)
-        return self._asking[at] - fewer * self._rounds[at]
-
-    def _asker(self, requests: int) -> int:
-        return min(bisect_left(self._askers, requests), len(self._askers) - 1)
-
-    def knows(self, rows: int) -> bool:
-        return rows <= self._rows[-1]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from draftproof.arrays import Ints
-from draftproof.engine.drafting.device_proposer import Drafting, checked
+from draftproof.engine.drafting.device_proposer import DraftRunner, check_draft
+from draftproof.engine.drafting.policy import DraftDecision
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
@@ -27,8 +28,10 @@ from draftproof.models.runner import Runner
 from draftproof.ops import Layout, Ops, TokenLogprobs
 from draftproof.propose import Proposer
 from draftproof.types import (
+    NO_DRAFT_COSTS,
     Choice,
     Draft,
+    DraftCosts,
     DraftSpec,
     LogprobKind,
     Outcome,
@@ -87,7 +90,7 @@ class DeviceStep:
         hidden_row = torch.zeros(hidden_size, dtype=runner.dtype, device=slots.device)
         self.plan_buffer = PlanBuffer(num_slots, slots.device, self.ops)
         self.buffers = StepBuffers(slots, self.max_rows, self.max_logits, hidden_row)
-        self.drafting = Drafting(proposer, slots, self.max_rows, hidden_row)
+        self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
 
     @property
@@ -105,7 +108,7 @@ class DeviceStep:
     def run(
         self,
         planned: StepPlan,
-        budget: Ints,
+        decision: DraftDecision,
         features: StepFeatures,
         host_processed: Mapping[int, Request],
         keep_hidden: bool,
@@ -118,11 +121,11 @@ class DeviceStep:
         rows = self.ops.runtime.bucket(planned.num_rows)
         if features.has_grammar:
             self.buffers.masks()
-        draft = self._draft_after(rows, planned, budget, features)
+        draft = self._draft_after(rows, planned, decision, features)
         if not host_processed and not keep_hidden and not planned.has_prompts:
             task = self.decode_task(rows, features)
             step = self.graphs.get(task.key, task.function)
-            self.plan_buffer.load(planned, budget)
+            self.plan_buffer.load(planned, decision.drafts)
             queued = QueuedStep(step(), None)
             draft()
             return queued
@@ -136,7 +139,7 @@ class DeviceStep:
             verify = partial(self._advance_prompts, features)
         elif not host_processed:
             verify = self.graphs.get(GraphKey("verify", logits, variant=features), verify)
-        self.plan_buffer.load(planned, budget)
+        self.plan_buffer.load(planned, decision.drafts)
         hidden, picked = forward(), self.buffers.picked[:logits]
         if output_rows:
             picked.copy_(hidden[:logits])
@@ -147,15 +150,15 @@ class DeviceStep:
         return queued
 
     def _draft_after(
-        self, rows: int, planned: StepPlan, budget: Ints, features: StepFeatures
+        self, rows: int, planned: StepPlan, decision: DraftDecision, features: StepFeatures
     ) -> Callable[[], object]:
         """Return the call that makes drafts behind the step, for a proposer with a model of its own."""
-        needs_probs = self.drafting.expect(features, self.sampler.strategies)
-        if not self.drafting.follows_rows:
+        needs_probs = self.drafting.needs_probs(features, self.sampler.strategies)
+        if not self.drafting.runs_every_step:
             return lambda: None
-        entries = self.drafting.entries(self.ops, len(planned.slots), rows)
-        spec = self.drafting.traits(self.ops, planned, budget, features, needs_probs)
-        task = self.draft_task(rows, entries, spec)
+        entries = self.drafting.captured_entries(len(planned.slots), rows)
+        spec = self.drafting.spec(planned, decision, features, needs_probs)
+        task = self.draft_task(rows, entries, spec, decision.costs)
         draft = task.function
         if not planned.has_prompts or task.key in self.graphs:  # else: too many sizes to capture on demand
             draft = self.graphs.get(task.key, draft, own_pool=True)
@@ -164,10 +167,10 @@ class DeviceStep:
     def put(self, planned: StepPlan, budget: Ints, draft: Draft) -> None:
         """Store the drafts of a proposer on the host."""
         send, columns = self.ops.runtime.send, self.slots.columns
-        draft = checked(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
+        draft = check_draft(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
         slots = send(torch.from_numpy(planned.slots))
         self.ops.step.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
-        self.drafting.put_probs(slots, draft)
+        self.drafting.store_probs(slots, draft)
 
     def set_masks(self, places: Tensor, masks: Tensor) -> None:
         """Store grammar masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
@@ -199,11 +202,13 @@ class DeviceStep:
         function = partial(self._verify, logits, features, NO_REQUESTS)
         return GraphTask(GraphKey("verify", logits, variant=features), function)
 
-    def draft_task(self, rows: int, entries: int, spec: DraftSpec) -> GraphTask:
+    def draft_task(
+        self, rows: int, entries: int, spec: DraftSpec, costs: DraftCosts = NO_DRAFT_COSTS
+    ) -> GraphTask:
         """Return the drafts behind a step of `rows` rows."""
 
         def draft() -> None:
-            self.drafting.draft(self.plan, self._layout(rows, 0).rows, entries, spec)
+            self.drafting.draft(self.plan, self._layout(rows, 0).rows, entries, spec, costs)
 
         return GraphTask(GraphKey("draft", rows, entries, spec), draft, own_pool=True)
 
@@ -228,7 +233,7 @@ class DeviceStep:
         with all their drafts, so a step never needs another pass than the one captured for its size.
         """
         gathers = 0 < self.ops.forward.gather_last_layer_from_rows <= rows and 2 * self.max_logits <= rows
-        return self.max_logits if gathers and not self.drafting.follows_rows else 0
+        return self.max_logits if gathers and not self.drafting.runs_every_step else 0
 
     def _forward(self, size: int, output_rows: int = 0) -> Tensor:
         """Return hidden rows [size, hidden]; with `output_rows`, of the logits rows [output_rows, hidden]."""
@@ -236,7 +241,7 @@ class DeviceStep:
         if output_rows:
             return self.runner.forward_selected(layout.rows, layout.at)
         hidden, *tapped = self.runner.forward_tapped(layout.rows)
-        self.drafting.keep(hidden, *tapped)
+        self.drafting.store_features(hidden, *tapped)
         return hidden
 
     def _forward_only(self, size: int, output_rows: int) -> Tensor:
@@ -275,7 +280,7 @@ class DeviceStep:
         logprobs_of = partial(
             _write_logprobs, self.ops, writer, windows=windows, outcome=outcome, features=features
         )
-        logprobs = self.drafting.beside(
+        logprobs = self.drafting.run_parallel(
             lambda: (
                 logprobs_of(logits, LogprobKind.RAW),
                 logprobs_of(sampled.processed, LogprobKind.PROCESSED),
@@ -283,7 +288,7 @@ class DeviceStep:
             features,
         )
         packed = self._pack(writer, features)
-        if self.drafting.in_step:
+        if self.drafting.drafts_in_step:
             self.drafting.draft(self.plan)
         raw, processed = logprobs()
         return StepTensors(outcome, windows, logits, sampled, raw, processed, packed)
@@ -293,7 +298,7 @@ class DeviceStep:
         columns = self.slots.columns
         if features.needs_draft_logprobs:
             writer.add_draft_logprobs(columns.draft_logprob)
-        if self.drafting.several:
+        if self.drafting.num_sources > 1:
             writer.add_draft_sources(columns.draft_source)
         return writer.packed()
 

@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import torch
 
+from draftproof.engine.drafting import draft_warmup
 from draftproof.engine.sizing import sample_row_counts
 from draftproof.engine.step.device_step import DeviceStep
 from draftproof.engine.step.graph_cache import GraphTask
@@ -45,11 +46,13 @@ class WarmUp:
             return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
         sizes = sorted({ops.runtime.bucket(n) for n in range(1, step.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= ops.runtime.bucket(max_rows)]
-        tasks = [step.draft_task(*size) for size in self._drafting.usual(ops, sizes)]
+        tasks = [step.draft_task(*size) for size in draft_warmup.captured_graphs(self._drafting, sizes)]
         tasks += [step.forward_task(size) for size in sizes]
         for one, size in product(features, decoding):
             tasks += [step.decode_task(size, one), step.verify_task(size, one)]
-        compile_only = [step.draft_task(*size).function for size in self._drafting.rare(ops, sizes)]
+        compile_only = [
+            step.draft_task(*size).function for size in draft_warmup.compiled_drafts(self._drafting, sizes)
+        ]
         self.capture(tasks, progress, compile_only)
         timed = [step.decode_task(n, features[0]) for n in decoding]
         return {
@@ -74,10 +77,10 @@ class WarmUp:
             step.graphs.get(task.key, task.function, task.own_pool)
         progress("capturing", len(tasks), len(tasks))
 
-    def draft_seconds(self, sizes: Iterable[int]) -> dict[int, tuple[float, float]]:
-        """Return seconds of the drafts behind a step by entries: all of them, and of one round."""
+    def draft_seconds(self, sizes: Iterable[int]) -> dict[int, float]:
+        """Return seconds of the drafts behind a step besides storing KV, by entries."""
         self._step.load_empty_plan()
-        return self._drafting.asking(self._ops, sizes, self.time_drafts)
+        return draft_warmup.time_drafts(self._drafting, sizes, self.time_drafts)
 
     def time_drafts(self, rows: int, entries: int, spec: DraftSpec) -> float:
         """Return the seconds of drafts behind a step of `rows` rows, with cold caches."""
@@ -85,7 +88,7 @@ class WarmUp:
         task = self._step.draft_task(rows, entries, spec)
         draft = self._step.graphs.get(task.key, task.function, own_pool=True)
         batch_rows = self._step.buffers.layout(rows, 0, None).rows
-        with self._drafting.rehearsed(self._step.plan, batch_rows, entries) as flush_caches:
+        with draft_warmup.fake_requests(self._drafting, self._step.plan, batch_rows, entries) as flush_caches:
             return self._ops.runtime.seconds(lambda: (flush_caches(), draft()), times=3)
 
     def run_forward(self, size: int) -> None:

@@ -17,11 +17,17 @@ import heads
 import tiny
 from audited_head import Audited
 from distribution import COUNT, GUESS, PARAMS, TARGET, K, biased, p_values
-from draftproof.engine.drafting.draft_gate import Asking
-from draftproof.propose.calibration import FIRM, MANY, RANGES, SHARED, Sureness
-from draftproof.propose.draft_rounds import Rounds
+from draftproof.engine.drafting.policy import DraftPolicy
+from draftproof.propose.calibration import (
+    MAX_DRAFTS,
+    NUM_BINS,
+    PRIOR_DRAFTS,
+    SHARED_NOISE_ACCEPTANCE,
+    Calibration,
+)
+from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, Draft, DraftSpec, Request, SlotColumns
+from draftproof.types import DeviceBatch, Draft, DraftCosts, DraftSpec, Request, SlotColumns
 from exact import Ask, Company, Where
 from scripted import OPS, PAGE, seated, simulate, strategy
 
@@ -36,15 +42,15 @@ def columns_of(*said: list[int], seed: int = 7) -> Any:
     return SimpleNamespace(tokens=tokens, length=length, seed=torch.full((len(said),), seed))
 
 
-def heard(known: Sureness, said: list[int], drafts: list[int], seed: int = 7) -> None:
+def heard(known: Calibration, said: list[int], drafts: list[int], seed: int = 7) -> None:
     """A request in slot 1 had said 5, 6 when these were drafted, each with 0.55, and goes on so."""
-    ranges = [known.chance(0.55, False)[1]] * len(drafts)
-    known.note(columns_of([9], [5, 6]), [-1, 1], [[3], drafts], [[0], ranges])
+    ranges = [known.acceptance(0.55, False)[1]] * len(drafts)
+    known.record(columns_of([9], [5, 6]), [-1, 1], [[3], drafts], [[0], ranges])
     known.learn(columns_of([9], [5, 6, *said], seed=seed), [-1, 1])
 
 
-def counts(known: Sureness) -> tuple[float, float]:
-    return sum(known._stood), sum(known._fell)
+def counts(known: Calibration) -> tuple[float, float]:
+    return sum(known._accepted), sum(known._rejected)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def counts(known: Sureness) -> tuple[float, float]:
     ],
 )
 def test_committed_tokens_tell_what_stood(said: list[int], drafts: list[int], stood: int, fell: int) -> None:
-    known = Sureness(2)
+    known = Calibration(2)
     heard(known, said, drafts)
     assert counts(known) == (stood, fell)
     known.learn(columns_of([9], [5, 6, *said, 1]), [1])
@@ -69,45 +75,45 @@ def test_committed_tokens_tell_what_stood(said: list[int], drafts: list[int], st
 
 
 def test_what_a_head_says_is_believed_until_drafts_tell_otherwise() -> None:
-    known = Sureness(2)
-    assert known.chance(0.55, hot=False)[0] == pytest.approx(0.55)
-    assert known.chance(0.0, hot=True)[0] == pytest.approx(SHARED)
-    before = known.further()
-    for _ in range(2 * MANY):
+    known = Calibration(2)
+    assert known.acceptance(0.55, is_sampled=False)[0] == pytest.approx(0.55)
+    assert known.acceptance(0.0, is_sampled=True)[0] == pytest.approx(SHARED_NOISE_ACCEPTANCE)
+    before = known.next_acceptance()
+    for _ in range(2 * MAX_DRAFTS):
         heard(known, [9], [1])
-    assert known.chance(0.55, hot=False)[0] < 0.55 * 2 * FIRM / MANY
-    assert known.chance(0.75, hot=False)[0] == pytest.approx(0.75)  # of others nothing was heard
-    assert known.chance(0.55, hot=True)[0] > 0.55
-    assert known.further() < before and max(counts(known)) <= MANY
-    for _ in range(MANY):
+    assert known.acceptance(0.55, is_sampled=False)[0] < 0.55 * 2 * PRIOR_DRAFTS / MAX_DRAFTS
+    assert known.acceptance(0.75, is_sampled=False)[0] == pytest.approx(0.75)  # of others nothing was heard
+    assert known.acceptance(0.55, is_sampled=True)[0] > 0.55
+    assert known.next_acceptance() < before and max(counts(known)) <= MAX_DRAFTS
+    for _ in range(MAX_DRAFTS):
         heard(known, [1], [1])
-    assert known.chance(0.55, hot=False)[0] > 0.4
-    for _ in range(2 * RANGES * MANY):
+    assert known.acceptance(0.55, is_sampled=False)[0] > 0.4
+    for _ in range(2 * NUM_BINS * MAX_DRAFTS):
         heard(known, [1], [1])
-    assert sum(known._total) <= RANGES * MANY and known.further() > 0.9
+    assert sum(known._total) <= NUM_BINS * MAX_DRAFTS and known.next_acceptance() > 0.9
 
 
 def test_numbers_that_are_none() -> None:
-    found = [Sureness(1).chance(said, hot=False) for said in (math.nan, -1.0, 1.0, 2.0)]
-    assert found == [(0, 0), (0, 0), (1, RANGES - 1), (1, RANGES - 1)]
+    found = [Calibration(1).acceptance(said, is_sampled=False) for said in (math.nan, -1.0, 1.0, 2.0)]
+    assert found == [(0, 0), (0, 0), (1, NUM_BINS - 1), (1, NUM_BINS - 1)]
 
 
 # --- round by round -------------------------------------------------------------------------------------
 
 
 def chains(
-    columns: SlotColumns, live: Tensor, price: float, verify: float, k: int, known: Sureness | None = None
+    columns: SlotColumns, live: Tensor, price: float, verify: float, k: int, known: Calibration | None = None
 ) -> Draft:
     """Drafts of a Markov chain, by the rounds that a head has."""
     traits = DraftSpec(k, needs_probs=True)
-    batch = DeviceBatch(columns, live, torch.full_like(live, k), spec=traits, price=price, verify=verify)
-    known = known or Sureness(len(columns.length))
-    rounds = Rounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, known)
-    last = rounds.ahead.last_token
+    batch = DeviceBatch(columns, live, torch.full_like(live, k), spec=traits, costs=DraftCosts(price, verify))
+    known = known or Calibration(len(columns.length))
+    rounds = DraftRounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, known)
+    last = rounds.draft_rows.last_token
     for j in range(k):
-        rounds.take(j, GUESS[last])
-        last = rounds.ahead.tokens[j]
-        if not rounds.goes_on(j):
+        rounds.sample(j, GUESS[last])
+        last = rounds.draft_rows.tokens[j]
+        if not rounds.should_continue(j):
             break
     return rounds.draft()
 
@@ -142,7 +148,7 @@ def test_each_ends_where_its_own_row_costs_more_than_it_brings() -> None:
 
 
 def drawn(short: int) -> Tensor:
-    known = Sureness(COUNT)
+    known = Calibration(COUNT)
 
     def draft(columns: SlotColumns, live: Tensor) -> Draft:
         made = chains(columns, live, 1e-9, 0.45, K, known)
@@ -171,11 +177,17 @@ def served(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch)
     """With prices that come and go: the promise holds. The rounds that there were."""
     turns, rounds = cycle([(0.0, 0.0), (0.3, 0.0), (1e9, 0.0), (1e-9, 0.3), (1e-9, 1e9)]), set()
 
-    def weigh(self: Asking, planned: Any, budget: Any, late: float) -> None:
-        rounds.add(self.drafting.rounds)
-        self.drafting.price, self.drafting.verify = next(turns)
+    decide, observe = DraftPolicy.decide, DraftPolicy.observe
 
-    monkeypatch.setattr(Asking, "weigh", weigh)
+    def with_costs(self: DraftPolicy, *given: Any, **more: Any) -> Any:
+        return decide(self, *given, **more)._replace(costs=DraftCosts(*next(turns)))
+
+    def seen(self: DraftPolicy, step: Any) -> Any:
+        rounds.add(step.draft_run.rounds)
+        return observe(self, step)
+
+    monkeypatch.setattr(DraftPolicy, "decide", with_costs)
+    monkeypatch.setattr(DraftPolicy, "observe", seen)
     asks = [Ask(i, option, heat, length=14 + 9 * i, prompt=False) for i, (option, heat) in enumerate(ASKS)]
     sizes = {"page_size": 8, "enable_prefix_caching": False}
     company = Company(
@@ -207,7 +219,7 @@ def test_so_does_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {1, 4} <= served(spec, False, monkeypatch)
 
 
-def test_a_head_alone_is_told_what_its_rounds_cost() -> None:
+def test_a_head_alone_gets_the_costs_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(**spec: Any) -> Any:
         head = {"method": "mtp", **heads.options("mtp", "llama", "float32")}
         return tiny.engine(
@@ -215,11 +227,20 @@ def test_a_head_alone_is_told_what_its_rounds_cost() -> None:
         )
 
     made = engine()
-    asking, drafting = made.loop.asking, made.loop.device.drafting
-    assert asking.priced and not made.loop.scheduler.drafts_before_plan
+    policy, drafting = made.loop.policy, made.loop.device.drafting
+    costs, decide = [], DraftPolicy.decide
+
+    def spied(self: DraftPolicy, *given: Any, **more: Any) -> Any:
+        decision = decide(self, *given, **more)
+        costs.append(decision.costs)
+        return decision
+
+    monkeypatch.setattr(DraftPolicy, "decide", spied)
+    assert not made.loop.scheduler.drafts_before_plan
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
     tiny.run(made, [tiny.request(i, params) for i in range(2)])
-    assert asking._round > 0 and drafting.price > 0 and sum(counts(drafting.proposer.sureness)) > 0
+    assert policy._round_costs._round_seconds > 0 and costs[-1].round > 0
+    assert sum(counts(drafting.proposer.calibration)) > 0
     fixed = engine(adaptive=False)
     tiny.run(fixed, [tiny.request(0, params)])
-    assert not fixed.loop.asking.priced and fixed.loop.device.drafting.price == 0
+    assert costs[-1].round == 0

@@ -1,0 +1,245 @@
+"""Draft policy: `decide` before a step, `observe` after it. The output never depends on it.
+
+`decide` says how many drafts each request gets, and for how many rounds a draft model runs behind the step.
+`observe` takes in what was accepted and how long the step took. docs/drafting.md has the formulas, and every
+place that limits the number of drafts.
+
+A draft model that is a member of a hybrid runs half of the rounds, rounded up, where a search extends its
+drafts, and is skipped while every request copies: its last window was full, came from a search and was
+accepted to the last draft. Where each round is waited for (the CPU), the model itself stops when another
+round costs more than it is expected to bring; `decide` gives it both costs, in tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.arrays import Bools, Ints
+from draftproof.engine.drafting.acceptance_warning import AcceptanceWarning
+from draftproof.engine.drafting.budget import DraftBudget
+from draftproof.engine.drafting.run_ahead import RunAhead, StepTimes
+from draftproof.engine.drafting.step_cost import StepCost
+from draftproof.engine.sequence import StepPlan
+from draftproof.propose.base import Proposer
+from draftproof.types import NO_DRAFT_COSTS, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, DraftCosts
+
+MEAN_RATE = 1 / 32  # weight of a step in the means of tokens and seconds
+MAX_MEAN_FACTOR = 3.0  # times the mean: larger values count as that
+STORE_SHARE = 1 / 8  # of the seconds with rounds that storing KV takes, until it was measured
+
+
+class DraftDecision(NamedTuple):
+    """Drafts to make behind a step."""
+
+    drafts: Ints  # [B] at most, per request
+    rounds: int = 0  # of the draft model; 0: it only stores KV
+    costs: DraftCosts = NO_DRAFT_COSTS
+
+
+class DraftRun(NamedTuple):
+    """Work of the draft model behind a step."""
+
+    requests: int = 0  # that it drafted for
+    rounds: int = 0
+    seconds: float = 0.0  # if it was waited for
+
+
+class StepObservation(NamedTuple):
+    """Results and times of one step."""
+
+    plan: StepPlan
+    table: Ints  # [B, ...] `Outcome.table`
+    sources: NDArray[np.int8] | None  # [B, K] source of each draft; None: there is one source
+    is_current: Bools  # [B] entries whose request is still in its slot
+    num_keys: int  # tokens that the requests have stored
+    times: StepTimes
+    draft_run: DraftRun
+
+
+class DraftModel(NamedTuple):
+    """Properties of a draft model that the policy depends on."""
+
+    source: int  # index of its source
+    is_member: bool  # other proposers draft beside it
+    rounds: int  # per step, if it is a member and the batch is adaptive
+
+    @classmethod
+    def of_proposer(cls, proposer: Proposer | None, k: int, asynchronous: bool) -> DraftModel | None:
+        """Return the draft model of a proposer, if it has one."""
+        if proposer is None or not proposer.runs_every_step:
+            return None
+        is_member = proposer.model_source >= 0
+        has_search = proposer.extending_source >= 0
+        rounds = (k + 1) // 2 if is_member and has_search and asynchronous else k
+        return cls(max(0, proposer.model_source), is_member, rounds)
+
+
+class DraftPolicy:
+    """Drafts per request, rounds of the draft model, and run-ahead depth."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        cost: StepCost,
+        model: DraftModel | None = None,
+        asynchronous: bool = False,
+        drafts_before_plan: bool = False,
+        sources: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start without observations.
+
+        drafts_before_plan: the drafts of a step are counted before it is planned and cost next to nothing,
+        so all are made and the plan chooses which are verified (`select`).
+        """
+        self.cost = cost
+        self.run_ahead = RunAhead(asynchronous)
+        self.drafts_before_plan = drafts_before_plan
+        self._model = model
+        self._is_timed = False
+        self._budget = DraftBudget(num_slots, cost, charges_drafting=model is None or not model.is_member)
+        self._round_costs = RoundCosts(clock)
+        self._warning = AcceptanceWarning(sources)
+        self._is_copying = np.zeros(num_slots, np.bool_)  # the last window was a full, accepted copy
+        self._zeros = np.zeros(0, np.int64)
+
+    @property
+    def limit(self) -> Ints:
+        """Drafts [S] that the request in each slot may have at most."""
+        return self._budget.limit
+
+    def set_cost(self, cost: StepCost, adaptive: bool) -> None:
+        """Use a timed cost model; `adaptive`: rounds of the draft model are weighed too."""
+        self.cost, self._is_timed = cost, adaptive
+        self._budget.set_cost(cost)
+
+    def start(self, slot: int, limit: int, adaptive: bool) -> None:
+        """Begin a request of at most `limit` drafts; not adaptive: it always gets them."""
+        self._budget.start(slot, limit, adaptive)
+        self._is_copying[slot] = False
+
+    # --- before a step ------------------------------------------------------------------------------
+
+    def select(self, slots: Ints, drafts: Ints, keys: int) -> Ints:
+        """Return how many of the existing drafts [B] to verify in the step that is being planned."""
+        return self._budget.choose(slots, drafts, keys)
+
+    def refit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
+        """Return which drafts to keep in a step of `rows` other rows, prompts among them."""
+        return self._budget.refit(slots, drafts, rows)
+
+    def decide(self, slots: Ints, room: Ints | None, keys: int, refresh: bool = False) -> DraftDecision:
+        """Return the drafts to make behind the coming step.
+
+        room [B]: drafts before a request's last token and on its pages; None: no request is near either.
+        keys: tokens that the requests have stored. refresh: decide anew even if the last decision holds.
+        """
+        drafts = self._num_drafts(slots, room, keys, refresh)
+        model, max_drafts = self._model, int(drafts.max(initial=0))
+        if model is None or not max_drafts:
+            return DraftDecision(drafts)
+        if not self._is_timed or self._budget.has_fixed(slots):
+            return DraftDecision(drafts, max_drafts)
+        if not self.run_ahead.asynchronous:
+            rows = len(slots) + int(drafts.sum())
+            row_seconds = self.cost.marginal_row_seconds(rows)
+            return DraftDecision(drafts, max_drafts, self._round_costs.in_tokens(len(slots), row_seconds))
+        if model.is_member and not (drafts.astype(np.bool_) & ~self._is_copying[slots]).any():
+            return DraftDecision(drafts)
+        return DraftDecision(drafts, min(max_drafts, model.rounds))
+
+    def _num_drafts(self, slots: Ints, room: Ints | None, keys: int, refresh: bool) -> Ints:
+        limit = self.limit[slots]
+        if not np.count_nonzero(limit):
+            if len(self._zeros) != len(slots):
+                self._zeros = np.zeros_like(slots)
+            return self._zeros
+        if self.drafts_before_plan:
+            return limit if room is None else np.minimum(limit, room)
+        drafts = None if refresh else self._budget.held(slots)
+        if room is None:
+            return self._budget.choose(slots, limit, keys) if drafts is None else drafts
+        if drafts is None:
+            drafts = self._budget.choose(slots, np.where(room > 0, limit, 0), keys)
+        return np.minimum(drafts, room)
+
+    # --- after a step -------------------------------------------------------------------------------
+
+    def observe(self, step: StepObservation) -> float | None:
+        """Take in a step. Return its seconds; None if none of its requests is still there."""
+        plan, current, run = step.plan, step.is_current, step.draft_run
+        if not current.any():
+            self.run_ahead.record_orphan(step.times)
+            return None
+        device, host, is_clean = self.run_ahead.record_step(step.times)
+        if self.cost.learns and host is not None:
+            self.cost.record_host_seconds(host)
+        if self.cost.learns and is_clean and not plan.has_prompts:
+            num_drafting = 0 if run.seconds else run.requests
+            self.cost.observe(plan.num_rows, step.num_keys, device - run.seconds, num_drafting)
+        if plan.num_drafts:
+            self._observe_drafts(step)
+        else:
+            self._is_copying[plan.slots] = False
+        if self._is_timed and self._model is not None and not self.run_ahead.asynchronous:
+            num_tokens = int(step.table[:, NUM_OUT].sum()) / len(step.table)
+            self._round_costs.observe(num_tokens, run, plan.has_prompts)
+        return device
+
+    def _observe_drafts(self, step: StepObservation) -> None:
+        plan, slots, table = step.plan, step.plan.slots, step.table
+        drafts, accepted = table[:, NUM_DRAFT], table[:, NUM_ACCEPTED]
+        if self._warning.is_open:
+            self._warning.observe(drafts, accepted, step.sources)
+        if self._model is not None and self._model.is_member and step.sources is not None:
+            is_full = (drafts > 0) & (accepted == drafts) & (drafts >= self.limit[slots])
+            is_copy = is_full & (step.sources[:, 0] != self._model.source)
+            self._is_copying[slots[step.is_current]] = is_copy[step.is_current]
+        granted = plan.drafts
+        if not step.is_current.all():
+            slots, granted, accepted = (part[step.is_current] for part in (slots, granted, accepted))
+        self._budget.record(slots, granted, accepted)
+
+
+class RoundCosts:
+    """Costs of a draft model's round and of a verified row in tokens, where rounds are waited for.
+
+    The cost of some seconds is the number of tokens that the engine commits in them.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start without observations."""
+        self._clock = clock
+        self._last_time = 0.0
+        self._tokens = self._seconds = 0.0  # means per step; tokens per request
+        self._store_seconds = self._round_seconds = 0.0  # means: without rounds, and of one round
+
+    def in_tokens(self, requests: int, row_seconds: float) -> DraftCosts:
+        """Return the costs in a step of so many requests; zeros until they are known."""
+        if not self._seconds:
+            return NO_DRAFT_COSTS
+        rate = requests * self._tokens / self._seconds
+        return DraftCosts(self._round_seconds * rate, row_seconds * rate)
+
+    def observe(self, tokens: float, run: DraftRun, has_prompts: bool) -> None:
+        """Take in a step that committed `tokens` per request, and the draft model's run behind it."""
+        now, last = self._clock(), self._last_time
+        self._last_time = now
+        if has_prompts:
+            return
+        if run.rounds:
+            seconds = run.seconds - (self._store_seconds or STORE_SHARE * run.seconds)
+            self._round_seconds = _updated(self._round_seconds, max(0.0, seconds) / run.rounds)
+        else:
+            self._store_seconds = _updated(self._store_seconds, run.seconds)
+        self._seconds = _updated(self._seconds, now - last)
+        self._tokens = _updated(self._tokens, tokens)
+
+
+def _updated(mean: float, value: float) -> float:
+    return mean + MEAN_RATE * (min(value, MAX_MEAN_FACTOR * mean) - mean) if mean else value

@@ -1,0 +1,166 @@
+"""Draft policy through decide and observe: counts, probes, rounds of a draft model, costs, warnings."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import heads
+import tiny
+from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
+from draftproof.engine.drafting.budget import PROBE_INTERVAL_STEPS
+from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun, StepObservation
+from draftproof.engine.drafting.run_ahead import StepTimes
+from draftproof.engine.drafting.step_cost import StepCost
+from draftproof.sampling_params import SamplingParams
+
+K = 4
+FLAT = {1: 1.0, 8: 1.0, 64: 1.0}  # rows are free
+STEEP = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 8: 8.0, 16: 16.0, 64: 64.0}  # rows cost as much as a step
+MEMBER = DraftModel(source=0, is_member=True, rounds=2)
+
+
+class Steps:
+    """A policy that serves `count` requests whose drafts are all accepted or all rejected."""
+
+    def __init__(
+        self,
+        seconds: dict[int, float],
+        count: int = 2,
+        adaptive: bool = True,
+        timed: bool = True,
+        **options: Any,
+    ) -> None:
+        """Start the requests."""
+        cost = StepCost(seconds, learns=False)
+        self.policy = DraftPolicy(count, cost, sources=("head", "search"), **options)
+        self.policy.set_cost(cost, timed)
+        self.slots, self.count, self.clock = np.arange(count), count, 0.0
+        for slot in self.slots:
+            self.policy.start(int(slot), K, adaptive)
+
+    def step(self, accepted: float = 1.0, source: int = 0, drafted: int | None = None) -> Any:
+        """Decide, run and observe one step; return the decision."""
+        decision = self.policy.decide(self.slots, None, keys=100)
+        drafts = decision.drafts.copy() if drafted is None else np.full(self.count, drafted)
+        table = np.zeros((self.count, 6), np.int64)
+        table[:, 1], table[:, 2] = drafts, np.floor(accepted * drafts)
+        table[:, 0] = 1 + table[:, 2]
+        plan = SimpleNamespace(
+            slots=self.slots,
+            drafts=drafts,
+            num_drafts=int(drafts.sum()),
+            num_rows=self.count + int(drafts.sum()),
+            has_prompts=False,
+        )
+        self.clock += 1.0
+        times = StepTimes(self.clock - 1, self.clock, self.clock, True, False)
+        run = DraftRun(self.count if decision.rounds else 0, decision.rounds, 0.25)
+        sources = np.full((self.count, K), source, np.int8)
+        current = np.ones(self.count, np.bool_)
+        self.policy.observe(StepObservation(plan, table, sources, current, 100, times, run))  # type: ignore[arg-type]
+        return decision
+
+
+def test_free_rows_give_every_request_its_limit() -> None:
+    assert Steps(FLAT).step().drafts.tolist() == [K, K]
+
+
+def test_expensive_rows_give_no_drafts_and_probes_at_the_interval() -> None:
+    steps = Steps(STEEP)
+    drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(4 * PROBE_INTERVAL_STEPS)]
+    at = np.flatnonzero(drafts)
+    assert set(np.unique(drafts)) == {0, 2}  # one draft each
+    assert 3 <= len(at) <= 4 and (np.diff(at) >= PROBE_INTERVAL_STEPS).all()
+
+
+def test_accepted_probe_is_followed_at_once_with_twice_the_length() -> None:
+    steps = Steps({1: 1.0, 2: 1.0, 4: 1.9, 8: 3.5, 64: 40.0})
+    for _ in range(300):  # the prior learns that drafts are rejected
+        steps.step(accepted=0)
+    lengths = [int(steps.step(accepted=1).drafts.max()) for _ in range(2 * PROBE_INTERVAL_STEPS)]
+    first = next(i for i, length in enumerate(lengths) if length)
+    assert lengths[first] == 1 and max(lengths[first : first + 12]) >= 2
+
+
+def test_rejected_drafts_are_given_up_and_accepted_ones_kept() -> None:
+    seconds = {2: 1.0, 4: 1.3, 6: 1.6, 8: 1.9, 10: 2.2, 64: 20.0}
+    for accepted, expected in ((1.0, K), (0.0, 0)):
+        steps = Steps(seconds)
+        for _ in range(40):
+            drafts = steps.step(accepted).drafts
+        assert drafts.tolist() == [expected] * 2
+
+
+def test_fixed_request_always_gets_its_limit() -> None:
+    steps = Steps(STEEP, adaptive=False)
+    assert all(steps.step(accepted=0).drafts.tolist() == [K, K] for _ in range(20))
+
+
+def test_room_limits_drafts() -> None:
+    steps = Steps(FLAT)
+    assert steps.policy.decide(steps.slots, np.array([1, 0]), keys=1).drafts.tolist() == [1, 0]
+
+
+def test_requests_without_drafts_get_the_same_array() -> None:
+    policy = DraftPolicy(2, StepCost.unmeasured(8))
+    slots = np.arange(2)
+    assert policy.decide(slots, None, 0).drafts is policy.decide(slots, None, 0).drafts
+
+
+def test_member_model_runs_half_the_rounds_and_a_fixed_batch_all() -> None:
+    assert Steps(FLAT, model=MEMBER, asynchronous=True).step().rounds == 2
+    assert Steps(FLAT, model=MEMBER, asynchronous=True, adaptive=False).step().rounds == K
+    assert Steps(FLAT, model=MEMBER, asynchronous=True, timed=False).step().rounds == K
+    alone = DraftModel(source=0, is_member=False, rounds=K)
+    assert Steps(FLAT, model=alone, asynchronous=True).step().rounds == K
+
+
+def test_member_model_is_skipped_while_every_window_is_a_full_accepted_copy() -> None:
+    steps = Steps(FLAT, model=MEMBER, asynchronous=True)
+    steps.step(source=1)
+    assert steps.step(source=1).rounds == 0
+    steps.step(source=1, accepted=0.5)
+    assert steps.step(source=1).rounds == 2
+    steps.step(source=0)  # full and accepted, but the model's own
+    assert steps.step().rounds == 2
+
+
+def test_costs_of_rounds_are_given_where_they_are_waited_for() -> None:
+    clock = iter(range(1000))
+    seconds = {n: float(n) for n in range(1, 20)}
+    steps = Steps(seconds, model=MEMBER, drafts_before_plan=True, clock=lambda: float(next(clock)))
+    assert steps.step().costs.round == 0.0
+    for _ in range(10):
+        decision = steps.step(accepted=0)
+    assert 0 < decision.costs.round < 1 and decision.costs.row > 0
+    assert steps.policy._round_costs._round_seconds == pytest.approx(0.875 * 0.25 / K)
+
+
+def test_low_acceptance_is_logged_once_with_what_to_check(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "draftproof"):
+        steps = Steps(FLAT, adaptive=False)
+        for _ in range(MIN_DRAFTS // (2 * K) + 50):
+            steps.step(accepted=0)
+    (record,) = caplog.records
+    assert "'head'" in record.getMessage() and "these weights" in record.getMessage()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "draftproof"):
+        steps = Steps(FLAT, adaptive=False)
+        for _ in range(MIN_DRAFTS // (2 * K) + 50):
+            steps.step(accepted=0.5)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("accept_policy", ["reject_all", "synthetic"])
+def test_accept_policies_that_force_results_keep_the_number_of_drafts(accept_policy: str) -> None:
+    more = {"synthetic_acceptance_length": 1.5} if accept_policy == "synthetic" else {}
+    head = {"method": "mtp", **heads.options("mtp", "llama", "float32"), "num_speculative_tokens": 3}
+    engine = tiny.engine(speculative={**head, "accept_policy": accept_policy, **more}, warm_up=True)
+    params = SamplingParams(max_tokens=80, ignore_eos=True, speculative={"adaptive": True})
+    steps = tiny.run(engine, [tiny.request(0, params)])["0"].steps
+    assert {step.num_draft for step in steps[1:-3]} == {3}

@@ -1,0 +1,75 @@
+"""Step cost: table, context, corrections by observed steps, host floor, draft seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from draftproof.engine.drafting.step_cost import MAX_PAUSES, PAUSE_FACTOR, StepCost
+
+TABLE = {1: 1.0, 8: 1.2, 16: 1.5, 32: 2.0}
+
+
+def test_padded_steps_cost_the_next_size_and_others_are_interpolated() -> None:
+    padded, exact = StepCost(TABLE), StepCost(TABLE, interpolate=True)
+    assert [padded.row_seconds(n) for n in (1, 2, 8, 9, 40)] == [1.0, 1.2, 1.2, 1.5, 2.0]
+    assert exact.row_seconds(12) == pytest.approx(1.35) and exact.size(12) == 12
+    assert [padded.size(n) for n in (2, 16, 33)] == [8, 16, 0]
+    assert padded.marginal_row_seconds(8) == pytest.approx(0.3)
+
+
+def test_a_larger_step_is_never_cheaper() -> None:
+    assert StepCost({1: 1.0, 8: 0.5, 16: 2.0}).row_seconds(8) == 1.0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_context_and_sizes_are_learned_without_drift(noise: float) -> None:
+    draw, cost = np.random.default_rng(1), StepCost(TABLE)
+    for i in range(20_000):
+        rows, keys = (8, 16)[i // 7 % 2], 1000 + i % 500
+        seconds = (1.1 if rows == 16 else 1.0) * TABLE[rows] + 4e-4 * keys
+        cost.observe(rows, keys, seconds * (1 + noise * draw.normal()))
+    for rows, factor in ((8, 1.0), (16, 1.1)):
+        expected = factor * TABLE[rows] + 0.5
+        assert cost.row_seconds(rows) + cost.context_seconds(1250) == pytest.approx(expected, rel=0.05)
+    assert cost.row_seconds(16) - cost.row_seconds(8) == pytest.approx(0.45, abs=0.15)
+
+
+def test_first_step_sets_the_context() -> None:
+    cost = StepCost(TABLE)
+    cost.observe(8, 100, 1.7)
+    assert cost.context_seconds(100) == pytest.approx(0.5) and cost.row_seconds(8) == pytest.approx(1.2)
+
+
+def test_pauses_are_ignored_until_they_are_the_rule() -> None:
+    cost = StepCost(TABLE)
+    cost.observe(8, 100, 1.2)
+    for i in range(MAX_PAUSES - 1):
+        cost.observe((8, 16)[i % 2], 100, 2 * PAUSE_FACTOR * 2)
+    assert cost.context_seconds(100) == pytest.approx(0.0)
+    for i in range(4):
+        cost.observe((8, 16)[i % 2], 100, 2 * PAUSE_FACTOR * 2)
+    assert cost.context_seconds(100) > 1.0
+
+
+def test_a_cost_that_does_not_learn_stays() -> None:
+    cost = StepCost.unmeasured(64)
+    cost.observe(8, 100, 9.0)
+    assert cost.row_seconds(64) == 2.0 and cost.context_seconds(100) == 0.0
+
+
+def test_rows_are_free_up_to_the_host_part() -> None:
+    cost = StepCost(TABLE)
+    assert cost.host_floor(0.0) == 0.0
+    for _ in range(200):
+        cost.record_host_seconds(2.0)
+    assert cost.host_floor(0.5) == pytest.approx(0.85 * 2.0 - 0.5, rel=0.01)
+
+
+def test_draft_seconds_are_corrected_by_steps_with_and_without_the_model() -> None:
+    cost = StepCost(TABLE, draft_seconds={1: 0.1, 8: 0.2})
+    assert [cost.draft_seconds(n) for n in (0, 1, 5, 99)] == [0.0, 0.1, 0.2, 0.2]
+    for i in range(2000):
+        drafting = 8 * (i // 3 % 2)
+        cost.observe(8, 100, 1.2 + 0.1 + (0.4 if drafting else 0.0), drafting)
+    assert cost.draft_seconds(8) == pytest.approx(0.4, abs=0.08)
