@@ -32,7 +32,6 @@ from common.measure import finish
 from common.prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.drafting.budget import DraftBudgets
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.step.step_results import StepResults
@@ -56,14 +55,12 @@ class Lane(Scheduler):
 
     @classmethod
     def like(cls, other: Scheduler) -> Lane:
-        budgets = DraftBudgets(len(other.slots.requests), copy.deepcopy(other.budgets.costs))
-        budgets.asked_apart = other.budgets.asked_apart
         caching, sizes = other.prefix_cache.enabled, (other.page_size, other.max_rows)
         return cls(
             other.slots,
             other.pages,
             *sizes,
-            budgets,
+            copy.deepcopy(other.policy),
             caching,
             other.lookahead,
             drafts_before_plan=other.drafts_before_plan,

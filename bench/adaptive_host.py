@@ -31,8 +31,7 @@ from host import CONFIG
 
 from draftproof import LLM
 from draftproof.engine import loop
-from draftproof.engine.drafting import run_ahead
-from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.ops import PendingCopy
 
 KEY = MACHINES["h200"][1]  # milliseconds
@@ -45,8 +44,9 @@ class Timed(Pretence):
     def __init__(self, engine: Any, said: Said, slower: float) -> None:
         super().__init__(engine, 0.0)
         self.said, self.slower = said, slower
-        self.table = RowCosts({rows: ms / 1e3 for rows, ms in H200.items()})
-        engine.loop.scheduler.budgets.costs = RowCosts({rows: ms / 1e3 for rows, ms in H200.items()})
+        self.table = StepCost({rows: ms / 1e3 for rows, ms in H200.items()})
+        cost = StepCost({rows: ms / 1e3 for rows, ms in H200.items()})
+        engine.loop.policy.set_cost(cost, adaptive=True)
         self.waited = self.free = self.busy = 0.0  # how long it was waited for, when it is free, all its work
         self._fetched, self.ops.runtime.fetch = self.ops.runtime.fetch, self._fetch
 
@@ -66,7 +66,7 @@ class Timed(Pretence):
         begin, rows = self.clock(), self.ops.runtime.bucket(planned.num_rows)
         ran = super()._remember(planned, *rest)
         keys = int(self._length[planned.slots].sum())
-        took = self.table.of(rows) + (KEY * keys + APART * planned.has_prompts) / 1e3
+        took = self.table.row_seconds(rows) + (KEY * keys + APART * planned.has_prompts) / 1e3
         self.free, self.busy = max(self.free, begin) + took, self.busy + took
         return ran
 
@@ -96,7 +96,7 @@ def built(recorded: list[Any], tokens: int, most: int, slower: float) -> tuple[B
             speculative_config={"method": "ngram", "num_speculative_tokens": K},
         )
     device = Timed(llm.engine, Said(recorded, tokens + 8), slower)
-    loop.time = run_ahead.time = SimpleNamespace(perf_counter=device.clock)  # type: ignore[assignment]
+    loop.time = SimpleNamespace(perf_counter=device.clock)  # type: ignore[assignment]
     prompts = {task: [ids for ids, _ in recorded[i :: len(TASKS)]] for i, task in enumerate(TASKS)}
     return Bench(llm, prompts, tokens, device.clock), device
 

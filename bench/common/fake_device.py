@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftproof.engine.drafting.step_cost import RowCosts
+from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.step.device_step import StepTensors
 from draftproof.engine.step.result_buffer import PackedResults, ResultWriter
 from draftproof.ops.triton import graphs as queue
@@ -68,7 +68,7 @@ class Pretence:
             setattr(runtime, name, MethodType(getattr(queue.TritonRuntime, name), runtime))
         runtime.graph, ops.step.layout = self._graph, lambda *_: None
         self.device.run = self._remember
-        engine.loop.scheduler.budgets.costs = RowCosts({n: us / 1e6 for n, us in PRICES.items()})
+        engine.loop.policy.set_cost(StepCost({n: us / 1e6 for n, us in PRICES.items()}), adaptive=True)
 
     def _remember(self, planned: Any, *rest: Any) -> Any:
         self._planned = planned

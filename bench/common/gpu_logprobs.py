@@ -30,17 +30,17 @@ class Held:
     """What an engine has learned for its drafts, to begin every turn with; meanwhile it learns no prices."""
 
     def __init__(self, llm: LLM) -> None:
-        self._budgets = llm.engine.loop.scheduler.budgets
-        self._learns = self._budgets.costs.learns
-        self._budgets.costs.learns = False
-        self._known = deepcopy(vars(self._budgets))
+        self._policy = llm.engine.loop.policy
+        self._learns = self._policy.cost.learns
+        self._policy.cost.learns = False
+        self._known = deepcopy(vars(self._policy))
 
     def put_back(self) -> None:
-        vars(self._budgets).update(deepcopy(self._known))
+        vars(self._policy).update(deepcopy(self._known))
 
     def release(self) -> None:
         self.put_back()
-        self._budgets.costs.learns = self._learns
+        self._policy.cost.learns = self._learns
 
 
 def logprobs(bench: Bench) -> dict[str, Any]:

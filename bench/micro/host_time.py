@@ -118,7 +118,7 @@ def watched(llm: LLM) -> Clocks:
     pieces: list[tuple[str, Any, str]] = [
         *(("engine", core, "step"), ("launch", loop, "_launch"), ("plan", loop.scheduler, "plan")),
         *(("queue", loop, "_queue"), ("grow", loop.slots, "grow"), ("fill", loop.slots, "fill")),
-        *(("start", loop, "_start"), ("budget", loop.scheduler, "budget"), ("run", loop.device, "run")),
+        *(("start", loop, "_start"), ("decide", loop.policy, "decide"), ("run", loop.device, "run")),
         *(
             ("load", loop.device.plan_buffer, "load"),
             ("draft", loop.device, "_draft_after"),
@@ -126,15 +126,15 @@ def watched(llm: LLM) -> Clocks:
         ),
         *(("loop settles", loop, "_settle"), ("settle", loop.scheduler, "settle")),
         *(
-            ("pacing", loop.pacing, "read"),
+            ("observe", loop.policy, "observe"),
             ("release", loop, "_release_finished"),
             ("finish", loop, "_endings"),
         ),
         *(("finish", loop.scheduler, "finish_keep_pages"), ("release", loop.scheduler, "release_pages")),
-        *(("pool takes in", pool, "_take_in"), ("pool told", pool, "tell"), ("pool sends", pool, "send")),
-        *(("weigh", loop.asking, "weigh"), ("hear", loop.asking, "hear"), ("meanwhile", loop, "meanwhile")),
-        *(("proposer start", proposer, "start"), ("proposer meanwhile", proposer, "meanwhile")),
-        *(("admit", loop.scheduler, "_admit"), ("budgets take", loop.scheduler.budgets, "take")),
+        *(("pool inserts", pool, "_insert"), ("pool adds", pool, "add"), ("pool sends", pool, "send")),
+        ("meanwhile", loop, "meanwhile"),
+        *(("proposer start", proposer, "start"), ("proposer idle work", proposer, "do_idle_work")),
+        *(("admit", loop.scheduler, "_admit"), ("choose drafts", loop.policy._budget, "choose")),
     ]
     for name, owner, attribute in pieces:
         if owner is not None and hasattr(owner, attribute):

@@ -35,26 +35,29 @@ class Watch:
     """Steps by the rows they have room for: seconds, the host's, and what the prices say."""
 
     def __init__(self, llm: LLM) -> None:
-        self.costs = llm.engine.loop.scheduler.budgets.costs
-        self.pacing = llm.engine.loop.pacing
+        self.policy = llm.engine.loop.policy
+        self.cost = self.policy.cost
         self.seen: dict[int, list[tuple[float, float, float, bool]]] = defaultdict(list)
 
     def __enter__(self) -> Watch:
-        self._read = self.pacing.read
-        self.pacing.read = self.observe  # type: ignore[method-assign]
+        self._observe = self.policy.observe
+        self.policy.observe = self.observe  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.pacing.read
+        del self.policy.observe
 
-    def observe(self, step: Any, asked: float, late: bool, weighed: float) -> None:
-        pacing, planned = self.pacing, step.planned
-        since = pacing._last_read if step.follows else step.started
-        self._read(step, asked, late, weighed)
-        if not planned.has_prompts and pacing._took:  # else it was nobody's, since the last turn
-            keys = int(pacing.scheduler.mirror.length[planned.slots].sum())
-            thought = self.costs.takes(planned.num_rows, keys)
-            self.seen[self.costs.size(planned.num_rows)].append((pacing._took, asked - since, thought, late))
+    def observe(self, step: Any) -> float | None:
+        """Record the seconds of a step, of the host's part, and as predicted."""
+        planned, times, ahead = step.plan, step.times, self.policy.run_ahead
+        since = ahead._last_read if times.is_queued_behind else times.started
+        seconds: float | None = self._observe(step)
+        if not planned.has_prompts and seconds:
+            rows = planned.num_rows
+            predicted = self.cost.row_seconds(rows) + self.cost.context_seconds(step.num_keys)
+            line = seconds, times.waited - since, predicted, times.was_ready
+            self.seen[self.cost.size(rows)].append(line)
+        return seconds
 
     def told(self, spent: float) -> dict[str, Any]:
         decoding = sum(one[0] for many in self.seen.values() for one in many)

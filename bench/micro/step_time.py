@@ -50,7 +50,7 @@ class Watch:
     def __init__(self, llm: LLM) -> None:
         self.engine, self.loop = llm.engine, llm.engine.loop
         self._step, self._run = llm.engine.step, self.loop.device.run
-        self.pacing = self.loop.pacing
+        self.policy = self.loop.policy
         self.calls: list[float] = []
         self.rounds: list[int] = []
         self.host: list[tuple[float, bool]] = []  # seconds, and whether the device was the first
@@ -58,17 +58,19 @@ class Watch:
     def __enter__(self) -> Watch:
         self.captured, self.compiled = len(self.loop.device.graphs), len(compiled)
         self.engine.step, self.loop.device.run = self.step, self.run  # type: ignore[method-assign]
-        self._read, self.pacing.read = self.pacing.read, self.read  # type: ignore[method-assign]
+        self._observe, self.policy.observe = self.policy.observe, self.observe  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.step, self.loop.device.run = self._step, self._run  # type: ignore[method-assign]
-        del self.pacing.read
+        del self.policy.observe
 
-    def read(self, step: Any, asked: float, late: bool, weighed: float) -> None:
-        since = self.pacing._last_read if step.follows else step.started
-        self.host.append((asked - since, late))
-        self._read(step, asked, late, weighed)
+    def observe(self, step: Any) -> Any:
+        """Record the seconds of the host's part of a step."""
+        times = step.times
+        since = self.policy.run_ahead._last_read if times.is_queued_behind else times.started
+        self.host.append((times.waited - since, times.was_ready))
+        return self._observe(step)
 
     def step(self) -> Any:
         begin = time.perf_counter()
@@ -77,13 +79,9 @@ class Watch:
         finally:
             self.calls.append(time.perf_counter() - begin)
 
-    def run(self, planned: Any, budget: Any, *more: Any) -> Any:
-        ran, drafting = self._run(planned, budget, *more), self.loop.device.drafting
-        asked, fewer = drafting.asked_for(planned, budget)
-        self.rounds.append(
-            drafting.k - fewer if self.loop.device.ops.runtime.asynchronous else drafting.rounds
-        )
-        self.rounds[-1] *= asked > 0
+    def run(self, planned: Any, decision: Any, *more: Any) -> Any:
+        ran, drafting = self._run(planned, decision, *more), self.loop.device.drafting
+        self.rounds.append(drafting.last_run(len(planned.slots), decision).rounds)
         return ran
 
     def told(self, seconds: float, tokens: int, steps: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from draftproof.ops.contract.draft_search import FIXED_ONE, AcceptanceRecord
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, Draft, DraftSpec
+from draftproof.types import DeviceBatch, Draft, DraftCosts, DraftSpec
 from exact import Ask, Company, Where, plant, solo
 from proposer_cases import lines, make
 
@@ -79,36 +79,6 @@ def test_a_search_says_itself_what_it_is_worth():
     assert draft.sources.dtype == torch.int8
 
 
-@pytest.mark.parametrize(
-    ("entries", "price", "weighed", "wins"), [(3, 0.0, 0, 0), (2, 0.0, 0, 2), (3, 0.5, 0, 2), (3, 0.0, -1, 2)]
-)
-def test_a_search_must_be_better_than_a_model_that_drafts_for_many(entries, price, weighed, wins):
-    """The last says that it is worth half a token more than is reckoned of the first. Where that has no
-    drafts, the better one of the others is heard, however little it says."""
-    proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=4)
-    columns = lines(proposer.env.ops, 4, [[5, 6, 7]] * entries)
-    slots, full = torch.arange(entries), torch.full((entries,), 4)
-    batch = DeviceBatch(columns, slots, full, price=price)
-    proposer.model_source = weighed
-
-    def taken(*said):
-        nothing = torch.zeros((2, entries, 3), dtype=torch.int64)
-        record = AcceptanceRecord(torch.full((4, entries), -1), *nothing)
-        drafts = [Draft(columns.draft, torch.full((entries,), count)) for count, _ in said]
-        worths = [None if worth is None else full * 0 + int(worth * FIXED_ONE) for _, worth in said]
-        offers = [proposer._offer(i, batch, pair) for i, pair in enumerate(zip(drafts, worths, strict=True))]
-        _, number, whose, _ = proposer.env.ops.search.select_drafts(columns, slots, full, record, offers, 1)
-        assert number.tolist() == [4] * entries
-        assert (whose == whose[0, 0]).all()
-        return int(whose[0, 0])
-
-    reckoned = sum((2 / 3) ** n for n in range(1, 5))
-    assert taken((4, None), (4, reckoned + 0.4), (4, reckoned + 0.5)) == wins
-    assert taken((4, None), (4, 0.1), (4, reckoned + 0.9)) == wins
-    assert taken((4, None), (4, 0.1), (4, reckoned + 1.1)) == 2
-    assert taken((0, None), (4, 0.1), (4, 0.6)) == 2
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_new_request_in_the_slot_begins_anew(seed):
     """Also one with the seed of the one before: some clients send one seed always."""
@@ -169,7 +139,7 @@ def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     proposer = make(HybridProposer, proposers=members, k=4)
     proposer.members[0], proposer.model_source = Model(proposer.env, {}), 0
     columns = lines(proposer.env.ops, 4, [[*range(20, 40)], [7]])
-    batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]), price=0.4 * (short == "price"))
+    batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]), costs=DraftCosts(0.4 * (short == "price")))
     drafts = proposer.draft(replace(batch, spec=DraftSpec(2 if short == "rounds" else 4)))
     assert calls == [True] + [False] * (short != "never")
     assert drafts.count.item() == {"limit": 2, "price": 2, "rounds": 2}.get(short, 4)

@@ -91,11 +91,15 @@ class Loop:
         self._number = 0  # of the last step that was queued
         # whose tokens are still to be read, and the step behind which they come
         self._retiring: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
-        self.policy: DraftPolicy = scheduler.policy
         self._traits: tuple[int, StepFeatures] | None = None
         self._faults = 0  # steps that failed running
         self._lessons = Lessons(slots)
         self._extras = Extras(device, slots, self.sources)
+
+    @property
+    def policy(self) -> DraftPolicy:
+        """Return the draft policy."""
+        return self.scheduler.policy
 
     def step(self) -> StepResults:
         """One step's results: of the one before, while the next is under way, if steps overlap."""
