@@ -239,8 +239,9 @@ def test_a_head_alone_gets_the_costs_of_its_rounds(monkeypatch: pytest.MonkeyPat
     assert not made.loop.scheduler.drafts_before_plan
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
     tiny.run(made, [tiny.request(i, params) for i in range(2)])
-    assert policy._round_costs._round_seconds > 0 and costs[-1].round > 0
+    assert policy._round_costs._round_seconds > 0 and max(cost.round for cost in costs) > 0
+    costs.clear()
     assert sum(counts(drafting.proposer.calibration)) > 0
     fixed = engine(adaptive=False)
     tiny.run(fixed, [tiny.request(0, params)])
-    assert costs[-1].round == 0
+    assert costs and not any(cost.round for cost in costs)

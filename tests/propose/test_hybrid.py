@@ -11,11 +11,11 @@ import heads
 import proposers
 import tiny
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.draft_search import FIXED_ONE, AcceptanceRecord
+from draftproof.ops.contract.draft_search import FIXED_ONE
 from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import DeviceBatch, Draft, DraftCosts, DraftSpec
+from draftproof.types import DeviceBatch, Draft, DraftSpec
 from exact import Ask, Company, Where, plant, solo
 from proposer_cases import lines, make
 
@@ -119,7 +119,7 @@ def test_a_match_goes_on_from_the_drafts_of_another():
     assert draft.count.tolist() == [3]
 
 
-@pytest.mark.parametrize("short", ["never", "limit", "rounds", "price", "chains", "another"])
+@pytest.mark.parametrize("short", ["never", "limit", "rounds", "chains", "another"])
 def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     """A second search is a launch for nothing, unless the model may have made fewer drafts than it may."""
     calls = []
@@ -139,10 +139,10 @@ def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     proposer = make(HybridProposer, proposers=members, k=4)
     proposer.members[0], proposer.model_source = Model(proposer.env, {}), 0
     columns = lines(proposer.env.ops, 4, [[*range(20, 40)], [7]])
-    batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]), costs=DraftCosts(0.4 * (short == "price")))
+    batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
     drafts = proposer.draft(replace(batch, spec=DraftSpec(2 if short == "rounds" else 4)))
     assert calls == [True] + [False] * (short != "never")
-    assert drafts.count.item() == {"limit": 2, "price": 2, "rounds": 2}.get(short, 4)
+    assert drafts.count.item() == {"limit": 2, "rounds": 2}.get(short, 4)
 
 
 def test_the_second_time_the_pool_knows():
