@@ -75,7 +75,7 @@ def raw(name: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_read_as_transformers_does(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+def test_config_equals_that_of_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     theirs = hf_config(kind, **changes)
     written = saved(tmp_path, theirs, kind)
     ours = config_from_hf(written)
@@ -156,7 +156,7 @@ def config_with(config: ModelConfig, scaling: RopeScaling) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*LlamaForCausalLM"),
         ({"architectures": []}, "supported: LlamaForCausalLM"),
@@ -179,9 +179,9 @@ def config_with(config: ModelConfig, scaling: RopeScaling) -> ModelConfig:
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "different attention"),
     ],
 )
-def test_refusals_say_why(changes: dict[str, Any], says: str) -> None:
+def test_unsupported_configs_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
     config_from_hf(raw())  # the same without the change is fine
-    with pytest.raises(LoadError, match=f"config.json.*{says}"):
+    with pytest.raises(LoadError, match=f"config.json.*{message}"):
         config_from_hf(raw() | changes)
 
 

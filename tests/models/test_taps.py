@@ -1,4 +1,4 @@
-"""Residual rows of inner layers, for those who ask: what they are, and that asking changes nothing else."""
+"""Tapped residual rows of inner layers: their values, and that taps change no other output."""
 
 from __future__ import annotations
 

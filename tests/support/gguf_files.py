@@ -41,13 +41,13 @@ def gguf_name(name: str) -> str:
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
-    """convert_hf_to_gguf.py's `permute`: halves of a head become adjacent pairs."""
+    """Apply the `permute` of convert_hf_to_gguf.py: halves of a head become adjacent pairs."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def encode(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:
-    """`values` in GGUF type `kind`; K types, which gguf cannot write, get random valid blocks."""
+    """Encode `values` in GGUF type `kind`; K types, which gguf cannot write, get random valid blocks."""
     if kind == "F32":
         return values.astype(np.float32)
     if kind == "F16":
@@ -75,7 +75,7 @@ def write_gguf(
     more: dict[str, np.ndarray] | None = None,
     tokens: list[str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Write a model; what every tensor was stored as, by llama.cpp's name. `extra` None removes a key."""
+    """Write a model and return the stored arrays by llama.cpp's names. A None in `extra` removes a key."""
     rng = np.random.default_rng(0)
     tensors = tensors or dummy_tensors(config, torch.float32, 0)
     meta: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Small heads and draft models for tests, made on the fly as folders that the loaders read."""
+"""Small draft heads and draft models for tests, written as folders that the loaders read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="draftproof-heads-")
-# what the methods of the table need to be tried out: its model, if it has one
+# methods of the table that need a model folder
 WITH_MODELS = ("mtp", "eagle", "eagle3", "draft_model")
 
 
@@ -37,7 +37,7 @@ def target_of(arch: str, dtype: str) -> TargetIdentity:
 
 
 def head_config(kind: str, arch: str = "llama", dtype: str = "float32", **fields: Any) -> DraftHeadConfig:
-    """Each kind differs from the others in more than its name."""
+    """Return the configuration of a draft head; the kinds differ in sizes and flags too."""
     model = tiny.model_config(arch)
     values: dict[str, Any] = {
         "kind": kind,
@@ -58,7 +58,7 @@ def head_config(kind: str, arch: str = "llama", dtype: str = "float32", **fields
 
 
 def head_tensors(config: DraftHeadConfig, seed: int = 5, bold: float = 8.0) -> dict[str, Tensor]:
-    """Random ones, and ids that a reduced vocabulary knows."""
+    """Return random tensors, and the ids of a reduced vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, shape in config.tensors().items():
@@ -133,14 +133,14 @@ def save_model(name: str, config: ModelConfig, tensors: dict[str, Tensor]) -> st
 
 @cache
 def itself(arch: str, dtype: str) -> str:
-    """The target once more: as a draft model it is always right."""
+    """Return a copy of the target; as a draft model its drafts are always accepted."""
     made = tiny.checkpoint(arch, dtype)
     return save_model(f"itself/{arch}/{dtype}", made.config, made.tensors)
 
 
 @cache
 def small(dtype: str) -> str:
-    """Another model of the same vocabulary, of one layer."""
+    """Return another model of one layer with the same vocabulary."""
     config = replace(
         tiny.model_config("smollm2"), num_layers=1, hidden_size=16, num_heads=2, windows=(), dtype=dtype
     )
@@ -149,13 +149,13 @@ def small(dtype: str) -> str:
 
 
 def code_of(method: str) -> Any:
-    """What drafts: methods of the table may share it."""
+    """Return the function that drafts; methods of the table may share it."""
     kind = lookup(PROPOSERS, method, "method")
     return kind.draft if kind.graph_safe else kind.propose
 
 
 def options(method: str, arch: str, dtype: str) -> dict[str, Any]:
-    """What a method of the table needs beside its name."""
+    """Return the options that a method of the table needs."""
     assert all(name in PROPOSERS for name in WITH_MODELS)
     if method == "draft_model":
         return {"model": small(dtype)}

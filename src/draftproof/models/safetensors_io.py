@@ -1,4 +1,4 @@
-"""safetensors checkpoints: one file or many with an index, memory-mapped, errors in plain words."""
+"""Reader of safetensors checkpoints: one file, or several with an index, memory-mapped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import read_json
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model folder; the index decides where there is one."""
-    index = folder / INDEX
+    """Return the safetensors files of a model folder, those of the index where there is one."""
+    index = folder / INDEX_FILE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
@@ -28,13 +28,13 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise LoadError(f"{folder}: the index names files that are not there: {missing}")
         return tuple(folder / name for name in names)
-    if (folder / SINGLE).is_file():
-        return (folder / SINGLE,)
+    if (folder / SINGLE_FILE).is_file():
+        return (folder / SINGLE_FILE,)
     files = tuple(sorted(folder.glob("*.safetensors")))
     if len(files) == 1:
         return files
     if files:
-        raise LoadError(f"{folder}: several safetensors files but no {INDEX}")
+        raise LoadError(f"{folder}: several safetensors files but no {INDEX_FILE}")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
         raise LoadError(
             f"{folder}: only pickled PyTorch weights are here, which can run code when loaded; "
@@ -44,26 +44,26 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of one file, mapped rather than copied."""
+    """Return every tensor of one file, memory-mapped."""
     try:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise LoadError(f"{path}: no such file") from error
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise LoadError(f"{path}: not a usable safetensors file: {error}{_guess(path)}") from error
+        raise LoadError(f"{path}: not a usable safetensors file: {error}{_content_hint(path)}") from error
 
 
-def _guess(path: Path) -> str:
+def _content_hint(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            head = file.read(64)
+            start = file.read(64)
     except OSError:
         return ""
-    if head.startswith(b"version https://git-lfs"):
+    if start.startswith(b"version https://git-lfs"):
         return " (a Git LFS pointer; fetch the file itself with `git lfs pull`)"
-    if head.startswith(b"GGUF"):
+    if start.startswith(b"GGUF"):
         return " (it is a GGUF file)"
-    if head.startswith(b"PK"):
+    if start.startswith(b"PK"):
         return " (it is a zip archive, perhaps a PyTorch checkpoint)"
     return ""

@@ -1,4 +1,4 @@
-"""The cache folder: downloaded models, and GGUF models unpacked once for a quick restart."""
+"""Cache folder: downloaded models, and dequantised GGUF weights for a quick restart."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.safetensors_io import read_safetensors
 
-_VERSION = 1  # of what is in an unpacked file; a new number leaves old files unused
-_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_VERSION = 1  # of the contents of an unpacked file; a new number leaves old files unused
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _LOG = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """$DRAFTPROOF_CACHE, or ~/.cache/draftproof. It may not exist yet."""
+    """Return $DRAFTPROOF_CACHE, or ~/.cache/draftproof. The folder may not exist yet."""
     named = os.environ.get("DRAFTPROOF_CACHE")
     return Path(named).expanduser() if named else Path.home() / ".cache" / "draftproof"
 
 
 def unpacked_path(source: Path, dtype: torch.dtype) -> Path:
-    """Where the unpacked `source` belongs; another file, date or dtype gives another name."""
+    """Return the path of the unpacked `source`; another file, date or dtype gives another name."""
     source = source.resolve()
-    facts = source.stat()
-    state = _digest(f"{facts.st_size}|{facts.st_mtime_ns}|{_VERSION}")
+    status = source.stat()
+    state = _digest(f"{status.st_size}|{status.st_mtime_ns}|{_VERSION}")
     kind = str(dtype).removeprefix("torch.")
     name = f"{source.stem}-{_digest(str(source))}-{kind}-{state}.safetensors"
     return cache_folder() / "unpacked" / name
@@ -47,7 +47,7 @@ def _digest(text: str) -> str:
 def read_unpacked(
     path: Path, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor] | None:
-    """The tensors, or None when they are not there or not whole (they are then made again)."""
+    """Read the tensors; None if the file is missing or damaged, so that it is written again."""
     if not path.exists():
         return None
     try:
@@ -55,15 +55,15 @@ def read_unpacked(
     except LoadError as error:
         _LOG.warning("unpacking again: %s", error)
         return None
-    whole = {name: tuple(tensor.shape) for name, tensor in found.items()} == dict(expected)
-    if not whole or any(tensor.dtype != dtype for tensor in found.values()):
+    is_complete = {name: tuple(tensor.shape) for name, tensor in found.items()} == dict(expected)
+    if not is_complete or any(tensor.dtype != dtype for tensor in found.values()):
         _LOG.warning("unpacking again: %s does not hold this model", path)
         return None
     return {name: found[name] for name in expected}
 
 
 def write_unpacked(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Store atomically. A cache that cannot be written costs only time, at the next start."""
+    """Write the file atomically. A folder that cannot be written is logged: only the next start is slower."""
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,12 +82,12 @@ def write_unpacked(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
-    """Tensor after tensor: the library's own writer first copies the whole model."""
+    """Write tensor after tensor: the library's own writer first copies the whole model."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        kind = _KINDS[tensor.dtype]
+        kind = _DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # mapped tensors then begin on whole cache lines

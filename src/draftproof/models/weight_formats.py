@@ -63,7 +63,7 @@ class WeightTensor(ABC):
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor of `dtype`; None: the float type that the format stands for."""
+        """Return a tensor of `dtype`; None: the float type of the format."""
 
     @classmethod
     def from_parts(cls, name: str, data: Tensor, parts: Mapping[str, Tensor]) -> Self:
@@ -145,7 +145,7 @@ def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:
 
 
 def dequantize_all(weights: Mapping[str, WeightTensor]) -> dict[str, Tensor]:
-    """Return every weight in the float type that its format stands for."""
+    """Return every weight in the float type of its format."""
     return {name: weight.dequantize() for name, weight in weights.items()}
 
 

@@ -1,7 +1,7 @@
-"""GGUF files: the header, read quickly and checked, and the tensors unpacked. No torch in here.
+"""GGUF file reader: header parsing with checks, and dequantisation of tensors. Does not import torch.
 
-The header is parsed here because the `gguf` package takes seconds for a large vocabulary and
-answers a damaged file with an index error. The blocks themselves are unpacked by `gguf`.
+The header is parsed here because the `gguf` package takes seconds for a large vocabulary and raises an index
+error on a damaged file. Quantised blocks are dequantised by `gguf`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from draftproof.errors import LoadError
 
 MAGIC = b"GGUF"
 
-# GGML type id -> (name, elements in a block, bytes of a block), for what can be loaded.
+# GGML type id -> (name, elements in a block, bytes of a block), for the supported types.
 TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -43,7 +43,7 @@ _CONTROL = 3  # tokenizer.ggml.token_type
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies in the file. `shape` is in torch's order, the slowest dimension first."""
+    """Location of a tensor in the file. `shape` is in torch's order, the slowest dimension first."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """The header of a GGUF file."""
+    """Header of a GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -61,7 +61,7 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads little-endian values one after another and notices the end of the file."""
+    """Reader of consecutive little-endian values that detects the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.size = data, 0, len(data)
@@ -81,13 +81,13 @@ class _Cursor:
         return self.take(self.number("Q")).decode("utf-8", errors="replace")
 
     def strings(self, count: int) -> list[str]:
-        """`string` so many times, without a call for each: a vocabulary has a hundred thousand."""
+        """Read `count` strings in one loop: a vocabulary has a hundred thousand."""
         data, at, length, found = self.data, self.at, struct.Struct("<Q"), []
         for _ in range(count):
             start = at + length.size
             at = start + length.unpack_from(data, at)[0] if start <= self.size else start
             if at > self.size:
-                self.take(self.size + 1)  # which says what is wrong
+                self.take(self.size + 1)  # raises the error for a truncated file
             found.append(data[start:at].decode("utf-8", errors="replace"))
         self.at = at
         return found
@@ -110,7 +110,7 @@ class _Cursor:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file begins like one."""
+    """Return whether the file begins with the GGUF magic."""
     try:
         with path.open("rb") as file:
             return file.read(4) == MAGIC
@@ -119,7 +119,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Header of the file at `path`; LoadError that says what is wrong with it."""
+    """Read the header of the file at `path`; LoadError describes the damage."""
     try:
         with path.open("rb") as file:
             if file.seek(0, 2) < 24:
@@ -138,7 +138,7 @@ def read_gguf(path: Path) -> GGUFFile:
 def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     cursor = _Cursor(data)
     if (magic := cursor.take(4)) != MAGIC:
-        raise LoadError(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}{_guess(data)}")
+        raise LoadError(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}{_content_hint(data)}")
     version = cursor.number("I")
     if version not in (2, 3):
         swapped = version & 0xFFFF == 0
@@ -173,7 +173,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-def _guess(data: mmap.mmap) -> str:
+def _content_hint(data: mmap.mmap) -> str:
     head = bytes(data[:64])
     if head.startswith(b"version https://git-lfs"):
         return " (a Git LFS pointer; fetch the file itself with `git lfs pull`)"
@@ -187,10 +187,10 @@ def _guess(data: mmap.mmap) -> str:
 
 
 def type_name(type_id: int) -> str:
-    """Name of a GGML type, known to this loader or not."""
+    """Return the name of a GGML type, supported or not."""
     if type_id in TYPES:
         return TYPES[type_id][0]
-    import gguf  # only to name what is refused
+    import gguf  # only for the error message
 
     try:
         return str(gguf.GGMLQuantizationType(type_id).name)
@@ -199,7 +199,7 @@ def type_name(type_id: int) -> str:
 
 
 def num_bytes(info: TensorInfo) -> int:
-    """Size of a tensor in the file; its type must be in TYPES."""
+    """Return the bytes of a tensor in the file; its type must be in TYPES."""
     _, block, size = TYPES[info.type_id]
     if info.shape and info.shape[-1] % block:
         raise LoadError(f"tensor {info.name!r}: rows of {info.shape[-1]} are not whole blocks of {block}")
@@ -210,7 +210,7 @@ def num_bytes(info: TensorInfo) -> int:
 
 
 def check_types(file: GGUFFile) -> None:
-    """LoadError naming the first tensor whose encoding cannot be unpacked."""
+    """Raise LoadError with the first tensor whose type is not supported."""
     for info in file.tensors.values():
         if info.type_id not in TYPES:
             known = ", ".join(name for name, _, _ in TYPES.values())
@@ -221,8 +221,8 @@ def check_types(file: GGUFFile) -> None:
 
 
 def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, Any]:
-    """fp32 array of `info.shape`, out of the whole file's bytes `raw` [file size] uint8."""
-    import gguf  # late: a start from the cache does not need it
+    """Return an fp32 array of `info.shape` from the bytes of the whole file, `raw` [file size] uint8."""
+    import gguf  # imported late: a start from the cache does not need it
 
     name, block, size = TYPES[info.type_id]
     data = raw[info.offset : info.offset + num_bytes(info)]
@@ -232,7 +232,7 @@ def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, A
         values = data.view(np.float16).astype(np.float32)
     else:
         rows = data.reshape(-1, info.shape[-1] // block * size)
-        with np.errstate(all="ignore"):  # what a damaged scale gives is looked at below
+        with np.errstate(all="ignore"):  # values of a damaged scale are checked below
             values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.type_id))
     if not np.isfinite(values).all():
         raise LoadError(f"tensor {info.name!r} holds values that are not finite: the file is damaged")
@@ -240,7 +240,7 @@ def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, A
 
 
 def end_token_ids(meta: dict[str, Any]) -> tuple[int, ...]:
-    """Every token that ends the output, by the metadata and by name."""
+    """Return every token that ends the output, by the metadata and by name."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [meta[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in meta]
     types = meta.get("tokenizer.ggml.token_type", ())
