@@ -111,7 +111,7 @@ def test_options_that_there_are_not(
 def test_a_servers_engine_is_not_chosen_here(capsys: pytest.CaptureFixture[str]) -> None:
     """An option that would be ignored is refused."""
     assert main(["chat", "other", "--url", "http://127.0.0.1:1", "--device", "cuda"]) == 2
-    assert "model and device: with --url" in capsys.readouterr().err
+    assert "model and device: set by the server" in capsys.readouterr().err
 
 
 def test_what_is_asked_is_checked_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_cut_or_not_it_is_the_same(
     said = capsys.readouterr().out
     assert said.count("2 of 2 answers are those without drafts") == 2, said
     made = files(tmp_path / "one")
-    assert {"head/model.safetensors", "speculators/config.json", "train/curve.png", "eval.json"} <= set(made)
+    assert {"head/model.safetensors", "speculators/config.json", "train/curve.json", "eval.json"} <= set(made)
     for phase in ("generate", "train"):
         assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 2  # of what?
         assert train(model, prompts, tmp_path / "two", "--phase", phase, "--stop-after", "0") == STOPPED
@@ -150,7 +150,7 @@ def test_text_that_goes_on_is_other_text(
     assert train(model, prompts, tmp_path, "--phase", "generate") == 0
     assert train(model, prompts, tmp_path, "--phase", "train") == 2
     told = capsys.readouterr()
-    assert "not complete" not in told.out and "begun with other text" in " ".join(told.err.split())
+    assert "not complete" not in told.out and "started with other text" in " ".join(told.err.split())
 
 
 def test_held_out_prompts_that_are_too_long_are_told(
@@ -174,7 +174,7 @@ def test_a_head_is_there_before_it_is_sharpened(
         assert train(model, prompts, tmp_path) == 2
     plain = files(tmp_path)
     assert {"head/config.json", "head/model.safetensors", "speculators/model.safetensors"} <= set(plain)
-    monkeypatch.setattr("draftproof.train.evaluate.SHARPER", (1.2,))
+    monkeypatch.setattr("draftproof.train.evaluate.LOGIT_SCALES", (1.2,))
     assert train(model, prompts, tmp_path) == 0
     sharp = files(tmp_path)
     assert all(

@@ -103,6 +103,21 @@ def _three_layers(config: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted({min(2, last), last // 2, max(0, last - 2)}))
 
 
+def loss_weight(batch: Batch, plan: TrainPlan, step: int) -> tuple[Tensor, Tensor]:
+    """Return the loss weight [unroll, B * T] of each draft position and the greedy-text flag [B * T].
+
+    Every `prompt_rows`-th row of a prompt is used, with the weight of those skipped; the next update uses
+    others.
+    """
+    row, lengths = np.arange(batch.tokens.shape[1])[None, :], batch.lengths[:, None]
+    prompt = np.where((row + step) % plan.prompt_rows, 0.0, plan.prompt_weight * plan.prompt_rows)
+    whole = np.where(row >= batch.prompt_lengths[:, None] - 1, 1.0, prompt)
+    weight = np.stack([whole * (row + 2 + j < lengths) * plan.decay**j for j in range(plan.unroll)])
+    weight = (weight / max(1.0, weight[0].sum())).astype(np.float32).reshape(plan.unroll, -1)
+    greedy_rows = batch.greedy_rows.astype(np.float32).repeat(row.shape[1])
+    return torch.from_numpy(weight), torch.from_numpy(greedy_rows)
+
+
 class Trainer:
     """Training state of one head. `step` counts its updates."""
 
@@ -210,7 +225,7 @@ class Trainer:
             grain = -(-batch.tokens.size // MAX_ROW_COUNTS)
         if self.target_states.keep:
             self.target_states.compute_all()  # before anything is captured
-        weight, greedy_rows = self._weight(batch)
+        weight, greedy_rows = loss_weight(batch, self.plan, self.step)
         rows = Rows.of(weight, grain)
         stored = self.target_states.places(batch)
         tokens = torch.from_numpy(batch.tokens)
@@ -241,23 +256,6 @@ class Trainer:
             measure,
         )
         return torch.autograd.grad(loss, list(self.weights.values())), parts
-
-    def _weight(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss weight [unroll, B * T] of each draft position and the greedy-text flag [B * T].
-
-        Every `prompt_rows`-th row of a prompt is used, with the weight of those skipped; the next update uses
-        others.
-        """
-        plan = self.plan
-        row, lengths = np.arange(batch.tokens.shape[1])[None, :], batch.lengths[:, None]
-        prompt = np.where((row + self.step) % plan.prompt_rows, 0.0, plan.prompt_weight * plan.prompt_rows)
-        whole = np.where(row >= batch.prompt_lengths[:, None] - 1, 1.0, prompt)
-        weight = np.stack(
-            [whole * (row + 2 + step < lengths) * plan.decay**step for step in range(plan.unroll)]
-        )
-        weight = (weight / max(1.0, weight[0].sum())).astype(np.float32).reshape(plan.unroll, -1)
-        greedy_rows = batch.greedy_rows.astype(np.float32).repeat(row.shape[1])
-        return torch.from_numpy(weight), torch.from_numpy(greedy_rows)
 
     # --- evaluation ------------------------------------------------------------------------------------
 
