@@ -185,6 +185,10 @@ class AsyncLLM:
         """Return counters, gauges and timings of the engine."""
         return self._llm.engine_stats()
 
+    def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
+        """Return the strategy of such a request with its label, and whether its output is lossless."""
+        return self._llm.engine.strategy_label(params)
+
     def worker_status(self) -> WorkerStatus | None:
         """Return the state of the engine's process; None if the engine is in this process."""
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftproof.serve.settings import Keys, Settings
+from draftproof.serve.settings import ApiKeys, Settings
 from serving import NGRAM, Served, make_folder, serving, tiny
 
 PAGE = Path(__file__).parents[2] / "src" / "draftproof" / "serve" / "http" / "page"
@@ -185,7 +185,7 @@ def test_refusals_are_told(page: Any) -> None:
 
 @needs_browser
 def test_a_key_is_asked_for(browser: Any, tmp_path: Path) -> None:
-    with serving(tiny(make_folder(tmp_path), NGRAM), Settings(api_keys=Keys(("sesame",)))) as locked:
+    with serving(tiny(make_folder(tmp_path), NGRAM), Settings(api_keys=ApiKeys(("sesame",)))) as locked:
         for page in opened(browser, locked.url):
             ask(page)
             page.wait_for_selector("#problem:not([hidden])")

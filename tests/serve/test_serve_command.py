@@ -18,8 +18,8 @@ import pytest
 
 from draftproof.cli.main import _options, main
 from draftproof.cli.serve import engine_options, settings_of
-from draftproof.serve.http.shared_limits import Seats, shared
-from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings
+from draftproof.serve.http.shared_limits import OpenRequestCounts, create_shared_counts
+from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings
 from server_process import Program, command_line, started
 from serving import events, make_folder
 
@@ -90,17 +90,18 @@ def test_serve_drain_and_chat(
     assert "secret" not in "".join(running.log) and any(line["message"] == "drained" for line in lines)
 
 
-def test_a_process_that_dies_leaves_its_seats() -> None:
-    settings = Settings(api_keys=Keys(["alpha", "beta"]))
+def test_cleared_row_no_longer_counts_as_open_requests() -> None:
+    """Counts are summed over processes; the row of an ended process is cleared."""
+    settings = Settings(api_keys=ApiKeys(["alpha", "beta"]))
     alpha, beta = settings.api_keys.names
-    room, parent = shared(settings, 2)
-    one, two = (Seats(settings, line, 2, room) for line in range(2))
-    os.close(room)
-    assert one.take(alpha) == (1, 1) and two.take(alpha) == (2, 2) and two.take(beta) == (3, 1)
-    two.give(beta)
-    parent.clear(1)  # and what it had with it
-    assert one.take("-") == (2, 1) and one.take(alpha) == (3, 2) and two.take(beta) == (4, 1)
-    assert Seats(settings).take(alpha) == (1, 1)
+    fd, parent = create_shared_counts(settings, 2)
+    one, two = (OpenRequestCounts(settings, row, 2, fd) for row in range(2))
+    os.close(fd)
+    assert one.increment(alpha) == (1, 1) and two.increment(alpha) == (2, 2) and two.increment(beta) == (3, 1)
+    two.decrement(beta)
+    parent.clear(1)
+    assert one.increment("-") == (2, 1) and one.increment(alpha) == (3, 2) and two.increment(beta) == (4, 1)
+    assert OpenRequestCounts(settings).increment(alpha) == (1, 1)
 
 
 def test_several_processes_keys_and_metrics(folder: Path, tmp_path: Path) -> None:

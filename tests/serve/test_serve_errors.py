@@ -15,7 +15,7 @@ from draftproof.errors import ConfigError, EngineDeadError, QueueFullError
 from draftproof.serve.api import completions, response_builder
 from draftproof.serve.http import io, request_guard, uvicorn_protocol
 from draftproof.serve.http.request_log import JsonFormatter
-from draftproof.serve.settings import KEY_VARIABLE, Keys, Settings, read_keys
+from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings, read_keys
 from serving import NGRAM, Served, events, make_folder, raw_request, serving, tiny
 
 
@@ -257,7 +257,7 @@ def test_key_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").write_text("# nobody\n")
     with pytest.raises(ConfigError, match="no API key"):
         read_keys(str(tmp_path / "empty"))
-    assert Keys(["a"]).find("a") == Keys(["b", "a"]).find("a") != Keys(["b"]).find("b")
+    assert ApiKeys(["a"]).find("a") == ApiKeys(["b", "a"]).find("a") != ApiKeys(["b"]).find("b")
     with pytest.raises(ConfigError):
         Settings(max_n=0)
     with pytest.raises(ConfigError):
@@ -276,11 +276,11 @@ def test_a_full_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             next(told)
             busy = running.post("/v1/completions", TEXT)
             assert busy.status_code == 503 and busy.headers["retry-after"] == "1"
-        _until(lambda: running.app.state.desk.num_open == 0)
-        running.app.state.desk.draining = True
+        _until(lambda: running.app.state.guard.num_open == 0)
+        running.app.state.guard.draining = True
         assert running.post("/v1/completions", TEXT).json()["error"]["code"] == "draining"
         assert running.http.get("/health").status_code == 503
-        running.app.state.desk.draining = False
+        running.app.state.guard.draining = False
 
         async def full(*_: Any, **__: Any) -> Any:
             raise QueueFullError("9 requests are waiting already")
@@ -345,10 +345,10 @@ def test_a_client_that_leaves_ends_its_request(
                 assert line.recv(100)
             _until(lambda: running.llm.num_open == 1)
         _until(lambda: running.llm.num_open == 0)
-        _until(lambda: running.app.state.desk.num_open == 0)
+        _until(lambda: running.app.state.guard.num_open == 0)
         made = running.llm.stats.num_emitted_tokens
         assert made < 400
-        assert running.app.state.meters.disconnects == 1
+        assert running.app.state.metrics.disconnects == 1
         assert running.complete("one", max_tokens=2).choices[0].text is not None
 
 
@@ -363,7 +363,7 @@ def test_a_client_that_never_reads(folder: Any, monkeypatch: pytest.MonkeyPatch)
             line.connect(where)
             line.sendall(data)
             assert running.complete("one", max_tokens=5).choices[0].text is not None
-            _until(lambda: running.app.state.meters.disconnects == 1)
+            _until(lambda: running.app.state.metrics.disconnects == 1)
         _until(lambda: running.llm.num_open == 0)
 
 
@@ -375,7 +375,7 @@ def _until(true: Any, seconds: float = 20) -> None:
 
 
 def test_heads_that_do_not_end(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(uvicorn_protocol, "HEADER_SECONDS", 0.3)
     with serving(tiny(folder)) as running:
         where, data = raw_request(running.url, {**TEXT})
         with socket.create_connection(where, timeout=10) as line:
@@ -397,8 +397,8 @@ def test_what_is_large_is_told_by_another_thread(folder: Any, monkeypatch: pytes
     body = {"prompt": [list(range(9, 60))] * 2, "max_tokens": 5, "echo": True, "logprobs": 3, "seed": 1}
     told = []
     for many in (20_000, 10):
-        monkeypatch.setattr(completions, "MANY", many)
-        monkeypatch.setattr(io, "BIG_BODY", many)
+        monkeypatch.setattr(completions, "MAX_INLINE_LOGPROBS", many)
+        monkeypatch.setattr(io, "MAX_INLINE_BODY_BYTES", many)
         with serving(tiny(folder)) as running:
             whole = running.post("/v1/completions", body).json()
             with running.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
@@ -432,6 +432,6 @@ def test_prompts_are_logged_if_the_operator_wants(folder: Any, caplog: pytest.Lo
 
 
 def test_failures_have_a_status() -> None:
-    assert response_builder.failure("abort", None, False).status == 503
-    assert response_builder.failure("error", "NaN", False).status == 500
-    assert response_builder.failure("error", "the worker died", True).status == 503
+    assert response_builder.generation_error("abort", None, False).status == 503
+    assert response_builder.generation_error("error", "NaN", False).status == 500
+    assert response_builder.generation_error("error", "the worker died", True).status == 503

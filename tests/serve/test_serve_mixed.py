@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from draftproof.text.logprobs import LogprobMaps
+from draftproof.text.streaming_output import StepEvents
+from draftproof.types import LogprobRow
 from serving import NGRAM, Served, make_folder, serving, tiny
 
 SCHEMA = {
@@ -160,20 +161,22 @@ def test_everybody_gets_what_they_would_get_alone(folder: Any, alone: list[Any])
             assert mine == want, wishes(64)[i]
 
 
-def test_control_a_wrong_digit_is_seen(
+@pytest.mark.control
+def test_control_changed_logprob_bit_is_detected(
     folder: Any, alone: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: one logprob of one token, off by its last bit."""
-    plain = LogprobMaps.__getitem__
+    """Change the last bit of one logprob of each stream."""
+    plain = StepEvents.__getitem__
 
-    def wrong(self: LogprobMaps, index: Any) -> Any:
-        row = plain(self, index)
-        if index == 7:
-            first = next(iter(row))
-            row[first] = row[first]._replace(logprob=row[first].logprob * (1 + 2**-23))
-        return row
+    def wrong(self: StepEvents, index: Any) -> Any:
+        event = plain(self, index)
+        row = event.logprob_row
+        if self._first + index == 7 and row is not None:
+            own, *others = row.logprobs
+            event.logprob_row = LogprobRow(row.token_ids, [own * (1 + 2**-23), *others], row.ranks)
+        return event
 
-    monkeypatch.setattr(LogprobMaps, "__getitem__", wrong)
+    monkeypatch.setattr(StepEvents, "__getitem__", wrong)
     made = wishes(64)
     asked = [i for i in range(64) if "structured_outputs" not in made[i]][:30]
     with serving(tiny(folder, NGRAM, max_num_seqs=16)) as running:

@@ -19,9 +19,16 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from draftproof.engine.validation import Limits
 from draftproof.serve.api.openapi import document
-from draftproof.serve.api.request_schema import ASKS_NOTHING, NOT_HONOURED, Asked, ChatAsked, CompletionAsked
-from draftproof.serve.http.errors import Problem, decode
+from draftproof.serve.api.request_schema import (
+    NO_EFFECT_VALUES,
+    UNSUPPORTED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from draftproof.serve.http.errors import ApiError, decode
 from draftproof.serve.settings import Settings
 from serving import NGRAM, Served, make_folder, serving, tiny
 
@@ -74,14 +81,14 @@ def test_control_a_reply_that_is_not_as_described(api: Any, monkeypatch: pytest.
     """Negative control: a field of the wrong type is seen."""
     case = api["/detokenize"]["POST"].Case(body={"tokens": [5]}, media_type="application/json")
     case.call_and_validate(checks=CHECKS)
-    monkeypatch.setattr("draftproof.serve.api.info_routes.DetokenizeReply", lambda prompt: {"prompt": 1})
+    monkeypatch.setattr("draftproof.serve.api.info_routes.DetokenizeResponse", lambda prompt: {"prompt": 1})
     with pytest.raises(FailureGroup, match="schema"):
         case.call_and_validate(checks=CHECKS)
 
 
 def test_every_option_of_the_issue_is_there() -> None:
     """And what is refused by name is nobody's option."""
-    common = set(Asked.__struct_fields__)
+    common = set(GenerationRequest.__struct_fields__)
     assert common >= {
         *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
         *("skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs", "logprob_token_ids"),
@@ -89,26 +96,29 @@ def test_every_option_of_the_issue_is_there() -> None:
         *("cache_salt", "request_id", "speculative", "logprobs_mode", "include_draft_logprobs"),
         *("provenance", "stream_granularity", "stop", "seed", "logit_bias", "stream", "stream_options", "n"),
     }
-    assert {"echo", "logprobs", "max_tokens", "prompt"} <= set(CompletionAsked.__struct_fields__)
+    assert {"echo", "logprobs", "max_tokens", "prompt"} <= set(CompletionRequest.__struct_fields__)
     assert {"chat_template_kwargs", "prediction", "top_logprobs", "max_completion_tokens"} <= set(
-        ChatAsked.__struct_fields__
+        ChatCompletionRequest.__struct_fields__
     )
-    assert not set(NOT_HONOURED) & common - {"tools"}
+    assert not set(UNSUPPORTED) & common - {"tools"}
 
 
-@pytest.mark.parametrize("name", sorted(ASKS_NOTHING))
+@pytest.mark.parametrize("name", sorted(NO_EFFECT_VALUES))
 def test_what_asks_for_nothing_is_let_pass_and_the_rest_is_told_why_not(name: str) -> None:
     """Some clients always send such fields."""
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    for value in ASKS_NOTHING[name]:
+    for value in NO_EFFECT_VALUES[name]:
         for more in ({}, {"n": 2.0}):
-            asked = decode(msgspec.json.encode({**body, **more, name: value}), ChatAsked)
+            asked = decode(msgspec.json.encode({**body, **more, name: value}), ChatCompletionRequest)
             assert asked.n == more.get("n") and asked.model == "m"
-    with pytest.raises(Problem) as told:
-        decode(msgspec.json.encode({**body, name: "anything"}), ChatAsked)
-    assert told.value.status == 400 and NOT_HONOURED[name] in told.value.message
-    with pytest.raises(Problem, match="nonsense"):
-        decode(msgspec.json.encode({**body, name: ASKS_NOTHING[name][0], "nonsense": 1}), ChatAsked)
+    with pytest.raises(ApiError) as told:
+        decode(msgspec.json.encode({**body, name: "anything"}), ChatCompletionRequest)
+    assert told.value.status == 400 and UNSUPPORTED[name] in told.value.message
+    with pytest.raises(ApiError, match="nonsense"):
+        decode(
+            msgspec.json.encode({**body, name: NO_EFFECT_VALUES[name][0], "nonsense": 1}),
+            ChatCompletionRequest,
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,12 +126,13 @@ def test_what_asks_for_nothing_is_let_pass_and_the_rest_is_told_why_not(name: st
 )
 def test_numbers_and_truths_are_not_the_same(name: str, value: Any) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "length_penalty": 1}
-    decode(msgspec.json.encode(body), ChatAsked)
-    with pytest.raises(Problem, match=name):
-        decode(msgspec.json.encode({**body, name: value}), ChatAsked)
+    decode(msgspec.json.encode(body), ChatCompletionRequest)
+    with pytest.raises(ApiError, match=name):
+        decode(msgspec.json.encode({**body, name: value}), ChatCompletionRequest)
 
 
 def test_keys_are_in_the_document() -> None:
-    told = document(["m"], 320, False, needs_key=True)
+    limits = Limits(320, 64, 20, 64, 0, False)
+    told = document(["m"], limits, False, needs_key=True)
     assert told["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
     assert "security" not in told["paths"]["/health"]["get"]

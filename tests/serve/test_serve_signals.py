@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftproof import AsyncLLM
-from draftproof.serve.api.metrics import Meters
+from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.server import serve
 from draftproof.serve.settings import Settings
 from serving import make_folder, tiny
@@ -21,8 +21,8 @@ def test_right_after_the_banner(tmp_path: Path, number: signal.Signals) -> None:
     llm = AsyncLLM.from_llm(tiny(make_folder(tmp_path)))
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            meters = Meters(llm, "tiny", False)
-            serve(llm, Settings(), listener, meters, ready=lambda: signal.raise_signal(number))  # returns
+            metrics = ServerMetrics(llm, "tiny", False)
+            serve(llm, Settings(), listener, metrics, ready=lambda: signal.raise_signal(number))  # returns
     finally:
         llm._finalizer()
         for kind, handler in before.items():

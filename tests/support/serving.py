@@ -84,7 +84,7 @@ class Served:
 
     def __init__(self, url: str, app: Any, llm: AsyncLLM) -> None:
         self.url, self.app, self.llm = url, app, llm
-        self.model = app.state.meters._model
+        self.model = app.state.metrics.model
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         self.http = httpx.Client(base_url=url, timeout=60)
 
@@ -126,7 +126,7 @@ def serving(llm: LLM, settings: Settings | None = None, send_buffer: int = 0) ->
             server.should_exit = True
             thread.join(30)
             engine._finalizer()
-    assert not thread.is_alive() and app.state.desk.num_open == 0
+    assert not thread.is_alive() and app.state.guard.num_open == 0
 
 
 def raw_request(url: str, body: dict[str, Any], length: int | None = None) -> tuple[tuple[str, int], bytes]:

@@ -180,9 +180,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Start the worker and the HTTP processes and serve until a signal."""
     from rich.text import Text
 
-    from draftproof.serve.http.request_log import set_up
+    from draftproof.serve.http.request_log import configure_logging
     from draftproof.serve.http.server import listen
-    from draftproof.serve.http_processes import Fleet, serve_address
+    from draftproof.serve.http_processes import HttpProcessGroup, serve_address
     from draftproof.serve.supervisor import Supervisor
 
     settings, engine = read_settings(options), read_engine_options(options, offered_options())
@@ -190,7 +190,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--server-processes must be at least 1")
     listener = listen(options.host, options.port, settings.stall_seconds)
     try:
-        set_up(options.log_level, options.log_file)
+        configure_logging(options.log_level, options.log_file)
         supervisor = Supervisor(options.model, log_level=options.log_level.upper(), **engine)
     except ConfigError:
         listener.close()
@@ -206,7 +206,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.server_processes == 1:
             serve_address(address, settings, listener, ready)
         else:
-            Fleet(options.server_processes, address, folder, settings, listener, ready).run(options)
+            HttpProcessGroup(options.server_processes, address, folder, settings, listener, ready).run(
+                options.log_level, options.log_file
+            )
         return 0
     finally:
         listener.close()

@@ -1,12 +1,11 @@
-"""The processes that speak HTTP, one or several on one socket, in front of one engine.
+"""HTTP processes, one or several on one socket, in front of one engine.
 
-Several are started as programs of their own, never forked. Each ends when the pipe to its parent does,
-however the parent ended, and is started again when it dies by itself.
+Several are started as programs of their own, never forked. Each ends when the pipe to its parent is closed,
+however the parent ended, and is restarted when it ends by itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -22,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.metrics import Histogram
-from draftproof.serve.api.metrics import Meters
-from draftproof.serve.api.shared_metrics import Board
-from draftproof.serve.http.shared_limits import Seats, shared
-from draftproof.serve.settings import Keys, Settings
+from draftproof.sampling_params import SamplingParams
+from draftproof.serve.api.metrics import ServerMetrics
+from draftproof.serve.api.shared_metrics import SharedMetrics
+from draftproof.serve.http.shared_limits import OpenRequestCounts, create_shared_counts
+from draftproof.serve.settings import ApiKeys, Settings
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 log = logging.getLogger("draftproof.serve")
 
 
@@ -36,25 +36,40 @@ def serve_address(
     settings: Settings,
     listener: socket.socket,
     ready: Callable[[Any], object],
-    board: Board | None = None,
-    seats: Seats | None = None,
+    shared: SharedMetrics | None = None,
+    counts: OpenRequestCounts | None = None,
     parent: int | None = None,
 ) -> None:
-    """Connects to an engine and serves it; `ready` is called with the connection."""
+    """Connect to an engine and serve it; `ready` is called with the connection."""
     from draftproof.serve.http.server import serve
     from draftproof.serve.ipc.remote_llm import connect
 
     steps = Histogram()
     llm = connect(address, on_step=steps.observe)
     name = settings.served_model_names[0] if settings.served_model_names else llm.config.model
-    meters = Meters(llm, name, settings.vllm_metrics, steps, board)
-    tick = None if board is None else meters.post
-    told = partial(ready, llm)
-    serve(llm, settings, listener, meters, seats=seats, ready=told, tick=tick, parent=parent)
+    metrics = ServerMetrics(llm, name, settings.vllm_metrics, steps, shared)
+    warn_if_lossy(llm)
+    serve(
+        llm,
+        settings,
+        listener,
+        metrics,
+        counts=counts,
+        ready=partial(ready, llm),
+        tick=None if shared is None else metrics.write_shared,
+        parent=parent,
+    )
 
 
-class Fleet:
-    """Several server processes and this one, which only looks after them."""
+def warn_if_lossy(llm: Any) -> None:
+    """Log a warning if outputs of requests without own options are not lossless."""
+    strategy, lossless = llm.strategy_label(SamplingParams())
+    if not lossless:
+        log.warning("outputs are not lossless", extra={"fields": {"strategy": strategy}})
+
+
+class HttpProcessGroup:
+    """Several HTTP processes, supervised by this process, which serves no requests itself."""
 
     def __init__(
         self,
@@ -67,28 +82,28 @@ class Fleet:
     ) -> None:
         self._count, self._address, self._folder = count, address, Path(folder)
         self._settings, self._listener, self._ready = settings, listener, ready
-        self._room, self._seats = shared(settings, count)
+        self._counts_fd, self._counts = create_shared_counts(settings, count)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._stopping = False
 
-    def run(self, options: argparse.Namespace) -> None:
-        """Until SIGTERM or SIGINT."""
+    def run(self, log_level: str, log_file: str | None) -> None:
+        """Serve until SIGTERM or SIGINT."""
         from draftproof.serve.http.server import BACKLOG
         from draftproof.serve.ipc.remote_llm import connect
 
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self._stop)
-        self._log = options.log_level, options.log_file
+        self._log = log_level, log_file
         for number in range(self._count):
             self._start(number)
         self._listener.listen(BACKLOG)
-        self._ready(connect(self._address))  # for the banner alone
+        self._ready(connect(self._address))  # for the start-up message only
         while not self._stopping:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             for number, child in list(self._children.items()):
                 if child.poll() is not None and not self._stopping:
-                    log.error("a server process died", extra={"facts": {"status": child.returncode}})
-                    self._seats.clear(number)
+                    log.error("an HTTP process ended", extra={"fields": {"status": child.returncode}})
+                    self._counts.clear(number)
                     self._start(number)
         self._end()
 
@@ -103,13 +118,13 @@ class Fleet:
             "folder": str(self._folder),
             "name": f"{number}-{time.time_ns()}",
             "listener": self._listener.fileno(),
-            "seats": (number, self._count, self._room),
+            "counts": (number, self._count, self._counts_fd),
             "settings": given,
             "log": self._log,
         }
         command = [sys.executable, "-P", "-m", "draftproof.serve.http_processes"]
-        fds = (self._listener.fileno(), self._room)
-        # of a group of its own: Ctrl-C is for this process to tell
+        fds = (self._listener.fileno(), self._counts_fd)
+        # a session of its own: Ctrl-C reaches this process only, which stops the others
         child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True)
         assert child.stdin is not None
         child.stdin.write(json.dumps(job).encode() + b"\n")
@@ -130,8 +145,8 @@ class Fleet:
 
 
 def child() -> None:
-    """What a process of a Fleet runs: its job is a line on standard input, which stays open for its life."""
-    from draftproof.serve.http.request_log import set_up
+    """Run one process of a group: its job is a line on standard input, which stays open as a life line."""
+    from draftproof.serve.http.request_log import configure_logging
 
     line = b""
     while not line.endswith(b"\n"):
@@ -140,15 +155,16 @@ def child() -> None:
             return
         line += part
     job = json.loads(line)
-    set_up(*job["log"])
+    configure_logging(*job["log"])
     given = job["settings"]
-    given["api_keys"] = Keys((), given["api_keys"])
+    given["api_keys"] = ApiKeys((), given["api_keys"])
     given["served_model_names"] = tuple(given["served_model_names"])
     listener = socket.socket(fileno=job["listener"])
-    board = Board(Path(job["folder"]), job["name"])
+    shared = SharedMetrics(Path(job["folder"]), job["name"])
     settings = Settings(**given)
-    seats = Seats(settings, *job["seats"])
-    serve_address(job["address"], settings, listener, lambda _: None, board, seats, parent=0)
+    row, num_rows, fd = job["counts"]
+    counts = OpenRequestCounts(settings, row, num_rows, fd)
+    serve_address(job["address"], settings, listener, lambda _: None, shared, counts, parent=0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How the server behaves: names, limits, keys. Frozen and checked once."""
+"""Settings of the HTTP server: names, limits, API keys."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 
 from draftproof.errors import ConfigError
 
-KEY_VARIABLE = "DRAFTPROOF_API_KEY"  # one key, or several with commas between
+KEY_VARIABLE = "DRAFTPROOF_API_KEY"  # one key, or several separated by commas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything about the server that is not about the engine."""
+    """Settings of the server other than the engine's options."""
 
-    served_model_names: tuple[str, ...] = ()  # none: the model's own
-    api_keys: Keys = field(default_factory=lambda: Keys(()))
+    served_model_names: tuple[str, ...] = ()  # default: the model's name
+    api_keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
     max_body_bytes: int = 8 << 20
-    max_prompt_tokens: int | None = None  # None: what the model takes
+    max_prompt_tokens: int | None = None  # None: the model's limit
     max_n: int = 16
-    max_choices: int = 256  # prompts times n, of one request
-    max_logprob_entries: int = 4_000_000  # tokens times logprobs, of one request
+    max_choices: int = 256  # prompts times n of one request
+    max_logprob_entries: int = 4_000_000  # tokens times logprobs of one request
     max_concurrent: int = 1024
     max_concurrent_per_key: int | None = None
-    request_seconds: float = 600.0  # from its last byte to the last of the answer
+    request_seconds: float = 600.0  # from the end of the request to the end of the response
     body_seconds: float = 30.0  # for the body to arrive
-    stall_seconds: float = 60.0  # that a reader may leave a full socket unread
+    stall_seconds: float = 60.0  # that a client may leave a full socket unread
     drain_seconds: float = 30.0
-    vllm_metrics: bool = False  # the speculation counters under vLLM's names, too
+    vllm_metrics: bool = False  # also report the speculation counters under vLLM's names
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -50,27 +50,27 @@ def _check_positive(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
 
 
-class Keys:
-    """API keys, kept as digests. A comparison takes the same time whatever is sent and whatever is right."""
+class ApiKeys:
+    """API keys, stored as digests and compared in constant time."""
 
     def __init__(self, keys: Iterable[str], digests: Iterable[str] = ()) -> None:
         self._digests = [*map(bytes.fromhex, digests), *map(_digest, dict.fromkeys(keys))]
 
     @property
     def digests(self) -> list[str]:
-        """For another server process; no key can be told from them."""
+        """Digests, to be passed to another HTTP process; keys cannot be derived from them."""
         return [digest.hex() for digest in self._digests]
 
     @property
     def names(self) -> list[str]:
-        """What `find` may say."""
+        """Short names that `find` returns."""
         return [_name(digest) for digest in self._digests]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def find(self, sent: str) -> str | None:
-        """The short name of a key for logs and limits; None if there is no such key."""
+        """Return the short name of a key for logs and limits; None for an unknown key."""
         digest, name = _digest(sent), None
         for known in self._digests:
             if hmac.compare_digest(digest, known):
@@ -86,8 +86,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(b"draftproof" + key.encode("utf-8", "surrogateescape")).digest()
 
 
-def read_keys(path: str | None) -> Keys:
-    """From a file, one a line, and from the environment; the command line can be seen by others."""
+def read_keys(path: str | None) -> ApiKeys:
+    """Read keys from a file, one a line, and the environment; a command line is visible to other users."""
     keys = [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",")]
     if path is not None:
         try:
@@ -96,6 +96,6 @@ def read_keys(path: str | None) -> Keys:
             raise ConfigError(f"the API keys in {path} cannot be read: {error.strerror}") from error
         found = [line.strip() for line in lines if not line.lstrip().startswith("#")]
         if not any(found):
-            raise ConfigError(f"{path} holds no API key: write one a line")
+            raise ConfigError(f"{path} contains no API key: write one a line")
         keys += found
-    return Keys(key for key in keys if key)
+    return ApiKeys(key for key in keys if key)

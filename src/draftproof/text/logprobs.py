@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.outputs import Logprob
+from draftproof.outputs import Logprob, logprob_map, no_text
 from draftproof.text.bulk.logprob_rows import Rows, unpack_rows
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import LogprobRow
@@ -70,7 +70,17 @@ class LogprobMaps(Sequence[Any]):
 
     def __init__(self, rows: Sequence[LogprobRow | None], tokenizer: Tokenizer | None) -> None:
         self._rows = rows
-        self._text: Callable[[int], str] = tokenizer.token_text if tokenizer else _no_text
+        self._text: Callable[[int], str] = tokenizer.token_text if tokenizer else no_text
+
+    @property
+    def rows(self) -> Sequence[LogprobRow | None]:
+        """Rows that the mappings are built from."""
+        return self._rows
+
+    @property
+    def token_text(self) -> Callable[[int], str]:
+        """Function from a token id to its text."""
+        return self._text
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -80,10 +90,11 @@ class LogprobMaps(Sequence[Any]):
             part = object.__new__(LogprobMaps)
             part._rows, part._text = self._rows[index], self._text
             return part
-        return logprob_map(self._rows[index], self._text)
+        row = self._rows[index]
+        return None if row is None else logprob_map(row, self._text)
 
     def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
-        return (logprob_map(row, self._text) for row in self._rows)
+        return (None if row is None else logprob_map(row, self._text) for row in self._rows)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LogprobMaps):
@@ -109,25 +120,8 @@ class LogprobMaps(Sequence[Any]):
         return list, (list(self),)
 
 
-def logprob_map(row: LogprobRow | None, text: Callable[[int], str]) -> dict[int, Logprob] | None:
-    """Return the mapping of one row; None for None."""
-    if row is None:
-        return None
-    entries: dict[int, Logprob] = {}
-    new = tuple.__new__  # Logprob(…) takes twice the time, six times a token of a stream
-    for token, value, rank in zip(row.token_ids, row.logprobs, row.ranks, strict=True):
-        if token not in entries:
-            entries[token] = new(Logprob, (value, rank, text(token)))
-    return entries
-
-
 def _has_equal_columns(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Return whether both are tables with equal columns; other sequences may still have equal rows."""
     if not isinstance(left, LogprobTable) or not isinstance(right, LogprobTable):
         return False
     return all(np.array_equal(a, b) for a, b in zip(left.columns, right.columns, strict=True))
-
-
-def _no_text(token_id: int) -> str:
-    """Return the text of a token without a tokenizer."""
-    return ""

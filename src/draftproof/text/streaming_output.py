@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from draftproof.outputs import CompletionOutput, DraftRecord, FinishReason, TokenEvent
+from draftproof.outputs import CompletionOutput, DraftRecord, FinishReason, TokenEvent, no_text
 from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.stop_strings import StopStrings
@@ -72,7 +72,7 @@ class StepEvents(Sequence[TokenEvent]):
             token_id=self._tokens[i],
             text=self._texts[i],
             provenance=self._provenance[i],
-            logprobs=None if self._logprobs is None else self._logprobs[self._first + i],
+            logprob_row=None if self._logprobs is None else self._logprobs.rows[self._first + i],
             step_end=last,
             finish_reason=reason,
             stop_reason=stop,
@@ -80,6 +80,7 @@ class StepEvents(Sequence[TokenEvent]):
             text_offset=0 if self._offsets is None else self._offsets[self._first + i],
             num_draft=num_draft,
             drafts=drafts,
+            token_text=no_text if self._logprobs is None else self._logprobs.token_text,
         )
 
 
@@ -158,7 +159,7 @@ class StreamingOutput:
             token_id=None,
             text=text,
             provenance="",
-            logprobs=None,
+            logprob_row=None,
             step_end=True,
             finish_reason=out.finish_reason,
             stop_reason=out.stop_reason,

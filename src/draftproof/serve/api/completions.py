@@ -1,7 +1,7 @@
-"""One HTTP request to the engine, from its body to its last byte: /v1/completions and /v1/chat/completions.
+"""Handler of /v1/completions and /v1/chat/completions, from the body to the last byte of the response.
 
-The status line goes out with the first token, so a request that the engine refuses gets its right status. If
-something breaks later, a stream is told by an event of its own. A client that leaves ends its request.
+The status line is sent with the first token, so a request that the engine rejects gets an error status. A
+later failure is sent as an event of the stream. A client that disconnects aborts its request.
 """
 
 from __future__ import annotations
@@ -20,231 +20,246 @@ from starlette.types import Receive, Scope, Send
 from draftproof import __version__
 from draftproof.errors import RequestError
 from draftproof.outputs import RequestOutput, TokenEvent
-from draftproof.serve.api.logprob_format import TokenNames
-from draftproof.serve.api.metrics import Meters
-from draftproof.serve.api.request_parser import Wish, Wishes
-from draftproof.serve.api.request_schema import Asked, ChatAsked, CompletionAsked
-from draftproof.serve.api.response_builder import ChatForm, TextForm, failure
-from draftproof.serve.http.errors import Problem, problem_of
-from draftproof.serve.http.io import Reply, apart, read_json, send_body, send_problem
-from draftproof.serve.http.request_guard import Caller, ClientGone, Desk
-from draftproof.serve.http.request_log import LOGGER, Ticket
-from draftproof.serve.http.sse import Chunks, Unfinished, error_event
+from draftproof.serve.api.logprob_format import TokenStrings, logprob_rows
+from draftproof.serve.api.metrics import ServerMetrics
+from draftproof.serve.api.request_parser import ParsedRequest, RequestParser
+from draftproof.serve.api.request_schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from draftproof.serve.api.response_builder import ChatBuilder, CompletionBuilder, generation_error
+from draftproof.serve.http.errors import ApiError, to_api_error
+from draftproof.serve.http.io import ResponseStream, in_thread_if, read_json, send_body, send_error
+from draftproof.serve.http.request_guard import ClientDisconnected, ClientMonitor, RequestGuard
+from draftproof.serve.http.request_log import LOGGER, RequestRecord
+from draftproof.serve.http.sse import GenerationFailed, SseEncoder, error_event
 from draftproof.serve.settings import Settings
 
-MANY = 20_000  # logprobs that an event loop should not put into words itself
-SEEDS = (1 << 53) - 128  # for those who give none: what JavaScript can repeat
-Batch = tuple[int, list[TokenEvent]]  # of which prompt, and what came
+MAX_INLINE_LOGPROBS = 20_000  # more of them are formatted in a thread, not on the event loop
+MAX_DRAWN_SEED = (1 << 53) - 128  # of requests without a seed: an integer that JavaScript can represent
+Batch = tuple[int, list[TokenEvent]]  # index of the prompt, its new events
+Builder = CompletionBuilder | ChatBuilder
 
 
-class Answers:
-    """Serves what an engine can say."""
+class CompletionHandler:
+    """Handler of the two generation routes."""
 
     def __init__(
-        self, llm: Any, settings: Settings, desk: Desk, meters: Meters, names: Sequence[str]
+        self, llm: Any, settings: Settings, guard: RequestGuard, metrics: ServerMetrics, models: Sequence[str]
     ) -> None:
-        self._llm, self._settings, self._desk, self._meters = llm, settings, desk, meters
-        self._models = names
-        self.wishes = Wishes(llm, settings)
-        self.token_names = TokenNames(self.wishes.tokenizer)
-        self._token_ids = TokenNames(self.wishes.tokenizer, as_ids=True)
+        self._llm, self._settings, self._guard, self._metrics = llm, settings, guard, metrics
+        self._models = models
+        self.parser = RequestParser(llm, settings)
+        self.token_strings = TokenStrings(self.parser.tokenizer)
+        self._id_strings = TokenStrings(self.parser.tokenizer, as_ids=True)
         seed = llm.config.seed
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
     def check_model(self, name: str | None) -> str:
+        """Return the model's name; ApiError 404 if this server does not serve it."""
         if name is None or name in self._models:
             return name or self._models[0]
         known = ", ".join(self._models)
-        raise Problem(
-            404, f"the model {name[:100]!r} is not here; this server has {known}", "model", "model_not_found"
-        )
+        message = f"unknown model {name[:100]!r}; this server has {known}"
+        raise ApiError(404, message, "model", "model_not_found")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, chat: bool) -> None:
-        """As an ASGI application."""
-        ticket: Ticket = scope["state"]["ticket"]
-        reply = Reply(send)
+        """Handle one request, as an ASGI application."""
+        record: RequestRecord = scope["state"]["record"]
+        response = ResponseStream(send)
         try:
-            kind: type[Asked] = ChatAsked if chat else CompletionAsked
-            asked = await read_json(scope, receive, self._settings, kind)
-            model = self.check_model(asked.model)
-            if asked.request_id is not None:
-                ticket.id = asked.request_id
-            with self._desk.seat(ticket):
-                self._meters.open += 1
-                try:
-                    async with Caller(receive, self._desk) as caller:
-                        await self._answer(asked, model, ticket, caller, reply)
-                finally:
-                    self._meters.open -= 1
-        except ClientGone as left:
-            self._meters.disconnects += 1
-            ticket.status, ticket.facts["ended"] = 499, f"client {left}"
+            schema: type[GenerationRequest] = ChatCompletionRequest if chat else CompletionRequest
+            body = await read_json(scope, receive, self._settings, schema)
+            model = self.check_model(body.model)
+            if body.request_id is not None:
+                record.id = body.request_id
+            with self._guard.admit(record), self._metrics.count_open():
+                async with ClientMonitor(receive, self._guard) as client:
+                    await self._handle(body, model, record, client, response)
+        except ClientDisconnected as error:
+            self._metrics.disconnects += 1
+            record.status, record.fields["ended"] = 499, f"client {error}"
         except Exception as error:
-            await self._refuse(error, ticket, reply)
+            await self._send_error(error, record, response)
 
-    async def _refuse(self, error: Exception, ticket: Ticket, reply: Reply) -> None:
-        problem = problem_of(error)
-        if problem.status == 500:
-            LOGGER.error("request failed", exc_info=error, extra={"facts": {"request_id": ticket.id}})
-        ticket.status, ticket.facts["error"] = problem.status, problem.code or problem.param
-        if reply.started:
-            await reply.last(error_event(problem))
+    async def _send_error(self, error: Exception, record: RequestRecord, response: ResponseStream) -> None:
+        api_error = to_api_error(error)
+        if api_error.status == 500:
+            LOGGER.error("request failed", exc_info=error, extra={"fields": {"request_id": record.id}})
+        record.status, record.fields["error"] = api_error.status, api_error.code or api_error.param
+        if response.started:
+            await response.finish(error_event(api_error))
         else:
-            await send_problem(reply.send, problem)
+            await send_error(response.send, api_error)
 
-    async def _answer(self, asked: Asked, model: str, ticket: Ticket, caller: Caller, reply: Reply) -> None:
-        seed = self._seeds.randrange(SEEDS) if asked.seed is None else asked.seed
-        if isinstance(asked, ChatAsked):
-            wish, kind = await self.wishes.chat(asked, seed), "chatcmpl"
+    async def _handle(
+        self,
+        body: GenerationRequest,
+        model: str,
+        record: RequestRecord,
+        client: ClientMonitor,
+        response: ResponseStream,
+    ) -> None:
+        seed = self._seeds.randrange(MAX_DRAWN_SEED) if body.seed is None else body.seed
+        if isinstance(body, ChatCompletionRequest):
+            parsed, kind = await self.parser.chat(body, seed), "chatcmpl"
         else:
-            assert isinstance(asked, CompletionAsked)
-            wish, kind = await self.wishes.completion(asked, seed), "cmpl"
+            assert isinstance(body, CompletionRequest)
+            parsed, kind = await self.parser.completion(body, seed), "cmpl"
         head = {
-            "id": f"{kind}-{ticket.id}",
+            "id": f"{kind}-{record.id}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"draftproof-{__version__}",
         }
-        make = ChatForm if wish.chat else TextForm
-        names = self._token_ids if wish.as_ids else self.token_names
-        form = make(wish, names, head, self._llm.limits.speculative_tokens)
-        self._note(asked, wish, ticket)
+        build = ChatBuilder if parsed.is_chat else CompletionBuilder
+        strings = self._id_strings if parsed.as_ids else self.token_strings
+        builder = build(parsed, strings, head, self._llm.limits.speculative_tokens)
+        self._record_request(body, parsed, record)
         try:
-            if wish.stream:
-                outputs = await self._stream(form, ticket, caller, reply)
+            if parsed.stream:
+                outputs = await self._send_stream(builder, record, client, response)
             else:
-                outputs = await self._whole(form, ticket, caller, reply)
+                outputs = await self._send_whole(builder, record, client, response)
         except RequestError as error:
             if error.param == "structured_outputs":
-                error.param = wish.structure
+                error.param = parsed.structure_option
             raise
-        self._count(wish, outputs, ticket)
+        self._record_outputs(parsed, outputs, record)
 
-    # --- whole --------------------------------------------------------------------------------------
+    # --- whole responses ---
 
-    async def _whole(
-        self, form: TextForm | ChatForm, ticket: Ticket, caller: Caller, reply: Reply
+    async def _send_whole(
+        self, builder: Builder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
     ) -> list[RequestOutput]:
-        wish = form.wish
-        asks = [
-            self._llm.generate({"prompt_token_ids": prompt.ids}, wish.params, request_id=f"{ticket.id}/{p}")
-            for p, prompt in enumerate(wish.prompts)
+        parsed = builder.parsed
+        calls = [
+            self._llm.generate({"prompt_token_ids": prompt.ids}, parsed.params, request_id=f"{record.id}/{p}")
+            for p, prompt in enumerate(parsed.prompts)
         ]
-        outputs = [await asks[0]] if len(asks) == 1 else await _all(asks)
+        outputs = [await calls[0]] if len(calls) == 1 else await _gather(calls)
         for output in outputs:
-            for answer in output.outputs:
-                if answer.finish_reason in ("error", "abort"):
-                    raise self._problem(answer.finish_reason, answer.error)
-        body = await apart(lambda: msgspec.json.encode(form.whole(outputs)), form.num_entries > MANY)
-        caller.done = True
-        ticket.status = 200
-        await send_body(reply.send, body)
+            for each in output.outputs:
+                if each.finish_reason in ("error", "abort"):
+                    raise self._generation_error(each.finish_reason, each.error)
+        is_large = builder.num_logprob_entries > MAX_INLINE_LOGPROBS
+        data = await in_thread_if(is_large, lambda: msgspec.json.encode(builder.whole(outputs)))
+        client.done = True
+        record.status = 200
+        await send_body(response.send, data)
         return outputs
 
-    def _problem(self, reason: str | None, error: str | None) -> Problem:
-        """An answer was ended from outside."""
+    def _generation_error(self, reason: str | None, error: str | None) -> ApiError:
         worker = self._llm.worker_status()
-        lost = self._llm.dead or (worker is not None and worker.state != "ready")
-        return failure(reason, error, lost)
+        worker_lost = self._llm.dead or (worker is not None and worker.state != "ready")
+        return generation_error(reason, error, worker_lost)
 
-    # --- streams ------------------------------------------------------------------------------------
+    # --- streams ---
 
-    async def _stream(
-        self, form: TextForm | ChatForm, ticket: Ticket, caller: Caller, reply: Reply
+    async def _send_stream(
+        self, builder: Builder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
     ) -> list[RequestOutput]:
-        wish, chunks, meters = form.wish, Chunks(form), self._meters
+        parsed, encoder = builder.parsed, SseEncoder(builder)
         streams = [
-            self._llm.stream({"prompt_token_ids": prompt.ids}, wish.params, request_id=f"{ticket.id}/{p}")
-            for p, prompt in enumerate(wish.prompts)
+            self._llm.stream({"prompt_token_ids": prompt.ids}, parsed.params, request_id=f"{record.id}/{p}")
+            for p, prompt in enumerate(parsed.prompts)
         ]
-        openings = [_Opening(stream, wish, p) for p, stream in enumerate(streams)]
-        before = ticket.started
+        openings = [_StreamOpening(stream, parsed, p) for p, stream in enumerate(streams)]
+        is_large = builder.num_logprob_entries > MAX_INLINE_LOGPROBS
+        before = record.started
         try:
             async with aclosing(_batches(streams)) as batches:
                 async for p, events in batches:
                     now = time.perf_counter()
-                    if reply.started:
-                        meters.between_tokens.observe((now - before) / len(events), len(events))
-                    else:
-                        meters.first_token.observe(now - before)
-                        ticket.facts["first_token"] = round(now - before, 6)
+                    self._observe_latency(now - before, len(events), response.started, record)
                     before = now
-                    out, unfinished = bytearray(), None
+                    out, failure = bytearray(), None
                     if not openings[p].done:
-                        opening = partial(openings[p].pass_on, events, chunks, out)
-                        events = await apart(opening, form.num_entries > MANY)
+                        opening = partial(openings[p].release, events, encoder, out)
+                        events = await in_thread_if(is_large, opening)
                     try:
-                        chunks.add(out, p, events)
-                    except Unfinished as ended:
-                        unfinished = ended
+                        encoder.add(out, p, events)
+                    except GenerationFailed as error:
+                        failure = error
                     if out:
-                        caller.sending_since = time.monotonic()
-                        await reply.more(bytes(out))
-                        caller.sending_since = None
-                    if unfinished is not None:
-                        raise self._problem(unfinished.reason, unfinished.error)
+                        client.sending_since = time.monotonic()
+                        await response.write(bytes(out))
+                        client.sending_since = None
+                    if failure is not None:
+                        raise self._generation_error(failure.reason, failure.error)
         finally:
             for stream in streams:
                 await stream.aclose()
         outputs: list[RequestOutput] = [stream.output for stream in streams]
         out = bytearray()
-        chunks.close(out, outputs)
-        caller.done = True
-        ticket.status = 200
-        await reply.last(bytes(out))
+        encoder.close(out, outputs)
+        client.done = True
+        record.status = 200
+        await response.finish(bytes(out))
         return outputs
 
-    # --- notes --------------------------------------------------------------------------------------
+    # --- log and metrics ---
 
-    def _note(self, asked: Asked, wish: Wish, ticket: Ticket) -> None:
-        prompt = sum(len(prompt.ids) for prompt in wish.prompts)
-        ticket.facts.update(
-            stream=wish.stream, prompts=len(wish.prompts), n=wish.params.n, prompt_tokens=prompt
+    def _observe_latency(self, seconds: float, num_tokens: int, started: bool, record: RequestRecord) -> None:
+        if started:
+            self._metrics.between_tokens.observe(seconds / num_tokens, num_tokens)
+        else:
+            self._metrics.first_token.observe(seconds)
+            record.fields["first_token"] = round(seconds, 6)
+
+    def _record_request(self, body: GenerationRequest, parsed: ParsedRequest, record: RequestRecord) -> None:
+        record.fields.update(
+            stream=parsed.stream,
+            prompts=len(parsed.prompts),
+            n=parsed.params.n,
+            prompt_tokens=sum(len(prompt.ids) for prompt in parsed.prompts),
         )
-        if asked.user is not None:
-            ticket.facts["user"] = asked.user
+        if body.user is not None:
+            record.fields["user"] = body.user
         if self._settings.log_prompts:
-            decode_ids = self.wishes.tokenizer.decode
-            ticket.facts["prompt"] = [decode_ids(prompt.ids, False) for prompt in wish.prompts]
+            decode = self.parser.tokenizer.decode
+            record.fields["prompt"] = [decode(prompt.ids, False) for prompt in parsed.prompts]
 
-    def _count(self, wish: Wish, outputs: Sequence[RequestOutput], ticket: Ticket) -> None:
-        answers = [answer for output in outputs for answer in output.outputs]
-        made = 0 if wish.silent else sum(len(answer.token_ids) for answer in answers)
-        self._meters.prompt_tokens += sum(len(prompt.ids) for prompt in wish.prompts)
-        self._meters.generated_tokens += made
-        self._meters.whole_request.observe(time.perf_counter() - ticket.started)
+    def _record_outputs(
+        self, parsed: ParsedRequest, outputs: Sequence[RequestOutput], record: RequestRecord
+    ) -> None:
+        choices = [choice for output in outputs for choice in output.outputs]
+        num_generated = 0 if parsed.prompt_only else sum(len(choice.token_ids) for choice in choices)
+        self._metrics.prompt_tokens += sum(len(prompt.ids) for prompt in parsed.prompts)
+        self._metrics.generated_tokens += num_generated
+        self._metrics.whole_request.observe(time.perf_counter() - record.started)
+        if not all(output.lossless for output in outputs):
+            self._metrics.lossy_requests += 1
         for output in outputs:
             if output.queue_seconds is not None:
-                self._meters.queue.observe(output.queue_seconds)
-        ticket.facts.update(
-            completion_tokens=made, finish_reasons=[answer.finish_reason for answer in answers]
+                self._metrics.queue.observe(output.queue_seconds)
+        record.fields.update(
+            completion_tokens=num_generated, finish_reasons=[choice.finish_reason for choice in choices]
         )
 
 
-class _Opening:
-    """Holds a prompt's first tokens until what is told before them is here."""
+class _StreamOpening:
+    """Buffer of a prompt's first events until its prompt logprobs have arrived."""
 
-    def __init__(self, stream: Any, wish: Wish, p: int) -> None:
+    def __init__(self, stream: Any, parsed: ParsedRequest, p: int) -> None:
         self._stream, self._p = stream, p
-        self._rows = len(wish.prompts[p].ids) if wish.params.prompt_logprobs is not None else 0
-        self._held: list[TokenEvent] = []
+        self._num_rows = len(parsed.prompts[p].ids) if parsed.params.prompt_logprobs is not None else 0
+        self._buffered: list[TokenEvent] = []
         self.done = False
 
-    def pass_on(self, events: list[TokenEvent], chunks: Chunks, out: bytearray) -> list[TokenEvent]:
-        self._held += events
+    def release(self, events: list[TokenEvent], encoder: SseEncoder, out: bytearray) -> list[TokenEvent]:
+        """Write the first chunks if they are complete, and return the events to encode now."""
+        self._buffered += events
         if events[-1].finish_reason in ("error", "abort"):
             return events
-        rows = self._stream.prompt_logprobs if self._rows else []
-        if len(rows) < self._rows:
+        rows = logprob_rows(self._stream.prompt_logprobs) if self._num_rows else []
+        if len(rows) < self._num_rows:
             return []
         self.done = True
-        chunks.open(out, self._p, rows)
-        return self._held
+        encoder.open(out, self._p, rows)
+        return self._buffered
 
 
-async def _all(asks: Sequence[Any]) -> list[RequestOutput]:
-    """Of several prompts; if one is refused, all are."""
-    tasks = [asyncio.ensure_future(ask) for ask in asks]
+async def _gather(calls: Sequence[Any]) -> list[RequestOutput]:
+    """Await the outputs of several prompts; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -253,7 +268,7 @@ async def _all(asks: Sequence[Any]) -> list[RequestOutput]:
 
 
 async def _batches(streams: Sequence[Any]) -> AsyncGenerator[Batch]:
-    """What comes, as it comes, from whichever stream."""
+    """Yield the events of all streams as they arrive."""
     if len(streams) == 1:
         while events := await streams[0].read():
             yield 0, events

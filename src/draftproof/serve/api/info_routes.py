@@ -1,4 +1,4 @@
-"""The routes that say what is here: models, health, version, metrics, tokens, /openapi.json."""
+"""Routes without generation: models, health, version, metrics, tokens, /openapi.json."""
 
 from __future__ import annotations
 
@@ -13,42 +13,49 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from draftproof import __version__
-from draftproof.serve.api.completions import Answers
-from draftproof.serve.api.metrics import Meters
+from draftproof.serve.api.completions import CompletionHandler
+from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.openapi import document
-from draftproof.serve.api.request_parser import LONG_TEXT
-from draftproof.serve.api.request_schema import DetokenizeAsked, TokenizeAsked
+from draftproof.serve.api.request_parser import LONG_TEXT_CHARACTERS
+from draftproof.serve.api.request_schema import DetokenizeRequest, TokenizeRequest
 from draftproof.serve.api.response_schema import (
-    DetokenizeReply,
+    DetokenizeResponse,
     Health,
     ModelCard,
     ModelList,
-    TokenizeReply,
+    TokenizeResponse,
     Version,
 )
-from draftproof.serve.http.errors import Problem, problem_of
-from draftproof.serve.http.io import apart, read_json, send_body, send_json, send_problem
-from draftproof.serve.http.request_guard import ClientGone, Desk
+from draftproof.serve.http.errors import ApiError, to_api_error
+from draftproof.serve.http.io import in_thread_if, read_json, send_body, send_error, send_json
+from draftproof.serve.http.request_guard import ClientDisconnected, RequestGuard
 from draftproof.serve.settings import Settings
 
-METRICS = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+METRICS_HEADERS = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Facts:
-    """Answers that need no engine step."""
+class InfoRoutes:
+    """CompletionHandler that need no engine step."""
 
     def __init__(
-        self, llm: Any, settings: Settings, desk: Desk, meters: Meters, answers: Answers, names: Sequence[str]
+        self,
+        llm: Any,
+        settings: Settings,
+        guard: RequestGuard,
+        metrics: ServerMetrics,
+        completions: CompletionHandler,
+        names: Sequence[str],
     ) -> None:
-        self._llm, self._settings, self._desk, self._meters = llm, settings, desk, meters
-        self._answers, self._wishes, self._names = answers, answers.wishes, names
+        self._llm, self._settings, self._guard, self._metrics = llm, settings, guard, metrics
+        self._completions, self._parser, self._names = completions, completions.parser, names
         self._created = int(time.time())
-        begins = bool(self._wishes.tokenizer.encode(""))
-        told = document(names, llm.limits.vocab_size, begins, bool(settings.api_keys))
-        self._document = msgspec.json.encode(told)
+        adds_tokens = bool(self._parser.tokenizer.encode(""))
+        openapi = document(names, llm.limits, adds_tokens, bool(settings.api_keys))
+        self._openapi = msgspec.json.encode(openapi)
 
     def routes(self) -> dict[str, tuple[str, Handler]]:
+        """Return method and handler by path."""
         return {
             "/v1/models": ("GET", self.models),
             "/v1/models/{model:path}": ("GET", self.model),
@@ -61,17 +68,20 @@ class Facts:
         }
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """List the models."""
         await send_json(send, ModelList(data=[self._card(name) for name in self._names]))
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Describe one model."""
         name = Request(scope).path_params["model"]
-        await send_json(send, self._card(self._answers.check_model(name)))
+        await send_json(send, self._card(self._completions.check_model(name)))
 
     def _card(self, name: str) -> ModelCard:
         length = self._llm.limits.max_model_len
         return ModelCard(id=name, created=self._created, root=self._llm.config.model, max_model_len=length)
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Report the state of the engine: 200 if requests are served, otherwise 503."""
         state = self._health()
         await send_json(send, state, 200 if state.status == "ok" else 503)
 
@@ -82,70 +92,77 @@ class Facts:
             return Health(
                 status="failed", reason=worker.reason if worker else "see the log", restarts=restarts
             )
-        if self._desk.draining:
+        if self._guard.draining:
             return Health(status="draining", restarts=restarts)
         if worker is not None and worker.state != "ready":
             return Health(status=worker.state, reason=worker.reason, restarts=restarts)
         return Health(status="ok", restarts=restarts)
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Report the version and the engine's description."""
         await send_json(send, Version(version=__version__, engine=self._llm.describe()))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, self._meters.page(), headers=METRICS)
+        """Send the metrics for Prometheus."""
+        await send_body(send, self._metrics.page(), headers=METRICS_HEADERS)
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, self._document)
+        """Send the OpenAPI document."""
+        await send_body(send, self._openapi)
 
-    # --- tokens -------------------------------------------------------------------------------------
+    # --- tokens ---
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = await read_json(scope, receive, self._settings, TokenizeAsked)
-        self._answers.check_model(asked.model)
-        if (asked.prompt is UNSET) == (asked.messages is UNSET):
-            raise Problem(400, "give a prompt or messages", "prompt")
-        if isinstance(asked.prompt, str):
+        """Return the tokens of a prompt or a conversation."""
+        body = await read_json(scope, receive, self._settings, TokenizeRequest)
+        self._completions.check_model(body.model)
+        if (body.prompt is UNSET) == (body.messages is UNSET):
+            raise ApiError(400, "give a prompt or messages", "prompt")
+        if isinstance(body.prompt, str):
             for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
-                if getattr(asked, name) is not None:
-                    raise Problem(400, f"{name} is for messages", name)
-            ids = await self._wishes.encode(asked.prompt, asked.add_special_tokens is not False)
-        elif asked.add_special_tokens is not None:
-            raise Problem(
-                400, "add_special_tokens is for a prompt: a template says its own", "add_special_tokens"
+                if getattr(body, name) is not None:
+                    raise ApiError(400, f"{name} is for messages", name)
+            ids = await self._parser.encode(body.prompt, body.add_special_tokens is not False)
+        elif body.add_special_tokens is not None:
+            raise ApiError(
+                400,
+                "add_special_tokens is for a prompt: the chat template adds its own",
+                "add_special_tokens",
             )
         else:
-            ids = await self._wishes.conversation(asked)
-        names = self._answers.token_names
-        reply = TokenizeReply(count=len(ids), max_model_len=self._llm.limits.max_model_len, tokens=ids)
-        if asked.return_token_strs:
-            reply.token_strs = [names[i][0] for i in ids]
-        await send_json(send, reply)
+            ids = await self._parser.conversation(body)
+        response = TokenizeResponse(count=len(ids), max_model_len=self._llm.limits.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            strings = self._completions.token_strings
+            response.token_strs = [strings[i][0] for i in ids]
+        await send_json(send, response)
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = await read_json(scope, receive, self._settings, DetokenizeAsked)
-        self._answers.check_model(asked.model)
+        """Return the text of tokens."""
+        body = await read_json(scope, receive, self._settings, DetokenizeRequest)
+        self._completions.check_model(body.model)
         vocab = self._llm.limits.vocab_size
-        if asked.tokens and max(asked.tokens) >= vocab:
-            raise Problem(
-                400, f"tokens holds {max(asked.tokens)}, outside the vocabulary 0..{vocab - 1}", "tokens"
+        if body.tokens and max(body.tokens) >= vocab:
+            raise ApiError(
+                400, f"tokens: {max(body.tokens)} is outside the vocabulary 0..{vocab - 1}", "tokens"
             )
-        make = partial(self._wishes.tokenizer.decode, asked.tokens, bool(asked.skip_special_tokens))
-        text = await apart(make, len(asked.tokens) > LONG_TEXT)
-        await send_json(send, DetokenizeReply(prompt=text))
+        decode = partial(self._parser.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+        text = await in_thread_if(len(body.tokens) > LONG_TEXT_CHARACTERS, decode)
+        await send_json(send, DetokenizeResponse(prompt=text))
 
 
-def told(handler: Handler) -> Handler:
-    """A handler whose problems are answers."""
+def with_error_responses(handler: Handler) -> Handler:
+    """Return a handler that sends exceptions as error responses."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await handler(scope, receive, send)
-        except ClientGone:
-            scope["state"]["ticket"].status = 499
+        except ClientDisconnected:
+            scope["state"]["record"].status = 499
         except Exception as error:
-            problem = problem_of(error)
-            if problem.status == 500:
+            api_error = to_api_error(error)
+            if api_error.status == 500:
                 raise
-            await send_problem(send, problem)
+            await send_error(send, api_error)
 
-    return answer
+    return handle

@@ -1,27 +1,29 @@
-"""Tokens and their logprobs as clients read them, in both of OpenAI's forms."""
+"""Tokens and their logprobs in the two formats of the OpenAI API, built from logprob rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from draftproof.outputs import DraftRecord, Logprob
+from draftproof.outputs import DraftRecord
 from draftproof.serve.api.response_schema import (
     ChatLogprob,
+    CompletionLogprobs,
     DraftInfo,
     PromptLogprobs,
-    TextLogprobs,
     TokenInfo,
     TopLogprob,
 )
 from draftproof.text.detokenizer import Detokenizer
+from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.tokenizer import Tokenizer
+from draftproof.types import LogprobRow
 
-LEAST = -9999.0  # JSON has no infinity: OpenAI's way to say "impossible"
-Row = Mapping[int, Logprob]  # the token itself first, then the others by rank
+MIN_LOGPROB = -9999.0  # in place of -infinity, which JSON lacks; the OpenAI API does the same
 
 
-class TokenNames(dict[int, tuple[str, list[int]]]):
-    """Name and bytes of each token by itself, made when first needed; half a character is its bytes."""
+class TokenStrings(dict[int, tuple[str, list[int]]]):
+    """String and bytes of each token, built when first used. Incomplete UTF-8 is shown as its bytes."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         super().__init__()
@@ -30,102 +32,118 @@ class TokenNames(dict[int, tuple[str, list[int]]]):
     def __missing__(self, token_id: int) -> tuple[str, list[int]]:
         data = self.tokenizer.token_bytes(token_id)
         if self._as_ids:
-            name = f"token_id:{token_id}"
+            string = f"token_id:{token_id}"
         else:
             try:
-                name = data.decode("utf-8")
+                string = data.decode("utf-8")
             except UnicodeDecodeError:
-                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        made = self[token_id] = name, list(data)
+                string = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        made = self[token_id] = string, list(data)
         return made
 
 
-class Teller:
-    """Logprobs as one request asked for them: the `top` best, or those of `named` tokens."""
+class LogprobFormatter:
+    """Formatter of one request's logprobs: the `top` best tokens, or those of `listed` tokens."""
 
-    def __init__(self, names: TokenNames, top: int, named: Sequence[int] | None) -> None:
-        self._names, self._top, self._named = names, top, named
+    def __init__(self, strings: TokenStrings, top: int, listed: Sequence[int] | None) -> None:
+        self._strings, self._top, self._listed = strings, top, listed
 
-    def name(self, token_id: int) -> str:
-        return self._names[token_id][0]
+    def string(self, token_id: int) -> str:
+        """Return the string of a token."""
+        return self._strings[token_id][0]
 
-    # --- completions ------------------------------------------------------------------------------
+    # --- completions ---
 
-    def text_row(self, token_id: int, row: Row) -> tuple[str, float, dict[str, float]]:
-        """The token's name, its logprob, and by name: itself, then the best."""
-        names = self._names
-        several: dict[str, float] = {}
-        for other, value in row.items():
-            name = names[other][0]
-            if name not in several:  # two tokens of one name: the better one is told
-                several[name] = value[0] if value[0] > LEAST else LEAST
-        own = row[token_id][0]
-        return names[token_id][0], own if own > LEAST else LEAST, several
+    def _completion_row(self, row: LogprobRow) -> tuple[str, float, dict[str, float]]:
+        """Return the token's string, its logprob, and logprobs by string: its own, then the best ones."""
+        strings = self._strings
+        top: dict[str, float] = {}
+        for token_id, value in zip(row.token_ids, row.logprobs, strict=True):
+            string = strings[token_id][0]
+            if string not in top:  # of two tokens with one string, the first has the higher logprob
+                top[string] = value if value > MIN_LOGPROB else MIN_LOGPROB
+        own = row.logprobs[0]
+        return strings[row.token_ids[0]][0], own if own > MIN_LOGPROB else MIN_LOGPROB, top
 
-    def text(self, ids: Sequence[int], rows: Iterable[Row], offsets: Sequence[int]) -> TextLogprobs:
-        told = [self.text_row(*each) for each in zip(ids, rows, strict=True)]
-        return TextLogprobs(
-            tokens=[each[0] for each in told],
-            token_logprobs=[each[1] for each in told],
-            top_logprobs=[each[2] for each in told],
+    def completion(self, rows: Iterable[LogprobRow], offsets: Sequence[int]) -> CompletionLogprobs:
+        """Return the logprobs of tokens at the character `offsets`."""
+        formatted = [self._completion_row(row) for row in rows]
+        return CompletionLogprobs(
+            tokens=[each[0] for each in formatted],
+            token_logprobs=[each[1] for each in formatted],
+            top_logprobs=[each[2] for each in formatted],
             text_offset=list(offsets),
         )
 
-    def text_prompt(self, ids: Sequence[int], rows: Sequence[Row | None], text: str) -> TextLogprobs:
-        """Of a prompt echoed as `text`: nothing is known before its first token."""
-        told = self.text(ids[1:], [row for row in rows[1:] if row is not None], [])
-        return TextLogprobs(
-            tokens=[self.name(ids[0]), *told.tokens],
-            token_logprobs=[None, *told.token_logprobs],
-            top_logprobs=[None, *told.top_logprobs],
+    def echoed_prompt(
+        self, ids: Sequence[int], rows: Sequence[LogprobRow | None], text: str
+    ) -> CompletionLogprobs:
+        """Return the logprobs of a prompt echoed as `text`; its first token has none."""
+        rest = self.completion([row for row in rows[1:] if row is not None], [])
+        return CompletionLogprobs(
+            tokens=[self.string(ids[0]), *rest.tokens],
+            token_logprobs=[None, *rest.token_logprobs],
+            top_logprobs=[None, *rest.top_logprobs],
             text_offset=self._offsets(ids, text),
         )
 
     def _offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """Where each begins in `text`, which may show special tokens, all but those in front, or none."""
+        """Return where each token begins in `text`.
+
+        `text` may show all special tokens, all but the leading ones, or none.
+        """
         for skip in (False, True):
-            speller = Detokenizer(self._names.tokenizer, skip_special_tokens=skip)
-            spelt = "".join(speller.push(ids)) + speller.finish()
-            if spelt.endswith(text):
+            detokenizer = Detokenizer(self._strings.tokenizer, skip_special_tokens=skip)
+            decoded = "".join(detokenizer.push(ids)) + detokenizer.finish()
+            if decoded.endswith(text):
                 break
-        hidden = max(0, len(spelt) - len(text))
-        return [min(max(0, begin - hidden), len(text)) for begin in speller.offsets]
+        hidden = max(0, len(decoded) - len(text))
+        return [min(max(0, begin - hidden), len(text)) for begin in detokenizer.offsets]
 
-    # --- chat ---------------------------------------------------------------------------------------
+    # --- chat ---
 
-    def chat_row(self, token_id: int, row: Row) -> ChatLogprob:
-        names, own = self._names, row[token_id]
-        if self._named is not None:
-            best = [(named, row[named]) for named in self._named]
+    def chat(self, row: LogprobRow) -> ChatLogprob:
+        """Return the logprob of one token with its alternatives."""
+        strings, own_id, own = self._strings, row.token_ids[0], row.logprobs[0]
+        if self._listed is not None:
+            values: dict[int, float] = {}
+            for token_id, value in zip(row.token_ids, row.logprobs, strict=True):
+                values.setdefault(token_id, value)
+            top = [(token_id, values[token_id]) for token_id in self._listed]
         else:
-            best = list(row.items())[1:]
-            if own[1] <= self._top:  # its rank
-                best.insert(own[1] - 1, (token_id, own))
-            del best[self._top :]
-        name, data = names[token_id]
+            pairs = zip(row.token_ids, row.logprobs, strict=True)
+            top = [pair for pair in pairs if pair[0] != own_id]
+            rank = row.ranks[0]
+            if rank <= self._top:
+                top.insert(rank - 1, (own_id, own))
+            del top[self._top :]
         tops = []
-        for other, value in best:
-            its_name, its_data = names[other]
-            tops.append(TopLogprob(its_name, value[0] if value[0] > LEAST else LEAST, its_data))
-        return ChatLogprob(name, own[0] if own[0] > LEAST else LEAST, data, tops)
+        for token_id, value in top:
+            string, data = strings[token_id]
+            tops.append(TopLogprob(string, value if value > MIN_LOGPROB else MIN_LOGPROB, data))
+        string, data = strings[own_id]
+        return ChatLogprob(string, own if own > MIN_LOGPROB else MIN_LOGPROB, data, tops)
 
-    # --- on request ---------------------------------------------------------------------------------
+    # --- both ---
 
-    def prompt(self, rows: Sequence[Row | None]) -> PromptLogprobs:
-        return [
-            None if row is None else {str(i): self._info(i, value) for i, value in row.items()}
-            for row in rows
-        ]
+    def prompt(self, rows: Sequence[LogprobRow | None]) -> PromptLogprobs:
+        """Return prompt_logprobs: by token id at each position."""
+        return [None if row is None else self._prompt_row(row) for row in rows]
 
-    def _info(self, token_id: int, value: Logprob) -> TokenInfo:
-        return TokenInfo(
-            logprob=max(value.logprob, LEAST), rank=value.rank, decoded_token=self.name(token_id)
-        )
+    def _prompt_row(self, row: LogprobRow) -> dict[str, TokenInfo]:
+        entries: dict[str, TokenInfo] = {}
+        for token_id, value, rank in zip(row.token_ids, row.logprobs, row.ranks, strict=True):
+            if str(token_id) not in entries:
+                entries[str(token_id)] = TokenInfo(
+                    logprob=max(value, MIN_LOGPROB), rank=rank, decoded_token=self.string(token_id)
+                )
+        return entries
 
     def drafts(self, records: Iterable[DraftRecord]) -> list[DraftInfo]:
+        """Return the drafts of a step, accepted or not."""
         return [
             DraftInfo(
-                token=self.name(record.token_id),
+                token=self.string(record.token_id),
                 token_id=record.token_id,
                 position=record.position,
                 source=record.source,
@@ -137,5 +155,13 @@ class Teller:
         ]
 
 
+def logprob_rows(maps: Any) -> Sequence[Any]:
+    """Return the rows behind `.logprobs` or `.prompt_logprobs`, without building the dicts."""
+    if maps is None:
+        return []
+    assert isinstance(maps, LogprobMaps)
+    return maps.rows
+
+
 def _clamped(value: float | None) -> float | None:
-    return None if value is None else max(value, LEAST)
+    return None if value is None else max(value, MIN_LOGPROB)

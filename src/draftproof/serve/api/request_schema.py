@@ -1,6 +1,6 @@
-"""What clients may send: one definition for decoding, for checking and for /openapi.json.
+"""Request bodies: one definition for decoding, validation and /openapi.json.
 
-An option that is not here is refused by name; null means "not given", as OpenAI has it.
+Unknown options are rejected by name; null means "not given", as in the OpenAI API.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from draftproof.sampling_params import LARGEST, MAX_SEED
 
-MOST_LOGPROBS = 20
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 OneOrMore = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
@@ -24,29 +23,31 @@ Words = Annotated[str, Meta(min_length=1, max_length=100)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$")]
 TemplateName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateNames = Annotated[dict[TemplateName, Any], Meta(max_length=64)]
-Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Logprobs = Count  # the engine's max_logprobs limits it further, see RequestParser
 
 
 class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A body, or a part of one."""
+    """Base of bodies and their parts; unknown fields are errors."""
 
 
 class StreamOptions(Strict, kw_only=True):
+    """Options of a stream."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class Speculative(Strict, kw_only=True):
-    """How this one request is speculated: off, with fewer drafts, or judged by another strategy."""
+    """Speculation of this request: off, with fewer drafts, or with another strategy."""
 
     enabled: bool = True
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] | None = None
     verify_strategy: str | None = None
-    adaptive: bool | None = None  # false: always as many drafts as that
+    adaptive: bool | None = None  # false: always num_speculative_tokens drafts
 
 
 class Structure(Strict, kw_only=True):
-    """Exactly one of json, regex, choice, grammar, json_object."""
+    """Grammar of the output: exactly one of json, regex, choice, grammar, json_object."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -59,29 +60,33 @@ class Structure(Strict, kw_only=True):
 
 
 class JsonSchema(Strict, kw_only=True):
+    """JSON schema of the output."""
+
     schema: dict[str, Any]
     name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     description: str | None = None
-    strict: bool | None = None  # an answer follows the schema in either case
+    strict: bool | None = None  # the output follows the schema in either case
 
 
 class FreeText(Strict, kw_only=True, tag_field="type", tag="text"):
-    pass
+    """Output without a grammar."""
 
 
 class AnyJson(Strict, kw_only=True, tag_field="type", tag="json_object"):
-    pass
+    """Output that is a JSON object."""
 
 
 class SchemaJson(Strict, kw_only=True, tag_field="type", tag="json_schema"):
+    """Output that follows a JSON schema."""
+
     json_schema: JsonSchema
 
 
 ResponseFormat = FreeText | AnyJson | SchemaJson
 
 
-class Asked(Strict, kw_only=True):
-    """What both routes take."""
+class GenerationRequest(Strict, kw_only=True):
+    """Options of both generation routes."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -103,7 +108,7 @@ class Asked(Strict, kw_only=True):
     bad_words: Annotated[list[Words], Meta(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     prompt_logprobs: Logprobs | None = None
-    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MOST_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structure | None = None
     stream: bool | None = None
@@ -114,7 +119,7 @@ class Asked(Strict, kw_only=True):
     user: Annotated[str, Meta(max_length=256)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # this server's own
+    # extensions of this server
     speculative: bool | Speculative | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     include_draft_logprobs: bool | None = None
@@ -122,12 +127,12 @@ class Asked(Strict, kw_only=True):
     stream_granularity: Literal["token", "step"] | None = None
 
 
-class CompletionAsked(Asked, kw_only=True):
-    """POST /v1/completions"""
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of POST /v1/completions."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    max_tokens: Count | None = None  # 16; 0 with echo: the prompt alone
-    max_completion_tokens: OneOrMore | None = None  # the same
+    max_tokens: Count | None = None  # default 16; 0 with echo: return the prompt only
+    max_completion_tokens: OneOrMore | None = None  # the same under its new name
     logprobs: Logprobs | None = None
     echo: bool | None = None
     best_of: OneOrMore | None = None
@@ -135,11 +140,13 @@ class CompletionAsked(Asked, kw_only=True):
 
 
 class TextPart(Strict, kw_only=True, tag_field="type", tag="text"):
+    """Text part of a message."""
+
     text: str
 
 
 class Message(Strict, kw_only=True):
-    """One turn. What a client keeps of an answer may come back with its nulls and empty lists."""
+    """One message. A client may send a generated message back with its nulls and empty lists."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(min_length=1)]
@@ -151,13 +158,13 @@ class Message(Strict, kw_only=True):
 
 
 class Prediction(Strict, kw_only=True, tag_field="type", tag="content"):
-    """What the client expects to be said."""
+    """Expected output, used as drafts."""
 
     content: str | Annotated[list[TextPart], Meta(min_length=1)]
 
 
-class ChatAsked(Asked, kw_only=True):
-    """POST /v1/chat/completions"""
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: OneOrMore | None = None
@@ -172,8 +179,8 @@ class ChatAsked(Asked, kw_only=True):
     tool_choice: Literal["none"] | None = None
 
 
-class TokenizeAsked(Strict, kw_only=True):
-    """POST /tokenize: of a prompt, or of a conversation."""
+class TokenizeRequest(Strict, kw_only=True):
+    """Body of POST /tokenize: a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | UnsetType = UNSET
@@ -185,17 +192,17 @@ class TokenizeAsked(Strict, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeAsked(Strict, kw_only=True):
-    """POST /detokenize"""
+class DetokenizeRequest(Strict, kw_only=True):
+    """Body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
     skip_special_tokens: bool | None = None
 
 
-# known elsewhere and not honoured here: the reason is better than "unknown"
-NOT_HONOURED = {
-    "suffix": "text after the answer is not supported",
+# options of other servers that are not supported, with a better message than "unknown option"
+UNSUPPORTED = {
+    "suffix": "text after the completion is not supported",
     "tools": "tool calls are not supported",
     "tool_choice": "tool calls are not supported",
     "functions": "tool calls are not supported",
@@ -203,23 +210,23 @@ NOT_HONOURED = {
     "parallel_tool_calls": "tool calls are not supported",
     "audio": "only text is supported",
     "modalities": "only text is supported",
-    "reasoning_effort": "this server does not steer reasoning; see structured_outputs.reasoning_end",
-    "verbosity": "this server does not steer verbosity",
-    "web_search_options": "this server searches nothing",
-    "store": "this server stores nothing",
-    "metadata": "this server stores nothing; `user` is written to the log",
-    "service_tier": "there is one tier here; `priority` orders requests",
-    "chat_template": "templates of clients are not run; send a rendered prompt to /v1/completions",
+    "reasoning_effort": "reasoning effort is not supported; see structured_outputs.reasoning_end",
+    "verbosity": "verbosity is not supported",
+    "web_search_options": "web search is not supported",
+    "store": "nothing is stored",
+    "metadata": "nothing is stored; `user` is written to the log",
+    "service_tier": "there are no tiers; `priority` orders requests",
+    "chat_template": "templates of clients are not executed; send a rendered prompt to /v1/completions",
     "guided_json": "use structured_outputs",
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
-    "truncate_prompt_tokens": "prompts are not cut; send a shorter one",
+    "truncate_prompt_tokens": "prompts are not truncated; send a shorter one",
     "use_beam_search": "beam search is not supported",
     "length_penalty": "beam search is not supported",
 }
-# and what of it asks for nothing that is not done anyway
-ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+# values of these options that change nothing, and are therefore accepted
+NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),

@@ -1,4 +1,4 @@
-"""The two shapes of an answer, OpenAI's text completion and chat completion, whole or in pieces."""
+"""Builders of response bodies: text completion and chat completion, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -11,159 +11,178 @@ from draftproof.errors import NO_TOKEN_LEFT
 from draftproof.metrics import SpecStats
 from draftproof.outputs import CompletionOutput, RequestOutput, TokenEvent
 from draftproof.sampling_params import MAX_SEED
-from draftproof.serve.api.logprob_format import Row, Teller, TokenNames
-from draftproof.serve.api.request_parser import PromptIn, Wish
+from draftproof.serve.api.logprob_format import LogprobFormatter, TokenStrings, logprob_rows
+from draftproof.serve.api.request_parser import ParsedPrompt, ParsedRequest
 from draftproof.serve.api.response_schema import (
     ChatChoice,
     ChatChunkChoice,
+    ChatCompletionResponse,
     ChatLogprobs,
     ChatMessage,
-    ChatReply,
+    CompletionChoice,
     CompletionDetails,
+    CompletionLogprobs,
+    CompletionResponse,
     Delta,
     PromptDetails,
     PromptExtras,
     RequestMetrics,
     SpeculativeDecoding,
-    TextChoice,
-    TextLogprobs,
-    TextReply,
     Usage,
 )
-from draftproof.serve.http.errors import Problem
+from draftproof.serve.http.errors import ApiError
+from draftproof.types import LogprobRow
+
+PromptRows = Sequence[LogprobRow | None]
 
 
-class Form:
-    """What both have in common; one for each HTTP request."""
+class ResponseBuilder:
+    """Parts common to both routes. One builder per HTTP request."""
 
     kind = ""
 
-    def __init__(self, wish: Wish, names: TokenNames, head: dict[str, Any], most_drafts: int) -> None:
-        self.wish, self.head, self.names = wish, head, names
-        params = wish.params
+    def __init__(
+        self, parsed: ParsedRequest, strings: TokenStrings, head: dict[str, Any], max_drafts: int
+    ) -> None:
+        """Build for one parsed request. `head`: fields that every body and chunk begins with."""
+        self.parsed, self.head, self.strings = parsed, head, strings
+        params = parsed.params
         self.n = params.n
-        self._most_drafts = most_drafts
+        self._max_drafts = max_drafts
         self._prompt_width = params.prompt_logprobs
-        self.teller = Teller(names, params.logprobs or 0, params.logprob_token_ids)
+        self.logprobs = LogprobFormatter(strings, params.logprobs or 0, params.logprob_token_ids)
         assert params.seed is not None
         self._seed = params.seed
 
     @property
-    def num_entries(self) -> int:
-        return self.wish.num_entries
+    def num_logprob_entries(self) -> int:
+        """Upper bound of the logprobs in the response."""
+        return self.parsed.num_logprob_entries
 
     def seed_of(self, index: int) -> int:
-        """Of one of all the answers: each prompt has the seeds seed, seed + 1, …"""
+        """Return the seed of a choice: each prompt has the seeds seed, seed + 1, ..."""
         return (self._seed + index % self.n) % (MAX_SEED + 1)
 
-    # --- what follows the answers -------------------------------------------------------------------
+    # --- usage and metrics ---
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        made = 0 if self.wish.silent else sum(len(o.token_ids) for output in outputs for o in output.outputs)
+        """Return the token counts of all choices."""
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        num_generated = 0
+        if not self.parsed.prompt_only:
+            num_generated = sum(len(o.token_ids) for output in outputs for o in output.outputs)
         details: Any = UNSET
-        if self.wish.params.prediction is not None:
+        if self.parsed.params.prediction is not None:
             accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
             drafted = sum(output.metrics.num_draft_tokens for output in outputs)
             details = CompletionDetails(
                 accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
             )
         return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=made,
-            total_tokens=prompt + made,
+            prompt_tokens=num_prompt,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt + num_generated,
             prompt_tokens_details=PromptDetails(cached_tokens=sum(o.num_cached_tokens for o in outputs)),
             completion_tokens_details=details,
         )
 
     def metrics(self, outputs: Sequence[RequestOutput]) -> RequestMetrics:
+        """Return speculation statistics, strategy and times of the request."""
         total = SpecStats()
         for output in outputs:
             total.add(output.metrics)
         return RequestMetrics(
-            speculative_decoding=speculation(total, self._most_drafts) if self._most_drafts else None,
+            speculative_decoding=speculation(total, self._max_drafts) if self._max_drafts else None,
             strategy=outputs[0].strategy,
             lossless=all(output.lossless for output in outputs),
             queue_seconds=outputs[0].queue_seconds,
             first_token_seconds=outputs[0].first_token_seconds,
         )
 
-    # --- of the prompt ------------------------------------------------------------------------------
+    # --- prompt ---
 
-    def prompt_extras(self, prompt: PromptIn, rows: Sequence[Row | None]) -> PromptExtras:
-        asked = self.wish.prompt_logprobs
+    def prompt_extras(self, prompt: ParsedPrompt, rows: PromptRows) -> PromptExtras:
+        """Return the optional fields of a prompt."""
+        width = self.parsed.prompt_logprobs
         return PromptExtras(
-            prompt_token_ids=prompt.ids if self.wish.token_ids else UNSET,
-            prompt_logprobs=UNSET
-            if asked is None
-            else self.teller.prompt(self._cut(prompt.ids, rows, asked)),
+            prompt_token_ids=prompt.ids if self.parsed.token_ids else UNSET,
+            prompt_logprobs=UNSET if width is None else self.logprobs.prompt(self._cut(rows, width)),
         )
 
-    def _cut(self, ids: Sequence[int], rows: Iterable[Row | None], width: int) -> list[Row | None]:
-        """Each row as if `width` had been asked for: what is best comes first, so it is a prefix."""
+    def _cut(self, rows: Iterable[LogprobRow | None], width: int) -> list[LogprobRow | None]:
+        """Return each row with the token itself and its `width` best, if more were computed."""
         if width == self._prompt_width:
             return list(rows)
-        pairs = zip(ids, rows, strict=True)
-        return [row and {i: v for i, v in row.items() if i == own or v.rank <= width} for own, row in pairs]
+        return [None if row is None else _cut_row(row, width) for row in rows]
 
 
-class TextForm(Form):
+class CompletionBuilder(ResponseBuilder):
+    """Builder for /v1/completions."""
+
     kind = "text_completion"
 
-    def echo(self, prompt: PromptIn, rows: Sequence[Row | None]) -> tuple[str, TextLogprobs | None]:
-        if not self.wish.echo:
+    def echo(self, prompt: ParsedPrompt, rows: PromptRows) -> tuple[str, CompletionLogprobs | None]:
+        """Return the echoed text of a prompt, and its logprobs if requested."""
+        if not self.parsed.echo:
             return "", None
         text = prompt.text
         if text is None:
-            text = self.names.tokenizer.decode(prompt.ids, self.wish.params.skip_special_tokens)
-        width = self.wish.echo_logprobs
+            text = self.strings.tokenizer.decode(prompt.ids, self.parsed.params.skip_special_tokens)
+        width = self.parsed.echo_logprobs
         if width is None:
             return text, None
-        return text, self.teller.text_prompt(prompt.ids, self._cut(prompt.ids, rows, width), text)
+        return text, self.logprobs.echoed_prompt(prompt.ids, self._cut(rows, width), text)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> TextReply:
+    def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
+        """Return the body of a request without streaming."""
         choices = []
-        for p, (prompt, output) in enumerate(zip(self.wish.prompts, outputs, strict=True)):
-            rows = output.prompt_logprobs or []
-            echo, extras = self.echo(prompt, rows), self.prompt_extras(prompt, rows)
-            choices += [self._choice(p, answer, *echo, extras) for answer in output.outputs]
-        return TextReply(
+        for p, (prompt, output) in enumerate(zip(self.parsed.prompts, outputs, strict=True)):
+            rows = logprob_rows(output.prompt_logprobs)
+            text, logprobs = self.echo(prompt, rows)
+            extras = self.prompt_extras(prompt, rows)
+            choices += [self._choice(p, each, text, logprobs, extras) for each in output.outputs]
+        return CompletionResponse(
             **self.head, choices=choices, usage=self.usage(outputs), metrics=self.metrics(outputs)
         )
 
     def _choice(
-        self, p: int, answer: CompletionOutput, echo: str, echoed: TextLogprobs | None, extras: PromptExtras
-    ) -> TextChoice:
-        index = p * self.n + answer.index
-        if self.wish.silent:
-            answer = CompletionOutput(
-                answer.index, answer.seed, finish_reason="length", logprobs=answer.logprobs and []
-            )
-        logprobs = echoed
-        if answer.logprobs is not None:
-            offsets = [len(echo) + begin for begin in answer.text_offsets]
-            logprobs = joined(echoed, self.teller.text(answer.token_ids, answer.logprobs, offsets))
-        return TextChoice(
+        self,
+        p: int,
+        output: CompletionOutput,
+        echo: str,
+        echo_logprobs: CompletionLogprobs | None,
+        extras: PromptExtras,
+    ) -> CompletionChoice:
+        index = p * self.n + output.index
+        rows = logprob_rows(output.logprobs)
+        has_logprobs = output.logprobs is not None
+        if self.parsed.prompt_only:
+            output, rows = CompletionOutput(output.index, output.seed, finish_reason="length"), []
+        logprobs = echo_logprobs
+        if has_logprobs:
+            offsets = [len(echo) + begin for begin in output.text_offsets]
+            logprobs = joined(echo_logprobs, self.logprobs.completion(rows, offsets))
+        return CompletionChoice(
             index=index,
-            text=echo + answer.text,
+            text=echo + output.text,
             logprobs=logprobs,
-            finish_reason=finish(answer.finish_reason),
-            stop_reason=answer.stop_reason,
+            finish_reason=checked_reason(output.finish_reason),
+            stop_reason=output.stop_reason,
             seed=self.seed_of(index),
-            token_ids=answer.token_ids if self.wish.token_ids else UNSET,
-            provenance=answer.provenance if self.wish.provenance else UNSET,
-            drafts=UNSET if answer.drafts is None else self.teller.drafts(answer.drafts),
+            token_ids=output.token_ids if self.parsed.token_ids else UNSET,
+            provenance=output.provenance if self.parsed.provenance else UNSET,
+            drafts=UNSET if output.drafts is None else self.logprobs.drafts(output.drafts),
             prompt_token_ids=extras.prompt_token_ids,
             prompt_logprobs=extras.prompt_logprobs,
         )
 
-    def opening(self, index: int, prompt: PromptIn, rows: Sequence[Row | None]) -> TextChoice | None:
-        """What comes before the first token of an answer."""
+    def first_chunk(self, index: int, prompt: ParsedPrompt, rows: PromptRows) -> CompletionChoice | None:
+        """Return the chunk before the first token of a choice, if there is anything to send."""
         extras = self.prompt_extras(prompt, rows)
-        if not self.wish.echo and extras.prompt_token_ids is UNSET and extras.prompt_logprobs is UNSET:
+        if not self.parsed.echo and extras.prompt_token_ids is UNSET and extras.prompt_logprobs is UNSET:
             return None
         text, logprobs = self.echo(prompt, rows)
-        return TextChoice(
+        return CompletionChoice(
             index=index,
             text=text,
             logprobs=logprobs,
@@ -171,65 +190,76 @@ class TextForm(Form):
             prompt_logprobs=extras.prompt_logprobs,
         )
 
-    def piece(self, index: int, text: str, events: Sequence[TokenEvent], shift: int) -> TextChoice:
-        """Some tokens of an answer; `shift` characters were echoed before it."""
-        made = TextChoice(index=index, text=text)
-        if self.wish.tells_logprobs and events[0].logprobs is not None:
-            made.logprobs = self.teller.text(
-                [event.token_id for event in events],  # type: ignore[misc]
-                [event.logprobs for event in events],  # type: ignore[misc]
-                [shift + event.text_offset for event in events],
-            )
+    def chunk(self, index: int, text: str, events: Sequence[TokenEvent], shift: int) -> CompletionChoice:
+        """Return the chunk of some tokens; `shift`: number of echoed characters."""
+        made = CompletionChoice(index=index, text=text)
+        if self.parsed.has_logprobs and events[0].logprob_row is not None:
+            rows = [event.logprob_row for event in events if event.logprob_row is not None]
+            made.logprobs = self.logprobs.completion(rows, [shift + event.text_offset for event in events])
         return made
 
 
-class ChatForm(Form):
+class ChatBuilder(ResponseBuilder):
+    """Builder for /v1/chat/completions."""
+
     kind = "chat.completion.chunk"
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatReply:
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
+        """Return the body of a request without streaming."""
         output = outputs[0]
-        extras = self.prompt_extras(self.wish.prompts[0], output.prompt_logprobs or [])
-        return ChatReply(
+        extras = self.prompt_extras(self.parsed.prompts[0], logprob_rows(output.prompt_logprobs))
+        return ChatCompletionResponse(
             **self.head,
-            choices=[self._choice(answer) for answer in output.outputs],
+            choices=[self._choice(each) for each in output.outputs],
             usage=self.usage(outputs),
             metrics=self.metrics(outputs),
             prompt_token_ids=extras.prompt_token_ids,
             prompt_logprobs=extras.prompt_logprobs,
         )
 
-    def _choice(self, answer: CompletionOutput) -> ChatChoice:
+    def _choice(self, output: CompletionOutput) -> ChatChoice:
         logprobs = None
-        if answer.logprobs is not None:
-            rows = zip(answer.token_ids, answer.logprobs, strict=True)
-            logprobs = ChatLogprobs(content=[self.teller.chat_row(*row) for row in rows])
+        if output.logprobs is not None:
+            rows = logprob_rows(output.logprobs)
+            logprobs = ChatLogprobs(content=[self.logprobs.chat(row) for row in rows])
         return ChatChoice(
-            index=answer.index,
-            message=ChatMessage(content=answer.text),
+            index=output.index,
+            message=ChatMessage(content=output.text),
             logprobs=logprobs,
-            finish_reason=finish(answer.finish_reason),
-            stop_reason=answer.stop_reason,
-            seed=self.seed_of(answer.index),
-            token_ids=answer.token_ids if self.wish.token_ids else UNSET,
-            provenance=answer.provenance if self.wish.provenance else UNSET,
-            drafts=UNSET if answer.drafts is None else self.teller.drafts(answer.drafts),
+            finish_reason=checked_reason(output.finish_reason),
+            stop_reason=output.stop_reason,
+            seed=self.seed_of(output.index),
+            token_ids=output.token_ids if self.parsed.token_ids else UNSET,
+            provenance=output.provenance if self.parsed.provenance else UNSET,
+            drafts=UNSET if output.drafts is None else self.logprobs.drafts(output.drafts),
         )
 
-    def opening(self, index: int, prompt: PromptIn, rows: Sequence[Row | None]) -> ChatChunkChoice | None:
+    def first_chunk(self, index: int, prompt: ParsedPrompt, rows: PromptRows) -> ChatChunkChoice | None:
+        """Return the chunk with the role, before the first token."""
         return ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
 
-    def piece(self, index: int, text: str, events: Sequence[TokenEvent], shift: int) -> ChatChunkChoice:
+    def chunk(self, index: int, text: str, events: Sequence[TokenEvent], shift: int) -> ChatChunkChoice:
+        """Return the chunk of some tokens."""
         made = ChatChunkChoice(index=index, delta=Delta(content=text))
-        if self.wish.tells_logprobs and events[0].logprobs is not None:
-            row = self.teller.chat_row
-            made.logprobs = ChatLogprobs(content=[row(e.token_id, e.logprobs) for e in events])  # type: ignore[arg-type]
+        if self.parsed.has_logprobs and events[0].logprob_row is not None:
+            chat = self.logprobs.chat
+            rows = [event.logprob_row for event in events if event.logprob_row is not None]
+            made.logprobs = ChatLogprobs(content=[chat(row) for row in rows])
         return made
 
 
-def joined(left: TextLogprobs | None, right: TextLogprobs) -> TextLogprobs:
+def _cut_row(row: LogprobRow, width: int) -> LogprobRow:
+    entries = zip(row.token_ids, row.logprobs, row.ranks, strict=True)
+    own, *others = entries
+    kept = [own, *(entry for entry in others if entry[2] <= width)]
+    return LogprobRow([e[0] for e in kept], [e[1] for e in kept], [e[2] for e in kept])
+
+
+def joined(left: CompletionLogprobs | None, right: CompletionLogprobs) -> CompletionLogprobs:
+    """Return the logprobs of the echoed prompt followed by those of the output."""
     if left is None:
         return right
-    return TextLogprobs(
+    return CompletionLogprobs(
         tokens=left.tokens + right.tokens,
         token_logprobs=left.token_logprobs + right.token_logprobs,
         top_logprobs=left.top_logprobs + right.top_logprobs,
@@ -237,31 +267,33 @@ def joined(left: TextLogprobs | None, right: TextLogprobs) -> TextLogprobs:
     )
 
 
-def finish(reason: str | None) -> Any:
-    """Answers that did not come to an end of their own never get here."""
+def checked_reason(reason: str | None) -> Any:
+    """Return a finish reason; outputs that failed or were aborted never get here."""
     assert reason in ("stop", "length", None), reason
     return reason
 
 
-def speculation(stats: SpecStats, most: int) -> SpeculativeDecoding:
-    stood = [*stats.accepted_per_position, *[0] * most][:most]
+def speculation(stats: SpecStats, max_drafts: int) -> SpeculativeDecoding:
+    """Return the speculation statistics under vLLM's names."""
+    accepted_at = [*stats.accepted_per_position, *[0] * max_drafts][:max_drafts]
     steps, accepted = stats.num_drafts, stats.num_accepted_tokens
+    histogram = zip([steps, *accepted_at], [*accepted_at, 0], strict=True)
     return SpeculativeDecoding(
         mean_acceptance_length=1 + accepted / steps if steps else None,
         draft_acceptance_rate=stats.acceptance_rate if stats.num_draft_tokens else None,
-        acceptance_histogram=[a - b for a, b in zip([steps, *stood], [*stood, 0], strict=True)],
+        acceptance_histogram=[reached - further for reached, further in histogram],
         num_spec_steps=steps,
         num_accepted_draft_tokens=accepted,
         num_draft_tokens=stats.num_draft_tokens,
-        num_spec_tokens=most,
+        num_spec_tokens=max_drafts,
     )
 
 
-def failure(reason: str | None, error: str | None, worker_lost: bool) -> Problem:
-    """Why an answer was ended from outside."""
+def generation_error(reason: str | None, error: str | None, worker_lost: bool) -> ApiError:
+    """Return the HTTP error of a request that failed or was aborted."""
     if reason == "abort":
-        return Problem(503, "the request was ended by the server, which is shutting down", code="aborted")
-    text = error or "the answer could not be finished"
+        return ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
+    text = error or "the output could not be finished"
     if worker_lost:
-        return Problem(503, f"{text}; try again", code="engine_down")
-    return Problem(400 if NO_TOKEN_LEFT in text else 500, text, code="generation_failed")
+        return ApiError(503, f"{text}; try again", code="engine_down")
+    return ApiError(400 if NO_TOKEN_LEFT in text else 500, text, code="generation_failed")

@@ -1,6 +1,6 @@
-"""What clients get: one definition for encoding and for /openapi.json.
+"""Response bodies: one definition for encoding and for /openapi.json.
 
-Fields with UNSET are left out unless they were asked for.
+Fields with UNSET are left out unless they were requested.
 """
 
 from __future__ import annotations
@@ -13,32 +13,38 @@ from msgspec import UNSET, UnsetType
 Finish = Literal["stop", "length"]
 
 
-class Reply(msgspec.Struct, kw_only=True, gc=False):
-    """Plain data without cycles, so the collector need not look."""
+class ResponseStruct(msgspec.Struct, kw_only=True, gc=False):
+    """Base of all response structs; without reference cycles, so not garbage collected."""
 
 
-# --- parts ------------------------------------------------------------------------------------------------
+# --- parts ---
 
 
-class PromptDetails(Reply, kw_only=True):
+class PromptDetails(ResponseStruct, kw_only=True):
+    """Details of prompt_tokens."""
+
     cached_tokens: int
 
 
-class CompletionDetails(Reply, kw_only=True):
+class CompletionDetails(ResponseStruct, kw_only=True):
+    """Details of completion_tokens."""
+
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-class Usage(Reply, kw_only=True):
+class Usage(ResponseStruct, kw_only=True):
+    """Token counts of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails | UnsetType = UNSET  # once it is known
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET  # at the end
     completion_tokens_details: CompletionDetails | UnsetType = UNSET  # with a prediction
 
 
-class SpeculativeDecoding(Reply, kw_only=True):
-    """Of one request, all its answers together, in vLLM's names. The mean counts the bonus token."""
+class SpeculativeDecoding(ResponseStruct, kw_only=True):
+    """Speculation statistics of a request, under vLLM's names. The mean includes the bonus token."""
 
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None
@@ -49,15 +55,17 @@ class SpeculativeDecoding(Reply, kw_only=True):
     num_spec_tokens: int
 
 
-class RequestMetrics(Reply, kw_only=True):
+class RequestMetrics(ResponseStruct, kw_only=True):
+    """Statistics of a request."""
+
     speculative_decoding: SpeculativeDecoding | None
-    strategy: str  # the verification that served it, with its label
+    strategy: str  # verification strategy with its label
     lossless: bool
-    queue_seconds: float | None = None  # in the engine, of the first answer
-    first_token_seconds: float | None = None  # from its arrival there
+    queue_seconds: float | None = None  # in the engine, of the first choice
+    first_token_seconds: float | None = None  # from its arrival in the engine
 
 
-class TokenInfo(Reply, kw_only=True):
+class TokenInfo(ResponseStruct, kw_only=True):
     """One entry of prompt_logprobs, by token id."""
 
     logprob: float
@@ -65,8 +73,8 @@ class TokenInfo(Reply, kw_only=True):
     decoded_token: str
 
 
-class DraftInfo(Reply, kw_only=True):
-    """A draft, whether it stood or fell."""
+class DraftInfo(ResponseStruct, kw_only=True):
+    """A draft token, accepted or rejected."""
 
     token: str
     token_id: int
@@ -80,83 +88,99 @@ class DraftInfo(Reply, kw_only=True):
 PromptLogprobs = list[dict[str, TokenInfo] | None]
 
 
-class Extras(Reply, kw_only=True):
-    """On request, of an answer or of the tokens of a chunk."""
+class Extras(ResponseStruct, kw_only=True):
+    """Optional fields of a choice, or of the tokens of a chunk."""
 
     token_ids: list[int] | UnsetType = UNSET
     provenance: list[str] | UnsetType = UNSET
     drafts: list[DraftInfo] | UnsetType = UNSET
-    # of chunks that tell provenance
-    step_end: bool | UnsetType = UNSET  # the last token that its step committed is in it
-    num_draft: int | UnsetType = UNSET  # with step_end: the drafts that the step verified
+    # of chunks with provenance
+    step_end: bool | UnsetType = UNSET  # it holds the last token of a step
+    num_draft: int | UnsetType = UNSET  # with step_end: number of drafts that the step verified
 
 
-class PromptExtras(Reply, kw_only=True):
-    """On request: with each answer of a completion, once for a conversation."""
+class PromptExtras(ResponseStruct, kw_only=True):
+    """Optional fields of a prompt: in each choice of a completion, once in a chat response."""
 
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-# --- /v1/completions ----------------------------------------------------------------------------------------
+# --- /v1/completions ---
 
 
-class TextLogprobs(Reply, kw_only=True):
+class CompletionLogprobs(ResponseStruct, kw_only=True):
+    """Logprobs of a completion choice."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class TextChoice(Extras, kw_only=True):
+class CompletionChoice(Extras, kw_only=True):
+    """Choice of a completion, or of its chunk."""
+
     index: int
     text: str
-    logprobs: TextLogprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None
-    seed: int | UnsetType = UNSET  # where the answer ends
+    seed: int | UnsetType = UNSET  # with finish_reason
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class TextReply(Reply, kw_only=True):
+class CompletionResponse(ResponseStruct, kw_only=True):
+    """Body of /v1/completions."""
+
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     system_fingerprint: str
-    choices: list[TextChoice]
+    choices: list[CompletionChoice]
     usage: Usage
     metrics: RequestMetrics
 
 
-# --- /v1/chat/completions -----------------------------------------------------------------------------------
+# --- /v1/chat/completions ---
 
 
-class TopLogprob(Reply):
+class TopLogprob(ResponseStruct):
+    """Alternative token with its logprob."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatLogprob(Reply):
+class ChatLogprob(ResponseStruct):
+    """Logprob of one token with alternatives."""
+
     token: str
     logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Reply, kw_only=True):
+class ChatLogprobs(ResponseStruct, kw_only=True):
+    """Logprobs of a chat choice."""
+
     content: list[ChatLogprob]
 
 
-class ChatMessage(Reply, kw_only=True):
+class ChatMessage(ResponseStruct, kw_only=True):
+    """Generated message."""
+
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
 
 
 class ChatChoice(Extras, kw_only=True):
+    """Choice of a chat response."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
@@ -165,7 +189,9 @@ class ChatChoice(Extras, kw_only=True):
     seed: int | UnsetType = UNSET
 
 
-class ChatReply(PromptExtras, kw_only=True):
+class ChatCompletionResponse(PromptExtras, kw_only=True):
+    """Body of /v1/chat/completions."""
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -176,12 +202,16 @@ class ChatReply(PromptExtras, kw_only=True):
     metrics: RequestMetrics
 
 
-class Delta(Reply, kw_only=True):
+class Delta(ResponseStruct, kw_only=True):
+    """New part of a message in a chunk."""
+
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Extras, kw_only=True):
+    """Choice of a chat chunk."""
+
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
@@ -190,10 +220,12 @@ class ChatChunkChoice(Extras, kw_only=True):
     seed: int | UnsetType = UNSET
 
 
-# --- the other routes ---------------------------------------------------------------------------------------
+# --- the other routes ---
 
 
-class ModelCard(Reply, kw_only=True):
+class ModelCard(ResponseStruct, kw_only=True):
+    """One model."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -202,28 +234,38 @@ class ModelCard(Reply, kw_only=True):
     max_model_len: int
 
 
-class ModelList(Reply, kw_only=True):
+class ModelList(ResponseStruct, kw_only=True):
+    """List of the models."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class Health(Reply, kw_only=True):
+class Health(ResponseStruct, kw_only=True):
+    """State of the engine."""
+
     status: Literal["ok", "starting", "restarting", "draining", "failed", "stopped"]
     reason: str | None = None
     restarts: int = 0
 
 
-class Version(Reply, kw_only=True):
+class Version(ResponseStruct, kw_only=True):
+    """Version of the server."""
+
     version: str
     engine: str  # model, device, numerics, proposer, strategy and its label
 
 
-class TokenizeReply(Reply, kw_only=True):
+class TokenizeResponse(ResponseStruct, kw_only=True):
+    """Tokens of a text."""
+
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class DetokenizeReply(Reply, kw_only=True):
+class DetokenizeResponse(ResponseStruct, kw_only=True):
+    """Text of tokens."""
+
     prompt: str

@@ -1,6 +1,6 @@
-"""Where server processes of one engine tell each other what they counted: a small file each, once a second.
+"""Metrics shared between the HTTP processes of one engine: one small file per process, written every second.
 
-Files of processes that have died stay, so that totals never go back.
+Files of processes that have ended stay, so that totals never decrease.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import msgspec
 from draftproof.metrics import Histogram, SpecStats
 
 
-class Totals(msgspec.Struct):
-    """Everything that can be added up over processes."""
+class MetricTotals(msgspec.Struct):
+    """Metrics that are summed over processes."""
 
     speculation: SpecStats
     histograms: dict[str, Histogram]
     counts: dict[str, int]
     requests: dict[str, int]  # by "path status"
 
-    def add(self, other: Totals) -> None:
+    def add(self, other: MetricTotals) -> None:
+        """Add the metrics of another process."""
         self.speculation.add(other.speculation)
         for name, histogram in other.histograms.items():
             self.histograms[name].add(histogram)
@@ -31,27 +32,28 @@ class Totals(msgspec.Struct):
             self.requests[name] = self.requests.get(name, 0) + count
 
 
-class Board:
-    """One process's place among the others."""
+class SharedMetrics:
+    """Folder with the metrics files of all processes; `name` is this process's."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._mine = folder, folder / f"totals-{name}.json"
+        self._folder, self._own_path = folder, folder / f"totals-{name}.json"
 
-    def post(self, totals: Totals) -> None:
-        """Whole or not at all; a full disk costs the figures of this process and nothing else."""
-        part = self._mine.with_suffix(".part")
+    def write(self, totals: MetricTotals) -> None:
+        """Replace this process's file atomically. An error of the disk is ignored."""
+        part = self._own_path.with_suffix(".part")
         try:
             part.write_bytes(msgspec.json.encode(totals))
-            os.replace(part, self._mine)
+            os.replace(part, self._own_path)
         except OSError:
             return
 
-    def others(self) -> list[Totals]:
+    def read_others(self) -> list[MetricTotals]:
+        """Return the metrics of the other processes."""
         found = []
         for path in self._folder.glob("totals-*.json"):
-            if path != self._mine:
+            if path != self._own_path:
                 try:
-                    found.append(msgspec.json.decode(path.read_bytes(), type=Totals))
+                    found.append(msgspec.json.decode(path.read_bytes(), type=MetricTotals))
                 except (OSError, msgspec.MsgspecError):
                     continue
         return found

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: routes over an AsyncLLM, in this process or in front of a worker's."""
+"""ASGI application of the server: routes over an AsyncLLM whose engine is in this or another process."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from draftproof.serve.api.completions import Answers
-from draftproof.serve.api.info_routes import Facts, Handler, told
-from draftproof.serve.api.metrics import Meters
-from draftproof.serve.http.errors import Problem
-from draftproof.serve.http.middleware import Guard
-from draftproof.serve.http.request_guard import Desk
-from draftproof.serve.http.shared_limits import Seats
+from draftproof.serve.api.completions import CompletionHandler
+from draftproof.serve.api.info_routes import Handler, InfoRoutes, with_error_responses
+from draftproof.serve.api.metrics import ServerMetrics
+from draftproof.serve.http.errors import ApiError
+from draftproof.serve.http.middleware import RequestMiddleware
+from draftproof.serve.http.request_guard import RequestGuard
+from draftproof.serve.http.shared_limits import OpenRequestCounts
 from draftproof.serve.settings import Settings
 
-PAGE = Path(__file__).parent / "page"
+PAGE_FOLDER = Path(__file__).parent / "page"
 
 
 class Endpoint:
-    """A handler as an application: starlette calls functions with a Request, and objects with the socket."""
+    """Handler as an ASGI application; starlette would call a plain function with a Request."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -37,43 +37,46 @@ class Endpoint:
 
 
 def create_app(
-    llm: Any, settings: Settings | None = None, meters: Meters | None = None, seats: Seats | None = None
+    llm: Any,
+    settings: Settings | None = None,
+    metrics: ServerMetrics | None = None,
+    counts: OpenRequestCounts | None = None,
 ) -> FastAPI:
-    """Routes over `llm`, an AsyncLLM, which stays the caller's to shut down. `seats`: of several processes.
+    """Build the application over `llm`, an AsyncLLM, which the caller shuts down.
 
-    `app.state.desk.draining = True` refuses newcomers.
+    `counts`: open requests shared with other HTTP processes. `app.state.guard.start_draining()` rejects new
+    requests.
     """
     settings = settings or Settings()
     names = settings.served_model_names or (llm.config.model,)
-    desk = Desk(settings, seats)
-    meters = meters or Meters(llm, names[0], settings.vllm_metrics)
-    answers = Answers(llm, settings, desk, meters, names)
-    facts = Facts(llm, settings, desk, meters, answers, names)
-    routes = facts.routes()
-    routes["/v1/completions"] = "POST", partial(answers, chat=False)
-    routes["/v1/chat/completions"] = "POST", partial(answers, chat=True)
+    guard = RequestGuard(settings, counts)
+    metrics = metrics or ServerMetrics(llm, names[0], settings.vllm_metrics)
+    completions = CompletionHandler(llm, settings, guard, metrics, names)
+    routes = InfoRoutes(llm, settings, guard, metrics, completions, names).routes()
+    routes["/v1/completions"] = "POST", partial(completions, chat=False)
+    routes["/v1/chat/completions"] = "POST", partial(completions, chat=True)
     app = FastAPI(title="Draftproof", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.desk, app.state.meters = desk, meters
+    app.state.guard, app.state.metrics = guard, metrics
     for path, (method, handler) in routes.items():
-        app.router.routes.append(Route(path, Endpoint(told(handler)), methods=[method]))
+        app.router.routes.append(Route(path, Endpoint(with_error_responses(handler)), methods=[method]))
     app.router.routes.append(Route("/", _page, methods=["GET"]))
-    if PAGE.is_dir():
-        app.mount("/page", StaticFiles(directory=PAGE), name="page")
-    app.add_exception_handler(HTTPException, _not_here)
-    app.add_middleware(Guard, settings=settings, meters=meters, paths={*routes, "/"})
+    if PAGE_FOLDER.is_dir():
+        app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
+    app.add_exception_handler(HTTPException, _unknown_route)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics, paths={*routes, "/"})
     return app
 
 
 async def _page(request: Request) -> Response:
-    index = PAGE / "index.html"
+    index = PAGE_FOLDER / "index.html"
     if index.exists():
         return FileResponse(index)
     return PlainTextResponse("Draftproof. The API is at /v1, its description at /openapi.json.\n")
 
 
-async def _not_here(request: Request, error: Exception) -> Response:
-    """No such route, or not by this method, as OpenAI says it."""
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    """Return the error for an unknown path or method."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:100]}: {error.detail.lower()}; see /openapi.json"
-    problem = Problem(error.status_code, text, code="no_such_route")
-    return Response(problem.body, error.status_code, dict(error.headers or {}), "application/json")
+    api_error = ApiError(error.status_code, text, code="no_such_route")
+    return Response(api_error.body, error.status_code, dict(error.headers or {}), "application/json")

@@ -1,4 +1,4 @@
-"""What a client is told that cannot be served: OpenAI's error object, a status, the option at fault."""
+"""HTTP errors: OpenAI's error object with a status and the invalid option."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from draftproof.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError, nearest
-from draftproof.serve.api.request_schema import ASKS_NOTHING, NOT_HONOURED
+from draftproof.serve.api.request_schema import NO_EFFECT_VALUES, UNSUPPORTED
 
 RETRY_SECONDS = 1
 _TYPES = {
@@ -31,20 +31,22 @@ _MISSING = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)
 
 
 class ErrorDetail(msgspec.Struct):
+    """Fields of an error."""
+
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorReply(msgspec.Struct):
+class ErrorResponse(msgspec.Struct):
     """OpenAI's error object."""
 
     error: ErrorDetail
 
 
-class Problem(Exception):
-    """Ends a request with a status. Raised anywhere between the socket and the engine."""
+class ApiError(Exception):
+    """Error response with a status. Raised anywhere between the socket and the engine."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -52,99 +54,102 @@ class Problem(Exception):
 
     @property
     def detail(self) -> ErrorDetail:
+        """Fields of the error."""
         return ErrorDetail(self.message, _TYPES.get(self.status, "server_error"), self.param, self.code)
 
     @property
     def body(self) -> bytes:
-        return msgspec.json.encode(ErrorReply(self.detail))
+        """Response body."""
+        return msgspec.json.encode(ErrorResponse(self.detail))
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        more = [(b"content-type", b"application/json")]
+        """Response headers."""
+        headers = [(b"content-type", b"application/json")]
         if self.status in (429, 503):
-            more.append((b"retry-after", b"%d" % RETRY_SECONDS))
+            headers.append((b"retry-after", b"%d" % RETRY_SECONDS))
         if self.status == 401:
-            more.append((b"www-authenticate", b"Bearer"))
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.status in (408, 413):
-            more.append((b"connection", b"close"))  # the rest of the body is not read
-        return more
+            headers.append((b"connection", b"close"))  # the rest of the body is not read
+        return headers
 
 
-def problem_of(error: BaseException) -> Problem:
-    """What is said of an exception. Only what is meant for people is told; the rest goes to the log."""
-    if isinstance(error, Problem):
+def to_api_error(error: BaseException) -> ApiError:
+    """Return the error response of an exception. Messages of internal errors go to the log only."""
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        return Problem(503, str(error), code="queue_full")
+        return ApiError(503, str(error), code="queue_full")
     if isinstance(error, RequestError):
-        return Problem(400, str(error), error.param)
+        return ApiError(400, str(error), error.param)
     if isinstance(error, EngineDeadError):
-        return Problem(503, "the engine has stopped; the server's log says why", code="engine_dead")
+        return ApiError(503, "the engine has stopped; the reason is in the server's log", code="engine_dead")
     if isinstance(error, EngineClosedError):
-        return Problem(503, str(error), code="engine_down")
+        return ApiError(503, str(error), code="engine_down")
     if isinstance(error, TimeoutError):
-        return Problem(504, "the request took longer than this server allows", code="timeout")
-    return Problem(500, "something went wrong in the server; its log says what", code="internal_error")
+        return ApiError(504, "the request took longer than this server allows", code="timeout")
+    return ApiError(500, "internal error; the details are in the server's log", code="internal_error")
 
 
 def decode(body: bytes, kind: type[Any]) -> Any:
-    """A body as its definition has it; Problem with the option at fault if it is not that."""
+    """Decode a body; ApiError with the invalid option if it does not match `kind`."""
     try:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError:
-            return msgspec.convert(_integral(_asked(msgspec.json.decode(body))), kind)
+            return msgspec.convert(_with_integers(_without_no_effect(msgspec.json.decode(body))), kind)
     except msgspec.ValidationError as error:
-        raise _wrong(str(error), kind) from None
+        raise _validation_error(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-def _asked(value: Any) -> Any:
-    """Without what asks for nothing: some clients always send it."""
+def _without_no_effect(value: Any) -> Any:
+    """Remove unsupported options whose value changes nothing; some clients always send them."""
     if not isinstance(value, dict):
         return value
-    return {name: item for name, item in value.items() if not _asks_nothing(name, item)}
+    return {name: item for name, item in value.items() if not _has_no_effect(name, item)}
 
 
-def _asks_nothing(name: str, item: Any) -> bool:
-    """1 is not true here, nor 0 false."""
-    same = [known for known in ASKS_NOTHING.get(name, ()) if known == item]
+def _has_no_effect(name: str, item: Any) -> bool:
+    """Return True for a value of NO_EFFECT_VALUES; 1 is not the same as true."""
+    same = [known for known in NO_EFFECT_VALUES.get(name, ()) if known == item]
     return any(isinstance(known, bool) == isinstance(item, bool) for known in same)
 
 
-def _integral(value: Any) -> Any:
-    """7.0 is an integer in JSON, and some clients write them so."""
+def _with_integers(value: Any) -> Any:
+    """Convert floats such as 7.0 to integers: JSON makes no difference, and some clients write them so."""
     if isinstance(value, dict):
-        return {name: _integral(item) for name, item in value.items()}
+        return {name: _with_integers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_integral(item) for item in value]
+        return [_with_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-def _wrong(text: str, kind: type[Any]) -> Problem:
+def _validation_error(text: str, kind: type[Any]) -> ApiError:
     if found := _UNKNOWN.match(text):
         name, place = found[1], _place(found[2])
         if not place:
-            if name in NOT_HONOURED:
-                return Problem(400, f"{name}: {NOT_HONOURED[name]}", name, "unsupported_option")
-            hint = nearest(name, kind.__struct_fields__, "see /openapi.json for what there is")
-            return Problem(400, f"unknown option {_short(name)!r}: {hint}", _short(name), "unknown_option")
-        return Problem(
+            if name in UNSUPPORTED:
+                return ApiError(400, f"{name}: {UNSUPPORTED[name]}", name, "unsupported_option")
+            hint = nearest(name, kind.__struct_fields__, "see /openapi.json for the options")
+            return ApiError(400, f"unknown option {_short(name)!r}: {hint}", _short(name), "unknown_option")
+        return ApiError(
             400, f"{place}: unknown key {_short(name)!r}", f"{place}.{_short(name)}", "unknown_option"
         )
     if found := _MISSING.match(text):
         name = ".".join(part for part in (_place(found[2]), found[1]) if part)
-        return Problem(400, f"{name} is missing", name, "missing_option")
+        return ApiError(400, f"{name} is missing", name, "missing_option")
     found = _AT.search(text)
     place = _place(found[1]) if found else None
-    what = text[: found.start()] if found else text
+    message = text[: found.start()] if found else text
     option = re.split(r"[.\[]", place or "")[0]
-    if reason := NOT_HONOURED.get(option):
-        return Problem(400, f"{option}: {reason}", place, "unsupported_option")
+    if reason := UNSUPPORTED.get(option):
+        return ApiError(400, f"{option}: {reason}", place, "unsupported_option")
     if _PART.search(place or ""):
-        what += f" ({NOT_HONOURED['modalities']})"
-    return Problem(400, f"{place or 'body'}: {what}", place)
+        message += f" ({UNSUPPORTED['modalities']})"
+    return ApiError(400, f"{place or 'body'}: {message}", place)
 
 
 def _place(path: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The few things of HTTP that routes share: a body that is limited in size and time, answers, problems."""
+"""Reading of request bodies, limited in size and time, and sending of responses."""
 
 from __future__ import annotations
 
@@ -10,96 +10,102 @@ from typing import TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from draftproof.serve.http.errors import Problem, decode
-from draftproof.serve.http.request_guard import ClientGone
+from draftproof.serve.http.errors import ApiError, decode
+from draftproof.serve.http.request_guard import ClientDisconnected
 from draftproof.serve.settings import Settings
 
-BIG_BODY = 256 << 10  # bytes that an event loop should not decode itself
+MAX_INLINE_BODY_BYTES = 256 << 10  # larger bodies are decoded in a thread, not on the event loop
 T = TypeVar("T")
-JSON = [(b"content-type", b"application/json")]
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+JSON_HEADERS = [(b"content-type", b"application/json")]
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 
 
-class Reply:
-    """A stream to a client. Its status line goes with the first bytes."""
+class ResponseStream:
+    """Streamed response. The status line is sent with the first bytes."""
 
     def __init__(self, send: Send) -> None:
         self.send = send
         self.started = False
 
-    async def more(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
+        """Send some bytes."""
         if not self.started:
             self.started = True
-            await self.send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            await self.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def last(self, data: bytes) -> None:
-        await self.more(data)
+    async def finish(self, data: bytes) -> None:
+        """Send the last bytes."""
+        await self.write(data)
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def apart(call: Callable[[], T], big: bool) -> T:
-    """Something that may take long, in a thread of its own then, so that others' streams go on."""
-    return await asyncio.to_thread(call) if big else call()
+async def in_thread_if(is_large: bool, call: Callable[[], T]) -> T:
+    """Run `call`, in a thread if it takes long, so that other streams are not delayed."""
+    return await asyncio.to_thread(call) if is_large else call()
 
 
 async def send_body(
-    send: Send, body: bytes, status: int = 200, headers: list[tuple[bytes, bytes]] = JSON
+    send: Send, body: bytes, status: int = 200, headers: list[tuple[bytes, bytes]] = JSON_HEADERS
 ) -> None:
+    """Send a complete response."""
     length = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers + length})
     await send({"type": "http.response.body", "body": body})
 
 
 async def send_json(send: Send, value: msgspec.Struct, status: int = 200) -> None:
+    """Send a struct as JSON."""
     await send_body(send, msgspec.json.encode(value), status)
 
 
-async def send_problem(send: Send, problem: Problem) -> None:
-    await send_body(send, problem.body, problem.status, problem.headers)
+async def send_error(send: Send, error: ApiError) -> None:
+    """Send an error response."""
+    await send_body(send, error.body, error.status, error.headers)
 
 
 async def read_json(scope: Scope, receive: Receive, settings: Settings, kind: type[T]) -> T:
-    """A body as its definition has it."""
+    """Read and decode a body."""
     body = await read_body(scope, receive, settings)
-    made: T = await apart(partial(decode, body, kind), len(body) > BIG_BODY)
+    made: T = await in_thread_if(len(body) > MAX_INLINE_BODY_BYTES, partial(decode, body, kind))
     return made
 
 
 async def read_body(scope: Scope, receive: Receive, settings: Settings) -> bytes:
-    """All of it; Problem if it is no JSON, too large, or too slow."""
+    """Read a body; ApiError if it is not JSON, too large, or too slow."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
-        raise Problem(415, "the body must be JSON: send the header 'Content-Type: application/json'")
-    most = settings.max_body_bytes
+        raise ApiError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+    limit = settings.max_body_bytes
     length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length[:20]) > most:
-        raise _too_large(most)
+    if length.isdigit() and int(length[:20]) > limit:
+        raise _too_large(limit)
     try:
         async with asyncio.timeout(settings.body_seconds):
-            return await _read(receive, most)
+            return await _read(receive, limit)
     except TimeoutError:
-        raise Problem(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone("gone")
+            raise ClientDisconnected("gone")
         part = message.get("body", b"")
         size += len(part)
-        if size > most:
-            raise _too_large(most)
+        if size > limit:
+            raise _too_large(limit)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def _too_large(most: int) -> Problem:
-    return Problem(
-        413, f"the body is larger than the {most} bytes that this server takes", code="body_too_large"
-    )
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds the maximum of {limit} bytes", code="body_too_large")

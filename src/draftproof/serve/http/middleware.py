@@ -1,4 +1,4 @@
-"""Around everything: who may come in, an id for each request, its line in the log."""
+"""Middleware around all routes: API key, request id, access log."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from draftproof.serve.api.metrics import Meters
-from draftproof.serve.http.errors import Problem, problem_of
-from draftproof.serve.http.io import send_problem
-from draftproof.serve.http.request_log import LOGGER, Ticket
+from draftproof.serve.api.metrics import ServerMetrics
+from draftproof.serve.http.errors import ApiError, to_api_error
+from draftproof.serve.http.io import send_error
+from draftproof.serve.http.request_log import LOGGER, RequestRecord
 from draftproof.serve.settings import Settings
 
-NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# Without a key: whether the server lives, what it speaks, and the page, which asks its user for one.
-OPEN = {"/", "/health", "/version", "/openapi.json"}
-OPEN_FOLDER = "/page/"
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# paths without a key: health, version, API description, and the page, which has a field for the key
+PUBLIC_PATHS = {"/", "/health", "/version", "/openapi.json"}
+PUBLIC_FOLDER = "/page/"
 
 
-class Guard:
-    """A pure ASGI layer. Per chunk of a stream it costs one more coroutine and nothing else."""
+class RequestMiddleware:
+    """ASGI middleware. It costs one coroutine per chunk of a stream."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, meters: Meters, paths: set[str]) -> None:
-        self._app, self._settings, self._meters, self._paths = app, settings, meters, paths
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: ServerMetrics, paths: set[str]) -> None:
+        self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -34,47 +34,47 @@ class Guard:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         sent = headers.get(b"x-request-id", b"").decode("latin-1")
-        ticket = Ticket(
-            id=sent if NAME.fullmatch(sent) else uuid.uuid4().hex,
+        record = RequestRecord(
+            id=sent if REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex,
             method=scope["method"],
             path=scope["path"] if scope["path"] in self._paths else "other",
             started=time.perf_counter(),
         )
-        scope.setdefault("state", {})["ticket"] = ticket
+        scope.setdefault("state", {})["record"] = record
         started = False
 
-        async def tell(message: MutableMapping[str, Any]) -> None:
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                ticket.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", ticket.id.encode())]
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers, ticket)
-            await self._app(scope, receive, tell)
+            self._check_key(scope["path"], headers, record)
+            await self._app(scope, receive, send_with_id)
         except Exception as error:
-            problem = problem_of(error)
-            if problem.status == 500:
-                LOGGER.error("request failed", exc_info=error, extra={"facts": {"request_id": ticket.id}})
+            api_error = to_api_error(error)
+            if api_error.status == 500:
+                LOGGER.error("request failed", exc_info=error, extra={"fields": {"request_id": record.id}})
             if started:
                 raise
-            await send_problem(tell, problem)
+            await send_error(send_with_id, api_error)
         finally:
-            self._meters.requests[ticket.path, ticket.status] += 1
-            ticket.write(time.perf_counter() - ticket.started)
+            self._metrics.requests[record.path, record.status] += 1
+            record.write(time.perf_counter() - record.started)
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes], ticket: Ticket) -> None:
+    def _check_key(self, path: str, headers: dict[bytes, bytes], record: RequestRecord) -> None:
         keys = self._settings.api_keys
-        if not keys or path in OPEN or path.startswith(OPEN_FOLDER):
+        if not keys or path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDER):
             return
         scheme, _, sent = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         name = keys.find(sent.strip()) if scheme.lower() == "bearer" else None
         if name is None:
-            raise Problem(
+            raise ApiError(
                 401,
                 "this server needs an API key: send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
             )
-        ticket.key = name
+        record.key = name

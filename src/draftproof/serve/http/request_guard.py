@@ -1,4 +1,4 @@
-"""Who is being served: limits on how many, no id twice, and an end for what takes too long or is not read."""
+"""Limits of open requests: how many, no id twice, timeouts, clients that disconnect or do not read."""
 
 from __future__ import annotations
 
@@ -11,120 +11,129 @@ from typing import Literal
 
 from starlette.types import Receive
 
-from draftproof.serve.http.errors import Problem
-from draftproof.serve.http.request_log import Ticket
-from draftproof.serve.http.shared_limits import Seats
+from draftproof.serve.http.errors import ApiError
+from draftproof.serve.http.request_log import RequestRecord
+from draftproof.serve.http.shared_limits import OpenRequestCounts
 from draftproof.serve.settings import Settings
 
-SWEEP_SECONDS = 1.0
+SWEEP_SECONDS = 1.0  # between two checks for timeouts
+CancelReason = Literal["gone", "slow", "late"]  # disconnected; does not read; timed out
 
 
-class ClientGone(Exception):
-    """Nobody is there to be answered."""
+class ClientDisconnected(Exception):
+    """The client disconnected, or does not read its response."""
 
 
-class Caller:
-    """Whoever waits for one answer: the task that makes it is cancelled when the client leaves."""
+class ClientMonitor:
+    """Watches the client of one request, and cancels the request's task when the client disconnects."""
 
-    def __init__(self, receive: Receive, desk: Desk) -> None:
-        self._receive, self._desk = receive, desk
-        self._cut: Literal["gone", "slow", "late"] | None = None
-        self.done = False  # the last byte was given to the socket: a disconnect means nothing now
-        self.deadline = time.monotonic() + desk.settings.request_seconds
+    def __init__(self, receive: Receive, guard: RequestGuard) -> None:
+        self._receive, self._guard = receive, guard
+        self._cancel_reason: CancelReason | None = None
+        self.done = False  # the last byte was given to the socket: a disconnect is of no concern then
+        self.deadline = time.monotonic() + guard.settings.request_seconds
         self.sending_since: float | None = None
 
-    async def __aenter__(self) -> Caller:
+    async def __aenter__(self) -> ClientMonitor:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watch = asyncio.create_task(self._listen())
-        self._desk.watch(self)
+        self._watch = asyncio.create_task(self._watch_disconnect())
+        self._guard.watch(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watch.cancel()
-        self._desk.unwatch(self)
-        if self._cut is None or kind is None or not issubclass(kind, asyncio.CancelledError):
+        self._guard.unwatch(self)
+        if self._cancel_reason is None or kind is None or not issubclass(kind, asyncio.CancelledError):
             return
         self._task.uncancel()
-        if self._cut == "late":
+        if self._cancel_reason == "late":
             raise TimeoutError from None
-        raise ClientGone(self._cut) from None
+        raise ClientDisconnected(self._cancel_reason) from None
 
-    async def _listen(self) -> None:
+    async def _watch_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.cut("gone")
+        self.cancel("gone")
 
-    def cut(self, why: Literal["gone", "slow", "late"]) -> None:
-        if self._cut is None and not self.done:
-            self._cut = why
+    def cancel(self, reason: CancelReason) -> None:
+        """Cancel the request's task, unless the response is complete."""
+        if self._cancel_reason is None and not self.done:
+            self._cancel_reason = reason
             self._task.cancel()
 
-    def look(self, now: float) -> None:
-        if self.sending_since is not None and now - self.sending_since > self._desk.settings.stall_seconds:
-            self.cut("slow")
+    def check_timeout(self, now: float) -> None:
+        """Cancel the request if it takes too long, or its client does not read."""
+        if self.sending_since is not None and now - self.sending_since > self._guard.settings.stall_seconds:
+            self.cancel("slow")
         elif now > self.deadline:
-            self.cut("late" if self.sending_since is None else "slow")
+            self.cancel("late" if self.sending_since is None else "slow")
 
 
-class Desk:
-    """Lets requests in."""
+class RequestGuard:
+    """Admission of requests and timeouts. `counts`: open requests shared with other processes."""
 
-    def __init__(self, settings: Settings, seats: Seats | None = None) -> None:
-        """`seats`: shared with other processes."""
+    def __init__(self, settings: Settings, counts: OpenRequestCounts | None = None) -> None:
         self.settings = settings
         self.draining = False
         self._ids: set[str] = set()
-        self._seats = seats or Seats(settings)
-        self._callers: set[Caller] = set()
-        self._sweeps = False
+        self._counts = counts or OpenRequestCounts(settings)
+        self._clients: set[ClientMonitor] = set()
+        self._is_sweeping = False
 
     @property
     def num_open(self) -> int:
+        """Number of open requests of this process."""
         return len(self._ids)
 
+    def start_draining(self) -> None:
+        """Reject new requests from now on."""
+        self.draining = True
+
     @contextmanager
-    def seat(self, ticket: Ticket) -> Iterator[None]:
-        """For as long as it is served; Problem if it cannot be."""
+    def admit(self, record: RequestRecord) -> Iterator[None]:
+        """Count a request as open within the context; ApiError if a limit is reached."""
         if self.draining:
-            raise Problem(503, "the server is shutting down", code="draining")
-        if ticket.id in self._ids:
-            raise Problem(400, f"a request with id {ticket.id!r} is already running", "request_id")
-        total, mine = self._seats.take(ticket.key)
+            raise ApiError(503, "the server is shutting down", code="draining")
+        if record.id in self._ids:
+            raise ApiError(400, f"a request with id {record.id!r} is already running", "request_id")
+        total, of_key = self._counts.increment(record.key)
         try:
             if total > self.settings.max_concurrent:
-                text = f"{total - 1} requests are open already: try again later"
-                raise Problem(503, text, code="too_many")
-            most = self.settings.max_concurrent_per_key
-            if most is not None and mine > most:
-                text = f"this key has {most} requests open already: try again later"
-                raise Problem(429, text, code="too_many_of_key")
-            self._ids.add(ticket.id)
+                text = f"{total - 1} requests are open: try again later"
+                raise ApiError(503, text, code="too_many")
+            limit = self.settings.max_concurrent_per_key
+            if limit is not None and of_key > limit:
+                text = f"this key has {limit} open requests: try again later"
+                raise ApiError(429, text, code="too_many_of_key")
+            self._ids.add(record.id)
             yield
         finally:
-            self._ids.discard(ticket.id)
-            self._seats.give(ticket.key)
+            self._ids.discard(record.id)
+            self._counts.decrement(record.key)
 
-    # --- what takes too long ------------------------------------------------------------------------
+    # --- timeouts ---
 
-    def watch(self, caller: Caller) -> None:
-        self._callers.add(caller)
-        if not self._sweeps:
-            self._sweeps = True
+    def watch(self, client: ClientMonitor) -> None:
+        """Check a client for timeouts until `unwatch`."""
+        self._clients.add(client)
+        if not self._is_sweeping:
+            self._is_sweeping = True
             asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
 
-    def unwatch(self, caller: Caller) -> None:
-        self._callers.discard(caller)
+    def unwatch(self, client: ClientMonitor) -> None:
+        """Stop checking a client."""
+        self._clients.discard(client)
 
     def _sweep(self) -> None:
-        self._sweeps = bool(self._callers)
+        self._is_sweeping = bool(self._clients)
         now = time.monotonic()
-        for caller in list(self._callers):
-            caller.look(now)
-        if self._sweeps:
+        for client in list(self._clients):
+            client.check_timeout(now)
+        if self._is_sweeping:
             asyncio.get_running_loop().call_later(
                 min(SWEEP_SECONDS, self.settings.stall_seconds), self._sweep
             )

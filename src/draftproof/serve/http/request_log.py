@@ -1,6 +1,6 @@
-"""Logs as JSON, one object a line. What clients say is not in them unless the operator wants it.
+"""JSON log, one object a line. Prompts are not logged unless the operator enables it.
 
-A log that cannot be written (a full disk, a closed pipe) is lost; no request is.
+Lines that cannot be written (a full disk, a closed pipe) are dropped; requests are not affected.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ LOGGER = logging.getLogger("draftproof.serve")
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger, message, and whatever `extra={"facts": {…}}` adds."""
+    """Formatter with time, level, logger, message and the fields of `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "facts", {}),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=True, default=str)
 
 
-def set_up(level: str, path: str | None) -> None:
-    """The whole process logs this way, uvicorn included."""
+def configure_logging(level: str, path: str | None) -> None:
+    """Configure the logging of the whole process, uvicorn included."""
     try:
         handler = logging.StreamHandler(sys.stderr) if path is None else logging.FileHandler(path)
     except OSError as error:
@@ -44,36 +45,37 @@ def set_up(level: str, path: str | None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.raiseExceptions = False  # a full disk is no reason to fill another log
+    logging.raiseExceptions = False  # errors of logging itself would fill standard error
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    logging.getLogger("uvicorn.access").disabled = True  # every request has a line of its own here
+    logging.getLogger("uvicorn.access").disabled = True  # RequestRecord writes the access log
 
 
 @dataclass(slots=True)
-class Ticket:
-    """One HTTP request, from its first byte to its line in the log."""
+class RequestRecord:
+    """Record of one HTTP request for the access log."""
 
     id: str
     method: str
     path: str
     started: float
-    key: str = "-"  # whose it is: the short name of an API key
+    key: str = "-"  # short name of the API key
     status: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
     def write(self, seconds: float) -> None:
-        facts = {
+        """Write the line of a request that took `seconds`."""
+        fields = {
             "request_id": self.id,
             "method": self.method,
             "path": self.path,
             "status": self.status,
             "key": self.key,
             "seconds": round(seconds, 6),
-            **self.facts,
+            **self.fields,
         }
-        quiet = self.method == "GET" and self.status < 400  # somebody asks every few seconds
-        level = logging.ERROR if self.status >= 500 else logging.DEBUG if quiet else logging.INFO
-        LOGGER.log(level, "request", extra={"facts": facts})
+        is_probe = self.method == "GET" and self.status < 400  # health checks come every few seconds
+        level = logging.ERROR if self.status >= 500 else logging.DEBUG if is_probe else logging.INFO
+        LOGGER.log(level, "request", extra={"fields": fields})

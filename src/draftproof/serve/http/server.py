@@ -1,4 +1,4 @@
-"""Runs the application on a listening socket until it is told to stop, and drains what is open then."""
+"""HTTP server on a listening socket: runs until a signal, then finishes open requests."""
 
 from __future__ import annotations
 
@@ -17,61 +17,66 @@ import uvicorn
 from uvicorn.config import Config
 
 from draftproof.errors import ConfigError
-from draftproof.serve.api.metrics import Meters
+from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.app import create_app
-from draftproof.serve.http.request_guard import Desk
-from draftproof.serve.http.shared_limits import Seats
+from draftproof.serve.http.request_guard import RequestGuard
+from draftproof.serve.http.shared_limits import OpenRequestCounts
 from draftproof.serve.http.uvicorn_protocol import Protocol
 from draftproof.serve.settings import Settings
 
 BACKLOG = 4096
-LAST_WORDS_SECONDS = 5.0  # after a drain, for what is left in sockets
-TICKS_A_SECOND = 10
+CLOSE_SECONDS = 5.0  # after draining, for the rest of the responses to be sent
+TICKS_PER_SECOND = 10
 Tick = Callable[[], object]
 log = logging.getLogger("draftproof.serve")
 
 
 class HttpServer(uvicorn.Server):
-    """A server that finishes what it has begun: new requests are refused, open ones have `drain_seconds`."""
+    """Uvicorn server that drains: new requests are rejected, open ones have `drain_seconds`."""
 
-    def __init__(self, config: Config, llm: Any, desk: Desk, settings: Settings, tick: Tick | None) -> None:
+    def __init__(
+        self, config: Config, llm: Any, guard: RequestGuard, settings: Settings, tick: Tick | None
+    ) -> None:
         super().__init__(config)
-        self._llm, self._desk, self._settings, self._tick = llm, desk, settings, tick
+        self._llm, self._guard, self._settings, self._tick = llm, guard, settings, tick
 
     async def on_tick(self, counter: int) -> bool:
-        if self._tick is not None and counter % TICKS_A_SECOND == 0:
+        """Call `tick` once a second."""
+        if self._tick is not None and counter % TICKS_PER_SECOND == 0:
             self._tick()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._desk.draining = True
+        """Start draining at a signal."""
+        self._guard.start_draining()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._desk.draining = True
-        log.info("draining", extra={"facts": {"open": self._desk.num_open}})
+        """Drain, then close."""
+        self._guard.start_draining()
+        log.info("draining", extra={"fields": {"open": self._guard.num_open}})
         drain = asyncio.create_task(self._llm.drain(self._settings.drain_seconds))
         await super().shutdown(sockets)
         aborted = await drain
-        log.info("drained", extra={"facts": {"aborted": aborted}})
+        log.info("drained", extra={"fields": {"aborted": aborted}})
         await self._llm.shutdown()
 
 
 def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
-    """Bound before anything is loaded: a port that is taken is said at once."""
+    """Bind the socket; called before the model is loaded, so that a used port is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # whoever stops reading is let go, whatever was sent last
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # close connections whose client does not read
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stall_seconds))
     try:
         made.bind((host, port))
     except (OSError, OverflowError) as error:
         made.close()
-        why = error.strerror if isinstance(error, OSError) else "a port lies in 0..65535"
+        reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {why}; choose another --host or --port"
+            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
         ) from error
     return made
 
@@ -80,19 +85,19 @@ def serve(
     llm: Any,
     settings: Settings,
     listener: socket.socket,
-    meters: Meters,
+    metrics: ServerMetrics,
     *,
-    seats: Seats | None = None,
+    counts: OpenRequestCounts | None = None,
     ready: Callable[[], object] | None = None,
     tick: Tick | None = None,
     parent: int | None = None,
 ) -> None:
-    """Until SIGTERM or SIGINT, or the other end of the pipe `parent` is gone; then drained.
+    """Serve until SIGTERM, SIGINT, or the other end of the pipe `parent` is closed; then drain.
 
-    `ready` is called when nothing can go wrong any more, `tick` once a second.
+    `ready` is called when the server is set up, `tick` once a second.
     """
-    _many_files()
-    app = create_app(llm, settings, meters, seats)
+    _raise_file_limit()
+    app = create_app(llm, settings, metrics, counts)
     config = uvicorn.Config(
         app,
         http=Protocol,
@@ -103,11 +108,11 @@ def serve(
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(settings.drain_seconds + LAST_WORDS_SECONDS),
+        timeout_graceful_shutdown=int(settings.drain_seconds + CLOSE_SECONDS),
     )
-    server = HttpServer(config, llm, app.state.desk, settings, tick)
-    # uvicorn raises the signals that it caught once more when it has ended, and there is something to tidy
-    # up; and one that comes before it listens for them counts
+    server = HttpServer(config, llm, app.state.guard, settings, tick)
+    # uvicorn raises the signals that it caught again after its end, while the caller still cleans up; and a
+    # signal before uvicorn installs its handlers must count as well
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
@@ -120,7 +125,7 @@ def serve(
 
 
 def _stop_with_parent(fd: int, server: uvicorn.Server) -> None:
-    """The process that started this one holds the other end, and nobody else does."""
+    """Stop the server when the process that started it closes its end of the pipe, or ends."""
 
     def wait() -> None:
         while os.read(fd, 1):
@@ -130,8 +135,8 @@ def _stop_with_parent(fd: int, server: uvicorn.Server) -> None:
     threading.Thread(target=wait, name="draftproof-parent", daemon=True).start()
 
 
-def _many_files() -> None:
-    """As many connections as the system lets us have."""
+def _raise_file_limit() -> None:
+    """Raise the limit of open files to the maximum of the system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
-"""Server-sent events: the tokens of a stream as bytes for the socket.
+"""Encoder of server-sent events: the tokens of a stream as bytes for the socket.
 
-One event for each token, or for each step; those that are here at the same time go out in one write.
+One event per token, or per step. Events of tokens that arrive together are sent in one write.
 """
 
 from __future__ import annotations
@@ -10,99 +10,97 @@ from collections.abc import Sequence
 import msgspec
 
 from draftproof.outputs import RequestOutput, TokenEvent
-from draftproof.serve.api.logprob_format import Row
-from draftproof.serve.api.response_builder import ChatForm, TextForm, finish
+from draftproof.serve.api.response_builder import ChatBuilder, CompletionBuilder, checked_reason
 from draftproof.serve.api.response_schema import Usage
-from draftproof.serve.http.errors import ErrorReply, Problem
+from draftproof.serve.http.errors import ApiError, ErrorResponse
+from draftproof.types import LogprobRow
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()
 
 
-class Unfinished(Exception):
-    """An answer was ended from outside."""
+class GenerationFailed(Exception):
+    """An output that failed or was aborted."""
 
     def __init__(self, event: TokenEvent) -> None:
         super().__init__(event.error)
         self.reason, self.error = event.finish_reason, event.error
 
 
-class Chunks:
-    """Builds the events of one HTTP request. `p` is one of its prompts."""
+class SseEncoder:
+    """Encoder of the events of one HTTP request. `p` is the index of a prompt."""
 
-    def __init__(self, form: TextForm | ChatForm) -> None:
-        self._form, self._wish = form, form.wish
-        head = msgspec.json.encode({**form.head, "object": form.kind})[:-1]
+    def __init__(self, builder: CompletionBuilder | ChatBuilder) -> None:
+        self._builder, self._parsed = builder, builder.parsed
+        head = msgspec.json.encode({**builder.head, "object": builder.kind})[:-1]
         self._head = b"data: " + head + b',"choices":['
-        usage = self._wish.usage or self._wish.usage_each
-        self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
-        self._lengths = [len(prompt.ids) for prompt in self._wish.prompts]
-        self._made = [0] * (len(self._lengths) * form.n)  # tokens of each answer
-        self._shift = [0] * len(self._lengths)  # echoed characters
-        self._parts: list[list[TokenEvent]] = [[] for _ in self._made]  # of a step that is not whole yet
+        has_usage = self._parsed.final_usage or self._parsed.chunk_usage
+        self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._prompt_lengths = [len(prompt.ids) for prompt in self._parsed.prompts]
+        self._num_tokens = [0] * (len(self._prompt_lengths) * builder.n)  # of each choice
+        self._shift = [0] * len(self._prompt_lengths)  # echoed characters
+        self._step_events: list[list[TokenEvent]] = [[] for _ in self._num_tokens]  # of an incomplete step
 
-    @property
-    def num_made(self) -> int:
-        return sum(self._made)
-
-    def open(self, out: bytearray, p: int, rows: Sequence[Row | None]) -> None:
-        """Before the first token: the role, the echo, what was asked of the prompt."""
-        form, prompt = self._form, self._wish.prompts[p]
+    def open(self, out: bytearray, p: int, rows: Sequence[LogprobRow | None]) -> None:
+        """Write what comes before the first token: role, echo, options of the prompt."""
+        builder, prompt = self._builder, self._parsed.prompts[p]
         tail = self._tail
-        if self._wish.chat:
-            extras = _ENCODER.encode(form.prompt_extras(prompt, rows))
+        if self._parsed.is_chat:
+            extras = _ENCODER.encode(builder.prompt_extras(prompt, rows))
             tail = b"]" + (b"," + extras[1:-1] if len(extras) > 2 else b"") + self._tail[1:]
-        for index in range(p * form.n, (p + 1) * form.n):
-            choice = form.opening(index, prompt, rows)
+        for index in range(p * builder.n, (p + 1) * builder.n):
+            choice = builder.first_chunk(index, prompt, rows)
             if choice is not None:
                 self._write(out, choice, tail)
                 tail = self._tail
-        if self._wish.echo:
-            assert isinstance(form, TextForm)
-            self._shift[p] = len(form.echo(prompt, rows)[0])
+        if self._parsed.echo:
+            assert isinstance(builder, CompletionBuilder)
+            self._shift[p] = len(builder.echo(prompt, rows)[0])
 
     def add(self, out: bytearray, p: int, events: Sequence[TokenEvent]) -> None:
-        """Tokens of the answers to prompt `p`, as they came; Unfinished after those that still count."""
-        n, whole_steps, silent = self._form.n, self._wish.whole_steps, self._wish.silent
+        """Write tokens of prompt `p`. GenerationFailed after the tokens before a failure."""
+        n, parsed = self._builder.n, self._parsed
+        per_step, prompt_only = parsed.chunk_per_step, parsed.prompt_only
         for event in events:
             index = p * n + event.index
             if event.finish_reason in ("error", "abort"):
-                raise Unfinished(event)
-            if silent:
-                self._end_silently(out, index, event)
-            elif not whole_steps:
-                self._piece(out, p, index, event.text, [event])
+                raise GenerationFailed(event)
+            if prompt_only:
+                self._write_prompt_only(out, index, event)
+            elif not per_step:
+                self._write_chunk(out, p, index, event.text, [event])
             else:
-                part = self._parts[index]
-                part.append(event)
+                step = self._step_events[index]
+                step.append(event)
                 if event.step_end:
-                    self._piece(out, p, index, "".join(e.text for e in part), part)
-                    self._parts[index] = []
+                    self._write_chunk(out, p, index, "".join(e.text for e in step), step)
+                    self._step_events[index] = []
 
-    def _piece(self, out: bytearray, p: int, index: int, text: str, events: list[TokenEvent]) -> None:
-        wish, last = self._wish, events[-1]
-        self._made[index] += len(events)
-        choice = self._form.piece(index, text, events, self._shift[p])
+    def _write_chunk(self, out: bytearray, p: int, index: int, text: str, events: list[TokenEvent]) -> None:
+        parsed, last = self._parsed, events[-1]
+        self._num_tokens[index] += len(events)
+        choice = self._builder.chunk(index, text, events, self._shift[p])
         if last.finish_reason is not None:
-            choice.finish_reason = finish(last.finish_reason)
+            choice.finish_reason = checked_reason(last.finish_reason)
             choice.stop_reason = last.stop_reason
-            choice.seed = self._form.seed_of(index)
-        if wish.token_ids:
+            choice.seed = self._builder.seed_of(index)
+        if parsed.token_ids:
             choice.token_ids = [event.token_id for event in events]  # type: ignore[misc]
-        if wish.provenance:
+        if parsed.provenance:
             choice.provenance = [event.provenance for event in events]
             choice.step_end = last.step_end
             if last.step_end:
                 choice.num_draft = last.num_draft
         if last.drafts is not None:
-            choice.drafts = self._form.teller.drafts(last.drafts)
-        self._write(out, choice, self._tail if not wish.usage_each else self._usage_tail())
+            choice.drafts = self._builder.logprobs.drafts(last.drafts)
+        self._write(out, choice, self._usage_tail() if parsed.chunk_usage else self._tail)
 
-    def _end_silently(self, out: bytearray, index: int, event: TokenEvent) -> None:
-        choice = self._form.piece(index, "", [event], 0)
+    def _write_prompt_only(self, out: bytearray, index: int, event: TokenEvent) -> None:
+        """Write the end of a request with max_tokens 0."""
+        choice = self._builder.chunk(index, "", [event], 0)
         choice.logprobs = None
-        choice.finish_reason, choice.seed = "length", self._form.seed_of(index)
-        if self._wish.token_ids:
+        choice.finish_reason, choice.seed = "length", self._builder.seed_of(index)
+        if self._parsed.token_ids:
             choice.token_ids = []
         self._write(out, choice, self._tail)
 
@@ -112,18 +110,22 @@ class Chunks:
         out += tail
 
     def _usage_tail(self) -> bytes:
-        prompt, made = sum(self._lengths), self.num_made
-        usage = Usage(prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made)
+        num_prompt, num_generated = sum(self._prompt_lengths), sum(self._num_tokens)
+        usage = Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt + num_generated,
+        )
         return b'],"usage":' + _ENCODER.encode(usage) + b"}\n\n"
 
     def close(self, out: bytearray, outputs: Sequence[RequestOutput]) -> None:
-        """After the last token: usage and metrics if they were asked for, and the end."""
-        if self._wish.usage:
-            out += self._head + b'],"usage":' + _ENCODER.encode(self._form.usage(outputs))
-            out += b',"metrics":' + _ENCODER.encode(self._form.metrics(outputs)) + b"}\n\n"
+        """Write what comes after the last token: usage and metrics if requested, and the end mark."""
+        if self._parsed.final_usage:
+            out += self._head + b'],"usage":' + _ENCODER.encode(self._builder.usage(outputs))
+            out += b',"metrics":' + _ENCODER.encode(self._builder.metrics(outputs)) + b"}\n\n"
         out += DONE
 
 
-def error_event(problem: Problem) -> bytes:
-    """In the middle of a stream, when the status line is gone."""
-    return b"data: " + msgspec.json.encode(ErrorReply(problem.detail)) + b"\n\n" + DONE
+def error_event(error: ApiError) -> bytes:
+    """Return the event of an error after the status line was sent."""
+    return b"data: " + msgspec.json.encode(ErrorResponse(error.detail)) + b"\n\n" + DONE

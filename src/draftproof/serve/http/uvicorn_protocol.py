@@ -1,4 +1,4 @@
-"""HTTP on a socket: uvicorn's, with a limit on the size of a request's head and on the time it may take."""
+"""Uvicorn's HTTP protocol with limits on the size of a request's headers and the time they may take."""
 
 from __future__ import annotations
 
@@ -7,49 +7,54 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MOST_HEAD_BYTES = 64 << 10
-HEAD_SECONDS = 20.0
+MAX_HEADER_BYTES = 64 << 10
+HEADER_SECONDS = 20.0
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection that says nothing, or never comes to the end of its headers, is closed."""
+    """Connection that is closed if it sends no request, or never completes its headers."""
 
-    _head_bytes = 0  # of a request whose head is not complete; -1: it is
-    _head_timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0  # of a request with incomplete headers; -1: they are complete
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
+        """Start the timer of the first request."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._close_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        before = self._head_bytes
+        """Count the bytes of the headers."""
+        before = self._header_bytes
         super().data_received(data)
-        if before >= 0 and self._head_bytes >= 0 and self.parser is not None:
-            self._head_bytes = before + len(data)
-            if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+        if before >= 0 and self._header_bytes >= 0 and self.parser is not None:
+            self._header_bytes = before + len(data)
+            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self.send_400_response("The headers are too large.")
 
     def on_message_begin(self) -> None:
+        """Start the timer of a request."""
         super().on_message_begin()
-        self._head_bytes = 0
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+        self._header_bytes = 0
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._close_slow)
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = -1
+        """Stop the timer."""
+        self._header_bytes = -1
         self._stop_timer()
         super().on_headers_complete()
 
-    def _too_slow(self) -> None:
-        self._head_timer = None
+    def _close_slow(self) -> None:
+        self._header_timer = None
         if not self.transport.is_closing():
             self.transport.close()
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
