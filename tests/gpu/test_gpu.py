@@ -56,7 +56,7 @@ def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytes
         device = company.engine.loop.device  # type: ignore[union-attr]
         assert device.drafting.failure is None
         assert any(key.kind == "draft" for key, _ in device.graphs.items())
-        assert device.ops.forward._blocks.takes(
+        assert device.ops.forward._fused_layers.supports(
             torch.zeros((1, 64), dtype=torch.bfloat16), device.runner.model.layers
         )
         steps = [step for record in company.records.values() for step in record.steps]

@@ -147,17 +147,17 @@ def test_nothing_is_concluded_from_kernels_that_did_not_run() -> None:
     """cuBLAS is neither proven nor refuted by them."""
     from draftproof.ops.triton import compile_ahead
     from draftproof.ops.triton.gemm.cublas import Cublas
-    from draftproof.ops.triton.gemm.dense import PackedLinear
+    from draftproof.ops.triton.gemm.weight import PackedLinear
 
     cublas = Cublas(lambda *_: None)  # type: ignore[arg-type]
     packed = PackedLinear(torch.zeros((64, 64), dtype=torch.bfloat16), None, 1)
     compile_ahead._thread_state.compiling = True
     try:
-        assert cublas.way(packed, 512, torch.bfloat16) == ""
-        assert not cublas.second_is_quicker("x", lambda: None, lambda: None, False)
+        assert cublas.call_kind(packed, 512, torch.bfloat16) == ""
+        assert not cublas.is_second_faster("x", lambda: None, lambda: None, False)
     finally:
         compile_ahead._thread_state.compiling = False
-    assert not cublas.proven and not cublas.quicker
+    assert not cublas.proven and not cublas.faster
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "hybrid", "draft_model"])

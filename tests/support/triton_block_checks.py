@@ -18,16 +18,16 @@ import triton_checks  # it chooses the interpreter, before the kernels are impor
 from draftproof.models.layers import run_layers, run_layers_unfused
 from draftproof.ops import Attention, AttentionShape, Layer, Mlp
 from draftproof.ops.triton.fused import layers as fused_layers
-from draftproof.ops.triton.gemm.dense import PackedLinear
+from draftproof.ops.triton.gemm.weight import PackedLinear
 from opcheck import Paged, bits
 
 triton, tl = fused_layers.triton, fused_layers.tl
 ops, randn = triton_checks.ops, triton_checks.randn
 BF16 = torch.bfloat16
-fused_layers.PANEL = 128  # the down projection in two parts
-fused_layers.FORMS = (
-    fused_layers.Form(4, 1024, 1, False, 32, 0),
-    fused_layers.Form(64, 1024, 2, True, 64, 2),
+fused_layers.MAX_PANEL_DEPTH = 128  # the down projection in two parts
+fused_layers.ROW_CONFIGS = (
+    fused_layers.RowConfig(4, 1024, 1, False, 32, 0),
+    fused_layers.RowConfig(64, 1024, 2, True, 64, 2),
 )
 FEW, MANY = 3, 12  # programs: there is room for all spans only where there are many
 
@@ -74,24 +74,24 @@ def same_bits(
         rows = paged.rows([*where, (1, 0), (1, 0)])
         rows.slots[-2:] = -1  # padding
         x = randn(len(where) + 2, hidden, seed=3, dtype=BF16)
-        assert ops.forward._blocks.takes(x, layers)
+        assert ops.forward._fused_layers.supports(x, layers)
         ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
-        ops.forward._blocks.programs = programs
-        mixed = ops.forward._blocks._buffer("mixed", fused_layers.MOST * heads.num_q * heads.dim, BF16).fill_(
-            7
-        )
+        ops.forward._fused_layers.programs = programs
+        mixed = ops.forward._fused_layers._buffer(
+            "mixed", fused_layers.MAX_ROWS * heads.num_q * heads.dim, BF16
+        ).fill_(7)
         made = run_layers(ops, x.clone(), layers, norm, rows, rope, ours, 1e-5)
         wanted = run_layers_unfused(ops, x, layers, norm, rows, rope, theirs, 1e-5)
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
-        listed = ops.forward._blocks._scratch["listed"].view(-1, 8)
+        listed = ops.forward._fused_layers._scratch["listed"].view(-1, 8)
         items = listed[1 : 1 + int(listed[0, 0])]
         assert (listed[0, 1] > 0) == tiles
         assert not tiles or (items[:, 7].max() > 1) == (pieces > 0)
         assert not pieces or listed[0, 1] in (0, pieces)
         assert bool((mixed[len(where) * heads.num_q * heads.dim :] == 7).all()), "padding attends"
-    assert not ops.forward._blocks._scratch["arrived"].any()
+    assert not ops.forward._fused_layers._scratch["arrived"].any()
 
 
 def taps_and_a_head() -> None:
@@ -112,7 +112,7 @@ def taps_and_a_head() -> None:
     for these, taps in ((layers, (1, 0)), ([first, layers[1]], (0,)), ([first], ())):
         last = norm if taps else None
         ours, theirs = ([paged.cache.clone() for _ in these] for _ in range(2))
-        assert ops.forward._blocks.takes(x, these)
+        assert ops.forward._fused_layers.supports(x, these)
         made = run_layers(ops, x.clone(), these, last, rows, rope, ours, 1e-5, taps, table)
         real = replace(rows, tokens=rows.tokens.clamp(min=0))
         wanted = run_layers_unfused(ops, x, these, last, real, rope, theirs, 1e-5, taps, table)
@@ -121,14 +121,14 @@ def taps_and_a_head() -> None:
             assert bits(got[:-1]) == bits(want[:-1])
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True))
     assert bits(made[0]) != bits(x)
-    assert not ops.forward._blocks.takes(x, [layers[1], first])
-    assert not ops.forward._blocks.takes(x, [replace(first, residual_is_normed=True)])
-    assert not ops.forward._blocks.takes(x, [replace(layers[0], attention_norm=None)])
+    assert not ops.forward._fused_layers.supports(x, [layers[1], first])
+    assert not ops.forward._fused_layers.supports(x, [replace(first, residual_is_normed=True)])
+    assert not ops.forward._fused_layers.supports(x, [replace(layers[0], attention_norm=None)])
 
 
 @triton.jit
 def hasty(slots, R, ROWS):  # type: ignore[no-untyped-def]
-    """In place of `blocks.nobody`: only the first row is looked at."""
+    """In place of `layers.all_rows_padding`: only the first row is looked at."""
     return tl.load(slots) < 0
 
 
@@ -156,7 +156,9 @@ def a_round_for_nobody() -> None:
             rows.slots[live] = slots[live]
         ours, theirs = [paged.cache.clone()], [paged.cache.clone()]
         mine = x.clone()
-        scratch = [ops.forward._blocks._buffer(name, 1, BF16).fill_(7) for name in ("q", "mixed", "inner")]
+        scratch = [
+            ops.forward._fused_layers._buffer(name, 1, BF16).fill_(7) for name in ("q", "mixed", "inner")
+        ]
         run_layers(ops, mine, [layer], None, rows, rope, ours, 1e-5, (), table)
         if live is None:
             idle = all(bool((part == 7).all()) for part in scratch)
@@ -165,9 +167,9 @@ def a_round_for_nobody() -> None:
         return bits(mine[live]) != bits(want[live]) or bits(ours[0]) != bits(theirs[0])
 
     assert not any(wrong(live) for live in (None, 0, 2, 5))
-    with mock.patch.object(fused_layers, "nobody", hasty):
+    with mock.patch.object(fused_layers, "all_rows_padding", hasty):
         assert wrong(5) and not wrong(0)
-    with mock.patch.object(fused_layers, "nobody", never):
+    with mock.patch.object(fused_layers, "all_rows_padding", never):
         assert wrong(None) and not wrong(5)
 
 
@@ -181,26 +183,26 @@ def bias_and_windows() -> None:
 
 def pieces_of_tiles() -> None:
     """Where they cost nothing, tiles are walked through two spans at a time and folded."""
-    usual, fused_layers.FOLD = fused_layers.FOLD, -1
+    usual, fused_layers.MERGE_COST = fused_layers.MERGE_COST, -1
     try:
         same_bits(AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0,), pieces=2)
         same_bits(
             AttentionShape(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (260,), pieces=2
         )
     finally:
-        fused_layers.FOLD = usual
+        fused_layers.MERGE_COST = usual
 
 
 def what_it_leaves_to_others() -> None:
     heads, x = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), randn(2, 192, dtype=BF16)
     layer = decoder(heads, 192, 256, False, (0,))[0]
-    takes = ops.forward._blocks.takes
+    takes = ops.forward._fused_layers.supports
     assert takes(x, [layer, layer])
     assert not takes(x.float(), [layer]) and not takes(x[:0], [layer])
-    assert not takes(x.repeat(fused_layers.MOST, 1), [layer])
+    assert not takes(x.repeat(fused_layers.MAX_ROWS, 1), [layer])
     attention = layer.attention
     assert not takes(x, [layer, replace(layer, attention=replace(attention, q_norm=x[0]))])
-    narrow, split = replace(heads, dim=16), replace(attention.qkv, split=2)
+    narrow, split = replace(heads, dim=16), replace(attention.qkv, split_k=2)
     assert not takes(x, [replace(layer, attention=replace(attention, heads=narrow))])
     assert not takes(x, [replace(layer, attention=replace(attention, qkv=split))])
     assert not takes(x, decoder(heads, 192, 250, False, (0,)))

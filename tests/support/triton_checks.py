@@ -31,6 +31,7 @@ from draftproof.ops.triton.attention import prefill, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
 from draftproof.ops.triton.gemm import dense, fused, tiles
 from draftproof.ops.triton.gemm.tiles import Tile
+from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.sampling import top_p, topk
 from draftproof.train.model import loss
 from opcheck import Paged, assert_close, bits
@@ -120,12 +121,12 @@ def linear_rows_stand_alone() -> None:
 def linear_with_spans_of_k() -> None:
     """Spans side by side and one after the other: the same bits; the scratch counters end at zero."""
     weight = randn(40, 512, seed=1)
-    packed = dense.PackedLinear(weight, None, 4)
+    packed = PackedLinear(weight, None, 4)
     x = randn(80, 512, seed=2)
     few, many = torch.empty(6, 40), torch.empty(80, 40)
     ops.forward.gemm(x[:6], packed, few, tile=Tile(16, 16, 64, 4, 2))
     ops.forward.gemm(x, packed, many, tile=Tile(32, 32, 64, 4, 2))
-    assert torch.equal(few, many[:6]) and not ops.forward.gemm._arrived.any()
+    assert torch.equal(few, many[:6]) and not ops.forward.gemm._counters.any()
     spans = [x[:, i : i + 128].double() @ weight[:, i : i + 128].double().T for i in range(0, 512, 128)]
     want = spans[0].float()
     for span in spans[1:]:
@@ -145,8 +146,8 @@ def weights_asked_for_early() -> None:
         found = []
         for early in (False, True):
             with (
-                mock.patch.multiple(dense, early=lambda *_, early=early: early),
-                mock.patch.multiple(fused, early=lambda *_, early=early: early),
+                mock.patch.multiple(dense, loads_weight_first=lambda *_, early=early: early),
+                mock.patch.multiple(fused, loads_weight_first=lambda *_, early=early: early),
             ):
                 found.append((torch.empty(5, 40, dtype=dtype), torch.empty(5, 20, dtype=dtype)))
                 ops.forward.gemm(x, packed, found[-1][0], tile=tile)
@@ -159,7 +160,7 @@ def tiles_cover_everything() -> None:
     for rows in (1, 16, 17, 64, 65, 128, 256, 512, 513, 8192):
         for columns in (1, 576, 960, 3072, 4096, 6144, 28672, 128256):
             for wide in (False, True):
-                tile = tiles.tile_for(rows, columns, 576, wide)
+                tile = tiles.default_tile("dense", rows, columns, wide)
                 size = 4 if wide else 2
                 assert (tile.bm + tile.bn) * tile.bk * tile.stages * size <= 224 << 10, (rows, columns, tile)
     sizes = [graphs.bucket_of(rows) for rows in range(1, 3001)]
@@ -266,15 +267,24 @@ def attention_of_many_tiles() -> None:
         x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
         rows.slots[-1] = -1
         plain = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
-        chunked = {16: prefill.Shape(16, 2, 3), 32: prefill.Shape(16, 2, 3, apart=False)}
-        ahead = {32: prefill.Shape(16, 2, 3, apart=False, ahead=True)}
+        chunked = {
+            16: prefill.TileConfig(16, 2, 3),
+            32: prefill.TileConfig(16, 2, 3, splits_full_blocks=False),
+        }
+        ahead = {32: prefill.TileConfig(16, 2, 3, splits_full_blocks=False, prefetches_pages=True)}
         for few, cut in ((1000, 1000), (1000, 0), (0, 0)):
             with (
                 mock.patch.multiple(
-                    prefill, FEW=few, CUT=cut, PROGRAMS=1, CHUNKED=chunked, LOWEST=ahead, HIGH=ahead
+                    prefill,
+                    MAX_ONE_LIST_ROWS=few,
+                    MAX_CHUNKED_ROWS=cut,
+                    MIN_CHUNKED_PROGRAMS=1,
+                    CHUNKED_TILES=chunked,
+                    SHORT_TILES_96=ahead,
+                    TALL_TILES=ahead,
                 ),
                 mock.patch.object(worklist, "BLOCK", 16),
-                mock.patch.object(attention_kernels, "PROGRAMS", 1),
+                mock.patch.object(attention_kernels, "MAX_SPLIT_PROGRAMS", 1),
             ):
                 ops.forward.begin_pass(rows)
                 got = ops.forward.attention(x, rows, heads, paged.cache)
@@ -282,7 +292,7 @@ def attention_of_many_tiles() -> None:
                 part = paged.rows(where[8:-1])  # announced were others
                 got = ops.forward.attention(x[8:-1], part, heads, paged.cache)
                 assert bits(got) == bits(plain[8:]), (name, dtype, few, cut)
-                assert not ops.forward._partials.arrived.any()
+                assert not ops.forward._partials.counters.any()
         want = ref.forward.attention(x[:-1], paged.rows(where[:-1]), heads, paged.cache)
         assert_close(plain, want, dtype)
 
@@ -294,7 +304,7 @@ def tiles_are_listed() -> None:
     rows = Rows(slots, slots, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
     for block in (2, 8, 1024):
         with mock.patch.object(worklist, "BLOCK", block):
-            lows, highs = worklist.TileLists().low_and_high(rows, 2, 5)
+            lows, highs = worklist.WorkLists().short_and_tall(rows, 2, 5)
         assert lows[: 1 + lows[0]].tolist() == [2, 8, 12], block
         assert highs[: 1 + highs[0]].tolist() == [3, 0, 5, 9], block
 
@@ -302,11 +312,11 @@ def tiles_are_listed() -> None:
 @check
 def tiles_are_sorted() -> None:
     """By keys, the most last; chunks of a tile each for itself; a window leaves early spans out."""
-    span, chunks = attention_kernels.SPAN, worklist.CHUNKS
+    span, chunks = attention_kernels.SPAN, worklist.MAX_CHUNKS
     slots = torch.tensor([4] * 3 + [2] + [3] * 2 + [-1] * 2)
     positions = torch.tensor([7, 8, 9, 5 * span, span - 1, span, 0, 0])
     rows = Rows(slots, positions, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
-    listed = worklist.TileLists().by_keys
+    listed = worklist.WorkLists().by_keys
     whole = listed(rows, 2, 0, 0)
     assert whole[: 1 + whole[0]].tolist() == [4, 0, 2, 4, 3]  # 9, 10, 129 and 641 keys
     cut = listed(rows, 2, 2, 0)  # two spans a chunk: slot 2 has six spans, slot 3 two
@@ -337,13 +347,16 @@ def attention_rows_stand_alone() -> None:
                 ref.forward.attention(q[0, 149][None], paged.rows([(0, 149)]), heads, paged.cache),
                 torch.float32,
             )
-            assert not ops.forward._partials.arrived.any()
-            attention_kernels.PROGRAMS, kept = 1, attention_kernels.PROGRAMS  # one program walks through all
+            assert not ops.forward._partials.counters.any()
+            attention_kernels.MAX_SPLIT_PROGRAMS, kept = (
+                1,
+                attention_kernels.MAX_SPLIT_PROGRAMS,
+            )  # one program walks through all
             batches = [[(0, 149)], [(0, p) for p in range(120, 150)] + [(1, p) for p in range(15, 20)]]
             try:
                 results = [(batch, attend(heads, paged, q, batch)) for batch in batches]
             finally:
-                attention_kernels.PROGRAMS = kept
+                attention_kernels.MAX_SPLIT_PROGRAMS = kept
             verify = [(0, p) for p in range(124, 130)] + [(1, 19)]
             results.append((verify, attend(heads, paged, q, verify)))
             for batch, out in results:
@@ -378,7 +391,7 @@ def two_ops_in_one() -> None:
                 ops.forward.silu_mul(ops.forward.linear(x, packed)),
             )
             assert bits(got) == bits(want)
-    packed, x = dense.PackedLinear(randn(40, 256, seed=1), None, 2), randn(5, 256, seed=2)
+    packed, x = PackedLinear(randn(40, 256, seed=1), None, 2), randn(5, 256, seed=2)
     want = ref.forward.linear(x, ref.forward.pack_linear(packed.weight))
     assert_close(ops.forward.linear(x, packed), want, torch.float32)
 

@@ -24,7 +24,7 @@ from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
-from draftproof.ops.triton.gemm import dense as gemm_kernels
+from draftproof.ops.triton.gemm import weight as gemm_kernels
 from draftproof.ops.triton.graphs import TritonRuntime
 from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/micro/gpu/fused_layers.py [check|times|pieces]    JSON on the last line
 
-`pieces`: the check with `blocks.FOLD` 2, and times of uneven contexts with 0 and 2.
+`pieces`: the check with `layers.MERGE_COST` 2, and times of uneven contexts with 0 and 2.
 Times are of one CUDA graph of 30 SmolLM2-shaped layers with their embedding and norm, medians of replays.
 """
 
@@ -88,16 +88,19 @@ def all_layers_at_once(ops: TritonOps) -> None:
             for pad in {0, min(3, most - len(where))}:
                 rows = padded(paged.rows(where), pad)
                 x = randn(len(where) + pad, hidden, seed=len(where), dtype=BF16)
-                assert ops.forward._blocks.takes(x, layers)
+                assert ops.forward._fused_layers.supports(x, layers)
                 ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
                 got = run_layers(ops, x.clone(), layers, norm, rows, table, ours, 1e-5)[0][: len(where)]
                 want = run_layers_unfused(ops, x, layers, norm, rows, table, theirs, 1e-5)[0][: len(where)]
                 assert not want.isnan().any() and torch.equal(got, want), f"hidden {hidden}: {where}"
                 for mine, other in zip(ours, theirs, strict=True):
                     assert torch.equal(mine.view(torch.int16), other.view(torch.int16)), f"K, V: {where}"
-    assert not ops.forward._blocks._counter.any() and not ops.forward._blocks._scratch["arrived"].any()
+    assert (
+        not ops.forward._fused_layers._counter.any()
+        and not ops.forward._fused_layers._scratch["arrived"].any()
+    )
     large = decoder(ops, LARGE_HEADS, 4096, 14336, False, (0,))
-    assert not ops.forward._blocks.takes(randn(1, 4096, dtype=BF16), large)
+    assert not ops.forward._fused_layers.supports(randn(1, 4096, dtype=BF16), large)
 
 
 def captured(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
@@ -170,7 +173,7 @@ def main(only: list[str]) -> None:
     if not only or "times" in only:
         report["µs"] = block_times(ops, STEPS)
     for fold in (0, 2) if "pieces" in only else ():
-        fused_layers.FOLD = fold
+        fused_layers.MERGE_COST = fold
         report[f"µs, FOLD {fold}"] = block_times(ops, UNEVEN)
     if "pieces" in only:
         all_layers_at_once(ops)

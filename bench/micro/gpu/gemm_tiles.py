@@ -1,4 +1,4 @@
-"""Times GEMM tiles on a GPU: lines for `MEASURED` and `PAIRS` in ops/triton_cuda/tiles.py.
+"""Times GEMM tiles on a GPU: candidates for the tuner (`gemm/autotune.py`) and the shipped `tiles_h200.json`.
 
     PYTHONPATH=src python bench/micro/gpu/gemm_tiles.py [--shapes 576x1536,4096x14336] [--rows 8,64,256]
         [--workers 12]
@@ -20,8 +20,8 @@ from op_checks import GPU, LARGE, SMALL, randn
 from op_times import BF16, micros, weights
 
 from draftproof.ops.triton.backend import TritonOps
-from draftproof.ops.triton.gemm.dense import PackedLinear
-from draftproof.ops.triton.gemm.tiles import Tile, bucket, tile_for
+from draftproof.ops.triton.gemm.tiles import Tile, default_tile, row_bucket
+from draftproof.ops.triton.gemm.weight import PackedLinear
 
 ROOM = 200 << 10  # bytes of shared memory for the stages
 
@@ -37,7 +37,7 @@ def candidates(rows: int, columns: int, depth: int) -> Iterator[Tile]:
                     for warps in (4,) if rows <= 64 and bm > 16 else (2, 4) if rows <= 16 else (4, 8):
                         if (bm + bn) * bk * stages * 2 <= ROOM and bk * (stages - 1) < depth:
                             yield Tile(bm, bn, bk, warps, stages)
-    yield tile_for(rows, columns, depth, False)
+    yield default_tile("dense", rows, columns, False)
 
 
 def main() -> None:
@@ -79,12 +79,12 @@ def main() -> None:
                 if not alone:
                     continue
                 best = sorted(times, key=times.__getitem__)[:3]
-                now = times[tile_for(rows, columns, depth, False)]
+                now = times[default_tile("dense", rows, columns, False)]
                 theirs = micros([lambda w=w: torch.mm(x, w.t(), out=out) for w in held], 3)
                 also = "; ".join(f"{tuple(t)} {times[t]}" for t in best[1:])
                 print(
-                    f"    ({columns}, {depth}, {bucket(rows)}): {best[0]},  # {times[best[0]]} µs at {rows}, "
-                    f"split {split}, table {now}, cuBLAS {theirs}; then {also}",
+                    f"{columns}x{depth} rows<={row_bucket(rows)}: {best[0]}, {times[best[0]]} µs at {rows} "
+                    f"split {split}, now {now}, cuBLAS {theirs}; then {also}",
                     flush=True,
                 )
 

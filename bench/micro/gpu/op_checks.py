@@ -254,7 +254,7 @@ def tiles_do_not_change_bits(ops: TritonOps) -> None:
     """Every tile of the table on one weight: the same fp32."""
     packed = ops.forward.pack_linear(randn(1024, 1536, seed=1, dtype=torch.bfloat16))
     x = randn(200, 1536, seed=2, dtype=torch.bfloat16)
-    known = {t for table in tiles._BF16.values() for _, t in table} | set(tiles.MEASURED.values())
+    known = {t for table in tiles._BF16.values() for _, t in table} | set(ops.forward.tiles.measured.values())
     want = None
     for tile in sorted(known):
         out = torch.empty((200, 1024), device=GPU)
@@ -307,7 +307,7 @@ def attention_rows_stand_alone(ops: TritonOps) -> None:
             def run(where: list[tuple[int, int]], q=q, paged=paged, heads=heads) -> Tensor:
                 x = torch.stack([q[s][p] for s, p in where])
                 out = torch.full(x.shape, torch.nan, device=GPU)
-                ops.forward.attend(x, paged.rows(where), heads, paged.cache, out)
+                ops.forward.attention_into(x, paged.rows(where), heads, paged.cache, out)
                 return out
 
             watched = [(0, p) for p in (0, 63, 64, 511, 512, 1023, 3990, 3999)] + [

@@ -73,4 +73,4 @@ class TritonOps(Ops):
         self.step = TritonStep(launch)
         self.search = TritonSearch(launch)
         self.rounds = TritonRounds(launch, self.forward, self.sampling)
-        self.runtime = TritonRuntime(launch)
+        self.runtime = TritonRuntime(launch, self.forward.tuner)

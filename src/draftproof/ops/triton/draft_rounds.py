@@ -22,7 +22,7 @@ class TritonRounds(TorchRounds):
     def __init__(self, launch: LaunchContext, forward: ForwardOps, sampling: SamplingOps) -> None:
         super().__init__(forward, sampling)
         self._launch = launch
-        self._lm_head_sample = lm_head_sample.Pick(launch.device)
+        self._lm_head_sample = lm_head_sample.LmHeadSample(launch.device)
 
     def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         check_columns("the rows", (rows.positions, rows.slots, rows.kv_index), len(rows.tokens))
@@ -61,7 +61,7 @@ class TritonRounds(TorchRounds):
         out: Tensor,
         sure: Tensor | None = None,
     ) -> Tensor:
-        if sure is not None or not self._lm_head_sample.takes(x, len(out), packed):
+        if sure is not None or not self._lm_head_sample.supports(x, len(out), packed):
             return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, sure)
         x = runtime.matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
         norm = runtime.vector("norm", norm, x.shape[1], (x.dtype,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,16 @@ from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import AttentionShape, FusedLayers, Layer
 from draftproof.ops.triton import elementwise, runtime
 from draftproof.ops.triton import rope as rope_kernels
-from draftproof.ops.triton.attention import prefill
-from draftproof.ops.triton.attention import splitkv as attention_kernels
+from draftproof.ops.triton.attention import prefill, splitkv
 from draftproof.ops.triton.fused import layers as fused_kernel
 from draftproof.ops.triton.gemm import dense, fused
+from draftproof.ops.triton.gemm.autotune import TileTuner, is_tuning_enabled
 from draftproof.ops.triton.gemm.cublas import Cublas, Mode
+from draftproof.ops.triton.gemm.select import Epilogue, GemmPath, GemmSelector, supports_fused
+from draftproof.ops.triton.gemm.tile_cache import cache_file, initial_tiles, save_tiles
+from draftproof.ops.triton.gemm.tiles import Tile, TileKey, TileTable
+from draftproof.ops.triton.gemm.timing import graph_milliseconds
+from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack
 from draftproof.ops.triton.launch import FP32, INTS, LaunchContext
 from draftproof.types import Rows
 
@@ -34,25 +39,51 @@ class TritonForward(ForwardOps):
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:
         self._launch, self.one_launch = launch, one_launch
-        self.gemm = dense.Gemm(launch.device)
+        self.tiles = TileTable(
+            initial_tiles(launch.chip.name, launch.chip.capability) if launch.cuda else None
+        )
+        self.gemm = dense.Gemm(launch.device, self.tiles)
         self.cublas = Cublas(self.gemm, cublas)
-        self._partials = attention_kernels.Partials(launch.device)
-        self._attention = attention_kernels.Attention(self._partials)
-        self._blocks = fused_kernel.Blocks(launch.device)
-        self._walk = prefill.Walk(launch.pdl, self._partials)
+        self.selector = GemmSelector(self.gemm, self.cublas)
+        self._partials = splitkv.PartialBuffers(launch.device)
+        self._splitkv = splitkv.SplitKVAttention(self._partials)
+        self._prefill = prefill.PrefillAttention(launch.pdl, self._partials)
+        self._fused_layers = fused_kernel.FusedLayersKernel(launch.device, launch.chip)
+        self._tuning_buffers: dict[tuple[int, int], Tensor] = {}
+        self.tuner: TileTuner | None = None
+        if launch.cuda and is_tuning_enabled():
+            self.tuner = TileTuner(self.tiles, self._tuning_call, graph_milliseconds, self._save_tiles)
 
     def begin_pass(self, rows: Rows) -> None:
-        self._walk.lists.begin(rows)
+        self._prefill.worklists.begin(rows)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> dense.PackedLinear:
-        return dense.pack(weight, bias)
+    def _tuning_call(self, key: TileKey, packed: PackedLinear, rows: int, tile: Tile) -> Callable[[], None]:
+        """Return a launch of a GEMM kernel with `tile`, for the tuner."""
+        columns = key.columns if key.variant == "dense" else key.columns // 2
+        for width in (key.depth, columns):  # all calls share the buffers: memory may be short
+            if (rows, width) not in self._tuning_buffers:
+                buffer = torch.randn((rows, width), device=self._launch.device).to(packed.weight.dtype)
+                self._tuning_buffers[rows, width] = buffer
+        x, out = self._tuning_buffers[rows, key.depth], self._tuning_buffers[rows, columns]
+        if key.depth == columns:
+            out = torch.empty_like(x)
+        pdl = self._launch.early(x)
+        if key.variant == "dense":
+            return lambda: self.gemm(x, packed, out, pdl, tile)
+        return lambda: fused.linear_silu_mul(x, packed, out, pdl, tile)
 
-    def linear(self, x: Tensor, packed: dense.PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        x, dtype = dense.check(x, packed, out_dtype)
+    def _save_tiles(self, tiles: dict[TileKey, Tile]) -> None:
+        """Add measured tiles to the cache file of this chip and free the buffers of the measurement."""
+        self._tuning_buffers.clear()
+        save_tiles(cache_file(self._launch.chip.name), self._launch.chip.name, tiles)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return pack(weight, bias)
+
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        x, dtype = check_input(x, packed, out_dtype)
         out = self._launch.empty((len(x), packed.weight.shape[0]), dtype)
-        done = self.cublas.leading_rows(x, packed, out, self._launch.early(x))
-        if done < len(x):
-            self.gemm(x[done:], packed, out[done:], self._launch.early(x))
+        self.selector.linear(x, packed, out, self._launch.early(x))
         self._launch.done("linear")
         return out
 
@@ -135,19 +166,10 @@ class TritonForward(ForwardOps):
         self._launch.done("rope_store")
         return out
 
-    def _two_steps(
-        self, x: Tensor, packed: dense.PackedLinear, one: Callable[[], Any], two: Callable[[], Any]
-    ) -> bool:
-        """Whether cuBLAS and a second kernel are quicker than one kernel of ours."""
-        if self.cublas.mode == "fast" and packed.bias is None:
-            key = ("pair", packed.weight.shape, len(x))
-            return self.cublas.second_is_quicker(key, one, two, self._launch.early(x))
-        return (len(x) > dense.FEW or self.cublas.mode == "always") and self.cublas.whole(x, packed) != ""
-
     def linear_rope_store(
         self,
         x: Tensor,
-        packed: dense.PackedLinear,
+        packed: PackedLinear,
         rows: Rows,
         heads: AttentionShape,
         rope: Tensor,
@@ -156,39 +178,53 @@ class TritonForward(ForwardOps):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        two = super().linear_rope_store
+        separate = super().linear_rope_store
         norms = (q_norm, k_norm, eps)
-        if not fused.takes_heads(packed, len(x), heads) or q_norm is not None or k_norm is not None:
-            return two(x, packed, rows, heads, rope, cache, *norms)
-        x, _ = dense.check(x, packed, None)
+        epilogue, has_norms = Epilogue.ROPE_STORE, q_norm is not None or k_norm is not None
+        if has_norms or not supports_fused(packed, len(x), epilogue, heads.dim):
+            return separate(x, packed, rows, heads, rope, cache, *norms)
+        x, _ = check_input(x, packed, None)
         rope = runtime.matrix("rope", rope, heads.dim, FP32)
         self._check_rows(rows, len(x), heads, cache, x.dtype)
         if len(packed.weight) != (heads.num_q + 2 * heads.num_kv) * heads.dim:
             raise ConfigError(f"a weight of {len(packed.weight)} columns for {heads}")
         out = self._launch.empty((len(x), heads.num_q * heads.dim), x.dtype)
 
-        def one() -> None:
-            fused.linear_rope_store(x, packed, rows, heads, rope, cache, out, self._launch.early(x))
+        pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
 
-        if self._two_steps(x, packed, one, lambda: two(x, packed, rows, heads, rope, cache, *norms)):
-            return two(x, packed, rows, heads, rope, cache, *norms)
-        one()
+        def run_fused() -> None:
+            fused.linear_rope_store(x, packed, rows, heads, rope, cache, out, pdl, tile)
+
+        def run_separate() -> Tensor:
+            return separate(x, packed, rows, heads, rope, cache, *norms)
+
+        path = self.selector.select_gemm(packed, x, epilogue, heads.dim, run_fused, run_separate, pdl)
+        if path is GemmPath.CUBLAS:
+            return run_separate()
+        run_fused()
         self._launch.done("linear_rope_store")
         return out
 
-    def linear_silu_mul(self, x: Tensor, packed: dense.PackedLinear) -> Tensor:
-        columns, two = len(packed.weight), super().linear_silu_mul
-        if not fused.takes(packed, len(x)) or columns % 2:
-            return two(x, packed)
-        x, _ = dense.check(x, packed, None)
-        out = self._launch.empty((len(x), columns // 2), x.dtype)
+    def linear_silu_mul(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        separate = super().linear_silu_mul
+        if not supports_fused(packed, len(x), Epilogue.SILU_MUL):
+            return separate(x, packed)
+        x, _ = check_input(x, packed, None)
+        out = self._launch.empty((len(x), len(packed.weight) // 2), x.dtype)
+        pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
 
-        def one() -> None:
-            fused.linear_silu_mul(x, packed, out, self._launch.early(x))
+        def run_fused() -> None:
+            fused.linear_silu_mul(x, packed, out, pdl, tile)
 
-        if self._two_steps(x, packed, one, lambda: two(x, packed)):
-            return two(x, packed)
-        one()
+        def run_separate() -> Tensor:
+            return separate(x, packed)
+
+        path = self.selector.select_gemm(
+            packed, x, Epilogue.SILU_MUL, 0, run_fused=run_fused, run_separate=run_separate, pdl=pdl
+        )
+        if path is GemmPath.CUBLAS:
+            return run_separate()
+        run_fused()
         self._launch.done("linear_silu_mul")
         return out
 
@@ -197,15 +233,17 @@ class TritonForward(ForwardOps):
         self._check_rows(rows, len(q), heads, cache, q.dtype)
         out = torch.empty_like(q)
         if len(q):
-            self.attend(q, rows, heads, cache, out)
+            self.attention_into(q, rows, heads, cache, out)
         self._launch.done("attention")
         return out
 
-    def attend(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor) -> None:
-        """`attention` into `out`, which may be fp32."""
+    def attention_into(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor
+    ) -> None:
+        """Store the result of `attention` to `out`, which may be fp32."""
         size = len(q), heads, rows.page_table, cache.shape[2]
-        few = self._attention.abreast(*size) > 1 and not self._walk.chunk(*size)
-        (self._attention if few else self._walk)(q, rows, heads, cache, out, self._launch.early(q))
+        splits = self._splitkv.num_parallel_spans(*size) > 1 and not self._prefill.chunk_spans(*size)
+        (self._splitkv if splits else self._prefill)(q, rows, heads, cache, out, self._launch.early(q))
 
     @property
     def fused_layers(self) -> FusedLayers:
@@ -225,11 +263,11 @@ class TritonForward(ForwardOps):
         """Run all layers in one launch if the fused kernel supports them; see `FusedLayers`."""
         residual = runtime.matrix("residual", residual)
         rope = runtime.matrix("rope", rope, None, FP32)
-        if not self.one_launch or not self._blocks.takes(residual, layers):
+        if not self.one_launch or not self._fused_layers.supports(residual, layers):
             return None
         for layer, cache in zip(layers, caches, strict=True):
             self._check_rows(rows, len(residual), layer.attention.heads, cache, residual.dtype)
-        tapped = self._blocks(residual, layers, rows, rope, caches, eps, taps, embedding)
+        tapped = self._fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
         if tapped is None:
             return None
         self._launch.done("fused_layers")

@@ -20,6 +20,7 @@ from torch import Tensor
 from draftproof.ops.contract.runtime import Runtime
 from draftproof.ops.contract.types import PendingCopy
 from draftproof.ops.triton.compile_ahead import compile_ahead
+from draftproof.ops.triton.gemm.autotune import TileTuner
 from draftproof.ops.triton.launch import LaunchContext
 
 T = TypeVar("T")
@@ -42,8 +43,9 @@ def bucket_of(rows: int) -> int:
 class TritonRuntime(Runtime):
     """Runtime with a queue and CUDA graphs; on the interpreter, which has none, the defaults apply."""
 
-    def __init__(self, launch: LaunchContext) -> None:
+    def __init__(self, launch: LaunchContext, tuner: TileTuner | None = None) -> None:
         super().__init__(launch.device)
+        self._tuner = tuner
         self.cuda = launch.cuda
         self.asynchronous = self.cuda
         self.open_queue()
@@ -61,6 +63,8 @@ class TritonRuntime(Runtime):
     def compile(self, functions: Sequence[Callable[[], object]], tick: Callable[[int, int], None]) -> None:
         if self.cuda:
             compile_ahead(functions, tick)
+            if self._tuner is not None:
+                self._tuner.tune(compile_ahead, tick)
 
     def bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.cuda else rows

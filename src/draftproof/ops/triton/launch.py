@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
+from draftproof.ops.triton.runtime import read_chip
 
 EARLY_ROWS = 256  # rows up to which kernels are launched early; with more a waiting kernel takes up room
 INTS = (torch.int64,)
@@ -25,7 +26,8 @@ class LaunchContext:
     def __init__(self, device: torch.device, cuda: bool, pdl: bool, debug: bool | None) -> None:
         self.device = device
         self.cuda = cuda  # on a GPU, not the interpreter
-        self.pdl = pdl and cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.chip = read_chip(device)
+        self.pdl = pdl and cuda and self.chip.has_pdl
         self.debug = os.environ.get("DRAFTPROOF_DEBUG", "0") == "1" if debug is None else debug
 
     def early(self, x: Tensor) -> bool:

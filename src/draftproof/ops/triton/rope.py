@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
+from draftproof.ops.triton.attention.kv_cache import store_kv
 from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
 
 HEADS_PER_PROGRAM = 16  # fixed, so that the norm of a head has one reduction tree
@@ -58,11 +59,10 @@ def rope_store_kernel(
     tl.store(q_at, low, mask=valid & is_q[:, None])
     tl.store(q_at + MIDDLE, high, mask=valid & is_q[:, None])
     kv_head = tl.where(is_v, head - NUM_KV, head) - NUM_Q
-    kv_offset = tl.load(kv_index + row) * (NUM_KV * D)
-    target = cache + tl.where(is_v, plane, 0)[:, None] + kv_offset + kv_head[:, None] * D + j[None, :]
+    token_offset = tl.load(kv_index + row) * (NUM_KV * D)
     stored = valid & (head >= NUM_Q)[:, None] & (tl.load(slots + row) >= 0)
-    tl.store(target, low, mask=stored)
-    tl.store(target + MIDDLE, high, mask=stored)
+    plane_offset = tl.where(is_v, plane, 0)[:, None]
+    store_kv(cache, plane_offset, token_offset, kv_head[:, None], j[None, :], low, high, stored, D)
 
 
 def rope_store(

@@ -8,6 +8,7 @@ reduction tree, from the alignment, and a row must always be reduced by the same
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,6 +75,54 @@ def pdl_sync_prefetch_weight(w, columns, N, K, is_first_tile, NUM_LINES: tl.cons
 def launch_options(pdl: bool, **options: Any) -> dict[str, Any]:
     """Return the keyword arguments of a launch; `launch_pdl` is absent where PDL is off."""
     return {**options, "PDL": True, "launch_pdl": True} if pdl else {**options, "PDL": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Capabilities of a device that kernel selection depends on."""
+
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+    shared_per_program: int = 0  # maximum bytes of shared memory
+    shared_per_sm: int = 0  # bytes of shared memory
+
+    @property
+    def has_pdl(self) -> bool:
+        """Return whether programmatic dependent launch exists (Hopper and newer)."""
+        return self.capability >= (9, 0)
+
+    @property
+    def has_cooperative_launch(self) -> bool:
+        """Return whether all programs of a launch can be guaranteed to be resident."""
+        return self.capability >= (7, 0)
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Return whether warp-group matrix instructions exist (Hopper only)."""
+        return self.capability[0] == 9
+
+    @property
+    def asm(self) -> str:
+        """Return the inline assembly that kernels may contain: "ptx" or "" (interpreter)."""
+        return "ptx" if self.capability > (0, 0) else ""
+
+
+INTERPRETER = Chip(name="interpreter", capability=(0, 0), num_sms=3)
+
+
+def read_chip(device: torch.device) -> Chip:
+    """Return the record of a device; `INTERPRETER` under Triton's interpreter."""
+    if INTERPRETED:
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(
+        name=getattr(properties, "name", "unknown"),
+        capability=torch.cuda.get_device_capability(device),
+        num_sms=properties.multi_processor_count,
+        shared_per_program=getattr(properties, "shared_memory_per_block_optin", 0),
+        shared_per_sm=getattr(properties, "shared_memory_per_multiprocessor", 0),
+    )
 
 
 def check_device(device: torch.device) -> None:

@@ -1,10 +1,10 @@
-"""Attention of many tiles: the sums of `attention`, one program walking through the spans of a tile.
+"""Paged attention for many tiles: the sums of `splitkv.py`, one program per tile looping over its spans.
 
-Where tiles are, `tile_lists` says. With many rows there are two lists, one of high tiles (prompts) and one of
-low ones (decode and verify rows), and the low ones fill the chip while the last high ones end. With few rows
-long tiles are cut into chunks: the first chunk folds its spans, the others leave theirs for the last program
-of the tile to fold. Blocks that every row of a tile sees whole may be read without masks. None of that
-changes a bit.
+`worklist.py` lists the tiles. With many rows there are two lists, tall tiles (prompts) and short tiles
+(decode and verify rows), and the short tiles fill the chip while the last tall tiles finish. With few rows
+long tiles are divided into chunks: the first chunk merges its spans, the others store theirs, and the last
+program of the tile merges them. Blocks that every row of a tile sees in full may be read without masks. None
+of this changes a bit.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention import splitkv
+from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
 from draftproof.ops.triton.attention.splitkv import (
-    Partials,
-    _block,
-    _finish,
-    _fold,
-    _gather,
-    paged_block,
+    PartialBuffers,
+    attend_block,
+    attend_paged_block,
+    merge_partials,
+    merge_stored_spans,
     scratch_fits,
+    store_normalised,
 )
-from draftproof.ops.triton.attention.worklist import CHUNKS, TileLists
+from draftproof.ops.triton.attention.worklist import MAX_CHUNKS, WorkLists
 from draftproof.ops.triton.runtime import INTERPRETED, next_power_of_two
 
-FEW = 512  # rows; with more there are high tiles too
-FEWER = 96  # rows, up to which a program has room for two blocks of keys in flight
-CUT = 48  # rows, up to which tiles are cut into chunks
-PROGRAMS = 128  # with fewer, each walking through a tile, spans side by side are quicker than chunks
-PER_SPAN = 8  # rows for each span of a chunk: the fewer tiles, the shorter the chunks
+MAX_ONE_LIST_ROWS = 512  # with more rows there is a list of tall tiles too
+MAX_DEEP_PIPELINE_ROWS = 96  # up to it a program can have two blocks of keys in flight
+MAX_CHUNKED_ROWS = 48  # up to it tiles are divided into chunks
+MIN_CHUNKED_PROGRAMS = 128  # with fewer programs, parallel spans are faster than chunks
+ROWS_PER_CHUNK_SPAN = 8  # rows of the call per span of a chunk: fewer tiles have shorter chunks
 
 
-class Shape(NamedTuple):
-    """How a tile is worked on; speed alone."""
+class TileConfig(NamedTuple):
+    """Configuration of the kernel for a tile; speed only."""
 
-    height: int  # in rows times heads
+    height: int  # rows times heads
     warps: int
     stages: int
-    registers: int | None = None  # at most, of a thread: fewer let more programs in
-    apart: bool = True  # blocks that all rows see have a loop of their own, without masks
-    ahead: bool = False  # pages are looked up a turn early, so that keys do not wait for them
+    max_registers: int | None = None  # of a thread; a limit raises the number of resident programs
+    splits_full_blocks: bool = True  # separate loop without masks for fully visible blocks
+    prefetches_pages: bool = False  # load page ids one iteration early
 
 
-# Width of a head -> shape. HIGH: many rows; LOW: their decode rows, and calls up to 256 rows; MIDDLE: to FEW;
-# LOWEST: to FEWER. CHUNKED: to CUT, for the widths that gained by it.
-HIGH = {64: Shape(64, 4, 2), 128: Shape(128, 8, 3, apart=False, ahead=True)}
-MIDDLE = {64: Shape(16, 4, 3, 168), 128: Shape(16, 4, 3, 128)}
-LOW = {64: Shape(16, 2, 3), 128: Shape(16, 2, 3)}
-LOWEST = {64: Shape(16, 2, 3), 128: Shape(16, 4, 3, apart=False, ahead=True)}
-CHUNKED = {128: Shape(16, 4, 3, apart=False, ahead=True)}
+# Padded head dim -> configuration. TALL_TILES: prompts of large calls; SHORT_TILES: their decode rows, and
+# calls up to 256 rows; SHORT_TILES_512: up to MAX_ONE_LIST_ROWS; SHORT_TILES_96: up to
+# MAX_DEEP_PIPELINE_ROWS; CHUNKED_TILES: up to MAX_CHUNKED_ROWS, for the head dims that were faster with it.
+TALL_TILES = {
+    64: TileConfig(64, 4, 2),
+    128: TileConfig(128, 8, 3, splits_full_blocks=False, prefetches_pages=True),
+}
+SHORT_TILES_512 = {64: TileConfig(16, 4, 3, 168), 128: TileConfig(16, 4, 3, 128)}
+SHORT_TILES = {64: TileConfig(16, 2, 3), 128: TileConfig(16, 2, 3)}
+SHORT_TILES_96 = {
+    64: TileConfig(16, 2, 3),
+    128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True),
+}
+CHUNKED_TILES = {128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True)}
 
 
 @triton.jit
-def _whole_block(
+def attend_full_block(
     q, pages, cache_k, cache_v, at, scale, m, sums, acc,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     ONES: tl.constexpr,
 ):  # fmt: skip
-    """`_block` of keys that all rows see."""
-    d = tl.arange(0, BD)
+    """Do `attend_block` for keys that all rows see, without masks."""
     key = at + tl.arange(0, KEYS)
-    page = tl.load(pages + key // PAGE).to(tl.int64)
-    place = (page * PAGE + key % PAGE) * (NUM_KV * D)
-    if BD == D:
-        k = tl.load(cache_k + place[None, :] + d[:, None])
-        v = tl.load(cache_v + place[:, None] + d[None, :])
-    else:
-        k = tl.load(cache_k + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-        v = tl.load(cache_v + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+    offset = kv_offset(tl.load(pages + key // PAGE), key, NUM_KV, D, PAGE)
+    k = load_keys(cache_k, offset, None, 0.0, D, BD)
+    v = load_values(cache_v, offset, None, 0.0, D, BD)
     scores = tl.dot(q, k, input_precision="ieee") * scale
     top = tl.maximum(m, tl.max(scores, axis=1))
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -86,131 +88,142 @@ def _whole_block(
 
 
 @triton.jit
-def _keep(parts, stats, where, m, total, acc, ok, inside, BD: tl.constexpr):
-    """Leaves a result at `where` [BM] for `_gather`."""
+def store_partial(parts, stats, partial_index, m, total, acc, ok, inside, BD: tl.constexpr):
+    """Store a partial result at index `partial_index` [BM] for `merge_stored_spans`."""
     d = tl.arange(0, BD)
-    tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
-    tl.store(stats + where * 2, m, mask=ok)
-    tl.store(stats + where * 2 + 1, total, mask=ok)
+    tl.store(parts + partial_index[:, None] * BD + d[None, :], acc, mask=inside)
+    tl.store(stats + partial_index * 2, m, mask=ok)
+    tl.store(stats + partial_index * 2 + 1, total, mask=ok)
 
 
 @triton.jit
-def _walk_blocks(
-    q, pos, pages, cache_k, cache_v, first, last, lowest, start, end, scale,
+def attend_blocks(
+    q, pos, pages, cache_k, cache_v, first, last, first_position, start, end, scale,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, APART: tl.constexpr,
-    AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
+    SPLIT_FULL: tl.constexpr,
+    PREFETCH_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks start..end, span by span: maximum [BM], sum [BM], weighted values [BM, BD]."""
+    """Return maximum [BM], sum [BM] and weighted values [BM, BD] of blocks start..end, span by span."""
     BLOCKS: tl.constexpr = SPAN // KEYS
     m = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, BD), tl.float32)
-    m1 = tl.full((BM,), float("-inf"), tl.float32)  # of the span that is being summed
+    m1 = tl.full((BM,), float("-inf"), tl.float32)  # of the current span
     sums1 = tl.zeros((BM, ONES), tl.float32)
     acc1 = tl.zeros((BM, BD), tl.float32)
-    middle = start
-    if APART and WINDOW == 0:
-        middle = tl.maximum(start, tl.minimum((lowest + 1) // SPAN * BLOCKS, end))
-        for block in range(start, middle):
-            m1, sums1, acc1 = _whole_block(q, pages, cache_k, cache_v, block * KEYS, scale, m1, sums1, acc1,
+    masked_start = start
+    if SPLIT_FULL and WINDOW == 0:
+        masked_start = tl.maximum(start, tl.minimum((first_position + 1) // SPAN * BLOCKS, end))
+        for block in range(start, masked_start):
+            m1, sums1, acc1 = attend_full_block(q, pages, cache_k, cache_v, block * KEYS, scale, m1, sums1,
+                                                acc1,
                                            NUM_KV, D, BD, PAGE, KEYS, ONES)  # fmt: skip
             if block % BLOCKS == BLOCKS - 1:  # the span is complete
-                m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
+                m, total, acc = merge_partials(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
                 m1 = tl.full((BM,), float("-inf"), tl.float32)
-    key = middle * KEYS + tl.arange(0, KEYS)
-    page = tl.load(pages + key // PAGE, mask=key <= last, other=0) if AHEAD else key
-    for block in range(middle, end):
-        if AHEAD:
-            this = page
+    key = masked_start * KEYS + tl.arange(0, KEYS)
+    page = tl.load(pages + key // PAGE, mask=key <= last, other=0) if PREFETCH_PAGES else key
+    for block in range(masked_start, end):
+        if PREFETCH_PAGES:
+            current_page = page
             key = (block + 1) * KEYS + tl.arange(0, KEYS)
             page = tl.load(pages + key // PAGE, mask=key <= last, other=0)
-            m1, sums1, acc1 = paged_block(q, pos, this, cache_k, cache_v, first, last, block * KEYS, scale,
+            m1, sums1, acc1 = attend_paged_block(q, pos, current_page, cache_k, cache_v, first, last,
+                                                 block * KEYS, scale,
                                           m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS,
                                           ONES)  # fmt: skip
         else:
-            m1, sums1, acc1 = _block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1,
+            m1, sums1, acc1 = attend_block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale,
+                                           m1,
                                      sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
-            m, total, acc = _fold(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
+            m, total, acc = merge_partials(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
             m1 = tl.full((BM,), float("-inf"), tl.float32)
     return m, total, acc
 
 
 @triton.jit
-def _keep_blocks(
+def store_spans(
     q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok, inside,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks start..end; every span is kept by itself."""
+    """Sum blocks start..end and store every span separately."""
     BLOCKS: tl.constexpr = SPAN // KEYS
     m1 = tl.full((BM,), float("-inf"), tl.float32)
     sums1 = tl.zeros((BM, ONES), tl.float32)
     acc1 = tl.zeros((BM, BD), tl.float32)
     for block in range(start, end):
-        m1, sums1, acc1 = _block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1, sums1,
+        m1, sums1, acc1 = attend_block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1,
+                                       sums1,
                                  acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
-            where = base + block // BLOCKS
-            _keep(parts, stats, where, m1, tl.max(sums1, axis=1), acc1, ok, inside, BD)
+            partial_index = base + block // BLOCKS
+            store_partial(parts, stats, partial_index, m1, tl.max(sums1, axis=1), acc1, ok, inside, BD)
             m1 = tl.full((BM,), float("-inf"), tl.float32)
 
 
 @triton.jit
-def _chunk(
-    q, pos, pages, cache_k, cache_v, first, last, lowest, scale, parts, stats, counter, base, part, chunk,
+def attend_chunk(
+    q, pos, pages, cache_k, cache_v, first, last, first_position, scale, parts, stats, counter, base, part,
+    chunk,
     ok, inside, out_at,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, APART: tl.constexpr,
-    AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
+    SPLIT_FULL: tl.constexpr,
+    PREFETCH_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """The part-th `chunk` spans of a tile; the last program of the tile to arrive finishes it.
+    """Sum the part-th `chunk` spans of a tile; the last program of the tile merges them.
 
-    Two loops and not one that chooses at the end of every span: that took longer.
+    Two loops are used, because one loop that decides at the end of every span was slower.
     """
     first_span = first // SPAN
-    length = last // SPAN - first_span + 1  # of the tile, in spans
-    kept = first_span + chunk - 1  # there the first chunk leaves what it has folded
+    length = last // SPAN - first_span + 1  # spans of the tile
+    chunk_result = first_span + chunk - 1  # index of the merged result of the first chunk
     start = (first_span + part * chunk) * (SPAN // KEYS)
     end = tl.minimum(last // KEYS + 1, start + chunk * (SPAN // KEYS))
     if part == 0:
-        m, total, acc = _walk_blocks(q, pos, pages, cache_k, cache_v, first, last, lowest, start, end, scale,
-                                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART,
-                                     AHEAD)  # fmt: skip
+        m, total, acc = attend_blocks(q, pos, pages, cache_k, cache_v, first, last, first_position, start,
+                                      end, scale,
+                                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL,
+                                     PREFETCH_PAGES)  # fmt: skip
         if length <= chunk:
-            _finish(total, acc, out_at, inside)
+            store_normalised(total, acc, out_at, inside)
         else:
-            _keep(parts, stats, base + kept, m, total, acc, ok, inside, BD)
+            store_partial(parts, stats, base + chunk_result, m, total, acc, ok, inside, BD)
     else:
-        _keep_blocks(q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok,
+        store_spans(q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok,
                      inside, NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
     if length > chunk:
         tl.debug_barrier()
         done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if done == tl.cdiv(length, chunk) - 1:
             tl.store(counter, 0)
-            _gather(parts, stats, base, kept, length - chunk + 1, ok, inside, out_at, BM, BD)
+            merge_stored_spans(
+                parts, stats, base, chunk_result, length - chunk + 1, ok, inside, out_at, BM, BD
+            )
 
 
 @triton.jit(do_not_specialize=["R", "max_pages", "spans", "chunk"])
-def walk_kernel(
-    q, slots, positions, page_table, cache, out, tiles, parts, stats, arrived,
+def prefill_attention_kernel(
+    q, slots, positions, page_table, cache, out, tiles, parts, stats, counters,
     R, max_pages, plane, spans, chunk, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    CHUNKS: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, LEAD: tl.constexpr, WAIT: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
-    """q, out [R, heads * D]; grid (NUM_KV, any): a program takes every so many-th tile, the last ones first.
+    """Attention of q [R, heads * D] -> out; grid (NUM_KV, programs), each looping over tiles from the end.
 
-    AttentionShape of a tile run side by side: their keys lie side by side in memory.
-    tiles: see `by_keys_kernel` (CHUNKS 1: rows); parts, stats: see `attention_kernel`, if CHUNKS > 1.
-    LEAD: the next kernel may be launched early. WAIT: "first" if this one was, "last" if it needs nothing
-    of the kernel before it but must not end before that one.
+    Heads of a tile are adjacent programs, because their keys are adjacent in memory. tiles: see
+    `chunk_list_kernel` (CHUNKS 1: rows only); parts, stats: see `splitkv_attention_kernel`, if CHUNKS > 1.
+    LAUNCH_NEXT: allow the next kernel to start early. WAIT: "first" to wait for the previous kernel before
+    all loads, "last" if nothing of it is needed but this kernel must not complete before it.
     """
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
-    if LEAD:
+    if LAUNCH_NEXT:
         tl.extra.cuda.gdc_launch_dependents()
     if WAIT == "first":
         tl.extra.cuda.gdc_wait()
@@ -228,98 +241,141 @@ def walk_kernel(
         ok = ok & (tl.load(slots + r, mask=ok, other=-1) == slot)
         pos = tl.load(positions + r, mask=ok, other=-1).to(tl.int32)
         last = tl.max(pos, axis=0)
-        lowest = tl.min(tl.where(ok, pos, last), axis=0)
-        first = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW else lowest * 0
-        line = r.to(tl.int64) * HEADS + head * GROUP + i % GROUP  # [BM]: which (row, head)
+        first_position = tl.min(tl.where(ok, pos, last), axis=0)
+        first = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW else first_position * 0
+        row_head = r.to(tl.int64) * HEADS + head * GROUP + i % GROUP  # [BM]: index of (row, head)
         inside = ok[:, None] & (d < D)[None, :]
-        here = line[:, None] * D + d[None, :]
-        query = tl.load(q + here, mask=inside, other=0.0)
+        q_offset = row_head[:, None] * D + d[None, :]
+        query = tl.load(q + q_offset, mask=inside, other=0.0)
         pages = page_table + slot * max_pages
         cache_k = cache + head * D
         cache_v = cache_k + plane
         if CHUNKS == 1:
             start, end = first // SPAN * (SPAN // KEYS), last // KEYS + 1
-            m, total, acc = _walk_blocks(query, pos, pages, cache_k, cache_v, first, last, lowest, start, end,
+            m, total, acc = attend_blocks(query, pos, pages, cache_k, cache_v, first, last, first_position,
+                                          start, end,
                                          scale, NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
-                                         APART, AHEAD)  # fmt: skip
-            _finish(total, acc, out + here, inside)
+                                         SPLIT_FULL, PREFETCH_PAGES)  # fmt: skip
+            store_normalised(total, acc, out + q_offset, inside)
         else:
-            _chunk(query, pos, pages, cache_k, cache_v, first, last, lowest, scale, parts, stats,
-                   arrived + row * NUM_KV + head, line * spans, part, chunk, ok, inside, out + here,
-                   NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, APART, AHEAD)  # fmt: skip
+            attend_chunk(query, pos, pages, cache_k, cache_v, first, last, first_position, scale, parts,
+                         stats,
+                   counters + row * NUM_KV + head, row_head * spans, part, chunk, ok, inside, out + q_offset,
+                   NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES)  # fmt: skip
     if WAIT == "last":
         tl.extra.cuda.gdc_wait()
 
 
-class Walk:
-    """Launches the kernels; `lists` are of the pass that has begun."""
+class PrefillAttention:
+    """Launcher of the kernels; `worklists` belong to the forward pass that has begun."""
 
-    def __init__(self, early: bool, partials: Partials) -> None:
-        self.early = early  # kernels can be launched early on this device
-        self.lists = TileLists()
+    def __init__(self, pdl_options: bool, partials: PartialBuffers) -> None:
+        self.has_pdl = pdl_options  # programmatic dependent launch is on
+        self.worklists = WorkLists()
         self._partials = partials
 
-    def chunk(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
-        """How many spans a chunk of a tile has, or 0: tiles are not cut."""
+    def chunk_spans(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
+        """Return the spans of a chunk of a tile; 0: tiles are not divided."""
         spans = triton.cdiv(table.shape[1] * page_size, splitkv.SPAN)
-        pays = num_rows * heads.num_kv >= PROGRAMS and max(16, next_power_of_two(heads.dim)) in CHUNKED
-        if not pays or num_rows > CUT or not scratch_fits(num_rows, heads, spans):
+        is_supported = (
+            num_rows * heads.num_kv >= MIN_CHUNKED_PROGRAMS
+            and max(16, next_power_of_two(heads.dim)) in CHUNKED_TILES
+        )
+        if not is_supported or num_rows > MAX_CHUNKED_ROWS or not scratch_fits(num_rows, heads, spans):
             return 0
-        return max(num_rows // PER_SPAN, triton.cdiv(spans, CHUNKS), 1)
+        return max(num_rows // ROWS_PER_CHUNK_SPAN, triton.cdiv(spans, MAX_CHUNKS), 1)
 
     def __call__(
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
     ) -> None:
         count, group = len(q), heads.num_q // heads.num_kv
         width = max(16, next_power_of_two(heads.dim))
-        wide = cache.dtype == torch.float32
-        early = {"LEAD": pdl, "WAIT": "first" if pdl else ""}
-        none = (out, out, out, 0, 0)
-        if chunk := self.chunk(count, heads, rows.page_table, cache.shape[2]):
-            low = _shape(CHUNKED, width, wide, group)
+        is_fp32 = cache.dtype == torch.float32
+        pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}
+        no_scratch = (out, out, out, 0, 0)
+        if chunk := self.chunk_spans(count, heads, rows.page_table, cache.shape[2]):
+            short = _tile_config(CHUNKED_TILES, width, is_fp32, group)
             spans = triton.cdiv(rows.page_table.shape[1] * cache.shape[2], splitkv.SPAN)
-            tiles = self.lists.by_keys(rows, low.height // group, chunk, heads.window)
+            tiles = self.worklists.by_keys(rows, short.height // group, chunk, heads.window)
             scratch = self._partials.reserve(count * heads.num_q * spans, width, count * heads.num_kv)
-            programs = count + count // 2  # there may be more chunks: then some take two
-            _launch(low, tiles, programs, q, rows, heads, cache, out, (*scratch, spans, chunk), **early)
-        elif count <= FEW:
-            shapes = LOWEST if count <= FEWER else LOW if count <= 256 else MIDDLE
-            low = _shape(shapes, width, wide, group)
-            tiles = self.lists.by_keys(rows, low.height // group, 0, 0)
-            _launch(low, tiles, count, q, rows, heads, cache, out, none, **early)
+            programs = count + count // 2  # with more chunks some programs take two
+            _launch(
+                short, tiles, programs, q, rows, heads, cache, out, (*scratch, spans, chunk), **pdl_options
+            )
+        elif count <= MAX_ONE_LIST_ROWS:
+            configs = (
+                SHORT_TILES_96
+                if count <= MAX_DEEP_PIPELINE_ROWS
+                else SHORT_TILES
+                if count <= 256
+                else SHORT_TILES_512
+            )
+            short = _tile_config(configs, width, is_fp32, group)
+            tiles = self.worklists.by_keys(rows, short.height // group, 0, 0)
+            _launch(short, tiles, count, q, rows, heads, cache, out, no_scratch, **pdl_options)
         else:
-            low, high = _shape(LOW, width, wide, group), _shape(HIGH, width, wide, group)
-            lows, highs = self.lists.low_and_high(rows, low.height // group, high.height // group)
-            programs = 2 * triton.cdiv(count, high.height // group)
-            _launch(high, highs, programs, q, rows, heads, cache, out, none, LEAD=self.early, WAIT="")
-            programs, wait = min(count, len(rows.page_table)), "last" if self.early else ""
-            _launch(low, lows, programs, q, rows, heads, cache, out, none, LEAD=False, WAIT=wait)
+            short, tall = (
+                _tile_config(SHORT_TILES, width, is_fp32, group),
+                _tile_config(TALL_TILES, width, is_fp32, group),
+            )
+            short_tiles, tall_tiles = self.worklists.short_and_tall(
+                rows, short.height // group, tall.height // group
+            )
+            programs = 2 * triton.cdiv(count, tall.height // group)
+            _launch(
+                tall,
+                tall_tiles,
+                programs,
+                q,
+                rows,
+                heads,
+                cache,
+                out,
+                no_scratch,
+                LAUNCH_NEXT=self.has_pdl,
+                WAIT="",
+            )
+            programs, wait = min(count, len(rows.page_table)), "last" if self.has_pdl else ""
+            _launch(
+                short,
+                short_tiles,
+                programs,
+                q,
+                rows,
+                heads,
+                cache,
+                out,
+                no_scratch,
+                LAUNCH_NEXT=False,
+                WAIT=wait,
+            )
 
 
-def _shape(shapes: dict[int, Shape], width: int, wide: bool, group: int) -> Shape:
-    shape = shapes.get(width, Shape(16, 4, 2))
-    if wide:  # one thread an output: higher tiles would not fit its registers
-        shape = Shape(16, 4 if width <= 128 else 8, 2)
-    return shape._replace(height=max(shape.height, next_power_of_two(group)))
+def _tile_config(configs: dict[int, TileConfig], width: int, is_fp32: bool, group: int) -> TileConfig:
+    config = configs.get(width, TileConfig(16, 4, 2))
+    if is_fp32:  # one thread per output: taller tiles would not fit into registers
+        config = TileConfig(16, 4 if width <= 128 else 8, 2)
+    return config._replace(height=max(config.height, next_power_of_two(group)))
 
 
 def _launch(
-    shape: Shape, tiles: Tensor, programs: int, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor,
-    out: Tensor, scratch: tuple[Tensor, Tensor, Tensor, int, int], **when: Any,
+    config: TileConfig, tiles: Tensor, programs: int, q: Tensor, rows: Rows, heads: AttentionShape,
+    cache: Tensor,
+    out: Tensor, scratch: tuple[Tensor, Tensor, Tensor, int, int], **pdl_launch: Any,
 ) -> None:  # fmt: skip
-    """`scratch`: parts, stats, arrived, spans and chunk of the kernel; chunk 0: tiles are not cut."""
+    """Launch the kernel; `scratch`: parts, stats, counters, spans and chunk (0 for whole tiles)."""
     *partials, spans, chunk = scratch
-    options: dict[str, Any] = {"num_warps": shape.warps, "num_stages": shape.stages}
-    if when["WAIT"]:
+    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
+    if pdl_launch["WAIT"]:
         options["launch_pdl"] = True
-    if shape.registers and not INTERPRETED:
-        options["maxnreg"] = shape.registers
-    walk_kernel[(heads.num_kv, programs)](
+    if config.max_registers and not INTERPRETED:
+        options["maxnreg"] = config.max_registers
+    prefill_attention_kernel[(heads.num_kv, programs)](
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, *partials,
         len(q), rows.page_table.shape[1], cache.stride(0), spans, chunk, heads.scale * splitkv.LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim,
-        BD=max(16, next_power_of_two(heads.dim)), BM=shape.height, PAGE=cache.shape[2], WINDOW=heads.window,
-        KEYS=splitkv.KEYS, SPAN=splitkv.SPAN, ONES=splitkv.ONES, APART=shape.apart,
-        AHEAD=shape.ahead,
-        CHUNKS=CHUNKS if chunk else 1, enable_fp_fusion=False, **when, **options,
+        BD=max(16, next_power_of_two(heads.dim)), BM=config.height, PAGE=cache.shape[2], WINDOW=heads.window,
+        KEYS=splitkv.KEYS, SPAN=splitkv.SPAN, ONES=splitkv.ONES, SPLIT_FULL=config.splits_full_blocks,
+        PREFETCH_PAGES=config.prefetches_pages,
+        CHUNKS=MAX_CHUNKS if chunk else 1, enable_fp_fusion=False, **pdl_launch, **options,
     )  # fmt: skip

@@ -1,16 +1,16 @@
-"""Paged attention: prefill chunks, verify rows and decode rows, with one order of sums.
+"""Split-KV paged attention for few tiles, and the order of sums that all attention kernels share.
 
-A program takes a tile of adjacent rows of one slot times the query heads that share a KV head. The order of
-a row's sum is a function of its position: keys in blocks of KEYS, blocks in spans of SPAN tokens, spans
-folded in ascending order. A key that a row may not see contributes exact zeros, so rows of one tile do
-not feel each other. Row sums run on the tensor core (p times 1), in the order of p times V. Compiled without
-contraction of multiply and add, so that folding inside a kernel's loop and folding partial results
-give the same bits.
+A program handles a tile: adjacent rows of one slot times the query heads that share a KV head. The order of
+the sums of a row is a function of its position: keys in blocks of KEYS, blocks in spans of SPAN tokens, spans
+merged in ascending order. A masked key contributes exact zeros, so the rows of a tile do not affect each
+other. Row sums run on the tensor core (p times 1), in the order of p times V. Kernels are compiled without
+contraction of multiply and add, so that merging inside a loop and merging stored partial results give the
+same bits.
 
-Here is the kernel for few tiles: the spans of one run side by side, and the last program of a tile to
-arrive folds them. Tiles are found on the device: a program starts a tile if its row is the first of its slot
-or a multiple of the tile's height, and ends at once otherwise. So the grid depends on the number of rows
-alone, and a graph holds it. Where there are many tiles, `walk` does them.
+In this kernel the spans of a tile run in parallel, and the last program of a tile merges them. Tiles are
+found on the device: a program starts a tile if its row is the first of its slot or a multiple of the tile
+height, and returns at once otherwise. So the grid depends on the number of rows only, and a graph can
+capture it. `prefill.py` handles many tiles.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
+from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
 from draftproof.ops.triton.runtime import launch_options, next_power_of_two, prefetch_l2
 
-KEYS = 64  # keys of one block: part of the numerics
-SPAN = 128  # tokens of one span: part of the numerics
-PROGRAMS = 800  # about six for each SM of an H200: below that, spans run side by side
-MOST_SCRATCH = 256 << 20  # bytes of partial results; where they would be more, `walk` serves
+KEYS = 64  # keys of one block; determines the bits
+SPAN = 128  # tokens of one span; determines the bits
+MAX_SPLIT_PROGRAMS = 800  # about six per SM of an H200; the spans of a tile are divided up to this number
+MAX_SCRATCH_BYTES = 256 << 20  # of partial results; above it `prefill.py` is used
 LOG2_E = 1.4426950408889634
-ONES = 16  # columns of the matrix of ones: the narrowest the tensor core takes
+ONES = 16  # columns of the matrix of ones: the minimum of the tensor core
 
-# Largest number of rows -> (tile height in rows times heads, warps, stages); speed alone. Two blocks of keys
-# are in flight with three stages, because a span holds two.
+# Maximum number of rows -> (tile height in rows times heads, warps, stages); speed only. Three stages keep
+# two blocks of keys in flight, because a span has two blocks.
 TILES = ((8, (16, 4, 3)), (1 << 30, (16, 2, 3)))
 
 
 @triton.jit
-def _fold(m, total, acc, m_new, total_new, acc_new):
-    """Two partial results of the same rows, the earlier span first."""
+def merge_partials(m, total, acc, m_new, total_new, acc_new):
+    """Merge two partial results of the same rows, the earlier span first."""
     top = tl.maximum(m, m_new)
     base = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp2(m - base), tl.exp2(m_new - base)
@@ -45,123 +46,126 @@ def _fold(m, total, acc, m_new, total_new, acc_new):
 
 
 @triton.jit
-def score(q, k, key, pos, scale, WINDOW: tl.constexpr):
-    """Keys k [BD, KEYS] at positions `key`: scores [BM, KEYS], -inf where a row may not look."""
+def masked_scores(q, k, key, pos, scale, WINDOW: tl.constexpr):
+    """Return scores [BM, KEYS] of keys k [BD, KEYS] at positions `key`, -inf where masked."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
-    seen = key[None, :] <= pos[:, None]
+    visible = key[None, :] <= pos[:, None]
     if WINDOW:
-        seen = seen & (key[None, :] > pos[:, None] - WINDOW)
-    return tl.where(seen, scores, float("-inf"))
+        visible = visible & (key[None, :] > pos[:, None] - WINDOW)
+    return tl.where(visible, scores, float("-inf"))
 
 
 @triton.jit
-def weigh(scores, m, dtype: tl.constexpr):
-    """The new maximum [BM], weights [BM, KEYS], and the decay of what was."""
+def softmax_step(scores, m, dtype: tl.constexpr):
+    """Return the new maximum [BM], weights [BM, KEYS] and the decay of the old sums [BM, 1]."""
     top = tl.maximum(m, tl.max(scores, axis=1))
     base = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.exp2(scores - base[:, None]).to(dtype), tl.exp2(m - base)[:, None]
 
 
 @triton.jit
-def gain(p, v, decay, sums, acc, KEYS: tl.constexpr, ONES: tl.constexpr):
-    """The weights' sum [BM, ONES] and the weighted values [BM, BD] with v [KEYS, BD] added."""
+def accumulate_values(p, v, decay, sums, acc, KEYS: tl.constexpr, ONES: tl.constexpr):
+    """Add v [KEYS, BD]: return the sum of weights [BM, ONES] and the weighted values [BM, BD]."""
     ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(p.dtype)
     sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
     return sums, tl.dot(p, v, acc * decay, input_precision="ieee")
 
 
 @triton.jit
-def _block(
+def attend_block(
     q, pos, pages, cache_k, cache_v, first, last, at, scale, m, sums, acc,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """The keys at..at + KEYS go into maximum [BM], sum [BM, ONES], weighted values [BM, BD] of their span."""
+    """Add keys at..at + KEYS to maximum [BM], sum [BM, ONES] and values [BM, BD] of their span."""
     key = at + tl.arange(0, KEYS)
     page = tl.load(pages + key // PAGE, mask=(key >= first) & (key <= last), other=0)
-    return paged_block(q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc, NUM_KV, D, BD,
+    return attend_paged_block(q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc, NUM_KV,
+                              D, BD,
                        PAGE, WINDOW, KEYS, ONES)  # fmt: skip
 
 
 @triton.jit
-def paged_block(
+def attend_paged_block(
     q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """`_block` of keys whose pages [KEYS] are known."""
-    d = tl.arange(0, BD)
+    """Do `attend_block` for keys whose pages [KEYS] are loaded."""
     key = at + tl.arange(0, KEYS)
-    exists = (key >= first) & (key <= last)  # other places may hold anything, NaN too
-    place = (page.to(tl.int64) * PAGE + key % PAGE) * (NUM_KV * D)
-    k = tl.load(cache_k + place[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
-    top, p, decay = weigh(score(q, k, key, pos, scale, WINDOW), m, q.dtype)
-    v = tl.load(cache_v + place[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    sums, acc = gain(p, v, decay, sums, acc, KEYS, ONES)
+    exists = (key >= first) & (key <= last)  # memory of other keys may hold NaN
+    offset = kv_offset(page, key, NUM_KV, D, PAGE)
+    k = load_keys(cache_k, offset, exists, 0.0, D, BD)
+    top, p, decay = softmax_step(masked_scores(q, k, key, pos, scale, WINDOW), m, q.dtype)
+    v = load_values(cache_v, offset, exists, 0.0, D, BD)
+    sums, acc = accumulate_values(p, v, decay, sums, acc, KEYS, ONES)
     return top, sums, acc
 
 
 @triton.jit
-def _span(
+def attend_span(
     q, pos, pages, cache_k, cache_v, first, last, start, scale,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one span: maximum [BM], sum [BM], weighted values [BM, BD]. Keys first..last exist.
+    """Return maximum [BM], sum [BM] and weighted values [BM, BD] of one span; keys first..last exist.
 
-    A block without a key that exists changes nothing, so there are always SPAN // KEYS of them.
+    A block without existing keys changes nothing, so there are always SPAN // KEYS blocks.
     """
     m = tl.full((BM,), float("-inf"), tl.float32)
     sums = tl.zeros((BM, ONES), tl.float32)
     acc = tl.zeros((BM, BD), tl.float32)
     for block in tl.static_range(0, SPAN, KEYS):
-        m, sums, acc = _block(q, pos, pages, cache_k, cache_v, first, last, start + block, scale, m, sums,
+        m, sums, acc = attend_block(q, pos, pages, cache_k, cache_v, first, last, start + block, scale, m,
+                                    sums,
                               acc, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
 
 
 @triton.jit
-def _ask(
-    slots, positions, page_table, cache, row, head, part, max_pages, plane,
+def prefetch_span(
+    slots, positions, page_table, cache, row, head, split, max_pages, plane,
     NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Before the last kernel has ended: asks for the keys and values of span `part`; see `prefetch_l2`."""
-    key = part * SPAN + tl.arange(0, SPAN)
+    """Prefetch keys and values of span `split` before the previous kernel has completed."""
+    key = split * SPAN + tl.arange(0, SPAN)
     page = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages + key // PAGE
     page = tl.load(page, mask=key <= tl.load(positions + row), other=0).to(tl.int64)
-    place = (page * PAGE + key % PAGE) * (NUM_KV * D) + head * D
-    for further in tl.static_range(0, D, 64):
-        prefetch_l2(cache + place + further)
-        prefetch_l2(cache + plane + place + further)
+    offset = kv_offset(page, key, NUM_KV, D, PAGE) + head * D
+    for column in tl.static_range(0, D, 64):
+        prefetch_l2(cache + offset + column)
+        prefetch_l2(cache + plane + offset + column)
 
 
 @triton.jit
-def _finish(total, acc, out_at, ok):
-    """Normalise, make -0 +0 (an added zero block would), round, store."""
+def store_normalised(total, acc, out_at, ok):
+    """Normalise, turn -0 into +0 (as adding a zero block would), round and store."""
     tl.store(out_at, (acc / total[:, None] + 0.0).to(out_at.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["R", "abreast"])  # one binary for every number of rows
-def attention_kernel(
-    q, slots, positions, page_table, cache, out, parts, stats, arrived,
-    R, max_pages, plane, spans, abreast, scale,
+@triton.jit(do_not_specialize=["R", "num_parallel"])  # one binary for every number of rows
+def splitkv_attention_kernel(
+    q, slots, positions, page_table, cache, out, parts, stats, counters,
+    R, max_pages, plane, spans, num_parallel, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [R, heads * D]; parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
+    """Attention of q [R, heads * D] -> out; parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
-    row = R - 1 - tl.program_id(0)  # late rows see the most keys: they start first
-    head, part = tl.program_id(1), tl.program_id(2)
+    row = R - 1 - tl.program_id(0)  # later rows have the most keys, so they start first
+    head, split = tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        _ask(slots, positions, page_table, cache, row, head, part, max_pages, plane, NUM_KV, D, PAGE, SPAN)
+        prefetch_span(
+            slots, positions, page_table, cache, row, head, split, max_pages, plane, NUM_KV, D, PAGE, SPAN
+        )
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + row)
-    before = tl.load(slots + tl.maximum(row - 1, 0))
-    starts = (slot >= 0) & ((row % HEIGHT == 0) | (row == 0) | (before != slot))
-    if starts:
+    previous_slot = tl.load(slots + tl.maximum(row - 1, 0))
+    starts_tile = (slot >= 0) & ((row % HEIGHT == 0) | (row == 0) | (previous_slot != slot))
+    if starts_tile:
         i = tl.arange(0, BM)
         r = row + i // GROUP
         ok = (i < HEIGHT * GROUP) & (r < R) & (r // HEIGHT == row // HEIGHT)
@@ -171,103 +175,109 @@ def attention_kernel(
         first = tl.min(tl.where(ok, pos, last), axis=0)
         first = tl.maximum(first - WINDOW + 1, 0) if WINDOW else first * 0
         d = tl.arange(0, BD)
-        line = r.to(tl.int64) * HEADS + head * GROUP + i % GROUP  # [BM]: which (row, head)
+        row_head = r.to(tl.int64) * HEADS + head * GROUP + i % GROUP  # [BM]: which (row, head)
         inside = ok[:, None] & (d < D)[None, :]
-        here = line[:, None] * D + d[None, :]
-        query = tl.load(q + here, mask=inside, other=0.0)
+        q_offset = row_head[:, None] * D + d[None, :]
+        query = tl.load(q + q_offset, mask=inside, other=0.0)
         pages = page_table + slot * max_pages
         cache_k = cache + head * D
         cache_v = cache_k + plane
         first_span = first // SPAN
         count = last // SPAN - first_span + 1
-        step = tl.where(count == 1, 1, abreast)
-        if part < count:
-            for s in range(first_span + part, first_span + count, step):
-                m, total, acc = _span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
+        stride = tl.where(count == 1, 1, num_parallel)
+        if split < count:
+            for s in range(first_span + split, first_span + count, stride):
+                m, total, acc = attend_span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
                                       NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
                 if count == 1:
-                    _finish(total, acc, out + here, inside)
+                    store_normalised(total, acc, out + q_offset, inside)
                 else:
-                    where = line * spans + s
-                    tl.store(parts + where[:, None] * BD + d[None, :], acc, mask=inside)
-                    tl.store(stats + where * 2, m, mask=ok)
-                    tl.store(stats + where * 2 + 1, total, mask=ok)
+                    partial_index = row_head * spans + s
+                    tl.store(parts + partial_index[:, None] * BD + d[None, :], acc, mask=inside)
+                    tl.store(stats + partial_index * 2, m, mask=ok)
+                    tl.store(stats + partial_index * 2 + 1, total, mask=ok)
             if count > 1:
                 tl.debug_barrier()
-                counter = arrived + row * NUM_KV + head
-                done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if done == tl.minimum(count, abreast) - 1:
+                counter = counters + row * NUM_KV + head
+                num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if num_done == tl.minimum(count, num_parallel) - 1:
                     tl.store(counter, 0)
-                    _gather(parts, stats, line * spans, first_span, count, ok, inside, out + here, BM, BD)
+                    merge_stored_spans(
+                        parts, stats, row_head * spans, first_span, count, ok, inside, out + q_offset, BM, BD
+                    )
 
 
 @triton.jit
-def _part(parts, stats, at, d, ok, inside, BD: tl.constexpr):
-    """A stored span; an empty one where there is none."""
+def load_partial(parts, stats, at, d, ok, inside, BD: tl.constexpr):
+    """Load the partial result of a span; an empty one where masked."""
     m = tl.load(stats + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
-    here = parts + at[:, None] * BD + d[None, :]
-    acc = tl.load(here, mask=inside & ok[:, None], other=0.0, cache_modifier=".cg")
+    q_offset = parts + at[:, None] * BD + d[None, :]
+    acc = tl.load(q_offset, mask=inside & ok[:, None], other=0.0, cache_modifier=".cg")
     return m, total, acc
 
 
 @triton.jit
-def _gather(parts, stats, base, first_span, count, ok, inside, out_at, BM: tl.constexpr, BD: tl.constexpr):
-    """Fold the stored spans in ascending order, as one program would have; then finish."""
+def merge_stored_spans(
+    parts, stats, base, first_span, count, ok, inside, out_at, BM: tl.constexpr, BD: tl.constexpr
+):
+    """Merge the stored spans in ascending order and store the result."""
     d = tl.arange(0, BD)
     m = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, BD), tl.float32)
     end = first_span + count
-    for s in range(first_span, end, 4):  # four at a time: their loads overlap
-        m1, total1, acc1 = _part(parts, stats, base + s, d, ok, inside, BD)
-        m2, total2, acc2 = _part(parts, stats, base + s + 1, d, ok & (s + 1 < end), inside, BD)
-        m3, total3, acc3 = _part(parts, stats, base + s + 2, d, ok & (s + 2 < end), inside, BD)
-        m4, total4, acc4 = _part(parts, stats, base + s + 3, d, ok & (s + 3 < end), inside, BD)
-        m, total, acc = _fold(m, total, acc, m1, total1, acc1)
-        m, total, acc = _fold(m, total, acc, m2, total2, acc2)
-        m, total, acc = _fold(m, total, acc, m3, total3, acc3)
-        m, total, acc = _fold(m, total, acc, m4, total4, acc4)
-    _finish(total, acc, out_at, inside)
+    for s in range(first_span, end, 4):  # four at a time, so that their loads overlap
+        m1, total1, acc1 = load_partial(parts, stats, base + s, d, ok, inside, BD)
+        m2, total2, acc2 = load_partial(parts, stats, base + s + 1, d, ok & (s + 1 < end), inside, BD)
+        m3, total3, acc3 = load_partial(parts, stats, base + s + 2, d, ok & (s + 2 < end), inside, BD)
+        m4, total4, acc4 = load_partial(parts, stats, base + s + 3, d, ok & (s + 3 < end), inside, BD)
+        m, total, acc = merge_partials(m, total, acc, m1, total1, acc1)
+        m, total, acc = merge_partials(m, total, acc, m2, total2, acc2)
+        m, total, acc = merge_partials(m, total, acc, m3, total3, acc3)
+        m, total, acc = merge_partials(m, total, acc, m4, total4, acc4)
+    store_normalised(total, acc, out_at, inside)
 
 
-class Partials:
-    """Scratch of spans that run side by side: their results, and how many programs of a tile have arrived."""
+class PartialBuffers:
+    """Scratch of spans that run in parallel: partial results, and counters of finished programs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._held: list[Tensor] = []  # captured graphs may still point at scratch that was outgrown
+        self._old_scratch: list[Tensor] = []  # captured graphs may still use replaced scratch
         self.parts = torch.empty(1, dtype=torch.float32, device=device)
         self.stats = torch.empty(1, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
 
     def reserve(self, lines: int, width: int, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return parts, stats and counters for `lines` partial results of `width` columns."""
         if self.parts.numel() < lines * width or self.stats.numel() < lines * 2:
-            self._held += [self.parts, self.stats]
+            self._old_scratch += [self.parts, self.stats]
             self.parts = torch.empty(lines * width, dtype=torch.float32, device=self.device)
             self.stats = torch.empty(lines * 2, dtype=torch.float32, device=self.device)
-        if self.arrived.numel() < tiles:
-            self._held.append(self.arrived)
-            self.arrived = torch.zeros(tiles, dtype=torch.int32, device=self.device)
-        return self.parts, self.stats, self.arrived
+        if self.counters.numel() < tiles:
+            self._old_scratch.append(self.counters)
+            self.counters = torch.zeros(tiles, dtype=torch.int32, device=self.device)
+        return self.parts, self.stats, self.counters
 
 
 def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
-    return num_rows * heads.num_q * spans * max(16, next_power_of_two(heads.dim)) * 4 <= MOST_SCRATCH
+    """Return whether the partial results of all spans stay below the limit."""
+    return num_rows * heads.num_q * spans * max(16, next_power_of_two(heads.dim)) * 4 <= MAX_SCRATCH_BYTES
 
 
-class Attention:
-    """Launches the kernel."""
+class SplitKVAttention:
+    """Launcher of the kernel."""
 
-    def __init__(self, partials: Partials) -> None:
+    def __init__(self, partials: PartialBuffers) -> None:
         self._partials = partials
 
-    def abreast(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
-        """How many spans run side by side; with 1 this kernel has nothing to offer."""
+    def num_parallel_spans(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
+        """Return the number of spans that run in parallel; with 1 `prefill.py` is used."""
         spans = triton.cdiv(table.shape[1] * page_size, SPAN)
         if not scratch_fits(num_rows, heads, spans):
             return 1
-        return max(1, min(spans, PROGRAMS // (num_rows * heads.num_kv)))
+        return max(1, min(spans, MAX_SPLIT_PROGRAMS // (num_rows * heads.num_kv)))
 
     def __call__(
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
@@ -275,14 +285,14 @@ class Attention:
         num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
         group, width = heads.num_q // heads.num_kv, max(16, next_power_of_two(heads.dim))
         spans = triton.cdiv(max_pages * page_size, SPAN)
-        abreast = self.abreast(num_rows, heads, rows.page_table, page_size)
+        num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
         height, warps, stages = next(tile for limit, tile in TILES if num_rows <= limit)
         if width > 128 or cache.dtype == torch.float32:
             stages = 2
-        attention_kernel[(num_rows, heads.num_kv, abreast)](
+        splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
             q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch,
-            num_rows, max_pages, cache.stride(0), spans, abreast, heads.scale * LOG2_E,
+            num_rows, max_pages, cache.stride(0), spans, num_parallel, heads.scale * LOG2_E,
             NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, next_power_of_two(group)),
             PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES,
             **launch_options(pdl, num_warps=warps, num_stages=stages, enable_fp_fusion=False),

@@ -1,8 +1,8 @@
-"""Lists of attention's tiles, made once a pass on the device.
+"""Work lists of attention tiles, built on the device once per forward pass.
 
-A program for every row would spend its time finding out that it has nothing to do. Tiles that see many keys
-start first, and where there are few of them they may be cut into chunks of spans: programs share the memory
-evenly, so that the longest tile would end long after the others.
+With a program per row most programs would find no tile. Tiles with many keys start first, and few tiles may
+be divided into chunks of spans: memory bandwidth is shared evenly, so the longest tile would finish long
+after the others.
 """
 
 from __future__ import annotations
@@ -16,116 +16,125 @@ from draftproof.ops import Rows
 from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.runtime import next_power_of_two
 
-BLOCK = 1024  # rows that the lists of high and low tiles are made from at a time
-CHUNKS = 8  # of a tile, at most
+BLOCK = 1024  # rows of one step of the kernel for short and tall tiles
+MAX_CHUNKS = 8  # of a tile
 
 
 @triton.jit
-def _larger(a, b):
+def _maximum(a, b):
+    """Return the maximum, for a scan."""
     return tl.maximum(a, b)
 
 
 @triton.jit(do_not_specialize=["R", "chunk"])
-def by_keys_kernel(
+def chunk_list_kernel(
     slots, positions, out, R, chunk,
-    LOW: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK: tl.constexpr, MAX_CHUNKS: tl.constexpr, WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """out [1 + R * CHUNKS]: how many chunks, then row * CHUNKS + chunk of each; most keys last. R <= BLOCK.
+    """Store out [1 + R * MAX_CHUNKS]: the count, then row * MAX_CHUNKS + chunk of each, most keys last.
 
-    A slot's rows are cut every LOW rows into tiles, and those every `chunk` spans of their keys (CHUNKS 1:
-    not at all).
+    Requires R <= BLOCK. The rows of a slot are divided into tiles of SHORT rows, and these into chunks of
+    `chunk` spans (MAX_CHUNKS 1: no chunks).
     """
     row = tl.arange(0, BLOCK)
     slot = tl.load(slots + row, mask=row < R, other=-1)
-    before = tl.load(slots + row - 1, mask=(row < R) & (row > 0), other=-2)
-    first = tl.associative_scan(tl.where(slot != before, row, 0), 0, _larger)
-    starts = (slot >= 0) & ((row - first) % LOW == 0)
-    lowest = tl.load(positions + row, mask=row < R, other=0).to(tl.int32)
-    last = lowest
-    for i in tl.static_range(1, LOW):
+    previous_slot = tl.load(slots + row - 1, mask=(row < R) & (row > 0), other=-2)
+    first = tl.associative_scan(tl.where(slot != previous_slot, row, 0), 0, _maximum)
+    starts_tile = (slot >= 0) & ((row - first) % SHORT == 0)
+    position = tl.load(positions + row, mask=row < R, other=0).to(tl.int32)
+    last = position
+    for i in tl.static_range(1, SHORT):
         same = tl.load(slots + row + i, mask=row + i < R, other=-2) == slot
         last = tl.maximum(last, tl.load(positions + row + i, mask=same & (row + i < R), other=0).to(tl.int32))
-    start = tl.maximum(lowest - WINDOW + 1, 0) // SPAN * SPAN if WINDOW else lowest * 0
-    part = tl.arange(0, CHUNKS)
-    keys = (last + 1 - start)[:, None] - part[None, :] * (chunk * SPAN)  # [BLOCK, CHUNKS] from this chunk on
-    there = starts[:, None] & (keys > 0)
-    if CHUNKS > 1:
+    start = tl.maximum(position - WINDOW + 1, 0) // SPAN * SPAN if WINDOW else position * 0
+    chunk_index = tl.arange(0, MAX_CHUNKS)
+    keys = (last + 1 - start)[:, None] - chunk_index[None, :] * (
+        chunk * SPAN
+    )  # [BLOCK, chunks]: keys from this chunk on
+    exists = starts_tile[:, None] & (keys > 0)
+    if MAX_CHUNKS > 1:
         keys = tl.minimum(keys, chunk * SPAN)
-    keys = tl.minimum(keys, (1 << 31) // (BLOCK * CHUNKS) - 1)  # more than anybody has
-    order = tl.where(there, keys * (BLOCK * CHUNKS) + row[:, None] * CHUNKS + part[None, :], -1)
-    order = tl.sort(tl.reshape(order, (BLOCK * CHUNKS,)))
-    count = tl.sum(tl.sum(there.to(tl.int32), axis=1), axis=0)
-    place = tl.arange(0, BLOCK * CHUNKS) - (BLOCK * CHUNKS - count)
-    tl.store(out + 1 + place, order % (BLOCK * CHUNKS), mask=place >= 0)
+    keys = tl.minimum(keys, (1 << 31) // (BLOCK * MAX_CHUNKS) - 1)  # keep the sort key within int32
+    sort_key = tl.where(
+        exists, keys * (BLOCK * MAX_CHUNKS) + row[:, None] * MAX_CHUNKS + chunk_index[None, :], -1
+    )
+    sort_key = tl.sort(tl.reshape(sort_key, (BLOCK * MAX_CHUNKS,)))
+    count = tl.sum(tl.sum(exists.to(tl.int32), axis=1), axis=0)
+    place = tl.arange(0, BLOCK * MAX_CHUNKS) - (BLOCK * MAX_CHUNKS - count)
+    tl.store(out + 1 + place, sort_key % (BLOCK * MAX_CHUNKS), mask=place >= 0)
     tl.store(out, count)
 
 
 @triton.jit(do_not_specialize=["R"])
-def low_and_high_kernel(slots, low, high, R, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """low, high [1 + R]: how many tiles, then their first rows.
+def tile_lists_kernel(slots, short, tall, R, SHORT: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the lists low, high [1 + R]: the number of tiles, then their first rows.
 
-    A slot's rows are cut every HIGH rows; what is left goes to `low` if it is at most LOW rows.
+    The rows of a slot are divided every TALL rows; a tile of at most SHORT rows goes to the list `short`.
     """
-    lows = tl.zeros((), tl.int32)
-    highs = tl.zeros((), tl.int32)
-    segment = tl.zeros((), tl.int32)  # where the slot of the block before began
+    num_short = tl.zeros((), tl.int32)
+    num_tall = tl.zeros((), tl.int32)
+    segment = tl.zeros((), tl.int32)  # first row of the last slot of the previous block
     for start in range(0, R, BLOCK):
         row = start + tl.arange(0, BLOCK)
         slot = tl.load(slots + row, mask=row < R, other=-1)
-        before = tl.load(slots + row - 1, mask=(row < R) & (row > 0), other=-2)
-        first = tl.where(slot != before, row, 0)
-        first = tl.maximum(tl.associative_scan(first, 0, _larger), segment)
+        previous_slot = tl.load(slots + row - 1, mask=(row < R) & (row > 0), other=-2)
+        first = tl.where(slot != previous_slot, row, 0)
+        first = tl.maximum(tl.associative_scan(first, 0, _maximum), segment)
         segment = tl.max(first, axis=0)
-        starts = (slot >= 0) & ((row - first) % HIGH == 0)
-        further = tl.load(slots + row + LOW, mask=row + LOW < R, other=-2)
-        tall = starts & (further == slot)
-        place = highs + tl.cumsum(tall.to(tl.int32), axis=0)  # from 1 on
-        tl.store(high + place, row, mask=tall)
-        highs += tl.sum(tall.to(tl.int32), axis=0)
-        short = starts & (further != slot)
-        place = lows + tl.cumsum(short.to(tl.int32), axis=0)
-        tl.store(low + place, row, mask=short)
-        lows += tl.sum(short.to(tl.int32), axis=0)
-    tl.store(low, lows)
-    tl.store(high, highs)
+        starts_tile = (slot >= 0) & ((row - first) % TALL == 0)
+        slot_after = tl.load(slots + row + SHORT, mask=row + SHORT < R, other=-2)
+        is_tall = starts_tile & (slot_after == slot)
+        place = num_tall + tl.cumsum(is_tall.to(tl.int32), axis=0)  # from 1
+        tl.store(tall + place, row, mask=is_tall)
+        num_tall += tl.sum(is_tall.to(tl.int32), axis=0)
+        is_short = starts_tile & (slot_after != slot)
+        place = num_short + tl.cumsum(is_short.to(tl.int32), axis=0)
+        tl.store(short + place, row, mask=is_short)
+        num_short += tl.sum(is_short.to(tl.int32), axis=0)
+    tl.store(short, num_short)
+    tl.store(tall, num_tall)
 
 
-class TileLists:
-    """The lists of a pass that was announced; of other rows they are made anew every time."""
+class WorkLists:
+    """Cache of the lists of the current forward pass; lists of other rows are rebuilt every time."""
 
     def __init__(self) -> None:
         self._rows: Rows | None = None
-        self._found: dict[tuple[int, ...], Tensor] = {}
+        self._lists: dict[tuple[int, ...], Tensor] = {}
 
     def begin(self, rows: Rows) -> None:
-        self._rows, self._found = rows, {}
+        """Start a forward pass over `rows`."""
+        self._rows, self._lists = rows, {}
 
     def _list(self, rows: Rows, key: tuple[int, ...], size: tuple[int, ...]) -> tuple[Tensor, bool]:
-        """The list with that key, and whether it is new."""
-        found = self._found.get(key) if rows is self._rows else None
-        if found is not None:
-            return found, False
-        found = torch.empty(size, dtype=torch.int32, device=rows.slots.device)
+        """Return the list of a key, and whether it is new."""
+        tiles = self._lists.get(key) if rows is self._rows else None
+        if tiles is not None:
+            return tiles, False
+        tiles = torch.empty(size, dtype=torch.int32, device=rows.slots.device)
         if rows is self._rows:
-            self._found[key] = found
-        return found, True
+            self._lists[key] = tiles
+        return tiles, True
 
-    def by_keys(self, rows: Rows, low: int, chunk: int, window: int) -> Tensor:
-        """The list of tiles of `low` rows in chunks of that many spans, or, if 0, in one."""
-        count, chunks = len(rows.slots), CHUNKS if chunk else 1
-        found, new = self._list(rows, (low, chunk, window), (1 + count * chunks,))
-        if new:
-            by_keys_kernel[(1,)](
-                rows.slots, rows.positions, found, count, chunk,
-                LOW=low, BLOCK=max(16, next_power_of_two(count)), CHUNKS=chunks, WINDOW=window,
+    def by_keys(self, rows: Rows, short: int, chunk: int, window: int) -> Tensor:
+        """Return the list of tiles of `short` rows in chunks of `chunk` spans; 0: whole tiles."""
+        count, chunks = len(rows.slots), MAX_CHUNKS if chunk else 1
+        tiles, is_new = self._list(rows, (short, chunk, window), (1 + count * chunks,))
+        if is_new:
+            chunk_list_kernel[(1,)](
+                rows.slots, rows.positions, tiles, count, chunk,
+                SHORT=short, BLOCK=max(16, next_power_of_two(count)), MAX_CHUNKS=chunks, WINDOW=window,
                 SPAN=splitkv.SPAN, num_warps=8,
             )  # fmt: skip
-        return found
+        return tiles
 
-    def low_and_high(self, rows: Rows, low: int, high: int) -> Tensor:
-        """Lists of low and high tiles [2, 1 + R]."""
+    def short_and_tall(self, rows: Rows, short: int, tall: int) -> Tensor:
+        """Return the lists of short and tall tiles [2, 1 + R]."""
         count = len(rows.slots)
-        found, new = self._list(rows, (low, high), (2, 1 + count))
-        if new:
-            low_and_high_kernel[(1,)](rows.slots, *found, count, LOW=low, HIGH=high, BLOCK=BLOCK, num_warps=8)
-        return found
+        tiles, is_new = self._list(rows, (short, tall), (2, 1 + count))
+        if is_new:
+            tile_lists_kernel[(1,)](
+                rows.slots, *tiles, count, SHORT=short, TALL=tall, BLOCK=BLOCK, num_warps=8
+            )
+        return tiles

@@ -1,7 +1,7 @@
-"""A barrier between the programs of one launch: a counter of finished items that only grows.
+"""Grid barrier between the programs of one launch: a monotonic counter of finished items.
 
-Every program has to be on the chip (a cooperative launch sees to that). The kernel that uses it puts the
-counter back to zero at its end.
+All programs must be resident, which a cooperative launch guarantees. The kernel resets the counter to zero
+at its end.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def arrive(counter, ALL: tl.constexpr):
-    """What this program has stored is there for whoever sees the counter grown by one."""
-    if ALL:
+def arrive(counter, GRID_SYNC: tl.constexpr):
+    """Increment the counter with release semantics: the stores of this program precede the increment."""
+    if GRID_SYNC:
         tl.debug_barrier()
         tl.inline_asm_elementwise(
             """{
@@ -28,9 +28,9 @@ def arrive(counter, ALL: tl.constexpr):
 
 
 @triton.jit
-def wait(counter, goal, ALL: tl.constexpr):
-    """Until the counter has reached `goal`."""
-    if ALL:
+def wait(counter, goal, GRID_SYNC: tl.constexpr):
+    """Wait until the counter has reached `goal`, with acquire semantics."""
+    if GRID_SYNC:
         tl.inline_asm_elementwise(
             """{
             .reg .pred more; .reg .u32 value;
@@ -50,7 +50,7 @@ def wait(counter, goal, ALL: tl.constexpr):
 
 
 @triton.jit
-def turn(goal):
-    """Which item of the next stage is this program's first: they go round, so that an idle one is next."""
+def first_item(goal):
+    """Return the first item of this program in the next stage; idle programs of the last stage come first."""
     programs = tl.num_programs(0)
     return (tl.program_id(0) + programs - goal % programs) % programs

@@ -1,13 +1,13 @@
-"""cuBLAS for many rows, where it has been seen to give exactly the Triton kernel's bits.
+"""cuBLAS for many rows, where a check has shown that it returns the bits of the Triton kernel.
 
-cuBLAS picks a kernel by shape, and some of its kernels split K. So nothing is assumed: a piece of
-exactly P rows of a weight shape goes to cuBLAS only after P random rows times that weight gave equal
-bits from both. Where it splits K for a plain product, it may not for one with a bias, of zeros here. A call
-of M rows is cut into such pieces; the rest goes to Triton. The check runs once per (shape, P, dtype), at
-the first use outside a graph capture; inside one, an unchecked piece goes to Triton.
+cuBLAS picks a kernel by shape, and some of its kernels split K. So a piece of exactly P rows of a weight
+shape uses cuBLAS only after P random rows times that weight gave equal bits from both. Where cuBLAS splits K
+for a plain product, it may not for a product with a bias, here of zeros. A call of M rows is divided into
+such pieces, and the remaining rows use Triton. The check runs once per (shape, P, dtype), at the first use
+outside a graph capture; inside a capture, an unchecked piece uses Triton.
 
-That is `mode` "proven". "fast" takes cuBLAS wherever it was quicker when measured, "always" everywhere: with
-these a row's bits depend on how many rows there are. "never" leaves it out.
+This is `mode` "proven". "fast" uses cuBLAS wherever a measurement was faster, "always" everywhere: in both
+modes the bits of a row depend on the number of rows. "never" disables it.
 """
 
 from __future__ import annotations
@@ -19,47 +19,51 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.triton.compile_ahead import is_compiling
-from draftproof.ops.triton.gemm.dense import Gemm, PackedLinear
+from draftproof.ops.triton.gemm.dense import Gemm
+from draftproof.ops.triton.gemm.timing import graph_milliseconds
+from draftproof.ops.triton.gemm.weight import PackedLinear
 
-PIECES = range(8192, 0, -512)  # rows
-# A call of exactly so many rows (a bucket of `graph`) of a large weight may go as a whole; not in pieces,
-# because each piece reads the weight.
-WHOLE = (80, 96, 128, 160, 192, 256, 320, 384, 512)
-LARGE = 1 << 23  # elements of a weight
+PIECE_ROWS = range(8192, 0, -512)
+# Row counts (buckets of `graphs`) at which all rows of a large weight may use cuBLAS; not in pieces, because
+# each piece reads the weight.
+WHOLE_ROWS = (80, 96, 128, 160, 192, 256, 320, 384, 512)
+MIN_WHOLE_ELEMENTS = 1 << 23  # elements of a weight
 NUM_CHECKS = 2  # random inputs a check compares
-ROUNDS = 20  # calls of one measurement
-LATE = 2.0  # microseconds that are lost around a kernel that is not launched early
+CALLS_PER_MEASUREMENT = 20  # calls of one measurement
+PDL_LOSS_US = 2.0  # loss around a kernel without programmatic dependent launch
 
 Mode = Literal["never", "proven", "fast", "always"]
 
 
 class Cublas:
-    """Which pieces are proven, and the product by pieces."""
+    """Record of the proven pieces, and the product by pieces."""
 
     def __init__(self, gemm: Gemm, mode: Mode = "proven") -> None:
         self.gemm = gemm
         self.mode = mode
-        self.quicker: dict[Hashable, bool] = {}  # what was measured -> is the second way quicker
+        self.faster: dict[Hashable, bool] = {}  # measured pair of calls -> is the second one faster
         # (N, K, P, dtype, dtype of the result)
-        self.proven: dict[tuple[int, int, int, torch.dtype, torch.dtype], str] = {}  # which way, or ""
+        self.proven: dict[tuple[int, int, int, torch.dtype, torch.dtype], str] = {}  # kind of call, or ""
         self._zeros: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def way(self, packed: PackedLinear, rows: int, out_dtype: torch.dtype) -> str:
-        """By which call a piece of exactly `rows` rows may go to cuBLAS, or ""; checks it if it can be."""
+    def call_kind(self, packed: PackedLinear, rows: int, out_dtype: torch.dtype) -> str:
+        """Return the kind of cuBLAS call with equal bits for `rows` rows, or ""; check it if possible."""
         columns, depth = packed.weight.shape
         key = (columns, depth, rows, packed.weight.dtype, out_dtype)
         found = self.proven.get(key)
         if found is None:
             if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return ""
-            ways = ("plain", "bias") if out_dtype == packed.weight.dtype else ("plain",)
-            right = (w for w in ways if packed.split == 1 and self._equal(packed, rows, out_dtype, w))
-            found = self.proven[key] = next(right, "")
+            kinds = ("plain", "bias") if out_dtype == packed.weight.dtype else ("plain",)
+            equal_kinds = (
+                w for w in kinds if packed.split_k == 1 and self._has_equal_bits(packed, rows, out_dtype, w)
+            )
+            found = self.proven[key] = next(equal_kinds, "")
         return found
 
-    def multiply(self, x: Tensor, weight: Tensor, out: Tensor, way: str = "plain") -> None:
-        """cuBLAS: x [M, K] times weight [N, K], in out's dtype."""
-        if way == "bias":
+    def multiply(self, x: Tensor, weight: Tensor, out: Tensor, call_kind: str = "plain") -> None:
+        """Compute x [M, K] times weight [N, K] by cuBLAS, in the dtype of `out`."""
+        if call_kind == "bias":
             key = (len(weight), weight.dtype)
             if key not in self._zeros:
                 self._zeros[key] = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
@@ -69,82 +73,75 @@ class Cublas:
         else:
             torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
-    def _equal(self, packed: PackedLinear, rows: int, out_dtype: torch.dtype, way: str) -> bool:
+    def _has_equal_bits(
+        self, packed: PackedLinear, rows: int, out_dtype: torch.dtype, call_kind: str
+    ) -> bool:
+        """Compare both libraries on random rows."""
         weight = packed.weight
         random = torch.Generator(device=weight.device).manual_seed(rows)
-        plain = PackedLinear(weight, None, packed.split)
+        plain = PackedLinear(weight, None, packed.split_k)
         for _ in range(NUM_CHECKS):
             x = torch.randn((rows, weight.shape[1]), generator=random, device=weight.device).to(weight.dtype)
-            ours, theirs = torch.empty((2, rows, weight.shape[0]), dtype=out_dtype, device=weight.device)
-            self.gemm(x, plain, ours)
-            self.multiply(x, weight, theirs, way)
-            if not torch.equal(ours, theirs):  # a host sync, once per shape at start-up
+            triton_out, cublas_out = torch.empty(
+                (2, rows, weight.shape[0]), dtype=out_dtype, device=weight.device
+            )
+            self.gemm(x, plain, triton_out)
+            self.multiply(x, weight, cublas_out, call_kind)
+            if not torch.equal(triton_out, cublas_out):  # a host sync, once per shape at warm-up
                 return False
         return True
 
-    def whole(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> str:
-        """By which call all of x goes to cuBLAS, or ""."""
+    def call_for_all_rows(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> str:
+        """Return the kind of cuBLAS call for all rows of x, or ""."""
         rows, weight = len(x), packed.weight
         if self.mode == "never" or packed.bias is not None or rows == 0:
             return ""
         if self.mode == "always":
             return "plain"
-        if rows not in WHOLE or weight.numel() < LARGE or weight.dtype != torch.bfloat16:
+        if rows not in WHOLE_ROWS or weight.numel() < MIN_WHOLE_ELEMENTS or weight.dtype != torch.bfloat16:
             return ""
-        return self.way(packed, rows, out_dtype or x.dtype)
+        return self.call_kind(packed, rows, out_dtype or x.dtype)
 
-    def leading_rows(self, x: Tensor, packed: PackedLinear, out: Tensor, early: bool) -> int:
-        """Do as many leading rows as proven pieces cover; returns how many were done."""
+    def leading_rows(self, x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool) -> int:
+        """Compute the leading rows that proven pieces cover, and return their number."""
         rows, done = x.shape[0], 0
         if self.mode == "never" or packed.bias is not None:
             return 0
         if self.mode == "fast":
             key = ("linear", packed.weight.shape, rows, x.dtype, out.dtype)
-            ways = (lambda: self.gemm(x, packed, out), lambda: self.multiply(x, packed.weight, out))
-            way = "plain" if rows and self.second_is_quicker(key, *ways, early) else ""
+            kinds = (lambda: self.gemm(x, packed, out), lambda: self.multiply(x, packed.weight, out))
+            call_kind = "plain" if rows and self.is_second_faster(key, *kinds, pdl) else ""
         else:
-            way = self.whole(x, packed, out.dtype)
-        if way:
-            self.multiply(x, packed.weight, out, way)
+            call_kind = self.call_for_all_rows(x, packed, out.dtype)
+        if call_kind:
+            self.multiply(x, packed.weight, out, call_kind)
             return rows
         if out.dtype != x.dtype or self.mode == "fast":
             return 0
-        for piece in PIECES:
-            while rows - done >= piece and (way := self.way(packed, piece, out.dtype)):
+        for piece in PIECE_ROWS:
+            while rows - done >= piece and (call_kind := self.call_kind(packed, piece, out.dtype)):
                 part = slice(done, done + piece)
-                self.multiply(x[part], packed.weight, out[part], way)
+                self.multiply(x[part], packed.weight, out[part], call_kind)
                 done += piece
         return done
 
-    def second_is_quicker(
-        self, key: Hashable, first: Callable[[], Any], second: Callable[[], Any], early: bool
+    def is_second_faster(
+        self, key: Hashable, first: Callable[[], Any], second: Callable[[], Any], pdl: bool
     ) -> bool:
-        """Two ways to the same end: measured when `key` is new, outside a capture; inside one, the first.
+        """Return whether `second` is faster than `first`; measured once per `key`, outside a graph capture.
 
-        If the first way's kernels are launched `early`, a library's kernel in their midst costs LATE.
+        With `pdl` the kernels of `first` start early, and a library kernel between them loses PDL_LOSS_US.
         """
-        found = self.quicker.get(key)
+        found = self.faster.get(key)
         if found is None:
             if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return False
             times = [_time(first), _time(second), _time(first), _time(second)]
-            late = ROUNDS * LATE / 1000 if early else 0.0
-            found = self.quicker[key] = min(times[1::2]) + late < 0.97 * min(times[::2])
+            loss = CALLS_PER_MEASUREMENT * PDL_LOSS_US / 1000 if pdl else 0.0
+            found = self.faster[key] = min(times[1::2]) + loss < 0.97 * min(times[::2])
         return found
 
 
 def _time(call: Callable[[], Any]) -> float:
-    """Milliseconds of ROUNDS calls, in a graph: launched one by one, small ones would measure the host."""
-    call()
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        for _ in range(ROUNDS):
-            call()
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+    """Return the milliseconds of CALLS_PER_MEASUREMENT calls."""
+    return graph_milliseconds([call] * CALLS_PER_MEASUREMENT)

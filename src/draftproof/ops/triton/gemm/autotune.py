@@ -1,0 +1,159 @@
+"""Selection of GEMM tiles by measurement, once per chip, weight shape, row bucket and format.
+
+While the warm-up compiles kernels, the tile table reports every shape without a measured tile. The tuner then
+compiles the candidates of these shapes in parallel, measures them on the weights of the model and stores the
+fastest in the tile table and in the cache file. Tiles change speed, never bits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from draftproof.ops.triton.compile_ahead import is_compiling
+from draftproof.ops.triton.gemm.tiles import Tile, TileKey, TileTable, default_tile, fused_form
+from draftproof.ops.triton.gemm.weight import PackedLinear
+
+MAX_TUNING_SECONDS = 10.0  # of measurements in one warm-up; later shapes keep the defaults
+LAUNCHES = 20  # of one measurement
+MIN_GAIN = 0.03  # share by which a candidate must beat the default
+MAX_WEIGHT_BYTES = 128 << 20  # of weights that a measurement rotates through: more than the L2 cache
+SHARED_MEMORY_BYTES = 200 << 10  # that the pipeline stages of a candidate may use
+
+# Maximum rows of a bucket -> tiles to measure beside the default; larger buckets keep the default.
+CANDIDATES: dict[int, tuple[Tile, ...]] = {
+    16: (
+        Tile(16, 16, 64, 2, 8),
+        Tile(16, 32, 64, 4, 8),
+        Tile(16, 32, 128, 4, 6),
+        Tile(16, 32, 256, 2, 6),
+        Tile(16, 64, 128, 4, 4),
+    ),
+    32: (
+        Tile(32, 16, 64, 2, 6),
+        Tile(32, 32, 64, 4, 6),
+        Tile(32, 32, 128, 4, 5),
+        Tile(64, 32, 128, 4, 8),
+        Tile(32, 64, 128, 4, 4),
+    ),
+    64: (
+        Tile(64, 16, 64, 4, 6),
+        Tile(64, 32, 64, 4, 5),
+        Tile(64, 32, 128, 4, 8),
+        Tile(64, 64, 64, 4, 5),
+        Tile(64, 128, 64, 4, 4),
+    ),
+    128: (
+        Tile(64, 16, 64, 4, 6),
+        Tile(64, 32, 64, 4, 5),
+        Tile(64, 64, 64, 4, 5),
+        Tile(64, 64, 128, 4, 5),
+        Tile(128, 128, 64, 8, 4),
+    ),
+    256: (
+        Tile(64, 32, 64, 4, 5),
+        Tile(64, 64, 64, 4, 4),
+        Tile(128, 64, 64, 4, 5),
+        Tile(128, 128, 64, 8, 4),
+    ),
+}
+
+# Launch of a variant: (weight, rows, tile) -> a call that launches the kernel.
+MakeCall = Callable[[TileKey, PackedLinear, int, Tile], Callable[[], Any]]
+Timer = Callable[[Sequence[Callable[[], Any]]], float]
+Compile = Callable[[Sequence[Callable[[], object]], Callable[[int, int], None]], None]
+
+
+def is_tuning_enabled() -> bool:
+    """Return whether DRAFTPROOF_TUNE_TILES permits measurements (default: yes)."""
+    return os.environ.get("DRAFTPROOF_TUNE_TILES", "1") != "0"
+
+
+def candidate_tiles(key: TileKey) -> list[Tile]:
+    """Return the default tile of `key` and the tiles to compare with it."""
+    default = default_tile(key.variant, key.max_rows, key.columns, key.kind == "fp32")
+    found = [default]
+    for tile in CANDIDATES.get(key.max_rows, ()) if key.kind == "bf16" else ():
+        tile = fused_form(tile) if key.variant == "fused" else tile
+        pairs = 2 if key.variant == "fused" else 1
+        size = (tile.bm + pairs * tile.bn) * tile.bk * tile.stages * 2
+        if size <= SHARED_MEMORY_BYTES and tile.bk <= key.depth and tile not in found:
+            found.append(tile)
+    return found
+
+
+class TileTuner:
+    """Collector of shapes without a measured tile, and their measurement.
+
+    `make_call` returns a launch, `timer` the duration of a sequence of launches, `save` stores results.
+    """
+
+    def __init__(
+        self,
+        table: TileTable,
+        make_call: MakeCall,
+        timer: Timer,
+        save: Callable[[dict[TileKey, Tile]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._table, self._make_call, self._timer, self._save, self._clock = (
+            table,
+            make_call,
+            timer,
+            save,
+            clock,
+        )
+        self._missing: dict[TileKey, tuple[int, list[PackedLinear]]] = {}  # maximum rows seen, weights
+        table.on_miss = self.collect
+
+    def collect(self, key: TileKey, packed: PackedLinear, rows: int) -> None:
+        """Remember a shape that the warm-up uses; launches outside a warm-up are not collected."""
+        if not is_compiling() or len(candidate_tiles(key)) < 2:
+            return
+        seen, weights = self._missing.get(key, (0, []))
+        size = sum(other.weight.numel() * other.weight.element_size() for other in weights)
+        if size < MAX_WEIGHT_BYTES and all(other.weight is not packed.weight for other in weights):
+            weights.append(packed)
+        self._missing[key] = (max(seen, rows), weights)
+
+    def tune(self, compile_calls: Compile, report: Callable[[int, int], None]) -> dict[TileKey, Tile]:
+        """Measure the collected shapes, store the fastest tiles and return them."""
+        missing, self._missing = self._missing, {}
+        if not missing:
+            return {}
+        first = [
+            self._make_call(key, weights[0], rows, tile)
+            for key, (rows, weights) in missing.items()
+            for tile in candidate_tiles(key)
+        ]
+        compile_calls(first, report)
+        deadline, found = self._clock() + MAX_TUNING_SECONDS, {}
+        for key, (rows, weights) in missing.items():
+            if self._clock() > deadline:
+                break
+            found[key] = self._fastest(key, rows, weights)
+        self._table.measured.update(found)
+        self._save(found)
+        return found
+
+    def _fastest(self, key: TileKey, rows: int, weights: list[PackedLinear]) -> Tile:
+        """Return the fastest candidate; the default unless another tile is clearly faster."""
+        default, *others = candidate_tiles(key)
+        best, limit = default, self._measure(key, rows, weights, default) * (1 - MIN_GAIN)
+        for tile in others:
+            duration = self._measure(key, rows, weights, tile)
+            if duration < limit:
+                best, limit = tile, duration
+        return best
+
+    def _measure(self, key: TileKey, rows: int, weights: list[PackedLinear], tile: Tile) -> float:
+        """Return the duration of LAUNCHES launches over rotating weights; infinity if a launch fails."""
+        calls = [self._make_call(key, weights[i % len(weights)], rows, tile) for i in range(LAUNCHES)]
+        try:
+            return self._timer(calls)
+        except (RuntimeError, torch.cuda.OutOfMemoryError):  # e.g. a tile that needs too much shared memory
+            return float("inf")

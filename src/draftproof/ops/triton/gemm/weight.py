@@ -1,0 +1,59 @@
+"""Packed weights of the GEMM kernels and their storage formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import ConfigError
+from draftproof.ops.triton.gemm import tiles
+from draftproof.ops.triton.runtime import FLOATS, matrix, vector
+
+
+class WeightKind(Enum):
+    """Storage format of a packed weight; `gemm/select.py` decides which kernels read which format."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+KIND_BY_DTYPE = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.FP32}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """Weight in the layout of the kernels; `split_k` is the number of partial sums over K."""
+
+    weight: Tensor  # [N, K] contiguous
+    bias: Tensor | None  # [N] fp32
+    split_k: int
+    kind: WeightKind | None = None  # None: by the dtype of `weight`
+
+    def __post_init__(self) -> None:
+        """Derive the kind of an unquantised weight from its dtype."""
+        if self.kind is None:
+            object.__setattr__(self, "kind", KIND_BY_DTYPE.get(self.weight.dtype))
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """Return the packed form of a weight [N, K] and a bias [N]."""
+    weight = matrix("weight", weight.detach())
+    columns, depth = weight.shape
+    if bias is not None:
+        bias = vector("bias", bias.detach().float().contiguous(), columns, (torch.float32,))
+    split_k = tiles.SPLIT_K.get((columns, depth), 1)
+    if depth % split_k or (depth // split_k) % 128:
+        split_k = 1
+    return PackedLinear(weight, bias, split_k)
+
+
+def check_input(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None) -> tuple[Tensor, torch.dtype]:
+    """Return x ready for a kernel, and the dtype of the result."""
+    x = matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in FLOATS:
+        raise ConfigError(f"linear returns fp32 or bf16, not {out_dtype}")
+    return x, out_dtype
