@@ -74,7 +74,7 @@ class Pretence:
         self._planned = planned
         return self._run(planned, *rest)
 
-    def _graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
+    def _graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
         """What it has to pretend follows from the key under which `DeviceStep` keeps it."""
         device = self.device
 

@@ -23,7 +23,7 @@ class GraphRuntime(Runtime):
     asynchronous = True
     num_graphs = 0
 
-    def graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
+    def graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
         """Capture `function`."""
         self.num_graphs += 1
 

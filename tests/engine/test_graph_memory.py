@@ -32,7 +32,7 @@ class PooledRuntime(Runtime):
 
     asynchronous = True
 
-    def graph(self, function: Callable[[], Any], apart: bool = False) -> Callable[[], Any]:
+    def graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
         # Both are kept here, so what they do not share was made by the graph: it lies in the pool.
         first, second = function(), function()
         lasting = {t.untyped_storage().data_ptr() for t in tensors(first)}
@@ -41,10 +41,10 @@ class PooledRuntime(Runtime):
 
         def replay() -> Any:
             assert kept
-            for tensor in pools[apart]:
+            for tensor in pools[own_pool]:
                 tensor.fill_(97 if tensor.dtype != torch.bool else True)
             out = function()
-            pools[apart][:] = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in lasting]
+            pools[own_pool][:] = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in lasting]
             return out
 
         return replay

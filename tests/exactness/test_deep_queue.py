@@ -130,7 +130,7 @@ class InTurnRuntime(CpuRuntime):
 
     asynchronous = True
 
-    def graph(self, function: Any, apart: bool = False) -> Any:
+    def graph(self, function: Any, own_pool: bool = False) -> Any:
         function()  # as a capture does, on an empty plan
         return function
 

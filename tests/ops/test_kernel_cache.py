@@ -43,6 +43,6 @@ def test_control_numbered_files_of_two_writers_collide(tmp_path: Path) -> None:
 
 def test_kernels_use_the_kernel_cache() -> None:
     def kernel() -> None:
-        """Of no use."""
+        """Do nothing."""
 
     assert isinstance(SourceCache(kernel)._cache_file, KernelFiles)

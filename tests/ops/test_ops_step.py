@@ -129,8 +129,8 @@ def features(seed: int) -> Counter[str]:
         if count[b] and not ended:
             found["n-gram"] += 1
             length = int(columns.length[slot])
-            said = columns.tokens[slot, :length].tolist()
-            found["period shorter than the budget"] += length - _latest_match(said, 1, 3) < int(count[b])
+            text = columns.tokens[slot, :length].tolist()
+            found["period shorter than the budget"] += length - _latest_match(text, 1, 3) < int(count[b])
         if not window:
             continue
         rows = bad[int(before.first[b]) :][: line[NUM_DRAFT] + 1]

@@ -18,7 +18,7 @@ class PaddedRuntime(CpuRuntime):
     def bucket(self, rows: int) -> int:
         return bucket_of(rows)
 
-    def graph(self, function: Any, apart: bool = False) -> Any:
+    def graph(self, function: Any, own_pool: bool = False) -> Any:
         function()
         return function
 

@@ -84,7 +84,7 @@ def copied(held: Any, device: torch.device) -> Any:
 
 
 class Guarded:
-    """Tensors to write into, with a margin behind each that nobody may touch."""
+    """Output tensors with a guarded margin behind each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.held = device, []
@@ -155,7 +155,7 @@ class Step:
         return SlotColumns(**made)
 
     def _fill(self, slot: int) -> str:
-        """A request in a slot; says in which phase it is."""
+        """A request in a slot; scores in which phase it is."""
         size, columns = self.size, self.columns
         phase = ("ended", "prompt", "prompt", "decode", "decode", "decode")[self.int(0, 5)]
         length = self.int(1, size.wide - size.k - 2)
@@ -217,7 +217,7 @@ class Step:
         return Layout(Rows(*lines, columns.page_table), windows, new(logits))
 
     def windows(self, spare: int, device: torch.device) -> Windows:
-        """As the layout gives them, with columns of their own."""
+        """Return the windows of the layout, with their own columns."""
         rows, logits = self.room(spare)
         out = self.out(Guarded(CPU), rows, logits)
         TorchStep().layout(self.plan, self.columns, PAGE, out)
@@ -355,7 +355,7 @@ def sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 def choice_of(step: Step, windows: Windows, seed: int) -> tuple[Choice, Tensor]:
-    """Most drafts stand; a few rows are bad; padding is poisoned."""
+    """Return a choice that accepts most drafts, with a few bad rows and poisoned padding."""
     rows, vocab = len(windows.slot), step.size.vocab
     padding = windows.slot < 0
     agrees = torch.rand(rows, generator=step.random) < 0.8
@@ -400,7 +400,7 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     rows, tokens = step.ints(-1, 4, count), step.ints(0, size.vocab - 1, count)
     rows[0], rows[-1] = seed % 5, -1
     real = rows >= 0
-    wild = (logits.isnan() | (logits == INF)).any(1)  # such a row ends its request: nobody sees these
+    wild = (logits.isnan() | (logits == INF)).any(1)  # such a row ends its request: its values are unused
     sound = real & ~wild[rows.clamp(min=0)]
     tokens = torch.where(real, tokens, 0)  # a composition looks it up
     for top in ((0, min(5, size.vocab)), (1,), (min(20, size.vocab),))[seed % 3]:
@@ -425,9 +425,9 @@ def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         theirs = [x.to(ref.device) for x in (step.plan.slots, step.plan.budget)]
         wanted, want = ref.search.search_ngram(held, *theirs, smallest, largest)
         same(count, want, f"count, {smallest} to {largest}")
-        said = torch.arange(size.k, device=ops.device) < count[:, None]
-        wanted = torch.where(said.to(ref.device), wanted, 0)  # beyond: any token
-        same(torch.where(said, tokens, 0), wanted, f"tokens, {smallest} to {largest}")
+        is_draft = torch.arange(size.k, device=ops.device) < count[:, None]
+        wanted = torch.where(is_draft.to(ref.device), wanted, 0)  # beyond: any token
+        same(torch.where(is_draft, tokens, 0), wanted, f"tokens, {smallest} to {largest}")
     all_same(columns, step.columns, "columns")
 
 
@@ -470,29 +470,29 @@ def search_suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         for by in (ref, ops):
             columns, mine, plan = (copied(x, by.device) for x in (step.columns, pool, step.plan))
             given = None if drafts is None else tuple(x.clone().to(by.device) for x in drafts)
-            tokens, number, worth = by.search.search_suffix(
+            tokens, number, expected = by.search.search_suffix(
                 columns, plan.slots, plan.budget, mine, rule, given
             )
             made = torch.arange(size.k, device=by.device) < number[:, None]
-            done.append((torch.where(made, tokens, 0), number, worth, mine.used))
+            done.append((torch.where(made, tokens, 0), number, expected, mine.used))
             all_same(columns, step.columns, "columns")
-        for name, want, got in zip(("tokens", "count", "worth", "used"), *done, strict=True):
+        for name, want, got in zip(("tokens", "count", "expected", "used"), *done, strict=True):
             same(got, want, name)
 
 
-def offered(device: torch.device, tokens: Tensor, count: Tensor, worth: Tensor) -> list[DraftCandidate]:
-    """Tokens of the second lie as a model's do, draft by draft; who never says what it is worth says None."""
+def offered(device: torch.device, tokens: Tensor, count: Tensor, expected: Tensor) -> list[DraftCandidate]:
+    """Return candidates; the second is laid out draft by draft, as a model's; all negative becomes None."""
     found = []
-    for m, (mine, number, says) in enumerate(zip(tokens, count, worth, strict=True)):
+    for m, (mine, number, scores) in enumerate(zip(tokens, count, expected, strict=True)):
         mine = mine.t().contiguous().to(device).t() if m == 1 else mine.clone().to(device)
-        told = None if bool((says < 0).all()) else says.clone().to(device)
-        found.append(DraftCandidate(mine, number.clone().to(device), told))
+        known = None if bool((scores < 0).all()) else scores.clone().to(device)
+        found.append(DraftCandidate(mine, number.clone().to(device), known))
     return found
 
 
 @check
 def select_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Several steps of the same slots: what stood is remembered, until another request comes."""
+    """Run several steps of the same slots: the record is kept until another request arrives."""
     step, members = Step(seed, size), 3
     slots, search = len(step.columns.length), (-1, 0, 2)[seed % 3]
     used = step.columns.length > 0
@@ -504,12 +504,12 @@ def select_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     for _ in range(3):
         shape = (members, size.entries)
         tokens, count = step.ints(0, size.vocab - 1, *shape, size.k), step.ints(0, size.k, *shape)
-        worth = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * FIXED_ONE, *shape), -1)
-        worth[1] = -1
+        expected = torch.where(step.floats(*shape) > 0, step.ints(0, 2 * FIXED_ONE, *shape), -1)
+        expected[1] = -1
         done = []
         for by, record in records.items():
             columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
-            offers = offered(by.device, tokens, count, worth)
+            offers = offered(by.device, tokens, count, expected)
             got = by.search.select_drafts(columns, plan.slots, plan.budget, record, offers, search)
             made = torch.arange(size.k, device=by.device) < got[1][:, None]
             done.append((torch.where(made, got[0], 0), *got[1:]))
@@ -530,7 +530,7 @@ def store_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     tokens[-1, -1] = 2**40
     count = step.ints(0, size.k, size.entries)
     tokens[torch.arange(size.k) >= count[:, None]] = POISON
-    count[step.floats(size.entries) < 0.1] = -3  # somebody else's proposer
+    count[step.floats(size.entries) < 0.1] = -3  # an entry else's proposer
     own = step.floats(*shape) if seed % 2 else None
     sources = step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None
     draft = Draft(tokens, count, logprobs=own, sources=sources)
@@ -559,7 +559,7 @@ def committed(step: Step, seed: int) -> Rows:
 
 @check
 def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """The rows behind a step; then where drafts come to stand."""
+    """Shift the rows of a step, then plan the draft rows."""
     step = Step(seed, size)
     rows, k = committed(step, seed), size.k
     done: list[list[Any]] = []
@@ -581,7 +581,7 @@ def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     """The bits of the ops one by one: norm, LM head, choice; and how sure the head is of it."""
     step = Step(seed, size)
     windows = step.windows(spare_of(seed), ops.device)
-    if seed % 6 in (2, 5):  # nobody wants a token, or one alone does
+    if seed % 6 in (2, 5):  # no entry has a budget, or one alone has
         one = windows.slot.max()
         windows.slot.fill_(-1)[-1] = one if seed % 6 == 2 else -1
     count, hidden, some = len(windows.slot), 128, seed % 2 == 1

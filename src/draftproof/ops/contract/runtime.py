@@ -36,11 +36,11 @@ class Runtime:
         """Return the number of rows that a step of `rows` is padded to, so that few sizes are captured."""
         return rows
 
-    def graph(self, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
+    def graph(self, function: Callable[[], T], own_pool: bool = False) -> Callable[[], T]:
         """Return `function`, which reads and writes static tensors, in a form that is fast to repeat.
 
         `function` may run during this call. The result of a graph is valid until another graph runs that was
-        captured with the same `apart`.
+        captured with the same `own_pool`.
         """
         return function
 

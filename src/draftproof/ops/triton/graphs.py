@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs, and copies that do not make the host wait.
+"""CUDA graphs of steps, and copies between host and device without waiting.
 
-A graph is captured from a function of tensors that never move, one per size and kind of step. Rows that a
-step does not need are padding with slot -1: stores nothing, attends to nothing, every other op works row by
-row; so it can hurt nobody. Graphs share two memory pools: they run one at a time, in one queue, and what one
-returns is valid until the next of its pool runs.
+A graph is captured from a function of static tensors, one per size and kind of step. Unused rows are padding
+with slot -1: they store nothing and attend to nothing, and every other op works row by row. Graphs share two
+memory pools: they run one at a time, in one queue, and the result of a graph is valid until the next graph of
+its pool runs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from draftproof.ops.triton.gemm.autotune import TileTuner
 from draftproof.ops.triton.launch import LaunchContext
 
 T = TypeVar("T")
-STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
-EAGER_RUNS = 2  # before a capture: compiles kernels, proves cuBLAS pieces, grows scratch
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
+EAGER_RUNS = 2  # runs before a capture: compile kernels, verify cuBLAS pieces, grow scratch
 
 
 def bucket_of(rows: int) -> int:
-    """The number of rows that is captured for `rows`.
+    """Return the captured number of rows for `rows`.
 
-    Above 512: multiples of 512, which cuBLAS may take as a whole; above 8192, of larger steps.
+    Above 512: multiples of 512, which cuBLAS may compute whole; above 8192, of larger steps.
     """
-    for size in STEPS:
+    for size in CAPTURED_ROWS:
         if rows <= size:
             return size
     step = max(512, (1 << (rows - 1).bit_length()) // 16)
@@ -69,7 +69,7 @@ class TritonRuntime(Runtime):
     def bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.cuda else rows
 
-    def graph(self, function: Callable[[], T], apart: bool = False) -> Callable[[], T]:
+    def graph(self, function: Callable[[], T], own_pool: bool = False) -> Callable[[], T]:
         if not self.cuda:
             return function
         here = torch.cuda.current_stream()
@@ -82,7 +82,7 @@ class TritonRuntime(Runtime):
         with (
             _no_collection(),
             torch.cuda.graph(
-                graph, pool=self._pools[apart], stream=self._side, capture_error_mode="thread_local"
+                graph, pool=self._pools[own_pool], stream=self._side, capture_error_mode="thread_local"
             ),
         ):
             out = function()
@@ -101,7 +101,7 @@ class TritonRuntime(Runtime):
         try:
             with torch.cuda.stream(self._forked):
                 result = function()
-        except BaseException:  # a capture that ends with a loose end spoils those after it
+        except BaseException:  # an unjoined stream would break later captures
             here.wait_stream(self._forked)
             raise
 
@@ -124,7 +124,7 @@ class TritonRuntime(Runtime):
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        """The current one. Torch makes an object of it each time, and it is nearly always the same."""
+        """Return the current stream; the object is cached, because it rarely changes."""
         if torch._C._cuda_getCurrentRawStream(self._here.device_index) != self._here.cuda_stream:
             self._here = torch.cuda.current_stream(self.device)
         return self._here
@@ -153,24 +153,25 @@ class TritonRuntime(Runtime):
         def read() -> Tensor:
             if not copies:
                 stage.passed.synchronize()
-                copies.append(torch.from_numpy(pinned.numpy().copy()))  # torch's would wake all cores
+                copies.append(
+                    torch.from_numpy(pinned.numpy().copy())
+                )  # a copy by torch would wake all its threads
                 self._stages.put(stage)
             return copies[0]
 
-        return PendingCopy(
-            read, lambda: bool(copies) or stage.passed.query()
-        )  # a stage is used again once read
+        return PendingCopy(read, lambda: bool(copies) or stage.passed.query())  # a stage is reused once read
 
 
 class Stage:
-    """Pinned memory, and when the last copy had passed through it."""
+    """Pinned staging buffer with an event after its last copy."""
 
     def __init__(self, size: int) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.passed = torch.cuda.Event()
-        self._like: Tensor | None = None  # what was last asked for: mostly it is the same again
+        self._like: Tensor | None = None  # last view: usually the same shape again
 
     def like(self, tensor: Tensor) -> Tensor:
+        """Return a view of the buffer with the shape and dtype of `tensor`."""
         last, shape, dtype = self._like, tensor.shape, tensor.dtype
         if last is None or last.dtype != dtype or last.shape != shape:
             last = self.bytes[: tensor.numel() * tensor.element_size()].view(dtype).view(shape)
@@ -179,23 +180,25 @@ class Stage:
 
 
 class Stages:
-    """Stages that are not in use, by size; one is used again once its copy has passed."""
+    """Free staging buffers by size; a buffer is reused once its copy has completed."""
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[Stage]] = {}
 
     def take(self, tensor: Tensor) -> Stage:
+        """Return a free buffer for `tensor`, or a new one."""
         size = max(256, 1 << (tensor.numel() * tensor.element_size() - 1).bit_length())
         idle = self._idle.setdefault(size, deque())
         return idle.popleft() if idle and idle[0].passed.query() else Stage(size)
 
     def put(self, stage: Stage) -> None:
+        """Give a buffer back."""
         self._idle[len(stage.bytes)].append(stage)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection during a capture: what it frees on the device would spoil the graph."""
+    """Disable garbage collection during a capture: freeing device memory would break the graph."""
     was = gc.isenabled()
     gc.disable()
     try:
