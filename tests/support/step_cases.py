@@ -530,7 +530,7 @@ def store_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     tokens[-1, -1] = 2**40
     count = step.ints(0, size.k, size.entries)
     tokens[torch.arange(size.k) >= count[:, None]] = POISON
-    count[step.floats(size.entries) < 0.1] = -3  # an entry else's proposer
+    count[step.floats(size.entries) < 0.1] = -3  # a third-party proposer
     own = step.floats(*shape) if seed % 2 else None
     sources = step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None
     draft = Draft(tokens, count, logprobs=own, sources=sources)
