@@ -87,7 +87,7 @@ def test_options_that_mean_nothing(param, options):
     "name", ["stop", "stop_token_ids", "bad_words", "logits_processors", "logit_bias", "seed", "max_tokens"]
 )
 def test_none_means_not_given(name):
-    """As in vLLM, whose own defaults are None."""
+    """None is vLLM's default for these options."""
     assert not getattr(SamplingParams(**{name: None}), name)
 
 
@@ -97,7 +97,7 @@ def test_a_misspelt_key_names_the_nearest():
 
 
 def ask(**options):
-    """A request with these options: fields of Request by their names, the rest are sampling options."""
+    """Return a request: fields of Request by their names, the rest are sampling options."""
     fields = {
         k: options.pop(k)
         for k in ("prompt_token_ids", "bad_word_ids", "eos_token_ids", "prediction_ids")
@@ -135,7 +135,7 @@ WRONG_REQUESTS = [
 
 @pytest.fixture(scope="module")
 def busy():
-    """An engine that goes on serving others while wrong requests come in."""
+    """Return an engine that serves other requests while wrong ones are added."""
     return tiny.engine(speculative={"method": "ngram"})
 
 
@@ -147,11 +147,11 @@ def test_requests_that_cannot_be_served(busy, param, message, options):
     assert not busy.has_work
 
 
-def test_speculation_asked_of_an_engine_without_it():
+def test_speculation_options_without_speculative_config_are_refused():
     plain = tiny.engine()
-    for wish in ({"num_speculative_tokens": 2}, {"adaptive": False}):
+    for wanted in ({"num_speculative_tokens": 2}, {"adaptive": False}):
         with pytest.raises(RequestError, match="without speculative_config"):
-            plain.add(ask(speculative=wish))
+            plain.add(ask(speculative=wanted))
     plain.add(ask(speculative=False))
 
 
@@ -177,8 +177,8 @@ def test_more_kv_than_there_is():
 def test_no_limit_means_as_far_as_there_is_room():
     """A service whose cache holds less than the model's length serves those who name no number."""
     small = tiny.engine(kv_cache_tokens=64, speculative={"method": "ngram", "adaptive": False})
-    asks = [tiny.request(i, SamplingParams(max_tokens=None, ignore_eos=True)) for i in range(3)]
-    records = tiny.run(small, asks)
+    cases = [tiny.request(i, SamplingParams(max_tokens=None, ignore_eos=True)) for i in range(3)]
+    records = tiny.run(small, cases)
     assert {len(record.token_ids) for record in records.values()} == {64 - 12}
     assert {record.finish[0] for record in records.values()} == {"length"}
     check_empty(small)
@@ -214,12 +214,12 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
     import proposers
 
     function, message, delivered = BAD_PROCESSORS[name]
-    asks, where = NEIGHBOURS[:2], Where()
-    alone = {str(a.index): solo(a, where) for a in asks}
+    cases, where = NEIGHBOURS[:2], Where()
+    alone = {str(a.index): solo(a, where) for a in cases}
     proposers.set_answers({k: v.token_ids for k, v in alone.items()})
     engine = where.engine({"method": method} if method else None)
     bad = ask(logits_processors=[function], temperature=0, logprobs=2)
-    records = tiny.run(engine, [asks[0].request(plain=not method), bad, asks[1].request(plain=not method)])
+    records = tiny.run(engine, [cases[0].request(plain=not method), bad, cases[1].request(plain=not method)])
     finish, _, error = records["9"].finish
     assert finish == "error" and message in error
     assert len(records["9"].token_ids) == len(records["9"].logprobs) == delivered
@@ -231,8 +231,8 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
 
 def test_wrong_requests_in_the_middle_of_others():
     where = Where()
-    asks = [replace(n, k=None) for n in NEIGHBOURS[:3]]
-    alone = {str(a.index): solo(a, where) for a in asks}
+    cases = [replace(n, k=None) for n in NEIGHBOURS[:3]]
+    alone = {str(a.index): solo(a, where) for a in cases}
     engine = where.engine({"method": "ngram"})
     wrong = [options for _, _, options in WRONG_REQUESTS if "logprobs" not in str(options)]
 
@@ -241,7 +241,7 @@ def test_wrong_requests_in_the_middle_of_others():
             with pytest.raises(RequestError):
                 engine.add(ask(**wrong[step]))
 
-    records = tiny.run(engine, [a.request() for a in asks], each_step=interrupt)
+    records = tiny.run(engine, [a.request() for a in cases], each_step=interrupt)
     assert all(records[k].token_ids == r.token_ids for k, r in alone.items())
     assert all(bits(records[k].logprobs) == bits(r.logprobs) for k, r in alone.items())
     check_empty(engine)
@@ -249,12 +249,12 @@ def test_wrong_requests_in_the_middle_of_others():
 
 @pytest.mark.parametrize("strategy", ["rejection", "topp", "target_match", "greedy"])
 def test_impossible_drafts_harm_no_strategy(strategy):
-    """Junk outside the vocabulary is cut off before anybody looks it up."""
+    """Drafts outside the vocabulary are cut off before any lookup."""
     engine = tiny.engine(
         speculative={"method": "proposers:Junk", "verify_strategy": strategy, "adaptive": False}
     )
-    asks = [Ask(i, "mix", 0.7, strategy, length=9 + i) for i in range(4)]
-    records = tiny.run(engine, [a.request() for a in asks])
+    cases = [Ask(i, "mix", 0.7, strategy, length=9 + i) for i in range(4)]
+    records = tiny.run(engine, [a.request() for a in cases])
     assert all(r.finish[0] in ("length", "stop") for r in records.values())
     assert sum(s.num_draft for r in records.values() for s in r.steps) > 10
 
@@ -368,8 +368,8 @@ BOLD_PROCESSORS = {  # finite, and beyond fp32 once they are divided by a temper
 
 
 @pytest.mark.parametrize("name", BOLD_PROCESSORS)
-def test_a_processor_that_says_very_much(name):
-    """What it allows is sampled from and nothing else, whoever is beside it."""
+def test_processor_with_very_large_logits(name):
+    """Only tokens that it allows are sampled, whatever else is in the batch."""
     options = {"logits_processors": [BOLD_PROCESSORS[name]], "allowed_token_ids": [40, 50]}
     cut = tiny.request(1, SamplingParams(top_k=3, max_tokens=12, ignore_eos=True))
     for temperature in (0.5, 1e-5):
@@ -383,7 +383,7 @@ def test_a_processor_that_says_very_much(name):
         assert all(x == pytest.approx(-math.log(2)) for row in seen.logprobs for x in row.logprobs)
 
 
-def test_a_bias_that_says_very_much():
+def test_bias_with_very_large_values():
     """It makes tokens unlikely and forbids none: where all are, one of them is said."""
     bias = dict.fromkeys(range(tiny.VOCAB), -1e38)
     for temperature in (0.5, 1e-5):

@@ -53,11 +53,11 @@ def test_bad_requests_in_the_middle_of_others(make: Any, alone: Any) -> None:
         many = asyncio.create_task(engine.generate("ab", params(**LONG, n=2), request_id="many"))
         events = [await anext(long)]
         others = asyncio.create_task(serve_all(engine, alone, random.Random(5)))
-        for prompt, wish, name, message in wrong:
+        for prompt, wanted, name, message in wrong:
             with pytest.raises(RequestError, match=message):
-                await engine.generate(prompt, wish, request_id=name)
+                await engine.generate(prompt, wanted, request_id=name)
             with pytest.raises(RequestError, match=message):
-                await collect(engine.stream(prompt, wish, request_id=name))
+                await collect(engine.stream(prompt, wanted, request_id=name))
         await others
         want = await engine.generate("ab", params(**LONG))
         check_stream(events + await collect(long), want)
@@ -187,7 +187,7 @@ def test_shutdown_ends_open_requests_and_twice_is_once(make: Any, alone: Any) ->
 
 
 def test_an_llm_that_was_interrupted_can_be_served(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers that had ended by then and were not closed are nobody's."""
+    """Outputs that had finished and were not closed are dropped."""
     llm = make("plain")
     want, add, calls = llm.generate(*ASKS[0])[0], OutputTable.add, []
 
@@ -231,7 +231,7 @@ def test_a_loop_that_is_closed_with_a_stream_open(make: Any, alone: Any) -> None
     del stream
 
 
-def test_one_that_nobody_has_any_more_stops_by_itself(make: Any) -> None:
+def test_collected_async_llm_stops_its_thread(make: Any) -> None:
     llm = make("plain")
 
     async def main() -> Any:
@@ -264,26 +264,26 @@ if {how!r} == "open":
         command = [sys.executable, "-W", "error", "-c", program]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         programs[how] = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
-    told = {how: running.communicate(timeout=120) for how, running in programs.items()}
-    for how, (out, errors) in told.items():
+    reported = {how: running.communicate(timeout=120) for how, running in programs.items()}
+    for how, (out, errors) in reported.items():
         assert (programs[how].returncode, errors.strip(), out) == (0, "", ""), how
 
 
 # --- an engine that breaks --------------------------------------------------------------------------------
 
 
-def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, asked: int) -> None:
-    """An exception out of a step: before it, or when some of its results are taken down and some are not.
+def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, given_params: int) -> None:
+    """Raise in a step: before it, or when some of its results are stored and some are not.
 
-    Not before all have `asked` and are let in: a dead engine takes nobody in.
+    All jobs are submitted and added first, because a dead engine accepts none.
     """
     owner: Any = llm.engine if where == "step" else OutputTable
-    whole, submit, calls, asking, all_here = getattr(owner, where), EngineThread.submit, [], [], Event()
+    whole, submit, calls, submitted, all_here = getattr(owner, where), EngineThread.submit, [], [], Event()
 
     def noted(thread: EngineThread, *args: Any) -> Any:
         queue = submit(thread, *args)
-        asking.append(thread)
-        if len(asking) == asked:
+        submitted.append(thread)
+        if len(submitted) == given_params:
             all_here.set()
         return queue
 
@@ -293,7 +293,7 @@ def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, 
         calls.append(1)
         if len(calls) > after:
             assert all_here.wait(60)
-            asking[0]._read_inbox()
+            submitted[0]._read_inbox()
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return whole(*args)
 
@@ -340,7 +340,7 @@ def dies(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, where: str, aft
 
 
 def check(output: Any, want: Any) -> None:
-    """What has its own end is whole; the rest is a beginning that says so."""
+    """Check that finished outputs are complete and the others are prefixes with an error."""
     for answer, whole in zip(output.outputs, want.outputs, strict=True):
         n = len(answer.token_ids)
         assert answer.token_ids == whole.token_ids[:n] and whole.text.startswith(answer.text[:-1])

@@ -104,18 +104,18 @@ def test_control_who_was_in_the_last_step_is_remembered(
 def test_grammars_are_compiled_elsewhere(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on the caller's loop nor on the engine's thread; the answers are those of LLM."""
     llm, threads = make("ngram"), []
-    pieces, wish = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
+    pieces, wanted = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
     words = Words(["abba", "bab"], [pieces.token_bytes(i) for i in range(CONFIG["vocab_size"])], {2}, 2)
-    grammar = lambda asked: threads.append(threading.get_ident()) or (asked.structure and words)  # noqa: E731
+    grammar = lambda given_params: threads.append(threading.get_ident()) or (given_params.structure and words)  # noqa: E731
     monkeypatch.setattr(llm._grammars, "compile", grammar)
-    want = llm.generate("ab", wish)[0]
+    want = llm.generate("ab", wanted)[0]
     assert want.outputs[0].text in ("abba", "bab") and want.outputs[0].finish_reason == "stop"
     threads.clear()
 
     async def main(engine: AsyncLLM) -> None:
         free = asyncio.create_task(engine.generate(*ASKS[1]))
-        assert facts(await engine.generate("ab", wish)) == facts(want)
-        check_stream(await collect(engine.stream("ab", wish)), want)
+        assert facts(await engine.generate("ab", wanted)) == facts(want)
+        check_stream(await collect(engine.stream("ab", wanted)), want)
         await free
         names = {t.ident: t.name for t in threading.enumerate()}
         mine = [names.get(ident, "") for ident in threads]
@@ -173,7 +173,7 @@ async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_readers_leave_at_any_moment(make: Any, alone: Any, seed: int) -> None:
-    """Of two loops in two threads."""
+    """Readers in two loops of two threads."""
     llm = make(["plain", "ngram", "flaky"][seed % 3])
     draws = random.Random(seed), random.Random(100 + seed)
 
@@ -247,7 +247,7 @@ def test_no_token_after_an_abort(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def slow_reader(
     make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, over: threading.Event, seconds: float = 120
 ) -> None:
-    """One slot: if a reader could hold it, nobody else would be served."""
+    """Serve with one slot: if a reader could hold it, no other request would run."""
     llm, made = make("ngram", max_num_seqs=1), []
     want = llm.generate("ab", params(**LONG, n=2))[0]
     monkeypatch.setattr(
@@ -301,8 +301,8 @@ def test_one_wake_up_a_step(make: Any, alone: Any, monkeypatch: pytest.MonkeyPat
         loop = asyncio.get_running_loop()
         whole = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: rings.append(1) or whole(*a))
-        wish = params(**LONG)
-        assert len(await asyncio.gather(*(collect(engine.stream("ab", wish)) for _ in range(8)))) == 8
+        wanted = params(**LONG)
+        assert len(await asyncio.gather(*(collect(engine.stream("ab", wanted)) for _ in range(8)))) == 8
         assert 3 < len(rings) <= len(steps) + 2
 
     run(llm, main)

@@ -191,9 +191,9 @@ def test_chat_template_options_of_vllm_are_used(llm: LLM) -> None:
 def test_an_option_that_chat_does_not_have_is_refused(llm: LLM, name: str) -> None:
     with pytest.raises(
         RequestError, match=f"no option '{name}'.*SamplingParams.*chat_template_kwargs"
-    ) as told:
+    ) as reported:
         llm.chat([{"role": "user", "content": "Hi"}], greedy(max_tokens=1), **{name: 5})
-    assert told.value.param == name
+    assert reported.value.param == name
     wanted = {"add_generation_prompt": False, "continue_final_message": True}
     assert llm.chat_token_ids([{"role": "assistant", "content": "Hi"}], **wanted)
 
@@ -264,7 +264,7 @@ def test_one_bad_request_loses_nothing(llm: LLM) -> None:
 
 
 def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the engine has let a request go and its answer is not built yet."""
+    """Interrupt at several moments, also between the end of a request and the end of its output."""
     moments = (OutputTable, "add", 3), (OutputTable, "close_deferred", 3), (OutputColumns, "append", 1)
     for owner, moment, number in (*moments, (OutputTable, "_close_finished", 1)):
         whole, calls = getattr(owner, moment), []

@@ -1,4 +1,4 @@
-"""Where nobody looks at a bar, the log says how far it is, now and then."""
+"""Progress is logged from time to time where no terminal shows a bar."""
 
 from __future__ import annotations
 

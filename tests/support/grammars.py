@@ -25,7 +25,7 @@ def token_of(text: str) -> int:
 
 
 class TinyTokenizer:
-    """As much of a tokenizer as grammars need."""
+    """Minimal tokenizer for grammars."""
 
     special_ids = frozenset(range(_SPECIAL))
 
@@ -49,7 +49,7 @@ SCHEMA: dict[str, Any] = {
     },
     "required": ["a", "b"],
 }
-WISHES: dict[str, dict[str, Any]] = {
+STRUCTURES: dict[str, dict[str, Any]] = {
     "json": {"json": SCHEMA, "max_whitespace": 1},
     "regex": {"regex": "[a-f]{2,5}(-[0-9]+)?"},
     "choice": {"choice": ["red", "green", "greenish", 'b"\\lue']},
@@ -78,13 +78,15 @@ def grammars(vocab_size: int = tiny.VOCAB) -> GrammarCompiler:
 
 @cache
 def grammar(name: str) -> Grammar | None:
-    wish = WISHES.get(name)
-    if wish is not None and find_spec("xgrammar") is None:  # a GPU machine without it: the engine cannot tell
-        return words(*OTHERWISE, end=">" if "reasoning_end" in wish else "")
-    return grammars().compile(SamplingParams(structured_outputs=wish)) if wish else None
+    wanted = STRUCTURES.get(name)
+    if (
+        wanted is not None and find_spec("xgrammar") is None
+    ):  # a GPU machine without it: the engine cannot tell
+        return words(*OTHERWISE, end=">" if "reasoning_end" in wanted else "")
+    return grammars().compile(SamplingParams(structured_outputs=wanted)) if wanted else None
 
 
 def words(*several: str, end: str = "") -> Words:
-    """The oracle's grammar of these words."""
-    said = [TINY.token_bytes(i) for i in range(tiny.VOCAB)]
-    return Words(several, said, TINY.special_ids, EOS, end)
+    """Return the oracle's grammar of these words."""
+    produced = [TINY.token_bytes(i) for i in range(tiny.VOCAB)]
+    return Words(several, produced, TINY.special_ids, EOS, end)

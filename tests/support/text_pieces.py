@@ -20,7 +20,7 @@ CONFIG = {
 
 
 class Pieces:
-    """As much of a tokenizer as LLM needs."""
+    """Minimal tokenizer for LLM."""
 
     eos_token_ids = (2,)
     special_ids = frozenset({2})
@@ -37,7 +37,7 @@ class Pieces:
 
 
 class Always(dict):
-    """The same answer for every request id."""
+    """Mapping with one value for every request id."""
 
     def __init__(self, answer):
         super().__init__()

@@ -14,10 +14,15 @@ class Words:
     """Any of some words, then an end token; before it, if wished, anything up to a text."""
 
     def __init__(
-        self, words: Collection[str], said: Sequence[bytes], silent: Collection[int], eos: int, end: str = ""
+        self,
+        words: Collection[str],
+        produced: Sequence[bytes],
+        silent: Collection[int],
+        eos: int,
+        end: str = "",
     ) -> None:
         self.words = {word.encode() for word in words}
-        self.said, self.silent, self.eos, self.end = said, set(silent), eos, end.encode()
+        self.produced, self.silent, self.eos, self.end = produced, set(silent), eos, end.encode()
         self.beginnings = {word[:n] for word in self.words for n in range(len(word) + 1)}
         self._nexts: dict[tuple[int, ...], list[int]] = {}
 
@@ -25,7 +30,7 @@ class Words:
         return WordsState(self)
 
     def viable(self, tokens: Sequence[int]) -> bool:
-        """May an answer begin like this?"""
+        """Return whether an output may begin like this."""
         text = self._constrained(tokens)
         if text is None:
             return True
@@ -34,27 +39,27 @@ class Words:
         return text[0] in self.beginnings
 
     def nexts(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens that may follow, by trying each."""
+        """Return the tokens that may follow, by trying each."""
         key = tuple(tokens)
         if key not in self._nexts:
-            self._nexts[key] = [t for t in range(len(self.said)) if self.viable([*key, t])]
+            self._nexts[key] = [t for t in range(len(self.produced)) if self.viable([*key, t])]
         return self._nexts[key]
 
     def _constrained(self, tokens: Sequence[int]) -> tuple[bytes, bool] | None:
-        """What must be a word, and whether it was ended; None: all of it is free, or it is no text at all."""
+        """Return the constrained text and whether it has ended; None if all of it is unconstrained."""
         rest, free, before = b"", bool(self.end), b""
         for at, token in enumerate(tokens):
             if free:
-                before += self.said[token]
+                before += self.produced[token]
                 where = before.find(self.end)
                 if where >= 0:
                     rest, free = before[where + len(self.end) :], False
             elif token == self.eos:
                 return (rest, True) if all(t == self.eos for t in tokens[at:]) else (b"\0", False)
-            elif token in self.silent or not self.said[token]:
+            elif token in self.silent or not self.produced[token]:
                 return b"\0", False
             else:
-                rest += self.said[token]
+                rest += self.produced[token]
         return None if free else (rest, False)
 
 

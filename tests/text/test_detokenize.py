@@ -36,7 +36,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def fallback() -> Tokenizer:
-    """The Llama 2 kind: ids 0..255 are byte tokens, a leading space is dropped."""
+    """Return a tokenizer of the Llama 2 kind: ids 0..255 are byte tokens, a leading space is dropped."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocab["</s>"] = EOS
     for piece in ("▁the", "▁", "▁▁", "a", "é", "你"):
@@ -138,7 +138,7 @@ def test_leading_space() -> None:
 
 
 def test_an_answer_reads_on_from_its_prompt() -> None:
-    """As vLLM's does: of "▁the" after a prompt the space is text, not the mark of a beginning."""
+    """Like vLLM: the space of "▁the" after a prompt is text, not the mark of a beginning."""
     tokenizer = fallback()
     the = tokenizer.backend.token_to_id("▁the")
     request = Request(id="0", prompt_token_ids=[the], params=SamplingParams(), seed=0)

@@ -80,7 +80,7 @@ def _ended_on_a_draft(output):
 
 
 def answers(llms, prompt="ab", **options):
-    """The plain answer, after checking that the speculative ones are equal to it and count alike."""
+    """Return the plain output after checking that the speculative ones equal it and have equal counts."""
     plain, *others = llms
     want = plain.generate(prompt, params(**options))[0]
     whole = {**options, "stop": (), "stop_token_ids": (), "max_tokens": 18, "logits_processors": ()}
@@ -169,8 +169,8 @@ def test_a_stream_ends_where_the_answer_ends(llms):
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 7])
-def test_a_stream_tells_its_error(llms, at):
-    """Also when the step that failed had no token to tell it with."""
+def test_stream_error_is_in_the_last_event(llms, at):
+    """Check the end event of a failed step, with and without a token in that step."""
 
     def fails(tokens, row):
         if len(tokens) == 2 + at:
@@ -185,13 +185,14 @@ def test_a_stream_tells_its_error(llms, at):
         assert "".join(e.text for e in events) == whole.text
 
 
-@pytest.mark.parametrize("asked", [-1, 50])
+@pytest.mark.parametrize("given_params", [-1, 50])
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_all_logprobs_of_a_small_vocabulary(make, asked, mode):
+def test_all_logprobs_of_a_small_vocabulary(make, given_params, mode):
     """All there are, or more than that: the device lists so few itself."""
     llm, vocab = make(None, max_logprobs=-1), CONFIG["vocab_size"]
     want, got = (
-        params(logprobs=top, logprobs_mode=mode, include_draft_logprobs=False) for top in (vocab, asked)
+        params(logprobs=top, logprobs_mode=mode, include_draft_logprobs=False)
+        for top in (vocab, given_params)
     )
     (whole,) = llm.generate("ab", want)[0].outputs
     assert {len(row) for row in whole.logprobs} == {vocab}
@@ -234,7 +235,7 @@ def free_options(draw):
 
 
 def both_ways(llm, seed):
-    """A batch whose answers are built in bulk, and the same with every step looked at."""
+    """Return a batch whose answers are built in bulk, and the same with every step looked at."""
     draw = random.Random(seed)
     options = [free_options(draw) for _ in range(9)]
     prompts = [draw.choice(["a", "ab", "abba", "b a"]) for _ in options]
@@ -267,7 +268,7 @@ def test_bulk_is_what_token_by_token_gives(llms):
 
 
 def test_results_a_step_late_change_no_answer(llms, make):
-    """A stop string is seen while the next step is under way; what that one brings is nobody's."""
+    """A stop string is found while the next step is in flight; the results of that step are dropped."""
     late = make(None, overlap=True)
     assert late.engine.loop.overlap
     for seed in range(2):
@@ -277,9 +278,9 @@ def test_results_a_step_late_change_no_answer(llms, make):
             assert [replace(r, request_id="") for r in got] == [replace(r, request_id="") for r in want]
     free = {"ignore_eos": True, "include_draft_logprobs": False}
     text = llms[0].generate("ab", params(**free))[0].outputs[0].text
-    wishes = [params(**free, stop=[text[6:8]]), params(**free), params(**free, max_tokens=3)]
+    wanted_params = [params(**free, stop=[text[6:8]]), params(**free), params(**free, max_tokens=3)]
     for llm in (late, llms[0]):
-        answers = llm.generate(["ab"] * 3, wishes, use_tqdm=False)
+        answers = llm.generate(["ab"] * 3, wanted_params, use_tqdm=False)
         assert [a.outputs[0].text for a in answers[:2]] == [text[: text.index(text[6:8])], text]
         assert sum(a.metrics.num_emitted_tokens for a in answers) == bulk_tokens(answers)
         assert not llm.tracker.has_pending_outputs and not llm.engine.has_work
@@ -291,7 +292,7 @@ def test_control_a_bulk_answer_that_differs(llms, monkeypatch):
         test_bulk_is_what_token_by_token_gives(llms)
 
 
-def test_no_step_output_is_made_for_answers_nobody_watches(llms, monkeypatch):
+def test_no_step_output_is_created_for_bulk_outputs(llms, monkeypatch):
     def refuse(self, i):
         raise AssertionError("one by one")
 
@@ -308,14 +309,14 @@ def test_no_step_output_is_made_for_answers_nobody_watches(llms, monkeypatch):
 
 
 def test_streams_stop_strings_and_bulk_in_one_engine(llms):
-    """Each gets its own, whoever makes the step; overlapping calls leave nothing behind."""
+    """Each request gets its own results; overlapping calls leave no state."""
     for llm in llms:
         alone = llm.generate(["ab", "ba", "a"], params(ignore_eos=True), use_tqdm=False)
         stream = llm.stream("ab", params(ignore_eos=True))
         events = [next(stream)]
         quiet, stop = params(ignore_eos=True, include_draft_logprobs=False), alone[1].outputs[0].text[3:5]
-        wishes = [quiet, params(ignore_eos=True, stop=[stop]), quiet]
-        answers = llm.generate(["ab", "ba", "a"], wishes, use_tqdm=False)
+        wanted_params = [quiet, params(ignore_eos=True, stop=[stop]), quiet]
+        answers = llm.generate(["ab", "ba", "a"], wanted_params, use_tqdm=False)
         events += stream
         assert [e.token_id for e in events] == alone[0].outputs[0].token_ids
         assert "".join(e.text for e in events) == alone[0].outputs[0].text
@@ -328,13 +329,13 @@ def test_streams_stop_strings_and_bulk_in_one_engine(llms):
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeypatch):
     for llm in llms:
-        told, before = [], llm.stats.num_emitted_tokens
+        reported, before = [], llm.stats.num_emitted_tokens
 
-        def interrupted(step=llm.engine.step, told=told):
-            if len(told) == after:
+        def interrupted(step=llm.engine.step, reported=reported):
+            if len(reported) == after:
                 raise KeyboardInterrupt
             results = step()
-            told.append(sum(len(output.token_ids) for output in results))
+            reported.append(sum(len(output.token_ids) for output in results))
             return results
 
         with monkeypatch.context() as patch:
@@ -346,13 +347,13 @@ def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeyp
                     [quiet, params(ignore_eos=True, stop=["bbbbb"]), params()],
                     use_tqdm=False,
                 )
-        assert llm.stats.num_emitted_tokens - before == sum(told)
+        assert llm.stats.num_emitted_tokens - before == sum(reported)
         assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
 
 
 def test_the_bar_moves_with_endings_alone(llms, monkeypatch):
     updates = []
     monkeypatch.setattr(Progress, "update", lambda self, task, completed: updates.append(completed))
-    wishes = [params(max_tokens=n, include_draft_logprobs=n % 2 == 0) for n in (3, 3, 9, 17, 18)]
-    llms[0].generate(["ab"] * 5, wishes, use_tqdm=True)
+    wanted_params = [params(max_tokens=n, include_draft_logprobs=n % 2 == 0) for n in (3, 3, 9, 17, 18)]
+    llms[0].generate(["ab"] * 5, wanted_params, use_tqdm=True)
     assert updates == sorted(updates) and updates[-1] == 5 and len(updates) <= 5

@@ -43,7 +43,7 @@ def served(
     engine: dict[str, Any] | None = None,
     **params: Any,
 ) -> dict[str, tiny.Record]:
-    """Requests with this grammar."""
+    """Return requests with this grammar."""
     proposers.set_answers(answers or {})
     ask = SamplingParams(**{"max_tokens": 40, "logprobs": 3, "logprobs_mode": "processed", **params})
     target = tiny.engine(speculative=SPECS[spec], **(engine or {}))
@@ -63,11 +63,11 @@ def both(grammar: Grammar | None, spec: str, **params: Any) -> dict[str, tiny.Re
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_end_of_the_grammar_ends_the_request(spec: str) -> None:
-    """Also in the middle of a window: nothing after it is committed."""
+    """The grammar may end in the middle of a window: nothing after it is committed."""
     records = both(grammars.grammar("choice"), spec).values()
     for record in records:
         assert record.finish == ("stop", None, None) and record.token_ids[-1] == EOS
-        assert TINY.text(record.token_ids) in grammars.WISHES["choice"]["choice"]
+        assert TINY.text(record.token_ids) in grammars.STRUCTURES["choice"]["choice"]
         assert EOS not in record.token_ids[:-1]
     if spec == "Perfect":  # drafts went on after the end
         assert any(r.steps[-1].num_draft > r.steps[-1].num_accepted > 0 for r in records)
@@ -109,7 +109,7 @@ def test_no_policy_commits_what_the_grammar_forbids(policy: str, monkeypatch: py
         spec["synthetic_acceptance_length"] = 4.0
     monkeypatch.setitem(SPECS, "policy", spec)
     for record in served(grammars.grammar("choice"), "policy").values():
-        assert TINY.text(record.token_ids) in grammars.WISHES["choice"]["choice"]
+        assert TINY.text(record.token_ids) in grammars.STRUCTURES["choice"]["choice"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -152,8 +152,8 @@ def test_a_grammar_that_raises_fails_its_own_request(when: str, spec: str) -> No
     got = tiny.run(tiny.engine(speculative=SPECS[spec], debug=False), requests)
     for name in ("0", "2"):
         assert compare(name, plain[name], got[name]) == []
-    said = {"start": 0, "fill at once": 0, "fill later": 3, "accept": 3}[when]
-    assert got["1"].token_ids == answers["1"][:said] and len(got["1"].logprobs) == said
+    produced = {"start": 0, "fill at once": 0, "fill later": 3, "accept": 3}[when]
+    assert got["1"].token_ids == answers["1"][:produced] and len(got["1"].logprobs) == produced
     what = when.split()[0]
     reason = f"the grammar raised ValueError: {what} has had enough"
     assert got["1"].finish == ("error", None, reason)
@@ -162,11 +162,13 @@ def test_a_grammar_that_raises_fails_its_own_request(when: str, spec: str) -> No
 
 @pytest.mark.parametrize("spec", DRAFTED)
 def test_a_failure_on_a_draft_that_falls_fails_nothing(spec: str) -> None:
-    """As without drafts, where nobody ever asks."""
+    """The output equals that without drafts, where the mask is never computed."""
     whole = words("aaaaaa", "abcabc", "fedfed", "ffffff", "bbbbbb")
     plain = served(whole)
-    said = {tuple(r.token_ids[:n]) for r in plain.values() for n in range(len(r.token_ids) + 1)}
-    broken = Breaking(whole, lambda name, tokens: name in ("fill", "accept") and tuple(tokens) not in said)
+    produced = {tuple(r.token_ids[:n]) for r in plain.values() for n in range(len(r.token_ids) + 1)}
+    broken = Breaking(
+        whole, lambda name, tokens: name in ("fill", "accept") and tuple(tokens) not in produced
+    )
     # drafts that the grammar allows and the model does not take
     others = {name: [grammars.token_of(c) for c in "bbbbbb"] for name in plain}
     got = served(broken, spec, others)
@@ -192,9 +194,9 @@ ASKS = [Ask(i, "none", 1.3, length=9, grammar=name) for i, name in enumerate(("j
 COUNTING = [Ask(i, "none", 1.3, length=9, grammar="regex") for i in range(7)]
 
 
-def found(spec: dict[str, Any], asks: list[Ask] = ASKS) -> list[str]:
+def found(spec: dict[str, Any], cases: list[Ask] = ASKS) -> list[str]:
     where = Where()
-    return Company(asks, where, engine=where.engine(spec, debug=False)).differences(fresh=True)
+    return Company(cases, where, engine=where.engine(spec, debug=False)).differences(fresh=True)
 
 
 def test_the_comparison_finds_nothing_in_an_engine_that_is_right() -> None:
@@ -214,7 +216,7 @@ def test_control_masks_that_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_control_a_guide_that_does_not_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the next token still fits nobody notices; where it does not, the place is found again."""
+    """A token that still fits hides the defect; at any other the state is rebuilt."""
     assert found(FLAKY, COUNTING) == []
     monkeypatch.setattr(GrammarGuide, "_roll_back", lambda self, count: None)
     assert any("tokens" in line for line in found(FLAKY, COUNTING))
@@ -252,7 +254,7 @@ def test_control_masks_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("request 2: tokens" in line for line in found(PERFECT))
 
 
-def test_control_committed_tokens_that_the_grammar_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_guide_without_committed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted drafts are left out, so only speculation shows it."""
     whole = grammar_masks.commit_tokens
 

@@ -66,8 +66,8 @@ def answers(method: str | None, count: int = RUNS, **options: Any) -> dict[str, 
     target = tiny.engine(speculative=spec or None, max_num_seqs=250, max_num_batched_tokens=2048, debug=False)
     requests = []
     for i in range(count):
-        wish = {"json": SCHEMAS[i % len(SCHEMAS)], "max_whitespace": 2}
-        ask = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=wish)
+        wanted = {"json": SCHEMAS[i % len(SCHEMAS)], "max_whitespace": 2}
+        ask = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=wanted)
         requests.append(tiny.request(i, ask, 5 + i % 9, grammar=grammars.grammars().compile(ask)))
     return tiny.run(target, requests)
 
@@ -97,7 +97,7 @@ def test_all_of_500_without_drafts(plain: dict[str, tiny.Record]) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_all_of_500_with_drafts(method: str, plain: dict[str, tiny.Record]) -> None:
-    """And they are those without, token by token."""
+    """Outputs equal those without drafts, token by token."""
     proposers.set_answers({name: record.token_ids for name, record in plain.items()})
     records = answers(method)
     assert wrong(records) == []
@@ -106,7 +106,7 @@ def test_all_of_500_with_drafts(method: str, plain: dict[str, tiny.Record]) -> N
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "topp", "greedy"])
-def test_all_of_500_whoever_judges(strategy: str, plain: dict[str, tiny.Record]) -> None:
+def test_all_of_500_under_each_strategy(strategy: str, plain: dict[str, tiny.Record]) -> None:
     proposers.set_answers({name: record.token_ids for name, record in plain.items()})
     records = answers("proposers:Flaky", verify_strategy=strategy)
     assert wrong(records) == []
@@ -145,10 +145,10 @@ def test_a_real_model_answers_by_schema(smollm2_path: object) -> None:
     }
     people = ["Ada", "Bruno", "Chidi", "Dana"]
     prompts = [f'{{"name": "Zoë", "age": 3, "tags": ["a", "b"]}}\nNow {name} as JSON:\n' for name in people]
-    wish = {"json": schema, "max_whitespace": 1}
+    wanted = {"json": schema, "max_whitespace": 1}
 
     def ask(**more: Any) -> list[Any]:
-        params = SamplingParams(n=2, max_tokens=150, seed=5, logprobs=2, structured_outputs=wish, **more)
+        params = SamplingParams(n=2, max_tokens=150, seed=5, logprobs=2, structured_outputs=wanted, **more)
         return [answer for out in llm.generate(prompts, params, use_tqdm=False) for answer in out.outputs]
 
     drafted, alone = ask(), ask(speculative=False)
@@ -159,7 +159,7 @@ def test_a_real_model_answers_by_schema(smollm2_path: object) -> None:
     assert sum(one.metrics.num_accepted_tokens for one in drafted) > 0
     streamed = "".join(
         e.text
-        for e in llm.stream(prompts[0], SamplingParams(max_tokens=150, seed=5, structured_outputs=wish))
+        for e in llm.stream(prompts[0], SamplingParams(max_tokens=150, seed=5, structured_outputs=wanted))
     )
     assert streamed == drafted[0].text
     llm._grammars.close()
@@ -203,13 +203,13 @@ class DroppedLetters(SampledLetters):
     drops = True
 
 
-def law(temperature: float) -> dict[tuple[str, ...], float]:
+def exact_distribution(temperature: float) -> dict[tuple[str, ...], float]:
     """From the engine's own logprobs of forced continuations, cut to what may follow."""
     target = tiny.engine(max_logprobs=-1)
     base = tiny.prompt(0)
 
-    def row(said: str, allowed: str) -> dict[str, float]:
-        ids = [*base, *map(grammars.token_of, said)]
+    def row(produced: str, allowed: str) -> dict[str, float]:
+        ids = [*base, *map(grammars.token_of, produced)]
         ask = SamplingParams(max_tokens=1, logprobs=-1)
         line = tiny.run(target, [tiny.request(0, ask, prompt_token_ids=ids)])["0"].logprobs[0]
         values = dict(zip(line.token_ids, line.logprobs, strict=True))
@@ -250,16 +250,16 @@ def test_power() -> None:
 
 # target_match gives the answers without drafts, token by token (above): a smaller sample will do
 @pytest.mark.parametrize(("strategy", "count"), [("rejection", COUNT), ("target_match", COUNT // 4)])
-def test_the_law_is_that_of_constrained_decoding(strategy: str, count: int) -> None:
-    value = p_value(sampled(strategy, "SampledLetters", count), law(3.0))
+def test_distribution_equals_constrained_decoding(strategy: str, count: int) -> None:
+    value = p_value(sampled(strategy, "SampledLetters", count), exact_distribution(3.0))
     assert value >= ALPHA, value
 
 
-def test_control_drafts_dropped_before_they_are_judged() -> None:
+def test_control_drafts_dropped_before_verification() -> None:
     """Why a draft that breaks the grammar is left to fall: cutting it off beforehand biases `rejection`."""
-    assert p_value(sampled("rejection", "DroppedLetters", COUNT // 4), law(3.0)) < ALPHA
+    assert p_value(sampled("rejection", "DroppedLetters", COUNT // 4), exact_distribution(3.0)) < ALPHA
 
 
 @pytest.mark.parametrize("strategy", ["topp", "greedy"])
 def test_control_what_is_lossy_fails_the_same_test(strategy: str) -> None:
-    assert p_value(sampled(strategy, "SampledLetters", 4000), law(3.0)) < ALPHA
+    assert p_value(sampled(strategy, "SampledLetters", 4000), exact_distribution(3.0)) < ALPHA

@@ -120,11 +120,11 @@ def answer(grammar: Any, chance: random.Random) -> str | None:
 
 
 def invalid(seed: int) -> tuple[str, list[str]]:
-    """What became of a schema, and the answers that it should not have let through."""
+    """Return the result of a schema and the outputs that it should have refused."""
     schema = make(seed)
-    wish = {"json": schema, "max_whitespace": 1}
+    wanted = {"json": schema, "max_whitespace": 1}
     try:
-        grammar = grammars.grammars().compile(SamplingParams(structured_outputs=wish))
+        grammar = grammars.grammars().compile(SamplingParams(structured_outputs=wanted))
     except RequestError:
         return "refused", []
     check = jsonschema.Draft202012Validator(schema)

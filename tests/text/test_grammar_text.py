@@ -28,15 +28,15 @@ from grammars import EOS, TINY
 VOCABULARY = [b"" if i in TINY.special_ids else TINY.token_bytes(i) for i in range(tiny.VOCAB)]
 
 
-def compiled(**wish: Any) -> Any:
-    return grammars.grammars().compile(SamplingParams(structured_outputs=wish))
+def compiled(**wanted: Any) -> Any:
+    return grammars.grammars().compile(SamplingParams(structured_outputs=wanted))
 
 
-def matches(text: str, **wish: Any) -> bool:
-    """Is this a whole answer?"""
+def matches(text: str, **wanted: Any) -> bool:
+    """Return whether the text is a complete output."""
     import xgrammar
 
-    matcher = xgrammar.GrammarMatcher(compiled(**wish).compiled)
+    matcher = xgrammar.GrammarMatcher(compiled(**wanted).compiled)
     return bool(matcher.accept_string(text) and matcher.is_completed())
 
 
@@ -127,9 +127,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_grammar_that_cannot_be_used(name: str) -> None:
-    wish, message = REFUSED[name]
+    wanted, message = REFUSED[name]
     with pytest.raises(RequestError) as caught:
-        compiled(**wish)
+        compiled(**wanted)
     assert caught.value.param == "structured_outputs" and message in str(caught.value)
     assert "/project" not in str(caught.value) and "\n" not in str(caught.value)
 
@@ -191,14 +191,14 @@ def test_strings_of_bounded_length_are_json(bounds: dict[str, int]) -> None:
     made = worker._build(xgrammar, info, "json", json.dumps({"type": "string", **bounds}), {})
     plain = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps({"type": "string", **bounds}))
     for text in ("", "a", "é€", "abc", "abcd", "a" * 901, "\x00", "\x1f", "a\tb", "\n", '"', "\\"):
-        said = f'"{text}"'
+        produced = f'"{text}"'
         try:
-            length = len(json.loads(said))
+            length = len(json.loads(produced))
             right = bounds.get("minLength", 0) <= length <= bounds.get("maxLength", length)
         except ValueError:
             right = False
-        assert _takes(made, said) == right, text
-        assert _takes(plain, said) == (
+        assert _takes(made, produced) == right, text
+        assert _takes(plain, produced) == (
             right or text in ("\x00", "\x1f", "a\tb")
         )  # control: why this is needed
 
@@ -266,7 +266,7 @@ def valid(document: Any, schema: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_a_schema_says_is_enforced(name: str) -> None:
+def test_schema_keywords_are_enforced(name: str) -> None:
     schema, right, wrong = SCHEMAS[name]
     assert not_enforced(schema) is None
     assert valid(right, schema)
@@ -387,7 +387,7 @@ def test_other_places_of_a_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "right", "wrong"),
+    ("wanted", "right", "wrong"),
     [
         ({}, '{ "a" :\n 1}', '{"a": x}'),
         ({"max_whitespace": 1}, '{ "a": 1 }', '{  "a": 1}'),
@@ -395,9 +395,9 @@ def test_other_places_of_a_schema() -> None:
     ],
     ids=str,
 )
-def test_whitespace(wish: dict[str, Any], right: str, wrong: str) -> None:
+def test_whitespace(wanted: dict[str, Any], right: str, wrong: str) -> None:
     schema = {"type": "object", "properties": {"a": ONE}, "required": ["a"]}
-    assert matches(right, json=schema, **wish) and not matches(wrong, json=schema, **wish)
+    assert matches(right, json=schema, **wanted) and not matches(wrong, json=schema, **wanted)
 
 
 def test_choices_are_literal() -> None:
@@ -423,7 +423,7 @@ def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
     made.close()
 
 
-def test_a_compiler_that_dies_takes_nobody_with_it() -> None:
+def test_dead_compiler_process_fails_its_job_alone() -> None:
     """Before a job or in it; the next is served by another."""
     process = GrammarProcess(VOCABULARY, [EOS])
 
@@ -515,13 +515,13 @@ def test_each_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: 
 @pytest.mark.parametrize("end", ["a", "ab", "aab", "abab", "abcabd"])
 def test_the_end_is_found_wherever_tokens_are_cut(end: str) -> None:
     """Against looking at the whole text, for all texts of six tokens."""
-    said = [b"a", b"b", b"aab", b"bc", b"cab", b"d", b""]
-    found = ReasoningEnd(end, said)
+    produced = [b"a", b"b", b"aab", b"bc", b"cab", b"d", b""]
+    found = ReasoningEnd(end, produced)
     front: list[tuple[bytes, int]] = [(b"", 0)]
     for _ in range(6):
         after = {}
         for text, matched in front:
-            for token, data in enumerate(said):
+            for token, data in enumerate(produced):
                 now, rest = found.advance(matched, token)
                 at = (text + data).find(end.encode())
                 assert rest == (None if at < 0 else (text + data)[at + len(end) :])
@@ -530,6 +530,6 @@ def test_the_end_is_found_wherever_tokens_are_cut(end: str) -> None:
                 if rest is None:
                     after[text + data] = now
         front = list(after.items())[:400]
-    token = ReasoningEnd(3, said)
+    token = ReasoningEnd(3, produced)
     assert [token.advance(0, t)[1] for t in range(7)] == [None, None, None, b"", None, None, None]
     assert token.overshooting(0) == []

@@ -56,7 +56,7 @@ K = 3
 
 
 class Odd:
-    """As much of a tokenizer as an answer needs."""
+    """Minimal tokenizer for outputs."""
 
     special_ids = frozenset({2, 3})
     strip_left = 1
@@ -90,7 +90,7 @@ def finish_of(draw: random.Random, last: int | None) -> Finish:
 
 
 def columns_of(draw: random.Random, picks: int) -> LogprobColumns:
-    """Wider than anybody asks for, longer than what is picked, and the slack is poison."""
+    """Return columns that are wider and longer than what is read, with poison in the slack."""
     values = np.full((picks + 3, 33), np.nan, np.float32)
     ids, ranks = np.full((picks + 3, 32), -(2**40)), np.full(picks + 3, -(2**40))
     numbers = np.random.default_rng(draw.randrange(2**32))
@@ -128,7 +128,7 @@ def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepRe
 
 
 def script(seed: int, steps: int = 60, at_once: int = 5, ends: float = 0.06) -> list[StepResults]:
-    """Steps of requests that come and go; all have ended at last."""
+    """Return steps of requests that start and finish at random; all finish in the end."""
     draw, running, made, count = random.Random(seed), [], [], 0
     while len(made) < steps or running:
         while len(running) < at_once and len(made) < steps and draw.random() < 0.7:
@@ -202,7 +202,7 @@ def differences(want: CompletionOutput, got: CompletionOutput) -> list[str]:
 
 
 def compare(seeds: range, tokenizer: Any = ODD) -> set[str]:
-    """The fields that differ anywhere."""
+    """Return the fields that differ anywhere."""
     found: set[str] = set()
     for seed in seeds:
         steps = script(seed)
@@ -266,8 +266,8 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
             columns = results.table.copy()
             columns[:, PICK] = 0
             mine = {LogprobKind.RAW: columns_of(random.Random(1), K + 1)}
-            told = StepResults([request], columns, mine, SOURCES, results.source)
-            builder.feed(told[0])
+            reported = StepResults([request], columns, mine, SOURCES, results.source)
+            builder.feed(reported[0])
             if answer.line < 0:
                 table.open(answer)
             table.add(np.array([answer.line]), columns, results.source, mine, {})

@@ -18,7 +18,7 @@ PROMPTS = ["ab", "ba", "aab", "abab", "b", "bba"]
 
 @pytest.fixture(scope="module")
 def llms(tmp_path_factory):
-    """The first reads every step at once; two slots, so that a stopped request's is wanted by the next."""
+    """Return LLMs; the first reads every step at once. With two slots a finished request's slot is reused."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
@@ -37,7 +37,7 @@ def params(seed: int = 11, **options) -> SamplingParams:
     return SamplingParams(**{**values, **options})
 
 
-WISHES = {
+STRUCTURES = {
     "stop strings": {"stop": ["bb", "ba", "a b", "\u00e9"]},
     "kept in the text": {"stop": ["ab"], "include_stop_str_in_output": True, "min_tokens": 4},
     "stop tokens": {"stop_token_ids": [12, 17]},
@@ -46,17 +46,17 @@ WISHES = {
 }
 
 
-@pytest.mark.parametrize("name", WISHES)
+@pytest.mark.parametrize("name", STRUCTURES)
 def test_answers_and_counts_are_those_of_steps_read_at_once(llms, name):
     plain, *ahead = llms
-    asked = [params(seed, **WISHES[name]) for seed in range(len(PROMPTS))]
-    want = plain.generate(PROMPTS, asked, use_tqdm=False)
+    given_params = [params(seed, **STRUCTURES[name]) for seed in range(len(PROMPTS))]
+    want = plain.generate(PROMPTS, given_params, use_tqdm=False)
     proposers.set_answers(Always(want[0].outputs[0].token_ids))
-    if "stop" in WISHES[name]:
+    if "stop" in STRUCTURES[name]:
         assert any(isinstance(result.outputs[0].stop_reason, str) for result in want)
     for llm in ahead:
         before = llm.stats.num_emitted_tokens
-        got = llm.generate(PROMPTS, asked, use_tqdm=False)
+        got = llm.generate(PROMPTS, given_params, use_tqdm=False)
         for mine, theirs in zip(got, want, strict=True):
             out = mine.outputs[0]
             assert seen(out) == seen(theirs.outputs[0])
@@ -71,13 +71,13 @@ def test_answers_and_counts_are_those_of_steps_read_at_once(llms, name):
         assert pages.num_free == pages.capacity and llm.engine.loop.slots.num_free == 2
 
 
-@pytest.mark.parametrize("name", WISHES)
-def test_a_stream_says_nothing_after_its_end(llms, name):
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_stream_has_no_event_after_its_end(llms, name):
     plain, *ahead = llms
-    want = plain.generate("ab", params(**WISHES[name]))[0].outputs[0]
+    want = plain.generate("ab", params(**STRUCTURES[name]))[0].outputs[0]
     proposers.set_answers(Always(want.token_ids))
     for llm in ahead:
-        events = list(llm.stream("ab", params(**WISHES[name])))
+        events = list(llm.stream("ab", params(**STRUCTURES[name])))
         assert [event.token_id for event in events] == want.token_ids
         assert "".join(event.text for event in events) == want.text
         assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
@@ -128,15 +128,15 @@ def prompts_at_a_step(llms, monkeypatch):
 
 def test_the_device_has_a_step_before_all_prompts_are_in(llms, prompts_at_a_step):
     plain, *ahead = llms
-    asked = [params(seed, max_tokens=3 + seed % 4, ignore_eos=True) for seed in range(len(PROMPTS))]
-    want = plain.generate(PROMPTS, asked, use_tqdm=False)
+    given_params = [params(seed, max_tokens=3 + seed % 4, ignore_eos=True) for seed in range(len(PROMPTS))]
+    want = plain.generate(PROMPTS, given_params, use_tqdm=False)
     for llm in ahead:
         at = prompts_at_a_step(llm)
-        got = llm.generate(PROMPTS, asked, use_tqdm=False)
+        got = llm.generate(PROMPTS, given_params, use_tqdm=False)
         assert [seen(one.outputs[0]) for one in got] == [seen(one.outputs[0]) for one in want]
         assert at[0] == 2 and at[1] == 3 and at[-1] == len(PROMPTS)
     at = prompts_at_a_step(plain)  # steps are waited for: there is nothing to gain
-    plain.generate(PROMPTS, asked, use_tqdm=False)
+    plain.generate(PROMPTS, given_params, use_tqdm=False)
     assert set(at) == {len(PROMPTS)}
 
 

@@ -27,7 +27,7 @@ def run(
 def reference(
     pieces: list[str], stops: list[str], include: bool, min_tokens: int
 ) -> tuple[str, StopMatch | None, int]:
-    """The rule, by search over the whole text after each token."""
+    """Apply the rule by a search over the whole text after each token."""
     text = ""
     for index, piece in enumerate(pieces):
         before, text = len(text), text + piece

@@ -47,7 +47,7 @@ def random_text(rng: random.Random, size: int = 40) -> str:
 
 @cache
 def trained_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """One vocabulary for every kind, so that only the cutting of text tells them apart.
+    """Return one vocabulary for all kinds, which then differ in pre-tokenization alone.
 
     Some words have no merges that lead to them: only a model that ignores merges finds those.
     """
@@ -66,7 +66,7 @@ def trained_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 @cache
 def byte_bpe(kind: str) -> tokenizers.Tokenizer:
-    """A small byte-level BPE in the manner of `kind`, put together as its model's tokenizer.json is."""
+    """Build a small byte-level BPE of `kind`, like its model's tokenizer.json."""
     pre = {
         "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
         "smollm": pre_tokenizers.Sequence(
@@ -92,7 +92,7 @@ def byte_bpe(kind: str) -> tokenizers.Tokenizer:
 
 
 def gguf_of(path: Path, backend: tokenizers.Tokenizer, pre: str, **extra: Any) -> Path:
-    """The metadata that llama.cpp's converter would write for a byte-level BPE."""
+    """Return the metadata that llama.cpp's converter writes for a byte-level BPE."""
     model = json.loads(backend.to_str())["model"]
     size = backend.get_vocab_size(with_added_tokens=True)
     tokens = [backend.id_to_token(i) for i in range(size)]
@@ -206,7 +206,7 @@ def test_the_byte_alphabet_is_gpt2s() -> None:
 
 @cache
 def sentencepiece() -> tuple[list[str], list[int], list[float]]:
-    """A small vocabulary of the Llama 2 kind: control, bytes, pieces by falling score, characters."""
+    """Return a small vocabulary of the Llama 2 kind: control, bytes, pieces by falling score, characters."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, show_progress=False))
@@ -285,7 +285,7 @@ def test_decode_equals_tokenizers_where_bytes_are_characters(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"model": "bert"}, "'bert' is not supported"),
         ({"model": None}, "no tokenizer"),
@@ -295,9 +295,9 @@ def test_decode_equals_tokenizers_where_bytes_are_characters(tmp_path: Path) -> 
         ({"tokenizer.chat_template": "{% for %}"}, "cannot be compiled"),
     ],
 )
-def test_refused_metadata(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+def test_refused_metadata(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     path = gguf_of(tmp_path / "t.gguf", byte_bpe("gpt-2"), **({"pre": "gpt-2"} | fields))
-    with pytest.raises(LoadError, match=says):
+    with pytest.raises(LoadError, match=message):
         load_tokenizer(path)
 
 
@@ -431,7 +431,7 @@ def test_where_templates_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content.nothing.more }}", "nothing"),
@@ -441,8 +441,8 @@ def test_where_templates_are_kept(tmp_path: Path) -> None:
         ("{% for i in range(10**9) %}{% endfor %}", "refused|cannot render"),
     ],
 )
-def test_templates_are_sandboxed(template: str, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_templates_are_sandboxed(template: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         ChatTemplate(template, {}, "here").render(MESSAGES, add_generation_prompt=True)
 
 

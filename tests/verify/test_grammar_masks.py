@@ -62,8 +62,8 @@ ENDING = [grammars.token_of(text) for text in ("=", ">", "a", "=>x", "=>{")]
 
 
 def compiled(name: str, end: str | int = "") -> Grammar:
-    wish = {**CASES[name][0], **({"reasoning_end": end} if end != "" else {})}
-    found = grammars.grammars().compile(SamplingParams(structured_outputs=wish))
+    wanted = {**CASES[name][0], **({"reasoning_end": end} if end != "" else {})}
+    found = grammars.grammars().compile(SamplingParams(structured_outputs=wanted))
     assert found is not None
     return found
 
@@ -76,7 +76,7 @@ def mask_of(state: Any) -> Tensor:
 
 
 def allowed(mask: Tensor) -> list[int]:
-    """What `is_set` says of each token, all at once."""
+    """Return `is_set` of every token at once."""
     bits = mask[:, None] >> torch.arange(32, dtype=torch.int32) & 1
     return bits.view(-1)[: tiny.VOCAB].nonzero()[:, 0].tolist()
 
@@ -123,7 +123,7 @@ def test_every_token_of_every_state(name: str, end: str) -> None:
     assert seen > 15 and tight > 5
 
 
-def test_a_token_that_ends_the_free_section_and_says_more() -> None:
+def test_token_that_completes_the_free_section_and_continues() -> None:
     """Only what the grammar begins with may follow the end in the same token."""
     for choice, fits in (("xy", "=>x"), ("{}", "=>{")):
         grammar = grammars.grammars().compile(

@@ -86,15 +86,15 @@ def test_rejection_takes_a_certain_draft_as_one_of_probability_1() -> None:
     assert 0 < sum(result.accepted) < 300
 
 
-def test_rejection_keeps_every_draft_when_both_laws_agree() -> None:
+def test_rejection_accepts_every_draft_when_distributions_agree() -> None:
     logits = noise(400)
     probs = logits.softmax(-1).view(100, 4, V)[:, :3]
     drafts = logits.argmax(-1).view(100, 4)[:, :3]
     assert decide(logits, drafts.tolist(), HOT, "rejection", probs=probs).accepted == [3] * 100
 
 
-def test_rejection_never_keeps_what_the_target_never_says() -> None:
-    """And what replaces it has more probability with the target than with the drafter."""
+def test_rejection_never_accepts_tokens_of_target_probability_0() -> None:
+    """The replacement has more probability under the target than under the drafter."""
     logits = noise(200)
     probs = torch.softmax(noise(100, seed=2), -1).view(100, 1, V)
     params = SamplingParams(max_tokens=20, top_k=3)
@@ -119,7 +119,7 @@ def test_topp_accepts_what_is_in_the_nucleus() -> None:
         token: topp(flat, [token], SamplingParams(max_tokens=9, top_p=0.6), verify_window=0).accepted[0]
         for token in range(V)
     }
-    assert [token for token, stood in inside.items() if stood] == [3, 4, 5]
+    assert [token for token, accepted_count in inside.items() if accepted_count] == [3, 4, 5]
     greedy = SamplingParams(temperature=0, max_tokens=9, top_p=0.6)
     assert [t for t in range(V) if topp(flat, [t], greedy, verify_window=0).accepted == [1]] == [3, 4, 5]
 
@@ -127,12 +127,14 @@ def test_topp_accepts_what_is_in_the_nucleus() -> None:
 @pytest.mark.parametrize("limit", (1, 2, 3, 7, 11, 1000))
 def test_topp_takes_any_max_candidate_len(limit: int) -> None:
     flat = ranked([3, 4, 5, 6], [1], gap=0.1)
-    stood = [t for t in range(V) if topp(flat, [t], max_candidate_len=limit, verify_window=0).accepted == [1]]
-    assert stood[:4] == [3, 4, 5, 6][:limit] if limit <= 4 else len(stood) == min(limit, V)
+    accepted_count = [
+        t for t in range(V) if topp(flat, [t], max_candidate_len=limit, verify_window=0).accepted == [1]
+    ]
+    assert accepted_count[:4] == [3, 4, 5, 6][:limit] if limit <= 4 else len(accepted_count) == min(limit, V)
 
 
 def test_topp_verify_window() -> None:
-    """The second best stands outside the nucleus if the next `verify_window` drafts are the best."""
+    """The second best is accepted outside the nucleus if the next `verify_window` drafts are the best."""
     rows = ranked([3, 4], [8, 1], [2, 1], [11, 1], [6])
     narrow = {"max_candidate_len": 1}
     assert topp(rows, [4, 8, 2, 11], **narrow).accepted == [4]
@@ -161,7 +163,7 @@ def test_topp_options_of_the_engine() -> None:
 @every
 @pytest.mark.parametrize("params", (COLD, HOT), ids=("cold", "hot"))
 def test_accept_all(name: str, params: SamplingParams) -> None:
-    """Every draft stands, the model decides the token after them, an end token among them ends."""
+    """Every draft is accepted, the model decides the token after them, an end token ends the request."""
     logits = ranked(*([i] for i in (3, 8, 2, 11)), gap=40)
     result = decide(logits, [[9, 9, 9]], params, name, policy={"accept_policy": "accept_all"})
     assert result.tokens == [[9, 9, 9, 11]] and result.accepted == [3]
@@ -171,7 +173,7 @@ def test_accept_all(name: str, params: SamplingParams) -> None:
 
 @every
 def test_reject_all(name: str) -> None:
-    """No draft stands, not even a right one; the token is that of plain decoding, an end token too."""
+    """No draft is accepted, not even a right one; the token is that of plain decoding, an end token too."""
     logits = ranked([3], [8], gap=40)
     result = decide(logits, [[3]], COLD, name, policy={"accept_policy": "reject_all"}, eos=(3,))
     assert result.tokens == [[3]] and result.accepted == [0] and result.ended == [FinishStatus.STOP]
@@ -198,8 +200,8 @@ def test_synthetic_rates_are_reached() -> None:
     rates = (0.9, 0.6, 0.3, 0.5)
     num = synthetic({"synthetic_acceptance_rates": rates})
     for place, rate in enumerate(rates):
-        reached, stood = int((num >= place).sum()), int((num > place).sum())
-        assert abs(stood / reached - rate) < 4 * (rate * (1 - rate) / reached) ** 0.5
+        reached, accepted_count = int((num >= place).sum()), int((num > place).sum())
+        assert abs(accepted_count / reached - rate) < 4 * (rate * (1 - rate) / reached) ** 0.5
     assert torch.equal(num, synthetic({"synthetic_acceptance_rates": rates}))
 
 
@@ -289,17 +291,17 @@ def test_mixed_strategies_equal_each_alone() -> None:
     logits = noise(sum(counts) + 60, scale=2.0)
     best = logits.argmax(-1)
     made = [strategy(name) for name in STRATEGIES]
-    judges = [made[i // 2 % len(made)] for i in range(60)]
+    row_strategies = [made[i // 2 % len(made)] for i in range(60)]
     params = [HOT if i % 3 else COLD for i in range(60)]
     starts = [sum(counts[:i]) + i for i in range(60)]
     drafts = [best[s : s + c].tolist() for s, c in zip(starts, counts, strict=True)]
     probs = torch.softmax(noise(180, seed=4), -1).view(60, 3, V)
-    together = decide(logits, drafts, params, judges, probs=probs, seeds=range(60))
+    together = decide(logits, drafts, params, row_strategies, probs=probs, seeds=range(60))
     for i in range(60):
         rows = logits[starts[i] : starts[i] + counts[i] + 1]
         mine = probs[i : i + 1, : max(counts[i], 1)]
-        alone = decide(rows, [drafts[i]], params[i], judges[i], probs=mine, seeds=[i])
-        assert together.tokens[i] == alone.tokens[0], f"window {i} of {type(judges[i]).__name__}"
+        alone = decide(rows, [drafts[i]], params[i], row_strategies[i], probs=mine, seeds=[i])
+        assert together.tokens[i] == alone.tokens[0], f"window {i} of {type(row_strategies[i]).__name__}"
     assert len({tuple(t) for t in together.tokens}) > 30
 
 
@@ -308,8 +310,8 @@ def test_mixed_strategies_in_the_engine() -> None:
     base = {"method": "ngram", "num_speculative_tokens": 3}
 
     def ask(i: int, name: str | None) -> Any:
-        wish = {"verify_strategy": name} if name else None
-        return request(i, SamplingParams(temperature=0.8, max_tokens=24, speculative=wish))
+        wanted = {"verify_strategy": name} if name else None
+        return request(i, SamplingParams(temperature=0.8, max_tokens=24, speculative=wanted))
 
     names = list(STRATEGIES)
     mixed = run(engine(speculative=base), [ask(i, names[i]) for i in range(len(names))])
@@ -320,7 +322,7 @@ def test_mixed_strategies_in_the_engine() -> None:
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_without_speculation_a_request_gets_the_models_own_output(name: str) -> None:
-    """Also from an engine whose strategy is lossy, or ignores the temperature."""
+    """The engine's strategy may be lossy or ignore the temperature."""
     hot = {"temperature": 1.3, "max_tokens": 20, "logprobs": 3}
     spec = {"method": "ngram", "verify_strategy": name, "num_speculative_tokens": 3}
     off = request(1, SamplingParams(**hot, speculative=False))
@@ -352,7 +354,7 @@ def test_what_lies_beyond_the_last_draft_is_never_read(name: str) -> None:
 
 
 @every
-def test_rows_of_nobody_change_nothing(name: str) -> None:
+def test_padding_rows_change_nothing(name: str) -> None:
     """Padding behind the last window, whatever its logits: the same tokens, and the same law for them."""
     logits = noise(7)
     drafts = [[3, 4], [], [5]]

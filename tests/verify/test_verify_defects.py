@@ -38,7 +38,7 @@ def test_skipped_position_after_bulk_accept() -> None:
 
 
 def test_fallback_is_alive_and_not_fooled_by_token_0() -> None:
-    """2.5(2): in a nucleus of one, the real second best stands; token 0, far down the row, does not."""
+    """2.5(2): in a nucleus of one, the real second best is accepted; token 0, far down the row, does not."""
     rows = ranked([3, 4], [8], [2], [6])
     params = SamplingParams(max_tokens=9, top_p=0.5)
     assert decide(rows, [[4, 8, 2]], params, "topp").accepted == [3]
@@ -47,7 +47,7 @@ def test_fallback_is_alive_and_not_fooled_by_token_0() -> None:
 
 @pytest.mark.parametrize("top_p", (0.3, 0.9, 0.999, 1.0))
 def test_candidate_set_is_never_empty_on_flat_distributions(top_p: float) -> None:
-    """2.5(3): the mass of 5 candidates never reaches top_p; the best still stands, sampling still samples."""
+    """2.5(3): the mass of 5 candidates never reaches top_p; the best is accepted, sampling works."""
     flat = noise(400, scale=1e-3)
     best = flat.argmax(-1).view(200, 2)[:, :1]
     params = SamplingParams(max_tokens=9, top_p=top_p)
@@ -61,11 +61,14 @@ def test_topp_sampling_is_renormalised_over_what_was_kept() -> None:
     """2.5(4): three candidates kept of a larger nucleus; each as often as its share of their mass."""
     row = ranked([3, 4, 5, 6, 7], gap=0.4)
     kept = torch.softmax(row[0, [3, 4, 5]].double(), -1)
-    judge = strategy("topp", max_candidate_len=3)
+    chosen_strategy = strategy("topp", max_candidate_len=3)
     params = SamplingParams(max_tokens=9, top_p=0.95)
     count = 6000
     tokens = [
-        t[0] for t in decide(row.expand(count, V), [[]] * count, params, judge, seeds=range(count)).tokens
+        t[0]
+        for t in decide(
+            row.expand(count, V), [[]] * count, params, chosen_strategy, seeds=range(count)
+        ).tokens
     ]
     counts = [tokens.count(t) for t in (3, 4, 5)]
     assert sum(counts) == count
@@ -203,9 +206,9 @@ def test_a_request_does_not_inherit_what_its_slot_held() -> None:
     for name in ("ended", "num_draft", "computed"):  # as it may leave them
         getattr(used.columns, name).fill_(3)
     used.free(0)
-    asked = request(1, SamplingParams(), 3, seed=5)
+    given_params = request(1, SamplingParams(), 3, seed=5)
     for slots in (used, fresh):
-        slots.fill([SlotInit(slots.take(asked), asked, [3], 9)])
+        slots.fill([SlotInit(slots.take(given_params), given_params, [3], 9)])
     for name in used.columns.__dataclass_fields__:
         if name != "tokens":  # append-only, read up to its length
             assert torch.equal(getattr(used.columns, name), getattr(fresh.columns, name)), name
@@ -216,8 +219,8 @@ def test_bias_and_bans_of_a_predecessor_are_not_read() -> None:
     old = SamplingParams(logit_bias={3: 50.0}, allowed_token_ids=[3], min_tokens=9)
     slots = Slots(1, 64, 3, 4, V, OPS)
     for params in (old, SamplingParams(temperature=0, max_tokens=9), replace(COLD, logit_bias={5: -1.0})):
-        asked = request(0, params, prompt_token_ids=[1, 9])
-        slots.fill([SlotInit(slots.take(asked), asked, [1], 30)])
+        given_params = request(0, params, prompt_token_ids=[1, 9])
+        slots.fill([SlotInit(slots.take(given_params), given_params, [1], 30)])
         slots.columns.computed.copy_(slots.columns.length - 1)
         tokens = stepped(slots, ranked([8, 4], gap=1.0), [strategy("target_match")]).tokens
         assert tokens == [[3]] if params is old else [[8]]
@@ -249,7 +252,7 @@ def test_end_tokens_are_each_requests_own() -> None:
 
 @pytest.mark.parametrize("policy", ("accept_all", "normal"))
 def test_a_placeholder_is_never_counted_as_a_draft(policy: str) -> None:
-    """1.5: windows of 0, 1 and 3 real drafts in columns of width 3: padding neither stands nor counts."""
+    """1.5: windows of 0, 1 and 3 real drafts in columns of width 3: padding is never counted."""
     rows = ranked([3], [3], [8], [3], [8], [2], [11], gap=40)
     drafts = [[], [3], [3, 8, 2]]
     result = decide(rows, drafts, COLD, policy={"accept_policy": policy})
@@ -269,8 +272,8 @@ def test_a_placeholder_is_never_counted_as_a_draft(policy: str) -> None:
 def test_acceptance_rate_is_accepted_over_drafted() -> None:
     """5.2, 5.3: one formula for every method; steps without drafts do not dilute it."""
     stats_ = SpecStats()
-    for drafted, stood, emitted in ((4, 2, 3), (0, 0, 1), (2, 2, 3)):
-        stats_.record(drafted, stood, emitted)
+    for drafted, accepted_count, emitted in ((4, 2, 3), (0, 0, 1), (2, 2, 3)):
+        stats_.record(drafted, accepted_count, emitted)
     assert stats_.acceptance_rate == 4 / 6 and stats_.acceptance_length == 7 / 3
     assert stats_.accepted_per_position == [2, 2, 0, 0]
 
