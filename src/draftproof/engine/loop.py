@@ -86,7 +86,7 @@ class Loop:
         self.sources = proposer.sources if proposer else ()
         self.overlap = overlap
         self.debug = debug
-        self.meanwhile: Callable[[], object] = lambda: None  # while steps are under way, if there is time
+        self._background_work: Callable[[], object] = lambda: None
         self._flights: deque[PendingStep] = deque()
         self._number = 0  # of the last step that was queued
         # whose tokens are still to be read, and the step behind which they come
@@ -95,6 +95,10 @@ class Loop:
         self._faults = 0  # steps that failed running
         self._lessons = Lessons(slots)
         self._extras = Extras(device, slots, self.sources)
+
+    def set_background_work(self, work: Callable[[], object]) -> None:
+        """Call `work` while steps are in flight and the device is busy."""
+        self._background_work = work
 
     @property
     def policy(self) -> DraftPolicy:
@@ -123,7 +127,7 @@ class Loop:
             if self.overlap and not flight.waits and len(self._flights) < self.policy.run_ahead.depth:
                 return NOTHING
         if len(self._flights) > 1 and self.policy.run_ahead.is_device_busy(time.perf_counter()):
-            self.meanwhile()
+            self._background_work()
             self.scheduler.meanwhile()
             if self.proposer is not None:
                 self._tell(self.proposer.do_idle_work)

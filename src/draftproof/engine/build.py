@@ -1,0 +1,209 @@
+"""Construction of an engine from a configuration and a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from draftproof.config import EngineConfig
+from draftproof.engine.drafting import budget_kernels
+from draftproof.engine.drafting.policy import DraftModel, DraftPolicy
+from draftproof.engine.drafting.step_cost import StepCost
+from draftproof.engine.loop import Loop
+from draftproof.engine.page_pool import Pages
+from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.sizing import Sizes, resolve_sizes
+from draftproof.engine.slots import Slots
+from draftproof.engine.step.device_step import DeviceStep
+from draftproof.engine.step.step_features import logprob_width
+from draftproof.engine.step.warmup import Progress, WarmUp
+from draftproof.engine.strategies import StrategyTable, strategy_option_owner
+from draftproof.engine.validation import Limits
+from draftproof.errors import ConfigError, nearest
+from draftproof.models.draft_head.config import TargetIdentity
+from draftproof.models.draft_head.model import TargetParts
+from draftproof.models.load import Checkpoint
+from draftproof.models.registry import create_model
+from draftproof.models.runner import Runner
+from draftproof.ops import Ops, resolve, resolve_device
+from draftproof.propose import PROPOSERS
+from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
+from draftproof.registry import lookup
+from draftproof.speculative_config import SpeculativeConfig
+from draftproof.types import StepFeatures
+from draftproof.verify import STRATEGIES
+from draftproof.verify.sampler import Sampler
+
+FORCED_POLICIES = ("reject_all", "synthetic")  # accept_policy values that imply fixed drafts
+WARM_UP_LOGPROBS = 5  # alternatives of the steps with logprobs that are captured at start
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Parts of an engine."""
+
+    ops: Ops
+    runner: Runner
+    loop: Loop
+    limits: Limits
+    strategies: StrategyTable
+
+
+def is_forced(config: SpeculativeConfig | None) -> bool:
+    """Return whether acceptance is forced, so that it says nothing about the drafts."""
+    return config is not None and config.accept_policy in FORCED_POLICIES
+
+
+def is_adaptive(config: SpeculativeConfig | None) -> bool:
+    """Return whether the number of drafts adapts to their acceptance."""
+    return config is not None and config.adaptive and not is_forced(config)
+
+
+def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
+    """Load the model and build all parts of an engine."""
+    model_config = checkpoint.config
+    device = resolve_device(config.device)
+    ops = resolve(config.backend, device, config.numerics)
+    sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config.speculative, checkpoint))
+    weights = checkpoint.weights
+    lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
+    identity = TargetIdentity.from_weights(model_config, checkpoint.tensors)
+    model = create_model(model_config, weights, ops, sizes.max_len)
+    vocab = model_config.vocab_size
+    slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, ops)
+    env = ProposerEnv(
+        ops=ops,
+        k=sizes.k,
+        vocab_size=vocab,
+        hidden_size=model_config.hidden_size,
+        num_slots=sizes.num_seqs,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        max_len=sizes.max_len,
+        max_rows=sizes.max_rows,
+        target=TargetParts(
+            config=model_config,
+            identity=identity,
+            dtype=checkpoint.dtype,
+            embedding=model.embedding,
+            lm_head=model.lm_head,
+            lm_head_rows=lambda ids: lm_head[0].rows(ids).dequantize(checkpoint.dtype).to(ids.device),
+        ),
+    )
+    proposer, strategies = _build_speculation(config.speculative, env)
+    if proposer is not None:
+        budget_kernels.compile_kernels()
+    lm_head.clear()  # from here on only the packed form is used
+    runner = Runner(
+        model,
+        ops,
+        checkpoint.dtype,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        max_rows=sizes.max_rows,
+        taps=proposer.taps if isinstance(proposer, DeviceProposer) else (),
+    )
+    loop = _build_loop(config, sizes, slots, runner, proposer, strategies)
+    limits = Limits(
+        vocab_size=vocab,
+        max_model_len=sizes.max_len,
+        max_logprobs=config.max_logprobs,
+        kv_tokens=sizes.kv_tokens,
+        speculative_tokens=sizes.k if proposer else 0,
+        takes_prediction=bool(proposer and proposer.takes_prediction),
+        at_once=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
+    )
+    return EngineParts(ops, runner, loop, limits, strategies)
+
+
+def _build_loop(
+    config: EngineConfig,
+    sizes: Sizes,
+    slots: Slots,
+    runner: Runner,
+    proposer: Proposer | None,
+    strategies: StrategyTable,
+) -> Loop:
+    ops = runner.ops
+    overlap = ops.runtime.asynchronous if config.overlap is None else config.overlap
+    overlap = overlap and (proposer is None or proposer.graph_safe)
+    drafts_before_plan = (
+        proposer is not None
+        and not overlap
+        and _drafts_before_plan(proposer, is_adaptive(config.speculative), ops.runtime.asynchronous)
+    )
+    policy = DraftPolicy(
+        sizes.num_seqs,
+        StepCost.unmeasured(sizes.max_rows),
+        DraftModel.of_proposer(proposer, sizes.k, ops.runtime.asynchronous),
+        asynchronous=ops.runtime.asynchronous,
+        drafts_before_plan=drafts_before_plan,
+        sources=proposer.sources if proposer else (),
+    )
+    scheduler = Scheduler(
+        slots,
+        Pages(sizes.num_pages),
+        sizes.page_size,
+        sizes.max_rows,
+        policy,
+        config.enable_prefix_caching,
+        lookahead=sizes.k if proposer and proposer.stores_kv else 0,
+        drafts_before_plan=drafts_before_plan,
+    )
+    sampler = Sampler(ops, strategies.by_index, config.speculative)
+    # An error inside a replayed graph does not name its op: debugging ops one by one needs eager steps.
+    enforce_eager = config.enforce_eager or os.environ.get("DRAFTPROOF_DEBUG", "0") == "1"
+    step = DeviceStep(runner, slots, sampler, proposer, max_rows=sizes.max_rows, enforce_eager=enforce_eager)
+    return Loop(scheduler, slots, step, proposer, overlap=overlap, debug=config.debug)
+
+
+def warm_up(parts: EngineParts, adaptive: bool, progress: Progress) -> None:
+    """Capture the steps that most requests need and time them; others are captured on first use."""
+    loop, limits = parts.loop, parts.limits
+    default = parts.strategies.by_index.index(parts.strategies.default)
+    max_rows = min(len(loop.slots.requests) * (1 + limits.speculative_tokens), loop.device.max_rows)
+    top = logprob_width(WARM_UP_LOGPROBS, limits.vocab_size)
+    features = StepFeatures((default,)), StepFeatures((default,), raw_top=top)
+    warmer = WarmUp(loop.device)
+    seconds = warmer.prepare(features, max_rows, progress)
+    draft_seconds = warmer.draft_seconds(seconds)
+    if loop.scheduler.drafts_before_plan:  # drafts exist already when they are chosen
+        draft_seconds = {}
+    is_padded = parts.ops.runtime.asynchronous
+    loop.policy.set_cost(StepCost(seconds, interpolate=not is_padded, draft_seconds=draft_seconds), adaptive)
+
+
+def _drafts_before_plan(proposer: Proposer, adaptive: bool, asynchronous: bool) -> bool:
+    """Return whether drafts cost next to nothing, or the proposer weighs their cost itself."""
+    return proposer.is_free or (proposer.model_source >= 0 and adaptive and not asynchronous)
+
+
+def _build_speculation(
+    config: SpeculativeConfig | None, env: ProposerEnv
+) -> tuple[Proposer | None, StrategyTable]:
+    """Build the proposer and the strategies. An unknown option is a ConfigError."""
+    if config is None:
+        return None, StrategyTable(env.ops, None, {})
+    kind = lookup(PROPOSERS, config.method, "speculative method")
+    strategy = lookup(STRATEGIES, config.verify_strategy, "verify_strategy")
+    for key in config.options:
+        if key not in kind.defaults and key not in strategy.defaults:
+            own = SpeculativeConfig.__dataclass_fields__.keys() - {"options"}
+            hint = strategy_option_owner(key) or nearest(key, [*own, *kind.defaults, *strategy.defaults])
+            raise ConfigError(
+                f"speculative_config has no key {key!r} for method {config.method!r} and "
+                f"verify_strategy {config.verify_strategy!r}: {hint}"
+            )
+    options = {k: v for k, v in config.options.items() if k in strategy.defaults}
+    strategies = StrategyTable(env.ops, config, options)
+    strategies.warn_if_lossy()
+    proposer: Proposer = kind(env, {k: v for k, v in config.options.items() if k in kind.defaults})
+    return proposer, strategies
+
+
+def _drafter_bytes(config: SpeculativeConfig | None, checkpoint: Checkpoint) -> tuple[int, int]:
+    """Return the bytes of the proposer per token, and fixed."""
+    if config is None:
+        return 0, 0
+    kind: type[Proposer] = lookup(PROPOSERS, config.method, "speculative method")
+    return kind.storage(config.options, checkpoint.config, checkpoint.dtype)
