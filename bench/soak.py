@@ -264,7 +264,13 @@ class Soak:
     def check_empty(self) -> None:
         loop = self.target.loop
         stats, slots = self.target.stats(), loop.slots
-        if stats.num_used_pages or stats.num_running or stats.num_waiting or loop._flights or loop._retiring:
+        if (
+            stats.num_used_pages
+            or stats.num_running
+            or stats.num_waiting
+            or loop._flights
+            or loop.release.unread
+        ):
             self.wrong.append(f"left behind: {stats}")
         if slots.num_free != len(slots.requests) or loop.scheduler.num_needing_sync or self.target._sequences:
             self.wrong.append("a slot or an index is not free")

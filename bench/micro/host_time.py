@@ -118,7 +118,7 @@ def watched(llm: LLM) -> Clocks:
     pieces: list[tuple[str, Any, str]] = [
         *(("engine", core, "step"), ("launch", loop, "_launch"), ("plan", loop.scheduler, "plan")),
         *(("queue", loop, "_queue"), ("grow", loop.slots, "grow"), ("fill", loop.slots, "fill")),
-        *(("start", loop, "_start"), ("decide", loop.policy, "decide"), ("run", loop.device, "run")),
+        *(("start", loop.hooks, "start"), ("decide", loop.policy, "decide"), ("run", loop.device, "run")),
         *(
             ("load", loop.device.plan_buffer, "load"),
             ("draft", loop.device, "_draft_after"),
@@ -127,7 +127,7 @@ def watched(llm: LLM) -> Clocks:
         *(("loop settles", loop, "_settle"), ("settle", loop.scheduler, "settle")),
         *(
             ("observe", loop.policy, "observe"),
-            ("release", loop, "_release_finished"),
+            ("release", loop.release, "release_finished"),
             ("finish", loop, "_endings"),
         ),
         *(("finish", loop.scheduler, "finish_keep_pages"), ("release", loop.scheduler, "release_pages")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_serving import ALLOWED
-from draftproof.engine.loop import Loop
+from draftproof.engine.request_release import RequestRelease
 from draftproof.sampling_params import SamplingParams
 
 PAGE = 8
@@ -47,6 +47,6 @@ def test_an_answer_that_was_cut_off_is_found(make, how, overlap):
 
 @pytest.mark.parametrize("how", ["whole", "stream", "left"])
 def test_control_one_that_is_dropped_is_not(make, how, monkeypatch):
-    monkeypatch.setattr(Loop, "leave", Loop.end)
+    monkeypatch.setattr(RequestRelease, "abort", RequestRelease.remove)
     found, length = cached(make("ngram", page_size=PAGE), how)
     assert found < (length - 1) // PAGE * PAGE

@@ -70,7 +70,7 @@ def guess(engine: Engine, method: str, overlap: bool) -> None:
     kind, loop = lookup(PROPOSERS, method, "method"), engine.loop
     assert not engine.has_work
     loop._flights.clear()  # a last step of nobody's may be there
-    loop.proposer = kind(loop.proposer.env, {})
+    loop.hooks.proposer = kind(loop.proposer.env, {})
     loop.sources = kind.sources
     loop.device.drafting.proposer = loop.proposer if kind.graph_safe else None
     loop.overlap = overlap and kind.graph_safe

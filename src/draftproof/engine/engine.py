@@ -185,7 +185,7 @@ class Engine:
         if sequence is None:
             return False
         if self._failure is None:
-            self.loop.leave(sequence)
+            self.loop.release.abort(sequence)
         return True
 
     def step(self) -> StepResults:

@@ -10,22 +10,16 @@ waits for the host; a step that needs the host in it is waited for. docs/archite
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from draftproof.arrays import Ints
 from draftproof.engine.drafting.host_proposer import batch_of
-from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, DraftRun, StepObservation
+from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, StepObservation
 from draftproof.engine.drafting.run_ahead import StepTimes
-from draftproof.engine.drafting.token_feedback import Lessons
 from draftproof.engine.fault_recovery import (
     FAULTS,
     MAX_CONSECUTIVE_FAILURES,
@@ -36,36 +30,22 @@ from draftproof.engine.fault_recovery import (
     with_failed,
 )
 from draftproof.engine.invariants import check_step
+from draftproof.engine.pending import PendingStep, PendingSteps
+from draftproof.engine.proposer_hooks import ProposerHooks
+from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Busy, Scheduler
-from draftproof.engine.sequence import Sequence, StepPlan
+from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
-from draftproof.engine.step.device_step import DeviceStep, QueuedStep
+from draftproof.engine.step.device_step import DeviceStep
 from draftproof.engine.step.host_logprobs import Extras
 from draftproof.engine.step.step_features import features_of
 from draftproof.engine.step.step_results import Finish, StepResults, finish_of
 from draftproof.errors import EngineDeadError
-from draftproof.ops import PendingCopy
 from draftproof.propose import Proposer
 from draftproof.types import ENDED, NUM_OUT, FinishStatus, StepFeatures
 
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
-
-
-@dataclass(slots=True, eq=False)
-class PendingStep:
-    """A step that was queued and not read yet; it carries who took part in it."""
-
-    number: int
-    planned: StepPlan
-    computed: Ints | None  # [B] tokens with KV before it, as far as the host knew; None: all decode
-    ran: QueuedStep
-    read: PendingCopy
-    waits: bool  # the host is needed before anything else is planned
-    follows: bool  # it was queued while another was under way: the device went from one to the next
-    started: float  # by the clock
-    complaints: grammar_masks.GrammarErrors = field(default_factory=dict)
-    draft_run: DraftRun = DraftRun()  # of the draft model behind it
 
 
 class Loop:
@@ -82,23 +62,27 @@ class Loop:
     ) -> None:
         self.scheduler = scheduler
         self.slots = slots
-        self.device, self.proposer = device, proposer
+        self.device = device
         self.sources = proposer.sources if proposer else ()
         self.overlap = overlap
         self.debug = debug
         self._background_work: Callable[[], object] = lambda: None
-        self._flights: deque[PendingStep] = deque()
+        self._flights: PendingSteps = deque()
+        self.hooks = ProposerHooks(proposer, device.drafting, debug)
+        self.release = RequestRelease(scheduler, slots, self.hooks, self._flights)
         self._number = 0  # of the last step that was queued
-        # whose tokens are still to be read, and the step behind which they come
-        self._retiring: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
         self._traits: tuple[int, StepFeatures] | None = None
         self._faults = 0  # steps that failed running
-        self._lessons = Lessons(slots)
         self._extras = Extras(device, slots, self.sources)
 
     def set_background_work(self, work: Callable[[], object]) -> None:
         """Call `work` while steps are in flight and the device is busy."""
         self._background_work = work
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """Return the proposer; None after a failure."""
+        return self.hooks.proposer
 
     @property
     def policy(self) -> DraftPolicy:
@@ -129,38 +113,8 @@ class Loop:
         if len(self._flights) > 1 and self.policy.run_ahead.is_device_busy(time.perf_counter()):
             self._background_work()
             self.scheduler.meanwhile()
-            if self.proposer is not None:
-                self._tell(self.proposer.do_idle_work)
+            self.hooks.do_idle_work()
         return self._settle(self._flights.popleft()) if self._flights else NOTHING
-
-    def end(self, sequence: Sequence) -> None:
-        """Remove a request, finished or not; what is still under way of it is nobody's."""
-        if sequence.slot >= 0:
-            length = int(self.scheduler.mirror.length[sequence.slot])
-            self._lessons.hear(self.proposer, sequence.slot, length, self._behind)
-            self._stop(sequence.slot)
-        self.scheduler.remove(sequence)
-        self._rest()
-
-    def leave(self, sequence: Sequence) -> None:
-        """It is told to end, by a stop string or a caller; it may be in the middle of anything."""
-        if sequence.slot >= 0 and self.scheduler.mirror.prompt_left[sequence.slot] == 0:
-            self._finish_keep_pages(sequence)
-            self._rest()
-        else:
-            self.end(sequence)
-
-    def _stop(self, slot: int) -> None:
-        if self.proposer is not None:
-            self._tell(self.proposer.stop, slot)
-
-    @property
-    def _host_drafts(self) -> bool:
-        return self.proposer is not None and not self.proposer.graph_safe
-
-    @property
-    def _device_drafts(self) -> bool:
-        return self.device.drafting.proposer is not None
 
     def _recover(self, fault: StepFault) -> StepResults:
         """Go on without the steps that are lost; the first of those queued before is read. See `faults`."""
@@ -178,19 +132,16 @@ class Loop:
                 results = self._settle(self._flights.popleft())
         except StepFault as earlier:
             lost = earlier.lost + lost
-        for sequence, *_ in self._retiring:  # its last step may be among those that are lost
-            self.scheduler.release_pages(sequence, None)
-        self._retiring.clear()
-        self._lessons.forget()
+        self.release.drop_unread()
         slots = {s: s.slot for s in self.scheduler.running}
         back = requeue_lost(self.scheduler, lost)
         for sequence in back:
-            self._stop(slots[sequence])
+            self.hooks.stop(slots[sequence])
         failed = [s for s in back if s.num_failures >= MAX_REQUEST_RETRIES]
         what = "%s; %d requests try again, %d fail"
         logging.getLogger("draftproof").error(what, reason, len(back) - len(failed), len(failed))
         for sequence in failed:
-            self.end(sequence)
+            self.release.remove(sequence)
         return with_failed(results, failed, self.device.table_width, reason)
 
     # --- planning and queueing ----------------------------------------------------------------------
@@ -204,15 +155,15 @@ class Loop:
 
     def _launch(self) -> PendingStep | None:
         scheduler, host, started = self.scheduler, self.scheduler.mirror, time.perf_counter()
-        waits = self._host_drafts or not self.overlap or self._host_is_needed()
+        waits = self.hooks.drafts_on_host or not self.overlap or self._host_is_needed()
         try:
-            if waits and self._device_drafts:
+            if waits and self.hooks.drafts_on_device:
                 self._count_drafts()
-            planned = scheduler.plan(idle=not self._flights, counted=waits and self._device_drafts)
+            planned = scheduler.plan(idle=not self._flights, counted=waits and self.hooks.drafts_on_device)
         except FAULTS as error:  # of what was to be read for it; nobody has begun anything
             raise StepFault([]) from error
         for sequence in scheduler.preempted:
-            self._stop(sequence.last_slot)
+            self.hooks.stop(sequence.last_slot)
         if planned is None:
             return None
         computed, lines = None, planned.slots
@@ -224,8 +175,7 @@ class Loop:
             flight = self._queue(planned, computed, waits, started)
         except FAULTS as error:
             raise StepFault([(planned, computed)]) from error
-        if self.device.drafting.failure is not None and self.proposer is not None:
-            self._give_up(self.device.drafting.failure)
+        self.hooks.check_device_failure()
         return flight
 
     def _queue(self, planned: StepPlan, computed: Ints | None, waits: bool, started: float) -> PendingStep:
@@ -233,14 +183,14 @@ class Loop:
         if planned.new_pages or planned.admitted:
             self.slots.grow(planned.new_pages)
             self.slots.fill([sequence.slot_init for sequence in planned.admitted])
-        self._start(planned.admitted)
-        decision = self._decide(planned) if self._device_drafts else DraftDecision(planned.zeros)
+        self.hooks.start(planned.admitted)
+        decision = self._decide(planned) if self.hooks.drafts_on_device else DraftDecision(planned.zeros)
         middle = {}
         complaints: grammar_masks.GrammarErrors = {}
         if scheduler.num_needing_sync:
             complaints = grammar_masks.send_masks(planned, self.slots, self.device)
             middle = {s.slot: s.request for s in planned.sequences if s.has_host_processors}
-        keep = self._host_drafts and self.proposer is not None and self.proposer.needs_hidden
+        keep = self.hooks.needs_hidden_on_host
         ran = self.device.run(planned, decision, self._traits_now(), middle, keep)
         read = self.device.ops.runtime.fetch(ran.tensors.packed.data)
         host.num_draft[planned.slots] = decision.drafts
@@ -299,7 +249,7 @@ class Loop:
             raise StepFault([(f.planned, f.computed) for f in lost]) from error
         self._faults = 0
         times = StepTimes(flight.started, waited, time.perf_counter(), flight.follows, was_ready)
-        self._release_finished(flight.number)
+        self.release.release_finished(flight.number)
         for b, extra in extras_of.items():
             planned.sequences[b].num_prompt_logprobs += len(extra.prompt_logprobs or ())
         same = planned.version == self.scheduler.version  # nobody came or went since it was planned
@@ -319,9 +269,9 @@ class Loop:
             requests = [requests[b] for b in place]
             table, source = table[at], None if source is None else source[at]
         results = StepResults(requests, table, columns, self.sources, source, endings, extras_of)
-        if self._host_drafts:
+        if self.hooks.drafts_on_host:
             self._propose(flight)
-        self._rest()
+        self.release.release_if_idle()
         return results
 
     def _observe(
@@ -353,89 +303,24 @@ class Loop:
             if ending.reason == "error":
                 if table[b, ENDED] == FinishStatus.NOT_FINITE:  # nobody shall build on its numbers
                     self.scheduler.pages.unpublish(sequence.pages)
-                self.end(sequence)
+                self.release.remove(sequence)
             else:
-                self._finish_keep_pages(sequence)
+                self.release.finish_keep_pages(sequence)
         return endings
 
-    def _finish_keep_pages(self, sequence: Sequence) -> None:
-        """It ended by itself: what it said may be asked again. Its pages are free once that is read."""
-        scheduler = self.scheduler
-        length = int(scheduler.mirror.length[sequence.slot])
-        tokens = self.slots.columns.tokens[sequence.slot, :length]
-        if (
-            not scheduler.prefix_cache.enabled
-            or not length // scheduler.page_size > sequence.num_published_pages
-        ):
-            self.end(sequence)
-            return
-        try:
-            read = self.device.ops.runtime.fetch(tokens)
-        except FAULTS:
-            self.end(sequence)
-            return
-        self._retiring.append((sequence, read, self._behind))
-        self._lessons.hear(self.proposer, sequence.slot, length, self._behind, read)
-        self._stop(sequence.slot)
-        scheduler.finish_keep_pages(sequence)
-
-    def _rest(self) -> None:
-        """Nothing is under way, or nobody is left to whom it matters: leave no page behind."""
-        if not self._flights or not (self.scheduler.running or self.scheduler.waiting):
-            self._release_finished()
-
-    @property
-    def _behind(self) -> int:
-        """The last of the steps that are under way: what is read from the device now comes behind it."""
-        return self._flights[-1].number if self._flights else 0
-
-    def _release_finished(self, number: float = math.inf) -> None:
-        """Those whose tokens have come by now: the step of this number was read, or nothing is under way."""
-        while self._retiring and self._retiring[0][2] <= number:
-            sequence, read, _ = self._retiring.popleft()
-            ids: list[int] | None = None
-            with suppress(*FAULTS):  # then nobody can find it; a device that is gone shows in the next step
-                ids = read().tolist()
-            self.scheduler.release_pages(sequence, ids)
-        if self.proposer is not None:
-            self._tell(self._lessons.teach, self.proposer, number)
-
-    # --- the proposer -------------------------------------------------------------------------------
-
-    def _start(self, newcomers: list[Sequence]) -> None:
-        for sequence in newcomers:
-            if self.proposer is not None:
-                self._tell(self.proposer.start, sequence.slot, sequence.request)
-        if self.proposer is not None:
-            self._tell(self.proposer.prepare)
-
-    def _tell(self, proposer: Callable[..., None], *what: Any) -> None:
-        try:
-            proposer(*what)
-        except Exception as error:  # a plug-in's code may raise anything
-            self._give_up(error)
-
     def _propose(self, flight: PendingStep) -> None:
-        assert self.proposer is not None
-        planned = flight.planned
+        proposer, planned = self.hooks.proposer, flight.planned
+        assert proposer is not None
         here = [i for i, s in enumerate(planned.sequences) if s.slot >= 0]
         live, lengths = planned.only(here), self.scheduler.mirror.length
         try:
             budget = self._decide(live, refresh=True).drafts  # the device waits anyway
-            if not here or not (budget.any() or self.proposer.needs_hidden):
+            if not here or not (budget.any() or proposer.needs_hidden):
                 return
-            hidden = flight.ran.hidden if self.proposer.needs_hidden else None
+            hidden = flight.ran.hidden if proposer.needs_hidden else None
             assert flight.computed is not None  # such a step is waited for
             batch = batch_of(self.slots, planned, here, flight.computed, lengths, budget, hidden)
-            self.device.put(live, budget, self.proposer.propose(batch))
+            self.device.put(live, budget, proposer.propose(batch))
             self._count_drafts()
         except Exception as error:  # a plug-in's code may raise anything
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        """A proposer that fails costs its drafts alone: what was committed goes out, and decoding goes on."""
-        if self.debug:
-            raise error
-        logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
-        self.proposer = None
-        self.device.drafting.switch_off()
+            self.hooks.switch_off(error)

@@ -1,0 +1,75 @@
+"""Calls into the proposer. A proposer that raises is switched off; decoding goes on without drafts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any
+
+from draftproof.engine.drafting.device_proposer import DraftRunner
+from draftproof.engine.sequence import Sequence
+from draftproof.propose.base import Proposer
+
+
+class ProposerHooks:
+    """Owner of the engine's proposer."""
+
+    def __init__(self, proposer: Proposer | None, drafting: DraftRunner, debug: bool) -> None:
+        """`debug`: raise the proposer's exception instead of switching the proposer off."""
+        self.proposer = proposer
+        self._drafting = drafting
+        self._debug = debug
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Return whether drafts are made by code that needs the host."""
+        return self.proposer is not None and not self.proposer.graph_safe
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Return whether drafts are made on the device, without the host."""
+        return self._drafting.proposer is not None
+
+    @property
+    def needs_hidden_on_host(self) -> bool:
+        """Return whether a proposer on the host reads hidden rows."""
+        return self.drafts_on_host and self.proposer is not None and self.proposer.needs_hidden
+
+    def start(self, admitted: Many[Sequence]) -> None:
+        """Announce admitted requests, then the next step."""
+        for sequence in admitted:
+            if self.proposer is not None:
+                self.call(self.proposer.start, sequence.slot, sequence.request)
+        if self.proposer is not None:
+            self.call(self.proposer.prepare)
+
+    def stop(self, slot: int) -> None:
+        """Announce that the request in `slot` is gone."""
+        if self.proposer is not None:
+            self.call(self.proposer.stop, slot)
+
+    def do_idle_work(self) -> None:
+        """Let the proposer work while the device is busy."""
+        if self.proposer is not None:
+            self.call(self.proposer.do_idle_work)
+
+    def call(self, hook: Callable[..., None], *arguments: Any) -> None:
+        """Call a hook of the proposer; switch the proposer off if it raises."""
+        try:
+            hook(*arguments)
+        except Exception as error:  # a plug-in's code may raise anything
+            self.switch_off(error)
+
+    def check_device_failure(self) -> None:
+        """Switch the proposer off if it failed in the device step."""
+        if self._drafting.failure is not None and self.proposer is not None:
+            self.switch_off(self._drafting.failure)
+
+    def switch_off(self, error: Exception) -> None:
+        """Decode without drafts from now on. Committed tokens are not affected."""
+        if self._debug:
+            raise error
+        logging.getLogger("draftproof").error("the proposer failed and is switched off", exc_info=error)
+        self.proposer = None
+        self._drafting.switch_off()
