@@ -97,7 +97,7 @@ class Side:
         waited = self.bench.waited
         with self.bench.on(lane):
             begin = self.bench.clock()
-            while self.tokens < self.goal or engine.loop._flights:
+            while self.tokens < self.goal or engine.loop.pending:
                 lane.rests = self.tokens >= self.goal
                 results = engine.step()
                 if len(results):
@@ -195,11 +195,11 @@ class On:
 
     def __enter__(self) -> None:
         self.before, self.loop.scheduler = self.loop.scheduler, self.lane
-        self.loop._traits = None
+        self.loop._features = None
 
     def __exit__(self, *_: object) -> None:
         self.loop.scheduler = self.before
-        self.loop._traits = None
+        self.loop._features = None
 
 
 def built(options: argparse.Namespace) -> Bench:

@@ -238,7 +238,7 @@ class Soak:
                 name = self.chance.choice(here) if here else ""
                 if name and self.target.abort(name):
                     gone.add(name)
-        while self.target.loop._flights:  # what was under way when the last one ended
+        while self.target.loop.pending:  # what was under way when the last one ended
             self.target.step()
         self.check_empty()
         for name, request in requests.items():
@@ -268,7 +268,7 @@ class Soak:
             stats.num_used_pages
             or stats.num_running
             or stats.num_waiting
-            or loop._flights
+            or loop.pending
             or loop.release.unread
         ):
             self.wrong.append(f"left behind: {stats}")

@@ -124,7 +124,7 @@ def watched(llm: LLM) -> Clocks:
             ("draft", loop.device, "_draft_after"),
             ("send", ops.runtime, "send"),
         ),
-        *(("loop settles", loop, "_settle"), ("settle", loop.scheduler, "settle")),
+        *(("loop settles", loop, "_read_step"), ("settle", loop.scheduler, "settle")),
         *(
             ("observe", loop.policy, "observe"),
             ("release", loop.release, "release_finished"),
@@ -151,7 +151,7 @@ def watched(llm: LLM) -> Clocks:
 
     def ran(*given: Any, **named: Any) -> Any:
         clocks.queued += clocks.on
-        clocks.idle += clocks.on and (not loop._flights or loop._flights[-1].read.is_ready())
+        clocks.idle += clocks.on and (not loop.pending or loop.pending[-1].read.is_ready())
         return run(*given, **named)
 
     loop.device.run = ran

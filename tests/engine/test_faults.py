@@ -116,7 +116,7 @@ def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
     seen, whole = set(), Loop._recover
 
     def recover(self, fault):
-        seen.add((len(fault.lost), len(self._flights)))
+        seen.add((len(fault.lost), len(self.pending)))
         return whole(self, fault)
 
     monkeypatch.setattr(Loop, "_recover", recover)
@@ -126,7 +126,7 @@ def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
         ops.when = lambda _, op, count, nth=nth: op == name and count == nth
         assert served(target, requests) == {r.id: alone[r.id] for r in requests}
         ops.when = None
-        while target.loop._flights:
+        while target.loop.pending:
             target.step()
     assert {many for many, _ in seen} == lost and (2 if name == "sample" else 0) in {n for _, n in seen}
 

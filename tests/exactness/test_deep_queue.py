@@ -48,13 +48,13 @@ def depth(request, monkeypatch):
 def most(monkeypatch):
     """How many were under way at once, by how often."""
     seen: list[int] = []
-    whole = Loop._settle
+    whole = Loop._read_step
 
     def settle(self: Loop, flight: Any) -> Any:
-        seen.append(1 + len(self._flights))
+        seen.append(1 + len(self.pending))
         return whole(self, flight)
 
-    monkeypatch.setattr(Loop, "_settle", settle)
+    monkeypatch.setattr(Loop, "_read_step", settle)
     return seen
 
 
@@ -97,7 +97,7 @@ def test_the_promise(case, depth, most):
     assert max(most) == depth and most.count(depth) > 5
     if case["pages"] == "shaken":
         assert company.engine.stats().num_preemptions
-    while company.engine.loop._flights:
+    while company.engine.loop.pending:
         assert not company.engine.step()
     assert not company.engine.loop.release.unread and not company.engine.loop.release.feedback._heard
     check_empty(company.engine)
@@ -171,7 +171,7 @@ class Turns:
                 self.early += 1
                 scheduler = self.loop.scheduler
                 assert not (scheduler.running or scheduler.waiting), "a copy behind others was waited for"
-            elif self.loop._flights:
+            elif self.loop.pending:
                 self.kept += 1
             return whole()
 

@@ -69,7 +69,7 @@ def guess(engine: Engine, method: str, overlap: bool) -> None:
     """Put another proposer into an engine: packing the weights once is enough."""
     kind, loop = lookup(PROPOSERS, method, "method"), engine.loop
     assert not engine.has_work
-    loop._flights.clear()  # a last step of nobody's may be there
+    loop.pending.clear()  # a last step of nobody's may be there
     loop.hooks.proposer = kind(loop.proposer.env, {})
     loop.sources = kind.sources
     loop.device.drafting.proposer = loop.proposer if kind.graph_safe else None

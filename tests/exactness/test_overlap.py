@@ -53,7 +53,7 @@ def test_nothing_is_said_before_it_is_read():
         target.add(tiny.request(0, params))
         shown[name] = [[out.token_ids for out in target.step()] for _ in range(6)]
     assert shown["ahead"] == [[], *shown["plain"][:5]] and shown["plain"][5] == []
-    assert not engine.has_work and not engine.loop._flights
+    assert not engine.has_work and not engine.loop.pending
 
 
 def test_a_proposer_on_the_host_is_waited_for():
@@ -91,7 +91,7 @@ def test_one_that_needs_the_host_arrives_in_the_middle(spec, option, when):
     [("prompt", "prompt logprobs"), ("draft_logprobs", "draft records")],
 )
 def test_control_an_engine_that_never_waits(monkeypatch, option, what):
-    monkeypatch.setattr(Loop, "_host_is_needed", lambda self: False)
+    monkeypatch.setattr(Loop, "_needs_sync", lambda self: False)
     assert any(f"request 3: {what}" in line for line in interrupted(FLAKY, option, 5, debug=False)[0])
 
 
@@ -162,7 +162,7 @@ def test_all_are_aborted_and_others_follow(spec, when):
     check_empty(engine)
     records = tiny.run(engine, [a.request() for a in asks])
     assert [line for name in alone for line in compare(name, alone[name], records[name])] == []
-    assert not engine.loop._flights or not engine.step()
+    assert not engine.loop.pending or not engine.step()
 
 
 # --- a slot changes hands -----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def inherited(spec) -> list[str]:
         engine.add(tiny.request(0, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=5)))
         for _ in range(when):
             engine.step()
-        assert engine.loop._flights, "no step is under way"
+        assert engine.loop.pending, "no step is under way"
         assert engine.abort("0")
         engine.add(newcomer.request())
         record = tiny.Record()
@@ -312,11 +312,11 @@ def test_an_idle_engine_does_nothing(monkeypatch):
     assert not engine.step()
     tiny.run(engine, [tiny.request(0, SamplingParams(max_tokens=3))])
     launched = []
-    monkeypatch.setattr(Loop, "_settle", lambda self, flight: launched.append(flight) or [])
+    monkeypatch.setattr(Loop, "_read_step", lambda self, flight: launched.append(flight) or [])
     monkeypatch.setattr(engine.loop.device, "run", None)
     engine.step()
     engine.step()
-    assert len(launched) <= 1 and not engine.loop._flights
+    assert len(launched) <= 1 and not engine.loop.pending
 
 
 def test_results_are_copies():

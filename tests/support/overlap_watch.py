@@ -11,7 +11,7 @@ class Watch:
         whole = self.loop._launch
 
         def launch():
-            before = len(self.loop._flights)
+            before = len(self.loop.pending)
             flight = whole()
             if flight is not None:
                 self.launched.append((before, flight.waits))
