@@ -12,7 +12,7 @@ import pytest
 import heads
 import tiny
 from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
-from draftproof.engine.drafting.budget import PROBE_INTERVAL_STEPS
+from draftproof.engine.drafting.budget import MAX_PROBE_INTERVAL
 from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun, StepObservation
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
@@ -72,17 +72,17 @@ def test_free_rows_give_every_request_its_limit() -> None:
 
 def test_expensive_rows_give_no_drafts_and_probes_at_the_interval() -> None:
     steps = Steps(STEEP)
-    drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(4 * PROBE_INTERVAL_STEPS)]
+    drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(4 * MAX_PROBE_INTERVAL)]
     at = np.flatnonzero(drafts)
     assert set(np.unique(drafts)) == {0, 2}  # one draft each
-    assert 3 <= len(at) <= 4 and (np.diff(at) >= PROBE_INTERVAL_STEPS).all()
+    assert 3 <= len(at) <= 4 and (np.diff(at) >= MAX_PROBE_INTERVAL).all()
 
 
 def test_accepted_probe_is_followed_at_once_with_twice_the_length() -> None:
     steps = Steps({1: 1.0, 2: 1.0, 4: 1.9, 8: 3.5, 64: 40.0})
     for _ in range(300):  # the prior learns that drafts are rejected
         steps.step(accepted=0)
-    lengths = [int(steps.step(accepted=1).drafts.max()) for _ in range(2 * PROBE_INTERVAL_STEPS)]
+    lengths = [int(steps.step(accepted=1).drafts.max()) for _ in range(2 * MAX_PROBE_INTERVAL)]
     first = next(i for i, length in enumerate(lengths) if length)
     assert lengths[first] == 1 and max(lengths[first : first + 12]) >= 2
 

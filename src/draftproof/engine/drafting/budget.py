@@ -6,7 +6,7 @@ model (`step_cost`) the posteriors give the drafts with the most committed token
 (`budget_kernels`).
 
 A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
-every PROBE_INTERVAL_STEPS each such request gets one draft, and after an accepted probe more at once.
+every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once.
 
 The host decides beside every step, and steps are short. So a decision holds for some steps, and results of
 windows are collected until the next one.
@@ -23,7 +23,8 @@ from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
 DECAY = 0.02  # of a posterior towards the prior, per step
-PROBE_INTERVAL_STEPS = 64
+MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
+PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
 HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
 MAX_HOLD_STEPS = 8  # if the host is the bottleneck: also while requests start and end
 HOST_BOUND_SHARE = 0.7  # of a step's seconds: a slower host is the bottleneck
@@ -42,7 +43,7 @@ class DraftBudget:
         self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
         self._has_fixed = False  # a request with a fixed number of drafts has started
         self._num_steps = 0
-        self._next_probe = PROBE_INTERVAL_STEPS
+        self._last_probe = 0  # step
         self._last_probe_result = 0  # step until which results of the last probes may come
         # The decision that holds: since which step, for how many more, for which slots, with which drafts.
         self._decided_at = self._hold_left = 0
@@ -115,7 +116,8 @@ class DraftBudget:
             self._columns, self._posteriors, slots, max_drafts, decay
         )
         gains.sort()  # NumPy's sort is faster than numba's
-        is_probe_due = self._num_steps >= self._next_probe
+        next_probe = self._last_probe + self._probe_interval(len(slots), draft_cost)
+        is_probe_due = self._num_steps >= next_probe
         found: budget_kernels.Assignment = budget_kernels.plan_drafts(
             self._columns, self._posteriors, slots, max_drafts, survival, gains, rows, tokens,
             cost.table, context, floor, draft_cost, is_probe_due,
@@ -123,12 +125,22 @@ class DraftBudget:
         self._new_request_drafts = found.new_request_drafts
         self._hold(slots, found.assigned, found.num_assigned)
         if is_probe_due:
-            self._next_probe = self._num_steps + PROBE_INTERVAL_STEPS
+            self._last_probe = self._num_steps
         if found.has_probes:
             self._last_probe_result = self._num_steps + MAX_HOLD_STEPS
         if not found.num_assigned:
-            self._hold_left = min(MAX_HOLD_STEPS, self._next_probe - self._num_steps - 1)
+            self._hold_left = min(MAX_HOLD_STEPS, max(0, next_probe - self._num_steps - 1))
         return found.drafts
+
+    def _probe_interval(self, num_requests: int, draft_cost: float) -> int:
+        """Return the steps between probes, so that one draft for each request takes PROBE_TIME_SHARE."""
+        seconds = self._bounded_seconds(num_requests)
+        extra = self._bounded_seconds(2 * num_requests) - seconds + draft_cost
+        interval = extra / (PROBE_TIME_SHARE * (seconds + self._context))
+        return int(min(max(interval, MIN_PROBE_INTERVAL), MAX_PROBE_INTERVAL))
+
+    def _bounded_seconds(self, rows: int) -> float:
+        return max(self._cost.row_seconds(rows), self._floor)
 
     def _choose_all(self, slots: Ints, max_drafts: Ints) -> Ints:
         drafts = max_drafts.copy()
