@@ -108,7 +108,7 @@ def prompts_at_a_step(llms, monkeypatch):
 
     def watch(llm):
         taken, at = [0], []
-        step, make = llm.engine.step, llm._job
+        step, make = llm.engine.step, llm._open_job
 
         def made(*given):
             taken[0] += 1
@@ -120,7 +120,7 @@ def prompts_at_a_step(llms, monkeypatch):
 
         monkeypatch.setattr(llm.engine.loop.scheduler, "max_rows", 3)
         monkeypatch.setattr(llm.engine, "step", stepped)
-        monkeypatch.setattr(llm, "_job", made)
+        monkeypatch.setattr(llm, "_open_job", made)
         return at
 
     return watch

@@ -166,9 +166,9 @@ class Decoding:
 
     def ready(self, batches: Sequence[int], check: bool) -> None:
         """Everything that will be timed is captured, its kernels compiled side by side."""
-        kinds = (0, False), (0, True), (self.k, False)
+        counts = (0, self.k)
         work: list[GraphTask] = [
-            part for batch in batches for kind in kinds for part in self._work(batch, *kind)
+            part for batch in batches for count in counts for part in self._work(batch, count)
         ]
         alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
         WarmUp(self.device).capture(work, tell, alone)
