@@ -16,8 +16,9 @@ import httpx
 import openai
 import pytest
 
-from draftproof.cli.main import _options, main
-from draftproof.cli.serve import engine_options, settings_of
+from draftproof.cli.engine_options import offered_options, read_engine_options
+from draftproof.cli.main import _parse, main
+from draftproof.cli.serve import read_settings
 from draftproof.serve.http.shared_limits import OpenRequestCounts, create_shared_counts
 from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings
 from server_process import Program, command_line, started
@@ -230,15 +231,16 @@ def test_options(tmp_path: Path) -> None:
         "request_seconds": 5,
     }
     file.write_text(json.dumps({**wish, "speculative_config": {"method": "given"}}))
-    found = _options(["serve", "--config", str(file), "--port", "10"])
+    found = _parse(["serve", "--config", str(file), "--port", "10"])
     assert (found.model, found.port, found.log_prompts) == ("m", 10, True)
-    engine = engine_options(found)
+    engine = read_engine_options(found, offered_options())
     assert engine["speculative_config"] == {"method": "given"} and engine["enable_prefix_caching"] is False
-    assert settings_of(found).request_seconds == 5
-    assert _options(["serve", "other", "--config", str(file)]).model == "other"
-    plain = _options(["serve"])
-    assert plain.host == "127.0.0.1" and settings_of(plain) != Settings(max_n=3)
-    assert engine_options(_options(["serve", "--speculative-config", "off"]))["speculative_config"] is None
+    assert read_settings(found).request_seconds == 5
+    assert _parse(["serve", "other", "--config", str(file)]).model == "other"
+    plain = _parse(["serve"])
+    assert plain.host == "127.0.0.1" and read_settings(plain) != Settings(max_n=3)
+    off = _parse(["serve", "--speculative-config", "off"])
+    assert read_engine_options(off, offered_options())["speculative_config"] is None
 
 
 @pytest.mark.parametrize(

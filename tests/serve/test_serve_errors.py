@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -435,3 +436,34 @@ def test_failures_have_a_status() -> None:
     assert response_builder.generation_error("abort", None, False).status == 503
     assert response_builder.generation_error("error", "NaN", False).status == 500
     assert response_builder.generation_error("error", "the worker died", True).status == 503
+
+
+def test_logprobs_cap_follows_the_engine(tmp_path: Path) -> None:
+    """An engine with max_logprobs 50 serves 50 logprobs over HTTP, and rejects 51."""
+    with serving(tiny(make_folder(tmp_path), max_logprobs=50)) as running:
+        body = {"prompt": "one two", "max_tokens": 2, "seed": 1}
+        got = running.post("/v1/completions", {**body, "logprobs": 50})
+        assert got.status_code == 200
+        assert len(got.json()["choices"][0]["logprobs"]["top_logprobs"][0]) >= 50
+        for option in ("logprobs", "prompt_logprobs"):
+            got = running.post("/v1/completions", {**body, option: 51})
+            assert got.status_code == 400 and got.json()["error"]["param"] == option
+        schemas = running.http.get("/openapi.json").json()["components"]["schemas"]
+        parts = schemas["CompletionRequest"]["properties"]["logprobs"]["anyOf"]
+        assert [part["maximum"] for part in parts if part["type"] == "integer"] == [50]
+
+
+@pytest.mark.parametrize("policy", ["accept_all", "normal"])
+def test_accept_policy_is_labelled_in_response_and_metrics(tmp_path: Path, policy: str) -> None:
+    """`accept_all` is lossy in the response's metrics and in /metrics; `normal` is lossless."""
+    with serving(tiny(make_folder(tmp_path), {**NGRAM, "accept_policy": policy})) as running:
+        body = {"prompt": "one two three one two", "max_tokens": 4, "seed": 1}
+        metrics = running.post("/v1/completions", body).json()["metrics"]
+        page = running.http.get("/metrics").text
+        lossless = policy == "normal"
+        assert metrics["lossless"] is lossless and ("LOSSY" in metrics["strategy"]) is not lossless
+        (line,) = [line for line in page.splitlines() if line.startswith("draftproof:lossless{")]
+        assert line.endswith(f" {float(lossless)}")
+        assert (
+            f'draftproof:lossy_requests_total{{model_name="{running.model}"}} {float(not lossless)}' in page
+        )
