@@ -129,22 +129,22 @@ def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **trait
 def test_few_rows_take_two_launches_a_round(proposer: Eagle3Proposer, entries: int) -> None:
     found = launches_of(proposer, entries).found
     assert found == {
-        "follow_kernel": 1, "ahead_kernel": 1, "linear_kernel": 1, "blocks_kernel": K, "pick_kernel": K,
-        "put_draft_kernel": 1,
+        "shift_rows_kernel": 1, "plan_draft_rows_kernel": 1, "linear_kernel": 1, "fused_layers_kernel": K, "lm_head_sample_kernel": K,
+        "store_drafts_kernel": 1,
     }  # fmt: skip
 
 
 def test_many_rows(proposer: Eagle3Proposer) -> None:
     """K and V of all rows in two launches more, then rounds over one row an entry; then op by op."""
     found = launches_of(proposer, 64).found
-    assert found["blocks_kernel"] == K == found["pick_kernel"] and found.total() <= 17, found
+    assert found["fused_layers_kernel"] == K == found["lm_head_sample_kernel"] and found.total() <= 17, found
     many = launches_of(proposer, 256)
     assert many.found.total() <= 6 + 12 * K and not many.waits, many.found
 
 
 def test_keeping_up_takes_few(proposer: Eagle3Proposer) -> None:
     found = launches_of(proposer, 64, rounds=0).found
-    assert found.total() == 5 and "blocks_kernel" not in found, found
+    assert found.total() == 5 and "fused_layers_kernel" not in found, found
 
 
 @pytest.mark.parametrize(
@@ -182,4 +182,4 @@ def test_taps_take_no_launch(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -
         with triton_ops.launches:
             runner.forward(rows)
         counts.append(dict(triton_ops.launches.found))
-    assert counts[0] == counts[1] == {"embed_kernel": 1, "blocks_kernel": 1, "rms_norm_kernel": 1}
+    assert counts[0] == counts[1] == {"embed_kernel": 1, "fused_layers_kernel": 1, "rms_norm_kernel": 1}

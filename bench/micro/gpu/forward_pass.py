@@ -49,7 +49,7 @@ LARGE = {
 }  # fmt: skip
 PROMPTS = (97, 350, 210, 612, 330, 449)  # 2048 rows
 CASES = "1x1,1x6,8x6,64x1,64x6,256x1,prompts,mixed,2048,prompts8192"
-LISTS = ("by_keys_kernel", "low_and_high_kernel")  # of tiles, made once a pass
+LISTS = ("chunk_list_kernel", "tile_lists_kernel")  # of tiles, made once a pass
 Part = tuple[int, int, int]  # slot, first position, rows
 
 
