@@ -129,7 +129,8 @@ def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **trait
 def test_few_rows_take_two_launches_a_round(proposer: Eagle3Proposer, entries: int) -> None:
     found = launches_of(proposer, entries).found
     assert found == {
-        "shift_rows_kernel": 1, "plan_draft_rows_kernel": 1, "linear_kernel": 1, "fused_layers_kernel": K, "lm_head_sample_kernel": K,
+        "shift_rows_kernel": 1, "plan_draft_rows_kernel": 1, "linear_kernel": 1, "fused_layers_kernel": K,
+        "lm_head_sample_kernel": K,
         "store_drafts_kernel": 1,
     }  # fmt: skip
 
