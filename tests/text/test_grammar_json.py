@@ -188,7 +188,8 @@ class SampledLetters(Proposer):
         out = torch.tensor(batch.lengths) - batch.columns.prompt_len[batch.slots]
         seeds = batch.columns.seed[batch.slots].repeat_interleave(k)
         positions = (out[:, None] + torch.arange(k)).reshape(-1)
-        tokens = self.env.ops.sampling.gumbel_argmax(logits.expand(b * k, vocab), seeds, positions, STREAM_SAMPLE)
+        sampling = self.env.ops.sampling
+        tokens = sampling.gumbel_argmax(logits.expand(b * k, vocab), seeds, positions, STREAM_SAMPLE)
         tokens, probs = tokens.view(b, k), logits.softmax(-1).expand(b, k, vocab)
         count = torch.full((b,), k)
         if self.drops:

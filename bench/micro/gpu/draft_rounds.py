@@ -180,7 +180,6 @@ class Decoding:
         columns.num_draft.fill_(drafts)
         for line, held in self._known:
             line.copy_(held)
-        self.drafter.late.clear()
         for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
             line.fill_(value)
         plan.slots[:batch] = self.slots[:batch]
