@@ -16,7 +16,7 @@ def kv_offset(page, key, NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constex
 
 
 @triton.jit
-def load_keys(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, MODIFIER: tl.constexpr = ""):
+def load_keys(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, MODIFIER: tl.constexpr):
     """Load keys [BD, KEYS] at offset [KEYS]; `other` where `exists` is False; `exists` None: all exist."""
     d = tl.arange(0, BD)
     pointers = cache + offset[None, :] + d[:, None]
@@ -30,7 +30,7 @@ def load_keys(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, M
 
 
 @triton.jit
-def load_values(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, MODIFIER: tl.constexpr = ""):
+def load_values(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, MODIFIER: tl.constexpr):
     """Load values [KEYS, BD] at offset [KEYS]; `other` where `exists` is False; `exists` None: all exist."""
     d = tl.arange(0, BD)
     pointers = cache + offset[:, None] + d[None, :]

@@ -74,8 +74,8 @@ def attend_full_block(
     """Do `attend_block` for keys that all rows see, without masks."""
     key = at + tl.arange(0, KEYS)
     offset = kv_offset(tl.load(pages + key // PAGE), key, NUM_KV, D, PAGE)
-    k = load_keys(cache_k, offset, None, 0.0, D, BD)
-    v = load_values(cache_v, offset, None, 0.0, D, BD)
+    k = load_keys(cache_k, offset, None, 0.0, D, BD, "")
+    v = load_values(cache_v, offset, None, 0.0, D, BD, "")
     scores = tl.dot(q, k, input_precision="ieee") * scale
     top = tl.maximum(m, tl.max(scores, axis=1))
     base = tl.where(top == float("-inf"), 0.0, top)

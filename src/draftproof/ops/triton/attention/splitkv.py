@@ -95,9 +95,9 @@ def attend_paged_block(
     key = at + tl.arange(0, KEYS)
     exists = (key >= first) & (key <= last)  # memory of other keys may hold NaN
     offset = kv_offset(page, key, NUM_KV, D, PAGE)
-    k = load_keys(cache_k, offset, exists, 0.0, D, BD)
+    k = load_keys(cache_k, offset, exists, 0.0, D, BD, "")
     top, p, decay = softmax_step(masked_scores(q, k, key, pos, scale, WINDOW), m, q.dtype)
-    v = load_values(cache_v, offset, exists, 0.0, D, BD)
+    v = load_values(cache_v, offset, exists, 0.0, D, BD, "")
     sums, acc = accumulate_values(p, v, decay, sums, acc, KEYS, ONES)
     return top, sums, acc
 
