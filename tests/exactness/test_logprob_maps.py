@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from draftproof.outputs import CompletionOutput, Logprob
-from draftproof.text.bulk.logprob_rows import rows_of
+from draftproof.text.bulk.logprob_rows import pack_rows
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 from draftproof.types import LogprobRow
 
@@ -40,7 +40,7 @@ PLAIN = [
 
 
 def table(*columns: Any) -> LogprobTable:
-    return LogprobTable([rows_of(*columns, top=columns[2].shape[1])])
+    return LogprobTable([pack_rows(*columns, top=columns[2].shape[1])])
 
 
 def maps(tokenizer: Any = LETTERS) -> LogprobMaps:

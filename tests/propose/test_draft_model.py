@@ -116,14 +116,14 @@ def test_on_other_backends(backend):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_captured_and_padded(temperature, reject):
     case = HARD | {"overlap": True, "k": 5, "reject": reject, "temperature": temperature, "pages": "few"}
-    stood, wrong = fallen(serve(case, "test_draft_model:PaddedOps"), reject)
+    stood, wrong = fallen(serve(case, "padded_ops:PaddedOps"), reject)
     assert stood and not wrong
 
 
 @pytest.mark.parametrize("method", heads.WITH_MODELS)
 def test_captured_at_start(method):
     """What is captured in advance is what is met later."""
-    where = Where(backend="test_draft_model:PaddedOps")
+    where = Where(backend="padded_ops:PaddedOps")
     spec = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     asks = [Ask(i, "long", 0.7, length=12, prompt=False) for i in range(3)]
     company = Company(asks, where, spec, chunk=64, overlap=True, sizes={"warm_up": True})

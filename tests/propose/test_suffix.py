@@ -35,14 +35,14 @@ class Clock:
         return self.time
 
 
-class Told:
+class PoolHarness:
     """A pool and slots that look into it."""
 
     def __init__(self, num_lines=4, ttl=60.0):
         self.clock = Clock()
         self.pool = Pool(OPS, 2, num_lines * LINE_TOKENS, ttl, self.clock)
 
-    def tell(self, ids, salt=None, begin=2):
+    def add(self, ids, salt=None, begin=2):
         self.pool.add(salt, np.array(ids), begin)
         self.pool.send()
         self.pool.send()
@@ -68,7 +68,7 @@ STORY = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
 
 
 def test_what_another_has_said_is_drafted():
-    told = Told()
+    told = PoolHarness()
     assert told.guess([50, 51, 14, 15, 16]) == []
     told.add(STORY)
     assert told.guess([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
@@ -77,7 +77,7 @@ def test_what_another_has_said_is_drafted():
 
 
 def test_the_beginning_is_found_by_the_end_of_the_prompt():
-    told = Told()
+    told = PoolHarness()
     told.add(STORY, begin=5)
     assert (
         told.guess([13, 14, 15])[:1] == [16] and told.guess([12, 13, 14]) == []
@@ -85,11 +85,11 @@ def test_the_beginning_is_found_by_the_end_of_the_prompt():
 
 
 def test_most_votes_win_and_a_split_is_doubted():
-    told = Told()
+    told = PoolHarness()
     for after in (30, 31, 31, 31):
         told.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
     assert told.guess([5, 6, 7])[:1] == [31]
-    told = Told(num_lines=8)
+    told = PoolHarness(num_lines=8)
     for after in range(30, 38):
         told.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
     assert told.guess([5, 6, 7]) == []  # one in eight
@@ -97,18 +97,18 @@ def test_most_votes_win_and_a_split_is_doubted():
 
 
 def test_a_longer_match_is_followed_further():
-    told = Told()
+    told = PoolHarness()
     told.add(STORY)
     few, many = told.guess([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)), told.guess(STORY[:9], rule=RULE)
     assert len(few) == 2 and many == STORY[9:]
 
 
 def test_the_text_itself_repeats_past_its_end():
-    assert Told().guess([40, 41, 42, 40, 41, 42, 40]) == [41, 42, 40, 41, 42, 40]
+    assert PoolHarness().guess([40, 41, 42, 40, 41, 42, 40]) == [41, 42, 40, 41, 42, 40]
 
 
 def test_drafts_of_another_are_gone_on_with():
-    told = Told()
+    told = PoolHarness()
     told.add(STORY)
     assert told.guess([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
     assert told.guess([50, 14, 15], begun=[60, 61]) == [60, 61]
@@ -116,7 +116,7 @@ def test_drafts_of_another_are_gone_on_with():
 
 
 def test_a_long_response_takes_several_lines_and_is_found_everywhere():
-    told = Told(num_lines=8)
+    told = PoolHarness(num_lines=8)
     text = [int(x) for x in np.random.default_rng(3).permutation(900) + 100]
     told.add(text)
     for at in (
@@ -135,7 +135,7 @@ def test_a_long_response_takes_several_lines_and_is_found_everywhere():
 
 
 def shared(salts):
-    told = Told()
+    told = PoolHarness()
     told.add(STORY, salt=salts[0])
     return told.guess([14, 15, 16], salt=salts[1]) != []
 
@@ -148,7 +148,7 @@ def test_two_salts_share_nothing():
 
 def test_a_line_that_changed_hands_is_its_new_owners():
     """What pointed to it is left in the table; it must lead nowhere."""
-    told = Told(num_lines=1)
+    told = PoolHarness(num_lines=1)
     told.add(STORY, salt="a")
     told.add(STORY, salt="b")
     assert told.guess([14, 15, 16], salt="a") == [] and told.guess([14, 15, 16], salt="b") != []
@@ -242,7 +242,7 @@ def test_ten_thousand_requests_take_no_more_room_than_hundred():
 
 def crowd(monkeypatch, has_time=lambda i: False):
     """Lines that wait to be taken in and the oldest line's age, while somebody comes in every step."""
-    monkeypatch.setattr(OPS, "asynchronous", True)
+    monkeypatch.setattr(OPS.runtime, "asynchronous", True)
     clock, waiting, ages = Clock(), [], []
     pool = Pool(OPS, 2, 64 * LINE_TOKENS, 50.0, clock)
     for i in range(300):
@@ -276,7 +276,7 @@ def test_control_a_pool_that_forgets_to_forget(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_nothing_is_compiled_when_lines_are_taken_in(count):
     """One line lies in memory as a part of one array, several do not."""
-    told = Told(num_lines=8)
+    told = PoolHarness(num_lines=8)
     for i in range(count):
         told.pool.add(None, np.arange(50 * i, 50 * i + 30), 2)
     told.pool.send(), told.pool.send()
@@ -294,18 +294,18 @@ def unused_goes(told):
 
 
 def test_the_longest_unused_makes_room():
-    assert unused_goes(Told(num_lines=3)) == [True, False, False, True, True]
+    assert unused_goes(PoolHarness(num_lines=3)) == [True, False, False, True, True]
 
 
 def test_control_use_that_is_not_heard_of(monkeypatch):
-    told = Told(num_lines=3)
+    told = PoolHarness(num_lines=3)
     whole = Pool._insert
     monkeypatch.setattr(Pool, "_insert", lambda self, said, used: whole(self, said, 0 * used))
     assert unused_goes(told) == [False, False, True, True, True]
 
 
 def test_what_is_old_is_nobodys():
-    told = Told(ttl=60.0)
+    told = PoolHarness(ttl=60.0)
     told.add(STORY)
     told.clock.time += 59
     told.add([1, 2, *range(300, 320)])
@@ -318,7 +318,7 @@ def test_what_is_old_is_nobodys():
 
 
 def test_what_is_said_again_stays_young_and_counts_for_more():
-    told = Told(ttl=60.0)
+    told = PoolHarness(ttl=60.0)
     for _ in range(3):
         told.add(STORY)
         told.clock.time += 40
@@ -327,7 +327,7 @@ def test_what_is_said_again_stays_young_and_counts_for_more():
 
 
 def test_control_a_clock_that_stands_still():
-    told = Told(ttl=60.0)
+    told = PoolHarness(ttl=60.0)
     told.add(STORY)
     told.pool.now = lambda: 1000.0
     told.clock.time += 100

@@ -286,7 +286,7 @@ def test_min_ngram_size_is_honoured(smallest: int, drafted: bool) -> None:
     target = engine(speculative=spec)
     target.add(request(0, SamplingParams(temperature=0, max_tokens=3), prompt_token_ids=ids[:-1]))
     proposer = target.loop.proposer
-    assert (proposer.smallest, proposer.largest) == (smallest, 4)  # type: ignore[union-attr]
+    assert (proposer.min_match, proposer.max_match) == (smallest, 4)  # type: ignore[union-attr]
     talk = Talk(target.ops, ids, smallest, 4)
     assert bool(talk.guess()) == drafted
 
