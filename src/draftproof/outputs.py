@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from draftproof.metrics import SpecStats
-
-if TYPE_CHECKING:
-    from draftproof.types import LogprobRow
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -32,6 +29,29 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int
     decoded_token: str
+
+
+@dataclass(slots=True)  # many per step, as StepOutput: freezing takes three times as long
+class LogprobRow:
+    """Logprobs at one position: the token itself first, then the other tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+    @classmethod
+    def from_columns(
+        cls, values: list[list[float]], ids: list[list[int]], ranks: list[int], tokens: list[int], top: int
+    ) -> list[LogprobRow]:
+        """Return rows from columns of at least `top` best tokens.
+
+        values [n, 1 + _], ids [n, _], ranks [n] of tokens [n].
+        """
+        below = list(range(1, top + 1))
+        return [
+            cls([token, *best[:top]], value[: top + 1], [rank, *below])
+            for token, value, best, rank in zip(tokens, values, ids, ranks, strict=True)
+        ]
 
 
 def logprob_map(row: LogprobRow, token_text: Callable[[int], str]) -> dict[int, Logprob]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from draftproof.outputs import DraftRecord, FinishReason
+from draftproof.outputs import DraftRecord, FinishReason, LogprobRow
 from draftproof.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # a process that serves text needs no torch
@@ -282,29 +282,6 @@ TOKENS = 6  # K + 1 columns, valid up to NUM_OUT
 
 
 # --- engine outputs ------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)  # many per step, as StepOutput: freezing takes three times as long
-class LogprobRow:
-    """Logprobs at one position: the token itself first, then the other tokens."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
-
-    @classmethod
-    def from_columns(
-        cls, values: list[list[float]], ids: list[list[int]], ranks: list[int], tokens: list[int], top: int
-    ) -> list[LogprobRow]:
-        """Return rows from columns of at least `top` best tokens.
-
-        values [n, 1 + _], ids [n, _], ranks [n] of tokens [n].
-        """
-        below = list(range(1, top + 1))
-        return [
-            cls([token, *best[:top]], value[: top + 1], [rank, *below])
-            for token, value, best, rank in zip(tokens, values, ids, ranks, strict=True)
-        ]
 
 
 @dataclass(slots=True)

@@ -213,7 +213,9 @@ def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
 
         def at_once(self):
             send(self)
-            self._pending_used = self._pending_used and PendingCopy(self._pending_used.read)  # as if it had come
+            self._pending_used = self._pending_used and PendingCopy(
+                self._pending_used.read
+            )  # as if it had come
             self.learn()
 
         monkeypatch.setattr(Pool, "send", at_once)

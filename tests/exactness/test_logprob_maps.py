@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.outputs import CompletionOutput, Logprob
+from draftproof.outputs import CompletionOutput, Logprob, LogprobRow
 from draftproof.text.bulk.logprob_rows import pack_rows
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
-from draftproof.types import LogprobRow
 
 
 class Letters:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from draftproof.engine.engine import Engine
 from draftproof.errors import RequestError
+from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import LogprobRow
 from draftproof.verify.logprobs import LogprobQuery, logprob_rows
 from opcheck import bits, importable
 from tiny import VOCAB, Record, engine, prompt, request, run

@@ -20,9 +20,9 @@ from torch import Tensor
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.models.load import Checkpoint
+from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
-from draftproof.types import LogprobRow
 from exact import WIDE, using
 from tiny import Record, request, run
 from transformers_order import check_order

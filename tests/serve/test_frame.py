@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
-from draftproof.outputs import DraftRecord
+from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc import encode
 from draftproof.serve.ipc.decode import DecodedFrame, ReceivedGroup, decode_frame, to_step_results
@@ -27,13 +27,7 @@ from draftproof.serve.ipc.frame import (
     pack,
     unpack,
 )
-from draftproof.types import (
-    NUM_OUT,
-    TOKENS,
-    LogprobKind,
-    LogprobRow,
-    Request,
-)
+from draftproof.types import NUM_OUT, TOKENS, LogprobKind, Request
 from frames import STATS, Step, random_step, sealed
 from fuzzing import fuzz
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from draftproof.outputs import LogprobRow
 from draftproof.text.streaming_output import StepEvents
-from draftproof.types import LogprobRow
 from serving import NGRAM, Served, make_folder, serving, tiny
 
 SCHEMA = {

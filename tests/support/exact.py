@@ -18,8 +18,9 @@ import tiny
 from draftproof.engine.engine import Engine
 from draftproof.metrics import RequestStats
 from draftproof.ops import resolve
+from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import LogprobRow, Request
+from draftproof.types import Request
 
 V = tiny.VOCAB
 EOS = 2

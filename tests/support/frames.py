@@ -13,20 +13,11 @@ import numpy as np
 from draftproof.engine.step.logprob_routing import logprob_kind_of
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.outputs import DraftRecord
+from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.serve.ipc.encode import EngineSnapshot, RequestGroup, encode_step
 from draftproof.serve.ipc.frame import CHECKSUM_START_BYTE, COLUMNS, HEADER_STRUCT, Bounds
-from draftproof.types import (
-    NUM_ACCEPTED,
-    NUM_DRAFT,
-    NUM_OUT,
-    PICK,
-    TOKENS,
-    LogprobKind,
-    LogprobRow,
-    Request,
-)
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 STATS = EngineStats(3, 1, 4, 1, 5, 9, 2, 6)
 

@@ -12,9 +12,10 @@ from draftproof.engine.engine import Engine
 from draftproof.metrics import RequestStats
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
-from draftproof.types import LogprobRow, Request, StepOutput
+from draftproof.types import Request, StepOutput
 
 VOCAB = 97
 _BASE: dict[str, Any] = {

@@ -8,11 +8,11 @@ from typing import Any
 
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import RequestStats
-from draftproof.outputs import TokenEvent
+from draftproof.outputs import LogprobRow, TokenEvent
 from draftproof.text.bulk.output import BulkOutput
 from draftproof.text.streaming_output import StreamingOutput
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import LogprobRow, Request
+from draftproof.types import Request
 
 OnEvents = Callable[[Sequence[TokenEvent]], Any]
 

@@ -12,10 +12,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.outputs import Logprob, logprob_map, no_text
+from draftproof.outputs import Logprob, LogprobRow, logprob_map, no_text
 from draftproof.text.bulk.logprob_rows import Rows, unpack_rows
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import LogprobRow
 
 
 class LogprobTable(Sequence[LogprobRow]):

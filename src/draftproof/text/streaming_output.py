@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from draftproof.outputs import CompletionOutput, DraftRecord, FinishReason, TokenEvent, no_text
+from draftproof.outputs import CompletionOutput, DraftRecord, FinishReason, LogprobRow, TokenEvent, no_text
 from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.stop_strings import StopStrings
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import LogprobRow, Request, StepOutput
+from draftproof.types import Request, StepOutput
 
 Finish = tuple[FinishReason | None, int | str | None, str | None]  # reason, stop, error
 Drafted = tuple[int, list[DraftRecord] | None]  # number of drafts verified; the drafts, on request

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops import Ops
-from draftproof.types import LogprobRow
+from draftproof.outputs import LogprobRow
 
 
 @dataclass(frozen=True, slots=True)

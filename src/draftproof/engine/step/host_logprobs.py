@@ -20,17 +20,9 @@ from draftproof.engine.step.logprob_routing import needs_host_token_logprobs
 from draftproof.engine.step.step_results import HostLogprobs
 from draftproof.models.runner import Runner
 from draftproof.ops import Ops
-from draftproof.outputs import DraftRecord
+from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import top_of
-from draftproof.types import (
-    FIRST_ROW,
-    NUM_ACCEPTED,
-    NUM_DRAFT,
-    NUM_OUT,
-    TOKENS,
-    LogprobRow,
-    Request,
-)
+from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, Request
 from draftproof.verify.logprobs import LogprobQuery, logprob_rows
 
 PROMPT_ROWS = 64  # logits rows held at once for prompt logprobs

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from draftproof.arrays import Floats32, Ints
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
-from draftproof.outputs import DraftRecord, FinishReason
+from draftproof.outputs import DraftRecord, FinishReason, LogprobRow
 from draftproof.sampling_params import top_of
 from draftproof.types import (
     ENDED,
@@ -27,7 +27,6 @@ from draftproof.types import (
     TOKENS,
     FinishStatus,
     LogprobKind,
-    LogprobRow,
     Request,
     StepOutput,
 )

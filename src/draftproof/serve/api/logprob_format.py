@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from draftproof.outputs import DraftRecord
+from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.serve.api.response_schema import (
     ChatLogprob,
     CompletionLogprobs,
@@ -17,7 +17,6 @@ from draftproof.serve.api.response_schema import (
 from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import LogprobRow
 
 MIN_LOGPROB = -9999.0  # in place of -infinity, which JSON lacks; the OpenAI API does the same
 

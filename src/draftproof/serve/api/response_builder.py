@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from draftproof.errors import NO_TOKEN_LEFT
 from draftproof.metrics import SpecStats
-from draftproof.outputs import CompletionOutput, RequestOutput, TokenEvent
+from draftproof.outputs import CompletionOutput, LogprobRow, RequestOutput, TokenEvent
 from draftproof.sampling_params import MAX_SEED
 from draftproof.serve.api.logprob_format import LogprobFormatter, TokenStrings, logprob_rows
 from draftproof.serve.api.request_parser import ParsedPrompt, ParsedRequest
@@ -31,7 +31,6 @@ from draftproof.serve.api.response_schema import (
     Usage,
 )
 from draftproof.serve.http.errors import ApiError
-from draftproof.types import LogprobRow
 
 PromptRows = Sequence[LogprobRow | None]
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from draftproof.outputs import RequestOutput, TokenEvent
+from draftproof.outputs import LogprobRow, RequestOutput, TokenEvent
 from draftproof.serve.api.response_builder import ChatBuilder, CompletionBuilder, checked_reason
 from draftproof.serve.api.response_schema import Usage
 from draftproof.serve.http.errors import ApiError, ErrorResponse
-from draftproof.types import LogprobRow
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()

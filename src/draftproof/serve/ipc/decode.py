@@ -13,7 +13,7 @@ from draftproof.engine.step.logprob_routing import logprob_kind_of, needs_host_t
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
-from draftproof.outputs import DraftRecord
+from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import top_of
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
@@ -25,16 +25,7 @@ from draftproof.serve.ipc.frame import (
     RowSetKind,
     unpack,
 )
-from draftproof.types import (
-    NUM_ACCEPTED,
-    NUM_DRAFT,
-    NUM_OUT,
-    PICK,
-    TOKENS,
-    LogprobKind,
-    LogprobRow,
-    Request,
-)
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 Columns = Mapping[str, NDArray[Any]]
 Ints = NDArray[np.int64]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from draftproof.engine.step.step_results import HostLogprobs, StepResults
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.outputs import DraftRecord
+from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
     STATUS_BY_REASON,
@@ -25,15 +25,7 @@ from draftproof.serve.ipc.frame import (
     RowSetKind,
     pack,
 )
-from draftproof.types import (
-    NUM_ACCEPTED,
-    NUM_DRAFT,
-    NUM_OUT,
-    PICK,
-    TOKENS,
-    LogprobKind,
-    LogprobRow,
-)
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftproof.outputs import CompletionOutput, FinishReason
+from draftproof.outputs import CompletionOutput, FinishReason, LogprobRow
 from draftproof.sampling_params import top_of
 from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts
 from draftproof.text.bulk.logprob_rows import Rows
@@ -12,7 +12,7 @@ from draftproof.text.bulk.stop_strings import StopScanner
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 from draftproof.text.stop_strings import StopMatch
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import LogprobKind, LogprobRow, Request
+from draftproof.types import LogprobKind, Request
 
 
 class BulkOutput:
