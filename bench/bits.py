@@ -120,8 +120,6 @@ def run_engine(case: EngineCase) -> tuple[dict[str, dict[str, Any]], str]:
         records[f"{case.name}/{case.requests[i][0]}/alone"] = digest(alone[0])
     counts = [sum(getattr(one.metrics, name) for one in done) for name in DRAFT_COUNTS]
     llm.close()
-    del llm
-    gc.collect()
     return records, ", ".join(f"{n} {name}" for n, name in zip(counts, DRAFT_COUNTS.values(), strict=True))
 
 
@@ -174,6 +172,9 @@ def record(
             continue
         records, counts = run_engine(case)
         found["cases"] |= records
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the next engine takes its share of the free memory
         print(f"{case.name}: {counts}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
         if save is not None:
             save(found)

@@ -220,7 +220,7 @@ def smollm2(model: str, device: str) -> Iterator[EngineCase]:
         requests = [(f"{what}#{n}" if n else what, o) for n in range(repeat) for what, o in requests]
         config = None if name == "none" else fixed({**spec, "adaptive": is_adaptive}, 5)
         options = {"dtype": "bfloat16", "device": device, "speculative_config": config, "max_num_seqs": 64}
-        options |= {"max_model_len": 512, "max_num_batched_tokens": 512}
+        options |= {"max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_tokens": 64 * 512}
         label = f"smollm2/{name}{'-adaptive' * is_adaptive}"
         yield EngineCase(label, model, options, requests, TEXTS, 32 if device == "cuda" else 8)
 
@@ -245,7 +245,7 @@ def llama8b(folder: Path, device: str, num_layers: int) -> Iterator[EngineCase]:
         (made / "config.json").write_text(json.dumps(raw))
         spec = fixed({"method": "ngram", "adaptive": proposer == "adaptive"}, 5)
         options = {"dtype": "bfloat16", "device": device, "load_format": "dummy", "max_num_seqs": 16}
-        options |= {"max_model_len": 512, "max_num_batched_tokens": 1024}
+        options |= {"max_model_len": 512, "max_num_batched_tokens": 1024, "kv_cache_tokens": 16 * 512}
         options["speculative_config"] = None if proposer == "none" else spec
         requests = requests_of(proposer, is_tied, False, names)
         if proposer == "adaptive":
