@@ -63,7 +63,7 @@ def test_all_that_a_gpu_runs_is_compiled_ahead(
     decoding = rounds.Decoding(options, rounds.dummy_head(made, options.vocab, tmp_path), made)
     decoding.ready(options.batches, check=True)
     ahead = set(kernels)
-    assert len(ahead) > 10 and len(gone_through) == 1 + 6 * 2 + 2
+    assert len(ahead) > 10 and len(gone_through) == 1 + 4 * 2 + 2
     kernels.clear()
 
     def all_of_it() -> None:

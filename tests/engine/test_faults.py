@@ -219,7 +219,7 @@ def test_an_engine_whose_device_is_gone_says_so_and_stops(steps):
     told = []
     for request in asks():
         target.add(request)
-    with pytest.raises(EngineDeadError, match="does not answer any more after RuntimeError in a step: CUDA"):
+    with pytest.raises(EngineDeadError, match="does not respond after RuntimeError in a step: CUDA"):
         for step in range(100):
             ops.gone = step == 4
             told += target.step()
@@ -255,10 +255,10 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
     answers = asyncio.run(main())
     assert all(not answer.finished for answer in answers)
     ends = [(o.finish_reason, o.error) for answer in answers for o in answer.outputs]
-    assert all(reason == "error" and "does not answer any more" in why for reason, why in ends)
+    assert all(reason == "error" and "does not respond" in why for reason, why in ends)
     llm = make("ngram", backend="faulty:FaultyOps")
     llm.engine.ops.when = lambda ops, op, count: op == "sample" and breaks(count, 2)
-    with pytest.raises(EngineDeadError, match="does not answer any more"):
+    with pytest.raises(EngineDeadError, match="does not respond"):
         llm.generate(["ab", "ba"], SamplingParams(max_tokens=40, ignore_eos=True))
     with pytest.raises(EngineDeadError, match="build another"):
         llm.generate("b")

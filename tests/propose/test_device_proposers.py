@@ -146,26 +146,26 @@ def test_probabilities_are_kept_only_for_those_who_need_them():
 
 
 class Counting(MtpProposer):
-    rounds: Any = []
+    calls: Any = []  # rounds, rows and entries of each call
 
     def draft(self, batch: Any) -> Draft:
-        Counting.rounds.append((batch.spec.rounds, len(batch.rows.tokens), len(batch.slots)))
+        Counting.calls.append((batch.spec.rounds, len(batch.rows.tokens), len(batch.slots)))
         return super().draft(batch)
 
 
 def test_no_more_rounds_than_somebody_may_use(monkeypatch):
     """Rows, entries and rounds are those of the step, not of the engine."""
-    monkeypatch.setattr(Counting, "rounds", [])
+    monkeypatch.setattr(Counting, "calls", [])
     spec = {"method": "test_device_proposers:Counting", **heads.options("mtp", "llama", "float32")}
     target = engine(speculative={**spec, "num_speculative_tokens": 6, "adaptive": False}, debug=True)
     wish = {"num_speculative_tokens": 2}
     run(target, [request(0, SamplingParams(max_tokens=5, ignore_eos=True, speculative=wish))])
-    assert {rounds for rounds, *_ in Counting.rounds} <= {0, 1, 2} and (2, 12, 1) in Counting.rounds
-    assert max(rows for _, rows, _ in Counting.rounds[1:]) == 3
-    Counting.rounds.clear()
+    assert {rounds for rounds, *_ in Counting.calls} <= {0, 1, 2} and (2, 12, 1) in Counting.calls
+    assert max(rows for _, rows, _ in Counting.calls[1:]) == 3
+    Counting.calls.clear()
     off = SamplingParams(max_tokens=5, ignore_eos=True, speculative={"enabled": False})
     run(target, [request(1, off), request(2, off)])
-    assert {rounds for rounds, *_ in Counting.rounds} == {0}
+    assert {rounds for rounds, *_ in Counting.calls} == {0}
 
 
 def test_one_that_was_off_has_missed_nothing():

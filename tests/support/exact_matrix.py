@@ -117,7 +117,8 @@ def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device:
     )
     assert company.differences() == []
     assert company.engine is not None
-    if case["pages"] == "shaken" and case.get("grammar", "none") == "none":  # one may end an answer at once
-        assert company.engine.stats().num_preemptions, "nobody was put aside"
+    # A single request, or one with a grammar, may end before the third plan, which is the first that preempts.
+    if case["pages"] == "shaken" and case.get("grammar", "none") == "none" and case["batch"] > 1:
+        assert company.engine.stats().num_preemptions, "no request was preempted"
     if case["prefix"] == "off":
         assert company.engine.stats().num_cached_tokens == 0

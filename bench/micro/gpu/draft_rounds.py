@@ -218,7 +218,9 @@ class Decoding:
         """Of the drafts behind a step of full windows."""
         model, config = self.drafter.model, self.drafter.model.config
         layer = [
-            (p.weight, p.bias) for one in model.layers for p in (one.qkv, one.out, one.gate_up, one.down)
+            (p.weight, p.bias)
+            for one in model.layers
+            for p in (one.attention.qkv, one.attention.out, one.mlp.gate_up, one.mlp.down)
         ]
         sizes = sum(t.nbytes for pair in layer for t in pair if t is not None)
         once = model.fc.weight.nbytes + batch * (1 + self.k) * model.fc.weight.shape[1] * 2
