@@ -216,7 +216,7 @@ def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
             self._pending_used = self._pending_used and PendingCopy(
                 self._pending_used.read
             )  # as if it had come
-            self.learn()
+            self.store()
 
         monkeypatch.setattr(Pool, "send", at_once)
     with pytest.raises(AssertionError, match="a copy behind others was waited for"):
