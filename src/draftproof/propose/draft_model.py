@@ -72,7 +72,7 @@ class DraftModelProposer(ModelProposer):
         assert batch.spec is not None
         runner, count = self.runner, batch.spec.rounds
         rows, last = self._committed_rows(batch)
-        rounds = self.rounds(batch, last)
+        rounds = self.start_rounds(batch, last)
         hidden, self.num_rounds_run = runner.forward(rows), 0
         for j in range(count):
             hidden = runner.forward(rounds.rows(j)) if j else hidden[last.clamp(min=0)]

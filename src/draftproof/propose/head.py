@@ -103,7 +103,7 @@ class HeadProposer(ModelProposer):
             self.num_rounds_run = 0
             return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
         rows, last, feature = begun
-        rounds = self.rounds(batch, last)
+        rounds = self.start_rounds(batch, last)
         at: Tensor | None = last  # [B] row of each entry's first draft
         if model.config.num_layers == 1 and len(rows.tokens) > max(ops.forward.fused_rows_limit, len(last)):
             # all rows but the last of each entry are needed for KV alone

@@ -36,7 +36,7 @@ class ModelProposer(DeviceProposer):
         self.stops_early = not env.ops.runtime.asynchronous
         self.calibration = Calibration(env.num_slots)
 
-    def rounds(self, batch: DeviceBatch, last: Tensor) -> DraftRounds:
+    def start_rounds(self, batch: DeviceBatch, last: Tensor) -> DraftRounds:
         """Plan the rounds behind a step; `last` as in `DraftRounds`."""
         env = self.env
         return DraftRounds(env.ops, batch, self.greedy, last, self.lag, env.page_size, self.calibration)
