@@ -13,7 +13,7 @@ import pytest
 from async_serving import ASKS, check_left, facts
 from covering import pairwise
 from draftproof.engine.drafting.run_ahead import RunAhead
-from draftproof.engine.drafting.token_feedback import Lessons
+from draftproof.engine.drafting.token_feedback import TokenFeedback
 from draftproof.engine.loop import Loop
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler
@@ -99,7 +99,7 @@ def test_the_promise(case, depth, most):
         assert company.engine.stats().num_preemptions
     while company.engine.loop.pending:
         assert not company.engine.step()
-    assert not company.engine.loop.release.unread and not company.engine.loop.release.feedback._heard
+    assert not company.engine.loop.release.unread and not company.engine.loop.release.feedback._pending
     check_empty(company.engine)
 
 
@@ -203,11 +203,13 @@ def test_nobody_waits_for_what_lies_behind_steps(steps, most):
 
 @pytest.mark.parametrize("planted", ["buried", "taught", "sent"])
 def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
-    release, teach = RequestRelease.release_finished, Lessons.teach
+    release, teach = RequestRelease.release_finished, TokenFeedback.deliver
     if planted == "buried":
         monkeypatch.setattr(RequestRelease, "release_finished", lambda self, number=0: release(self))
     elif planted == "taught":
-        monkeypatch.setattr(Lessons, "teach", lambda self, proposer, number: teach(self, proposer, 1e9))
+        monkeypatch.setattr(
+            TokenFeedback, "deliver", lambda self, proposer, number: teach(self, proposer, 1e9)
+        )
     else:
         send = Pool.send
 

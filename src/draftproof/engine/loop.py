@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from draftproof.arrays import Ints
-from draftproof.engine.drafting.host_proposer import batch_of
+from draftproof.engine.drafting.host_proposer import propose_batch
 from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, StepObservation
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.fault_recovery import (
@@ -323,7 +323,9 @@ class Loop:
                 return
             hidden = pending_step.ran.hidden if proposer.needs_hidden else None
             assert pending_step.computed is not None  # set for every step that needs the host
-            batch = batch_of(self.slots, planned, entries, pending_step.computed, lengths, budget, hidden)
+            batch = propose_batch(
+                self.slots, planned, entries, pending_step.computed, lengths, budget, hidden
+            )
             self.device.put(live, budget, proposer.propose(batch))
             self._count_drafts()
         except Exception as error:  # a plug-in's code may raise anything

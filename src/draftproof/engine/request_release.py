@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from draftproof.engine.drafting.token_feedback import Lessons
+from draftproof.engine.drafting.token_feedback import TokenFeedback
 from draftproof.engine.fault_recovery import FAULTS
 from draftproof.engine.pending import PendingSteps, last_number
 from draftproof.engine.proposer_hooks import ProposerHooks
@@ -30,14 +30,14 @@ class RequestRelease:
         self._pending = pending
         # finished requests, the copy of their tokens, and the step after which the copy is complete
         self.unread: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
-        self.feedback = Lessons(slots)
+        self.feedback = TokenFeedback(slots)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request, finished or not. Results of it that are in flight are dropped."""
         if sequence.slot >= 0:
             length = int(self._scheduler.mirror.length[sequence.slot])
             number = last_number(self._pending)
-            self.feedback.hear(self._hooks.proposer, sequence.slot, length, number)
+            self.feedback.queue(self._hooks.proposer, sequence.slot, length, number)
             self._hooks.stop(sequence.slot)
         self._scheduler.remove(sequence)
         self.release_if_idle()
@@ -66,7 +66,7 @@ class RequestRelease:
             return
         number = last_number(self._pending)
         self.unread.append((sequence, read, number))
-        self.feedback.hear(self._hooks.proposer, sequence.slot, length, number, read)
+        self.feedback.queue(self._hooks.proposer, sequence.slot, length, number, read)
         self._hooks.stop(sequence.slot)
         scheduler.finish_keep_pages(sequence)
 
@@ -84,11 +84,11 @@ class RequestRelease:
                 ids = read().tolist()
             self._scheduler.release_pages(sequence, ids)
         if self._hooks.proposer is not None:
-            self._hooks.call(self.feedback.teach, self._hooks.proposer, number)
+            self._hooks.call(self.feedback.deliver, self._hooks.proposer, number)
 
     def drop_unread(self) -> None:
         """Release all finished requests without publishing: their last step may be lost."""
         for sequence, *_ in self.unread:
             self._scheduler.release_pages(sequence, None)
         self.unread.clear()
-        self.feedback.forget()
+        self.feedback.clear()

@@ -15,7 +15,6 @@ def test_padded_steps_cost_the_next_size_and_others_are_interpolated() -> None:
     assert [padded.row_seconds(n) for n in (1, 2, 8, 9, 40)] == [1.0, 1.2, 1.2, 1.5, 2.0]
     assert exact.row_seconds(12) == pytest.approx(1.35) and exact.size(12) == 12
     assert [padded.size(n) for n in (2, 16, 33)] == [8, 16, 0]
-    assert padded.marginal_row_seconds(8) == pytest.approx(0.3)
 
 
 def test_a_larger_step_is_never_cheaper() -> None:

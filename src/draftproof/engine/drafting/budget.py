@@ -7,9 +7,6 @@ model (`step_cost`) the posteriors give the drafts with the most committed token
 
 A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
 every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once.
-
-The host decides beside every step, and steps are short. So a decision holds for some steps, and results of
-windows are collected until the next one.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ class DraftBudget:
         self._cost = cost
         self._charges_drafting = charges_drafting
         self._columns = np.zeros((COLUMNS, num_slots), np.int64)
+        self._limit: Ints = self._columns[LIMIT]
         self._is_fixed, self._assigned = self._columns[IS_FIXED], self._columns[ASSIGNED]
         self._posteriors = np.full((num_slots + 1, len(RATES)), 1 / len(RATES))
         self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
@@ -56,8 +54,7 @@ class DraftBudget:
     @property
     def limit(self) -> Ints:
         """Drafts [S] that the request in each slot may have at most."""
-        limit: Ints = self._columns[LIMIT]
-        return limit
+        return self._limit
 
     def set_cost(self, cost: StepCost) -> None:
         """Replace the cost model, when steps have been timed."""
@@ -108,7 +105,7 @@ class DraftBudget:
         self._context = context = cost.context_seconds(keys)
         self._floor = floor = cost.host_floor(context)
         draft_cost = cost.draft_seconds(len(slots)) if self._charges_drafting and not num_fixed else 0.0
-        if not draft_cost and self._is_free(len(slots) + int(max_drafts.sum())):
+        if not draft_cost and cost.row_seconds(len(slots) + int(max_drafts.sum())) <= floor:
             self._new_request_drafts = MAX_SPECULATIVE_TOKENS
             return self._choose_all(slots, max_drafts)
         decay = 1 - (1 - DECAY) ** (self._num_steps - self._decided_at)
@@ -164,7 +161,8 @@ class DraftBudget:
         """
         num_rows = rows + int(drafts.sum())
         room = max(self._held_size, self._cost.size(rows))
-        if num_rows <= room or self._is_free(num_rows) or not self._cost.size(rows):
+        is_free = self._cost.row_seconds(num_rows) <= self._floor  # the host takes longer
+        if num_rows <= room or is_free or not self._cost.size(rows):
             return drafts
         survival, gains, rows, tokens = budget_kernels.draft_survival(
             self._columns, self._posteriors, slots, drafts, rows
@@ -175,10 +173,6 @@ class DraftBudget:
             self._cost.table, self._context, self._floor, 0.0,
         )  # fmt: skip
         return kept  # type: ignore[no-any-return]
-
-    def _is_free(self, rows: int) -> bool:
-        """Return whether the device ends a step of `rows` before the host's part does."""
-        return self._cost.row_seconds(rows) <= self._floor
 
     def record(self, slots: Ints, granted: Ints, accepted: Ints) -> None:
         """Collect the results of a step: rows granted for drafts, and drafts accepted.

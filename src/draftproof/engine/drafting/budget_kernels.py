@@ -1,9 +1,8 @@
 """Numba kernels that choose how many drafts each request verifies.
 
-Input: a posterior over acceptance rates per request, and a table of step seconds by rows. NumPy over whole
-columns is ten times slower here, because call overhead dominates. For the same reason the state of all slots
-is two arrays: integers [COLUMNS, S], and posteriors [S + 1, RATES], whose last row is the prior of a new
-request.
+NumPy over whole columns is ten times slower here, because call overhead dominates. For the same reason the
+state of all slots is two arrays: integers [COLUMNS, S], and posteriors [S + 1, RATES] over acceptance rates,
+whose last row is the prior of a new request.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ Reals = NDArray[np.float64]
 # numba's cache key is this file alone, so values of other modules are repeated here
 MAX_DRAFTS = 64
 assert MAX_SPECULATIVE_TOKENS == MAX_DRAFTS
-
 # Rows of the integers. NEW_*: windows since the last update, drafts accepted in them, windows with a rejected
 # draft. ASSIGNED: drafts of the last decision, without probes. PROBE_LENGTH: drafts of the next probe.
-LIMIT, IS_FIXED, NUM_WINDOWS, PROBE_LENGTH, IS_PROBED, NEW_WINDOWS, NEW_ACCEPTED, NEW_REJECTED, ASSIGNED = (
-    range(9)
-)
-COLUMNS = 9
+LIMIT, IS_FIXED, NUM_WINDOWS, PROBE_LENGTH, IS_PROBED = range(5)
+NEW_WINDOWS, NEW_ACCEPTED, NEW_REJECTED, ASSIGNED, COLUMNS = range(5, 10)
 # A posterior has one weight for each of these probabilities that a draft is accepted if those before it were.
 RATES = np.array([0.005, 0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
 NUM_RATES = len(RATES)
@@ -44,15 +40,6 @@ NEW_REQUEST_WINDOWS = 32  # windows of a request that count for the prior: a lon
 MIN_SURVIVAL = 0.01  # a less likely draft is not assigned, except as a probe
 
 compiled = native(boundscheck=False, error_model="numpy")
-
-
-class Survival(NamedTuple):
-    """Acceptance of the drafts that a step may have."""
-
-    survival: Reals  # [B, K] probability that a draft is reached and accepted; 0 for fixed requests
-    gains: Reals  # [N] those above MIN_SURVIVAL
-    rows: int  # rows that do not depend on the choice
-    tokens: float  # expected tokens of those rows
 
 
 class Assignment(NamedTuple):
@@ -97,9 +84,11 @@ def update_posteriors(columns, posteriors, slots):  # type: ignore[no-untyped-de
 
 @compiled
 def draft_survival(columns, posteriors, slots, max_drafts, rows):  # type: ignore[no-untyped-def]
-    """Compute the `Survival` of up to `max_drafts` [B] drafts beside `rows` rows.
+    """Return how likely drafts are to be accepted, for up to `max_drafts` [B] drafts beside `rows` rows.
 
-    A probe gets a low survival of its own: it takes a free row, but no larger step.
+    survival [B, K]: probability that a draft is reached and accepted; 0 for fixed requests. gains [N]: those
+    above MIN_SURVIVAL. rows, tokens: rows that do not depend on the choice, and their tokens. A probe gets
+    a low survival of its own: it takes a free row, but no larger step.
     """
     width = 1
     for b in range(len(max_drafts)):
@@ -123,12 +112,12 @@ def draft_survival(columns, posteriors, slots, max_drafts, rows):  # type: ignor
                 break
             gains[count] = survival[b, n]
             count += 1
-    return Survival(survival, gains[:count], rows, tokens)
+    return survival, gains[:count], rows, tokens
 
 
 @compiled
 def expected_survival(columns, posteriors, slots, max_drafts, decay):  # type: ignore[no-untyped-def]
-    """Update the posteriors, move a share `decay` of each to the prior, and compute the `Survival`."""
+    """Update the posteriors, move a share `decay` of each to the prior, and return `draft_survival`."""
     update_posteriors(columns, posteriors, slots)
     prior = posteriors[len(posteriors) - 1]
     for s in slots:
@@ -139,16 +128,6 @@ def expected_survival(columns, posteriors, slots, max_drafts, decay):  # type: i
 
 
 @compiled
-def size_index(table, rows):  # type: ignore[no-untyped-def]
-    """Return the index of the smallest size with room for `rows`; table [2, sizes]: rows, seconds."""
-    low, high = 0, table.shape[1]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if table[0, middle] < rows else (low, middle)
-    return low
-
-
-@compiled
 def best_draft_count(table, gains, rows, tokens, context, floor, draft_cost):  # type: ignore[no-untyped-def]
     """Return the number of drafts with the most tokens per second.
 
@@ -156,7 +135,7 @@ def best_draft_count(table, gains, rows, tokens, context, floor, draft_cost):  #
     besides rows. floor: seconds that rows take at least. draft_cost: seconds to have any drafts.
     """
     num_gains, count, gained, best, best_rate = len(gains), 0, 0.0, 0, 0.0
-    for at in range(size_index(table, rows), table.shape[1]):
+    for at in range(np.searchsorted(table[0], rows), table.shape[1]):
         room = min(int(table[0, at]) - rows, num_gains)
         while count < room:
             count += 1
@@ -175,7 +154,7 @@ def choose_drafts(  # type: ignore[no-untyped-def]
 ):
     """Return the drafts [B] with the most tokens per second, and the survival of the least likely of them.
 
-    survival, gains, rows, tokens: as in `Survival`, gains ascending. A fixed request gets all its drafts.
+    survival, gains, rows, tokens: of `draft_survival`, gains ascending. A fixed request gets all its drafts.
     """
     drafts = np.zeros(len(slots), np.int64)
     count = best_draft_count(table, gains, rows, tokens, context, floor, draft_cost)

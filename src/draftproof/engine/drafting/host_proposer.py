@@ -1,4 +1,4 @@
-"""What a proposer on the host is shown after a step: who is still here, and their hidden rows if it asks."""
+"""Input of a host proposer after a step: the requests that are still there, and their hidden rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.engine.slots import Slots
 from draftproof.types import ProposeBatch
 
 
-def batch_of(
+def propose_batch(
     slots: Slots,
     planned: StepPlan,
     here: Many[int],
@@ -22,9 +22,10 @@ def batch_of(
     budget: Ints,
     hidden: Tensor | None,
 ) -> ProposeBatch:
-    """`here`: entries of the step that are still in the engine; `lengths`: of all slots, after it.
+    """Build the batch of a host proposer.
 
-    `hidden` [R, hidden] of all its rows: those whose input token is committed are given on.
+    here: entries of the step whose requests are still there. lengths [S]: committed tokens after the step.
+    hidden [R, hidden]: all rows of the step; those with a committed input token are passed on.
     """
     lines = planned.slots[here]
     starts: list[int] = []

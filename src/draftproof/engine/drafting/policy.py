@@ -1,8 +1,6 @@
 """Draft policy: `decide` before a step, `observe` after it. The output never depends on it.
 
-`decide` says how many drafts each request gets, and for how many rounds a draft model runs behind the step.
-`observe` takes in what was accepted and how long the step took. docs/drafting.md has the formulas, and every
-place that limits the number of drafts.
+docs/drafting.md has the formulas, and every place that limits the number of drafts.
 
 A draft model that is a member of a hybrid runs half of the rounds, rounded up, where a search extends its
 drafts, and is skipped while every request copies: its last window was full, came from a search and was
@@ -74,8 +72,8 @@ class DraftModel(NamedTuple):
         if proposer is None or not proposer.runs_every_step:
             return None
         is_member = proposer.model_source >= 0
-        has_search = proposer.extending_source >= 0
-        rounds = (k + 1) // 2 if is_member and has_search and asynchronous else k
+        is_extended = is_member and proposer.extending_source >= 0
+        rounds = (k + 1) // 2 if is_extended and asynchronous else k
         return cls(max(0, proposer.model_source), is_member, rounds)
 
 
@@ -123,8 +121,6 @@ class DraftPolicy:
         self._budget.start(slot, limit, adaptive)
         self._is_copying[slot] = False
 
-    # --- before a step ------------------------------------------------------------------------------
-
     def select(self, slots: Ints, drafts: Ints, keys: int) -> Ints:
         """Return how many of the existing drafts [B] to verify in the step that is being planned."""
         return self._budget.choose(slots, drafts, keys)
@@ -147,7 +143,7 @@ class DraftPolicy:
             return DraftDecision(drafts, max_drafts)
         if not self.run_ahead.asynchronous:
             rows = len(slots) + int(drafts.sum())
-            row_seconds = self.cost.marginal_row_seconds(rows)
+            row_seconds = self.cost.row_seconds(rows + 1) - self.cost.row_seconds(rows)
             return DraftDecision(drafts, max_drafts, self._round_costs.in_tokens(len(slots), row_seconds))
         if model.is_member and not (drafts.astype(np.bool_) & ~self._is_copying[slots]).any():
             return DraftDecision(drafts)
@@ -168,8 +164,6 @@ class DraftPolicy:
             drafts = self._budget.choose(slots, np.where(room > 0, limit, 0), keys)
         return np.minimum(drafts, room)
 
-    # --- after a step -------------------------------------------------------------------------------
-
     def observe(self, step: StepObservation) -> float | None:
         """Take in a step. Return its seconds; None if none of its requests is still there."""
         plan, current, run = step.plan, step.is_current, step.draft_run
@@ -180,8 +174,8 @@ class DraftPolicy:
         if self.cost.learns and host is not None:
             self.cost.record_host_seconds(host)
         if self.cost.learns and is_clean and not plan.has_prompts:
-            num_drafting = 0 if run.seconds else run.requests
-            self.cost.observe(plan.num_rows, step.num_keys, device - run.seconds, num_drafting)
+            drafting = 0 if run.seconds else run.requests
+            self.cost.observe(plan.num_rows, step.num_keys, device - run.seconds, drafting)
         if plan.num_drafts:
             self._observe_drafts(step)
         else:

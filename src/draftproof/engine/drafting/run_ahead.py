@@ -1,9 +1,8 @@
 """Run-ahead depth: how many steps are queued before the oldest one is read.
 
-Two are enough while the host finishes its part of a step before the device finishes the next step. Some host
-parts take longer than a step (a request ends, a busy processor), and then the device would idle although the
-host is faster on average: three are queued while the host is late for more than 4 % of the steps. Not always,
-because a finished request is noticed one step later and a new one waits for one step more.
+Two are enough while the host finishes its part of a step before the device finishes the next one. Three keep
+the device busy while the host is late for more than 4 % of the steps. Not always: a finished request is then
+noticed one step later, and a new one waits for one step more.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ besides its rows, and a share to the correction of the step's size and, less, of
 
 A draft model that runs behind a step adds the seconds timed for it and an average of what it took longer.
 
-With overlap the host works beside the device, and a step never ends before the host's part of it: up to that
-floor rows cost nothing. Steps for which the device waited are not observed here (`run_ahead`).
+With overlap a step never ends before the host's part of it: up to that floor rows cost nothing. Steps for
+which the device waited are not observed here (`run_ahead`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 Reals = NDArray[np.float64]
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
-
 CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
 SIZE_RATE = 1 / 16  # and to the correction of the step's size
 DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
@@ -90,8 +89,6 @@ class StepCost:
         self.table[1] = np.interp(self._rows, self._sizes, seconds) if self._interpolate else seconds
         self._seconds: list[float] = self.table[1].tolist()
 
-    # --- observations -------------------------------------------------------------------------------
-
     def record_host_seconds(self, seconds: float) -> None:
         """Take in the host's part of a step that ran beside the device."""
         if not self._host_seconds:
@@ -127,25 +124,14 @@ class StepCost:
         error = min(error, MAX_ERROR_SHARE * expected)
         self._per_key += CONTEXT_RATE * error / keys
         self._correction *= 1 - CORRECTION_DECAY
-        for size, share in self._neighbours(rows):
-            self._correction += SIZE_RATE * share * error / self._base[size] * self._influence[size]
+        size = bisect_left(self._sizes, rows)
+        self._correction += SIZE_RATE * error / self._base[size] * self._influence[size]
         np.maximum(self._correction, MIN_CORRECTION, out=self._correction)
         if num_drafting:
             self._draft_overhead += DRAFT_RATE * error
         else:  # it may be cheaper by now, which is not observed while the model does not run
             self._draft_overhead *= 1 - DRAFT_DECAY
         self._fill_table()
-
-    def _neighbours(self, rows: int) -> list[tuple[int, float]]:
-        """Return the timed sizes that a step of `rows` lies between, with the share of each."""
-        at = bisect_left(self._sizes, rows)
-        if not self._interpolate or self._sizes[at] == rows:
-            return [(at, 1.0)]
-        low, high = self._sizes[at - 1], self._sizes[at]
-        upper = (rows - low) / (high - low)
-        return [(at - 1, 1 - upper), (at, upper)]
-
-    # --- predictions --------------------------------------------------------------------------------
 
     def row_seconds(self, rows: int) -> float:
         """Return the seconds of a step without context; more rows than timed cost as many as timed."""
@@ -158,10 +144,6 @@ class StepCost:
     def host_floor(self, context_seconds: float) -> float:
         """Return the seconds up to which the rows of a step are hidden behind the host's part."""
         return max(0.0, HOST_FLOOR_SHARE * self._host_seconds - context_seconds)
-
-    def marginal_row_seconds(self, rows: int) -> float:
-        """Return the seconds that one more row adds to a step of `rows`."""
-        return self.row_seconds(rows + 1) - self.row_seconds(rows)
 
     def draft_seconds(self, requests: int) -> float:
         """Return the seconds of the draft model for so many requests, besides storing KV."""
