@@ -117,7 +117,7 @@ def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device:
     )
     assert company.differences() == []
     assert company.engine is not None
-    # A single request, or one with a grammar, may end before the third plan, which is the first that preempts.
+    # A single request, or one with a grammar, may end before the third plan, the first that preempts.
     if case["pages"] == "shaken" and case.get("grammar", "none") == "none" and case["batch"] > 1:
         assert company.engine.stats().num_preemptions, "no request was preempted"
     if case["prefix"] == "off":
