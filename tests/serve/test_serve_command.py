@@ -213,7 +213,7 @@ def child_of(pid: int) -> int:
         path.parent.name
         for path in Path("/proc").glob("[0-9]*/stat")
         if path.read_text().rsplit(")", 1)[1].split()[1] == str(pid)
-        and b"worker_main" in path.with_name("cmdline").read_bytes()
+        and b"draftproof.serve.worker.main" in path.with_name("cmdline").read_bytes()
     ]
     return int(line)
 
@@ -270,10 +270,10 @@ def test_wrong_options(
 
 def test_a_port_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "70000"]) == 2
-    assert "0..65535" in capsys.readouterr().err
+    assert "0 to 65535" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:1"]) == 2
-    assert "nobody answers" in capsys.readouterr().err
+    assert "no server responds" in capsys.readouterr().err
     assert main(["chat", "--url", "ftp://x"]) == 2
