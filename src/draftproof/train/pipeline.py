@@ -2,7 +2,7 @@
 
 work/text.json train.json    the plans
 work/text/                   shards of token ids; text/held: those never trained on
-work/train/                  state.pt, curve.json, curve.png; head/ as it was saved last
+work/train/                  state.pt, curve.json; head/ as it was saved last
 work/head/                   the head in our format
 work/speculators/            the same for other engines
 work/eval.json               acceptance on all held-out texts
@@ -178,7 +178,7 @@ class Run:
         found = {}
         for temperature in sorted({text.temperature for text in held}):
             some = [text for text in held if text.temperature == temperature]
-            llm.tracker.reset_stats()
+            llm.reset_stats()
             requests = [{"prompt_token_ids": text.tokens[: text.prompt_length].tolist()} for text in some]
             params = [
                 SamplingParams(
