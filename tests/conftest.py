@@ -91,7 +91,7 @@ def make(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def alone(make):
-    """The answers to `async_serving.ASKS`, each by itself."""
-    from async_serving import answers_alone
+    """The answers to `async_serving.CASES`, each by itself."""
+    from async_serving import reference_outputs
 
-    return answers_alone(make)
+    return reference_outputs(make)

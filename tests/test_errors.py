@@ -15,7 +15,7 @@ from draftproof.config import EngineConfig
 from draftproof.errors import ConfigError, RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
-from exact import NEIGHBOURS, Ask, Where, bits, check_empty, solo
+from exact import NEIGHBOURS, Case, Setup, bits, check_empty, reference_run
 
 WRONG_PARAMS = [
     ("temperature", {"temperature": math.nan}),
@@ -214,10 +214,10 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
     import proposers
 
     function, message, delivered = BAD_PROCESSORS[name]
-    cases, where = NEIGHBOURS[:2], Where()
-    alone = {str(a.index): solo(a, where) for a in cases}
+    cases, setup = NEIGHBOURS[:2], Setup()
+    alone = {str(a.index): reference_run(a, setup) for a in cases}
     proposers.set_answers({k: v.token_ids for k, v in alone.items()})
-    engine = where.engine({"method": method} if method else None)
+    engine = setup.engine({"method": method} if method else None)
     bad = ask(logits_processors=[function], temperature=0, logprobs=2)
     records = tiny.run(engine, [cases[0].request(plain=not method), bad, cases[1].request(plain=not method)])
     finish, _, error = records["9"].finish
@@ -230,10 +230,10 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
 
 
 def test_wrong_requests_in_the_middle_of_others():
-    where = Where()
+    setup = Setup()
     cases = [replace(n, k=None) for n in NEIGHBOURS[:3]]
-    alone = {str(a.index): solo(a, where) for a in cases}
-    engine = where.engine({"method": "ngram"})
+    alone = {str(a.index): reference_run(a, setup) for a in cases}
+    engine = setup.engine({"method": "ngram"})
     wrong = [options for _, _, options in WRONG_REQUESTS if "logprobs" not in str(options)]
 
     def interrupt(step):
@@ -253,7 +253,7 @@ def test_impossible_drafts_harm_no_strategy(strategy):
     engine = tiny.engine(
         speculative={"method": "proposers:Junk", "verify_strategy": strategy, "adaptive": False}
     )
-    cases = [Ask(i, "mix", 0.7, strategy, length=9 + i) for i in range(4)]
+    cases = [Case(i, "mix", 0.7, strategy, length=9 + i) for i in range(4)]
     records = tiny.run(engine, [a.request() for a in cases])
     assert all(r.finish[0] in ("length", "stop") for r in records.values())
     assert sum(s.num_draft for r in records.values() for s in r.steps) > 10

@@ -29,7 +29,7 @@ OPTIONS = [
 ]
 
 
-def asks(count=5, tokens=14):
+def make_requests(count=5, tokens=14):
     """Prompts of one page and a bit to several, in chunks."""
     return [
         tiny.request(i, SamplingParams(max_tokens=tokens, **OPTIONS[i % len(OPTIONS)]), length=12 + 13 * i)
@@ -52,7 +52,7 @@ steps = pytest.mark.parametrize("steps", [1, 2, 3])
 def alone():
     """Each by itself, without drafts, in an engine that never fails."""
     target = tiny.engine(overlap=False, enable_prefix_caching=False)
-    return {request.id: tiny.run(target, [request])[request.id].same() for request in asks()}
+    return {request.id: tiny.run(target, [request])[request.id].same() for request in make_requests()}
 
 
 def served(target, requests, **options):
@@ -70,7 +70,7 @@ def test_steps_that_fail_change_nothing(name, late, steps, alone):
     target, ops = build(steps=steps, debug=name != "store_drafts")
     counts = (1, 8, 15, 21) if name in ("fetch", "read") else (1, 8, 9, 19)  # or nothing can be taken back
     ops.late, ops.when = late, lambda _, op, count: op == name and count in counts
-    assert served(target, asks(), arrivals=[0, 0, 2, 2, 5]) == alone
+    assert served(target, make_requests(), arrivals=[0, 0, 2, 2, 5]) == alone
     assert ops.raised >= 1 + (name != "store_drafts")
     proposer_failed = target.loop.device.drafting.failure is not None
     assert proposer_failed == (name == "store_drafts")  # its own business: it is switched off
@@ -80,7 +80,7 @@ def test_steps_that_fail_change_nothing(name, late, steps, alone):
 def test_many_faults_with_preemption_and_shared_prefixes(steps, alone):
     """Few pages, everything is put aside now and then, and steps fail all the while."""
     target, ops = build(steps=steps, kv_cache_tokens=72, max_num_seqs=4)
-    again = [replace(r, id=turn + r.id) for turn in "abc" for r in asks(2)]
+    again = [replace(r, id=turn + r.id) for turn in "abc" for r in make_requests(2)]
     ops.when = lambda _, op, count: op == "sample" and count % 23 == 5
     got = served(target, again, arrivals=[0, 0, 1, 3, 9, 30])
     assert {turn + name: alone[name] for turn in "abc" for name in "01"} == got
@@ -99,7 +99,7 @@ def test_what_never_works_fails_with_its_reason_and_nobody_else_does(steps, alon
         return op == "sample" and 1001 in columns.seed[taking_part[taking_part >= 0]].tolist()
 
     ops.when = when
-    got = served(target, asks())
+    got = served(target, make_requests())
     reason = "OutOfMemoryError in a step: planted: out of memory"
     assert got["1"][3] == ("error", None, reason) and got["1"][0] == []
     assert got["0"][3] == ("error", None, reason)  # it was always in the same steps
@@ -120,7 +120,7 @@ def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
         return whole(self, fault)
 
     monkeypatch.setattr(Loop, "_recover", recover)
-    requests = [r for r in asks() if r.id in "014"]  # nobody keeps the host in the loop
+    requests = [r for r in make_requests() if r.id in "014"]  # nobody keeps the host in the loop
     for nth in range(2, 14):
         ops.late, ops._counts[name] = late, 0
         ops.when = lambda _, op, count, nth=nth: op == name and count == nth
@@ -138,7 +138,7 @@ def first_prefill_fails(**options):
     """A prompt of several pages whose step never runs; then the same prompt again, and what it is given."""
     target, ops = build(**options)
     ops.when = lambda _, op, count: op == "layout" and count == 1
-    request, stats = asks()[4], {}
+    request, stats = make_requests()[4], {}
     return served(target, [request], stats=stats)["4"], stats["4"]
 
 
@@ -154,7 +154,7 @@ def test_pages_of_a_step_that_never_ran_are_not_found(steps, alone):
 def test_nor_are_those_of_whoever_left_meanwhile(when, steps, alone):
     """Its prompt is under way, or was to be; it is aborted; then that step turns out to be lost."""
     target, ops = build(steps=steps)
-    request = asks()[4]
+    request = make_requests()[4]
     target.add(replace(request, id="first", params=replace(request.params, max_tokens=40)))
     target.step()
     if when == "queued":
@@ -185,7 +185,7 @@ def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
     target, ops = build(debug=False)
     ops.when = lambda _, op, count: op == "read" and count == 10
     with pytest.raises(AssertionError):
-        assert served(target, asks()) == alone
+        assert served(target, make_requests()) == alone
 
 
 # --- captures -------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
 def test_a_step_that_cannot_be_captured_runs_op_by_op(alone, caplog):
     target, ops = build("faulty:CapturedOps")
     ops.when = lambda _, op, count: op == "graph" and count % 3 != 1
-    assert served(target, asks()) == alone
+    assert served(target, make_requests()) == alone
     assert ops.raised and "it runs op by op" in caplog.text
 
 
@@ -217,7 +217,7 @@ def test_an_engine_in_which_nothing_works_gives_up(name):
 def test_an_engine_whose_device_is_gone_says_so_and_stops(steps):
     target, ops = build(steps=steps)
     told = []
-    for request in asks():
+    for request in make_requests():
         target.add(request)
     with pytest.raises(EngineDeadError, match="does not respond after RuntimeError in a step: CUDA"):
         for step in range(100):

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftproof.engine.step.device_step import DeviceStep
 from draftproof.ops import Runtime
 from draftproof.ops.torch.backend import TorchOps
-from exact import Ask, Company, Where
+from exact import Batch, Case, Setup
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -58,23 +58,23 @@ class PooledOps(TorchOps):
         self.runtime = PooledRuntime(device)
 
 
-ASKS = [
-    Ask(1, "all_logprobs", 0.7, length=18),
-    Ask(2, "named_logprobs", 0.0, length=9),
-    Ask(3, "draft_logprobs", 1.0, length=3),
-    Ask(4, "processed", 1.0, length=4, prompt=False),
+CASES = [
+    Case(1, "all_logprobs", 0.7, length=18),
+    Case(2, "named_logprobs", 0.0, length=9),
+    Case(3, "draft_logprobs", 1.0, length=3),
+    Case(4, "processed", 1.0, length=4, prompt=False),
 ]
 
 
-def company(method: str) -> Company:
+def batch(method: str) -> Batch:
     spec = {"method": method, "num_speculative_tokens": 3}
-    where = Where(backend="test_graph_memory:PooledOps")
-    return Company(ASKS, where, spec, chunk=16, arrivals=[0, 0, 2, 3], overlap=True)
+    setup = Setup(backend="test_graph_memory:PooledOps")
+    return Batch(CASES, setup, spec, chunk=16, arrivals=[0, 0, 2, 3], overlap=True)
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle3", "proposers:SelfModel"])
 def test_nothing_is_read_from_a_graph_after_the_next(method: str) -> None:
-    assert company(method).differences() == []
+    assert batch(method).differences() == []
 
 
 def test_hidden_rows_in_the_pool_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,4 +85,4 @@ def test_hidden_rows_in_the_pool_would_be_lost(monkeypatch: pytest.MonkeyPatch) 
         return self._forward(size, ends)
 
     monkeypatch.setattr(DeviceStep, "_forward_only", in_the_pool)
-    assert any("prompt logprobs" in found for found in company("ngram").differences())
+    assert any("prompt logprobs" in found for found in batch("ngram").differences())

@@ -10,7 +10,7 @@ import tiny
 from draftproof import LLM
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.sampling_params import SamplingParams
-from exact import Ask, Company, Where, check_empty, compare, run_solo
+from exact import Batch, Case, Setup, check_empty, compare, compute_reference_run
 
 PAGE = 8
 
@@ -222,7 +222,7 @@ def test_control_numbers_that_went_wrong_are_not_found(monkeypatch):
 
 def test_a_solo_run_is_a_miss():
     """What the exactness tests compare with has found nothing."""
-    ask = Ask(0, "no_logprobs", length=40)
-    company = Company([ask], Where())
-    assert company.differences() == [] and run_solo(ask, Where()).token_ids
-    assert company.stats["0"].num_cached_tokens == 0
+    case = Case(0, "no_logprobs", length=40)
+    batch = Batch([case], Setup())
+    assert batch.differences() == [] and compute_reference_run(case, Setup()).token_ids
+    assert batch.stats["0"].num_cached_tokens == 0

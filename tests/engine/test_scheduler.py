@@ -13,7 +13,7 @@ from draftproof.sampling_params import SamplingParams
 from exact import check_empty
 
 
-def asks(lengths, **options):
+def make_requests(lengths, **options):
     values = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **options}
     return [tiny.request(i, SamplingParams(**values), length) for i, length in enumerate(lengths)]
 
@@ -39,17 +39,17 @@ def plans(engine, requests, arrivals=()):
 
 
 def test_a_long_prompt_comes_in_chunks():
-    seen = plans(tiny.engine(max_num_batched_tokens=16), asks([40]))
+    seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([40]))
     assert [step["0"] for step in seen] == [(16, 0, False), (16, 0, False), (8, 0, True), *[(1, 0, True)] * 3]
 
 
 def test_a_prompt_that_fills_its_last_chunk():
-    seen = plans(tiny.engine(max_num_batched_tokens=16), asks([32]))
+    seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([32]))
     assert [step["0"] for step in seen][:3] == [(16, 0, False), (16, 0, True), (1, 0, True)]
 
 
 def test_decoding_goes_before_prompts_and_prompts_share_what_is_left():
-    seen = plans(tiny.engine(max_num_batched_tokens=16), asks([10, 40, 9]), arrivals=[0, 1, 1])
+    seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([10, 40, 9]), arrivals=[0, 1, 1])
     assert seen[0] == {"0": (10, 0, True)}
     assert seen[1] == {"0": (1, 0, True), "1": (15, 0, False)}
     assert seen[3] == {"0": (1, 0, True), "1": (10, 0, True), "2": (5, 0, False)}
@@ -59,7 +59,7 @@ def test_decoding_goes_before_prompts_and_prompts_share_what_is_left():
 def test_rows_never_pass_the_budget_and_drafts_give_way():
     spec = {"method": "proposers:Perfect", "num_speculative_tokens": 8, "adaptive": False}
     engine = tiny.engine(speculative=spec, max_num_batched_tokens=16)
-    seen = plans(engine, asks([2] * 6, max_tokens=12))
+    seen = plans(engine, make_requests([2] * 6, max_tokens=12))
     assert all(sum(rows for rows, _, _ in step.values()) <= 16 for step in seen)
     crowded = [step for step in seen if len(step) == 6 and all(s for _, _, s in step.values())]
     assert [drafts for _, drafts, _ in crowded[1].values()] == [8, 2, 0, 0, 0, 0]
@@ -68,7 +68,7 @@ def test_rows_never_pass_the_budget_and_drafts_give_way():
 
 def test_first_come_first_served_when_slots_are_few():
     engine = tiny.engine(max_num_seqs=2)
-    seen = plans(engine, asks([5, 6, 7, 8]))
+    seen = plans(engine, make_requests([5, 6, 7, 8]))
     first = {name: next(i for i, step in enumerate(seen) if name in step) for name in "0123"}
     assert first["0"] == first["1"] == 0 and first["2"] == first["3"] == 4
     assert all(len(step) <= 2 for step in seen)
@@ -76,7 +76,7 @@ def test_first_come_first_served_when_slots_are_few():
 
 def test_a_large_request_waits_for_pages_and_is_not_overtaken():
     engine = tiny.engine(kv_cache_tokens=64, page_size=16)  # four pages
-    requests = asks([28, 40, 5])  # 2 pages, 3 pages, 1 page
+    requests = make_requests([28, 40, 5])  # 2 pages, 3 pages, 1 page
     seen = plans(engine, requests)
     first = {name: next(i for i, step in enumerate(seen) if name in step) for name in "012"}
     assert first["0"] == 0 and first["1"] == 4  # the third would have fitted, but is behind
@@ -86,7 +86,7 @@ def test_a_large_request_waits_for_pages_and_is_not_overtaken():
 def test_pages_are_taken_as_a_request_grows():
     engine = tiny.engine(page_size=16, kv_cache_tokens=64)
     pages = engine.loop.scheduler.pages
-    engine.add(asks([15], max_tokens=40)[0])
+    engine.add(make_requests([15], max_tokens=40)[0])
     used = []
     while engine.has_work:
         engine.step()
@@ -99,7 +99,7 @@ def test_a_request_that_fills_the_pool_is_served():
     """Whatever ran before it, and with whatever the cache holds: alone it always fits."""
     engine = tiny.engine(page_size=16, kv_cache_tokens=64, speculative={"method": "ngram"})
     for lengths in ([60], [20, 30, 40], [61], [63]):
-        requests = asks(lengths, max_tokens=64 - max(lengths))
+        requests = make_requests(lengths, max_tokens=64 - max(lengths))
         records = tiny.run(engine, requests)
         assert all(record.finish[0] == "length" for record in records.values())
         check_empty(engine)
@@ -159,7 +159,7 @@ def test_drafts_give_way_before_anybody_is_put_aside():
     """Two requests, each of whose pages would end in the middle of a full window."""
     spec = {"method": "proposers:Junk", "num_speculative_tokens": 8, "adaptive": False}
     engine = tiny.engine(speculative=spec, page_size=8, kv_cache_tokens=64)
-    tiny.run(engine, asks([15, 15], max_tokens=17))
+    tiny.run(engine, make_requests([15, 15], max_tokens=17))
     assert engine.stats().num_preemptions == 0
     check_empty(engine)
 
@@ -167,7 +167,7 @@ def test_drafts_give_way_before_anybody_is_put_aside():
 def test_an_abort_of_one_that_was_put_aside():
     spec = {"method": "proposers:Flaky"}  # on the host: it is told who comes and goes
     engine = tiny.engine(kv_cache_tokens=96, page_size=8, speculative=spec)
-    stats = [engine.add(request) for request in asks([12, 12, 12], max_tokens=40)]
+    stats = [engine.add(request) for request in make_requests([12, 12, 12], max_tokens=40)]
     while not stats[2].num_preemptions:
         engine.step()
     assert [s.request.id for s in engine.loop.scheduler.waiting] == ["2"]
@@ -183,7 +183,7 @@ def test_an_abort_of_one_that_was_put_aside():
 
 def test_a_full_queue_says_try_later_and_loses_nothing():
     engine = tiny.engine(max_num_seqs=2, max_num_waiting=3)
-    requests = asks([5] * 9)
+    requests = make_requests([5] * 9)
     for request in requests[:5]:  # two have a slot
         engine.add(request)
     with pytest.raises(QueueFullError, match="5 requests are waiting already: try again later"):
@@ -206,7 +206,7 @@ def test_a_full_queue_says_try_later_and_loses_nothing():
 def test_an_abort_at_any_step_frees_everything(when):
     """Queued, in the middle of the prompt, decoding."""
     engine = tiny.engine(speculative={"method": "ngram"}, max_num_batched_tokens=16, max_num_seqs=1)
-    requests = asks([40, 12])
+    requests = make_requests([40, 12])
     for request in requests:
         engine.add(request)
     for _ in range(when):
@@ -261,7 +261,7 @@ def _share(engine, sequence):
 )
 def test_the_invariants_see_what_is_wrong(spoil, message):
     engine = tiny.engine()
-    for request in asks([12, 9], max_tokens=20):
+    for request in make_requests([12, 9], max_tokens=20):
         engine.add(request)
     engine.step()
     scheduler = engine.loop.scheduler
@@ -274,7 +274,7 @@ def test_the_invariants_see_what_is_wrong(spoil, message):
 
 def test_a_slot_freed_twice_is_caught():
     engine = tiny.engine()
-    engine.add(asks([5])[0])
+    engine.add(make_requests([5])[0])
     engine.step()
     slot = engine.loop.scheduler.running[0].slot
     engine.abort("0")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from async_serving import ASKS, check_left, facts
+from async_serving import CASES as SERVED_CASES
+from async_serving import check_left, facts
 from covering import pairwise
 from draftproof.engine.drafting.run_ahead import RunAhead
 from draftproof.engine.drafting.token_feedback import TokenFeedback
@@ -21,7 +22,7 @@ from draftproof.ops import PendingCopy
 from draftproof.ops.cpu.backend import CpuOps, CpuRuntime
 from draftproof.propose.suffix_pool import Pool
 from draftproof.sampling_params import SamplingParams
-from exact import NEIGHBOURS, Ask, Company, Where, check_empty
+from exact import NEIGHBOURS, Batch, Case, Setup, check_empty
 from exact_matrix import TRAFFIC, named
 
 
@@ -65,7 +66,7 @@ CASES = pairwise(
         "option": ["none", "frequency", "eos", "stop_ids", "processed", "max_tokens"],
         "temperature": [0.0, 1.0],
         "prefix": ["miss", "hit", "off"],
-        "pages": ["many", "few", "shaken"],
+        "pages": ["many", "few", "preempted"],
         "traffic": list(TRAFFIC),
         "adaptive": [True, False],
         "chunk": [16, 64],
@@ -75,39 +76,39 @@ CASES = pairwise(
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_the_promise(case, depth, most):
-    asks = [Ask(0, case["option"], case["temperature"], length=40), *NEIGHBOURS]
+    cases = [Case(0, case["option"], case["temperature"], length=40), *NEIGHBOURS]
     free = {"prompt": False, "grammar": "none"}
-    asks = [replace(a, option="eos" if a.option == "mix" else a.option, **free) for a in asks]
+    cases = [replace(a, option="eos" if a.option == "mix" else a.option, **free) for a in cases]
     if case["method"] is None:
-        asks = [replace(a, enabled=True, k=None) for a in asks]
+        cases = [replace(a, enabled=True, k=None) for a in cases]
     sizes = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off", "max_num_seqs": 3}
     if case["pages"] != "many":
         sizes["kv_cache_tokens"] = 128  # the longest just fits
     spec = {"method": case["method"], "num_speculative_tokens": 4, "adaptive": case["adaptive"]}
-    company = Company(
-        *(asks, Where(), spec if case["method"] else None),
+    batch = Batch(
+        *(cases, Setup(), spec if case["method"] else None),
         chunk=case["chunk"],
         overlap=True,
         sizes=sizes,
         warm=case["prefix"] == "hit",
-        shaken=case["pages"] == "shaken",
+        preempts_all=case["pages"] == "preempted",
         **TRAFFIC[case["traffic"]],
     )
-    assert company.differences() == []
+    assert batch.differences() == []
     assert max(most) == depth and most.count(depth) > 5
-    if case["pages"] == "shaken":
-        assert company.engine.stats().num_preemptions
-    while company.engine.loop.pending:
-        assert not company.engine.step()
-    assert not company.engine.loop.release.unread and not company.engine.loop.release.feedback._pending
-    check_empty(company.engine)
+    if case["pages"] == "preempted":
+        assert batch.engine.stats().num_preemptions
+    while batch.engine.loop.pending:
+        assert not batch.engine.step()
+    assert not batch.engine.loop.release.unread and not batch.engine.loop.release.feedback._pending
+    check_empty(batch.engine)
 
 
 @pytest.mark.parametrize("spec", ["ngram", "flaky"])
 def test_stop_strings_prompt_logprobs_and_processors(spec, make, alone, depth, most):
     """Whoever needs the host finds nothing under way, whoever comes later has the queue again."""
     llm = make(spec, max_num_seqs=3)
-    prompts, params = zip(*ASKS, strict=True)
+    prompts, params = zip(*SERVED_CASES, strict=True)
     for _ in range(2):
         assert [facts(one) for one in llm.generate(prompts, params)] == [facts(one) for one in alone]
     free = [i for i, wish in enumerate(params) if not needs_host(wish)]
@@ -181,15 +182,15 @@ class Turns:
 def taught(depth: int) -> Turns:
     """Many short answers through few seats, all of them learned from and kept for the cache."""
     spec = {"method": "suffix", "num_speculative_tokens": 4}
-    engine = Where(backend="test_deep_queue:InTurn").engine(
+    engine = Setup(backend="test_deep_queue:InTurn").engine(
         spec, overlap=True, max_num_seqs=2, page_size=8, max_num_batched_tokens=64
     )
     engine.loop.policy.run_ahead.min_depth = depth
     turns = Turns(engine)
     options = ["ignore_eos", "stop_ids", "eos", "max_tokens"]
-    asks = [Ask(i, options[i % 4], (0.0, 1.0)[i % 2], length=6 + i, prompt=False) for i in range(10)]
-    company = Company(asks, Where(), spec, engine=engine, arrivals=[0, 0, 0, 2, 9, 9, 11], aborts={4: 12})
-    assert company.differences() == []
+    cases = [Case(i, options[i % 4], (0.0, 1.0)[i % 2], length=6 + i, prompt=False) for i in range(10)]
+    batch = Batch(cases, Setup(), spec, engine=engine, arrivals=[0, 0, 0, 2, 9, 9, 11], aborts={4: 12})
+    assert batch.differences() == []
     assert engine.loop.proposer.pool._lines and engine.loop.scheduler.pages.num_idle
     return turns
 
@@ -227,16 +228,16 @@ def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
 
 def test_an_engine_that_is_late_queues_three_by_itself(most):
     """Copies of a CPU have always come: the host is late for every one."""
-    engine = Where(backend="test_deep_queue:InTurn").engine({"method": "ngram"}, overlap=True)
-    asks = [Ask(i, "ignore_eos", 1.0, length=9 + i, prompt=False) for i in range(3)]
-    assert Company(asks, Where(), {"method": "ngram"}, engine=engine).differences() == []
+    engine = Setup(backend="test_deep_queue:InTurn").engine({"method": "ngram"}, overlap=True)
+    cases = [Case(i, "ignore_eos", 1.0, length=9 + i, prompt=False) for i in range(3)]
+    assert Batch(cases, Setup(), {"method": "ngram"}, engine=engine).differences() == []
     assert engine.loop.policy.run_ahead.depth == 3 == max(most) and 2 in most
 
 
 def test_loop_does_idle_work_while_steps_are_in_flight(depth, monkeypatch):
     read, meanwhile = [], Scheduler.meanwhile
     monkeypatch.setattr(Scheduler, "meanwhile", lambda self: read.append(1) or meanwhile(self))
-    asks = [Ask(i, "none", 0.0, length=20 + i, prompt=False) for i in range(6)]
+    cases = [Case(i, "none", 0.0, length=20 + i, prompt=False) for i in range(6)]
     spec = {"method": "hybrid", "num_speculative_tokens": 3}
-    assert Company(asks, Where(), spec, overlap=True).differences() == []
+    assert Batch(cases, Setup(), spec, overlap=True).differences() == []
     assert read

@@ -15,7 +15,7 @@ from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import NUM_OUT, TOKENS, Request, StepOutput
 from draftproof.verify.sampler import Sampler
-from exact import Ask, Company, Where, bits, check_empty, compare, count_errors, plant
+from exact import Batch, Case, Setup, bits, check_empty, compare, count_errors, plant
 
 K = 8
 SPEC = {"method": "proposers:Perfect", "num_speculative_tokens": K, "adaptive": False}
@@ -26,7 +26,7 @@ both_ways = pytest.mark.parametrize("spec", [SPEC, AHEAD], ids=["read at once", 
 PLACES = {"prefill": 0, "first draft": 1, "middle draft": 4, "last draft": K, "bonus": K + 1, "recovered": 5}
 
 
-def ask(seed: int, fields: dict | None = None, **options) -> Request:
+def make_request(seed: int, fields: dict | None = None, **options) -> Request:
     values = {"max_tokens": 20, "temperature": 1.3, "logprobs": 5, **options}
     return tiny.request(0, SamplingParams(**values), 20, seed=seed, **(fields or {}))
 
@@ -35,7 +35,7 @@ def ask(seed: int, fields: dict | None = None, **options) -> Request:
 def stream() -> tuple[int, tuple[int, ...]]:
     """A seed whose output has no token twice, and that output: any token of it can be made the end."""
     for seed in range(200):
-        tokens = tiny.run(tiny.engine(), [ask(seed, ignore_eos=True)])["0"].token_ids
+        tokens = tiny.run(tiny.engine(), [make_request(seed, ignore_eos=True)])["0"].token_ids
         if len(set(tokens)) == len(tokens) and 2 not in tokens:
             return seed, tuple(tokens)
     raise AssertionError("no seed gives twenty different tokens")
@@ -78,7 +78,7 @@ def test_an_end_token_anywhere_in_a_window(place, kind, spec):
         drafts[at] = 3
     fields = {"eos_token_ids": (end,)} if kind != "stop token" else {}
     options = {"stop_token_ids": [end]} if kind != "eos" else {}
-    _, record = both(ask(seed, fields, **options), drafts, spec)
+    _, record = both(make_request(seed, fields, **options), drafts, spec)
     assert record.token_ids == list(answer[: at + 1])
     assert record.finish == ("stop", None if kind == "eos" else end, None)
     last = record.steps[-1]
@@ -93,7 +93,7 @@ def test_an_end_token_anywhere_in_a_window(place, kind, spec):
 def test_an_ignored_end(place, spec):
     seed, answer = stream()
     fields = {"eos_token_ids": (answer[PLACES[place]],)}
-    _, record = both(ask(seed, fields, ignore_eos=True), answer, spec)
+    _, record = both(make_request(seed, fields, ignore_eos=True), answer, spec)
     assert record.token_ids == list(answer) and record.finish[0] == "length"
 
 
@@ -101,7 +101,7 @@ def test_an_ignored_end(place, spec):
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, K + 1, K + 2, K + 3, 19])
 def test_max_tokens_anywhere(max_tokens, spec):
     seed, answer = stream()
-    _, record = both(ask(seed, max_tokens=max_tokens), answer, spec)
+    _, record = both(make_request(seed, max_tokens=max_tokens), answer, spec)
     assert record.token_ids == list(answer[:max_tokens])
     assert record.finish == ("length", None, None)
     left = max_tokens
@@ -115,7 +115,7 @@ def test_max_tokens_anywhere(max_tokens, spec):
 @pytest.mark.parametrize("room", [1, 2, 5, K + 1, K + 2])
 def test_max_model_len_anywhere(room, spec):
     seed, answer = stream()
-    _, record = both(ask(seed, max_tokens=None), answer, spec, max_model_len=20 + room)
+    _, record = both(make_request(seed, max_tokens=None), answer, spec, max_model_len=20 + room)
     assert record.token_ids == list(answer[:room])
     assert record.finish == ("length", None, None)
     statistics(record)
@@ -124,7 +124,7 @@ def test_max_model_len_anywhere(room, spec):
 @both_ways
 def test_an_end_token_at_the_very_limit_is_a_stop(spec):
     seed, answer = stream()
-    _, record = both(ask(seed, {"eos_token_ids": (answer[6],)}, max_tokens=7), answer, spec)
+    _, record = both(make_request(seed, {"eos_token_ids": (answer[6],)}, max_tokens=7), answer, spec)
     assert record.finish == ("stop", None, None) and len(record.token_ids) == 7
 
 
@@ -132,7 +132,7 @@ def test_an_end_token_at_the_very_limit_is_a_stop(spec):
 @pytest.mark.parametrize("minimum", [0, 1, 4, 5, 9])
 def test_min_tokens_is_met_inside_a_window(minimum, spec):
     """The end is the likeliest token everywhere: the answer ends as soon as it may."""
-    request = ask(5, min_tokens=minimum, logit_bias={2: 50.0})
+    request = make_request(5, min_tokens=minimum, logit_bias={2: 50.0})
     answer = tiny.run(tiny.engine(), [request])["0"].token_ids
     assert len(answer) == minimum + 1
     _, record = both(request, answer, spec)
@@ -144,13 +144,13 @@ def test_min_tokens_is_met_inside_a_window(minimum, spec):
 def test_drafts_of_an_end_token_that_fall(drafts, spec):
     """An end token that was only guessed ends nothing."""
     seed, answer = stream()
-    _, record = both(ask(seed), drafts, spec)
+    _, record = both(make_request(seed), drafts, spec)
     assert record.token_ids == list(answer)
 
 
 def test_reject_all_and_accept_all_still_end():
     seed, answer = stream()
-    request = ask(seed, {"eos_token_ids": (answer[4],)})
+    request = make_request(seed, {"eos_token_ids": (answer[4],)})
     _, record = both(request, answer, {**SPEC, "accept_policy": "reject_all"})
     assert statistics(record).num_accepted_tokens == 0 and len(record.token_ids) == 5
     proposers.set_answers({"0": [9, 9, 9, answer[4], 9, 9, 9, 9, 9]})
@@ -183,7 +183,7 @@ def test_an_error_inside_a_window_delivers_what_came_before(place, spec):
     drafts = list(answer)
     if place == "recovered":
         drafts[at] = 3
-    _, record = both(ask(seed, logits_processors=[failing_at(at)]), drafts, spec)
+    _, record = both(make_request(seed, logits_processors=[failing_at(at)]), drafts, spec)
     assert record.token_ids == list(answer[:at])
     assert record.finish[0] == "error" and "no more" in record.finish[2]
     statistics(record)
@@ -192,7 +192,7 @@ def test_an_error_inside_a_window_delivers_what_came_before(place, spec):
 @both_ways
 def test_an_end_before_the_error_wins(spec):
     seed, answer = stream()
-    request = ask(seed, {"eos_token_ids": (answer[4],)}, logits_processors=[failing_at(5)])
+    request = make_request(seed, {"eos_token_ids": (answer[4],)}, logits_processors=[failing_at(5)])
     _, record = both(request, answer, spec)
     assert record.finish == ("stop", None, None) and len(record.token_ids) == 5
 
@@ -207,7 +207,7 @@ def test_an_error_on_drafts_that_fall_is_no_error(method):
             raise ValueError("I do not know this text")
         return row
 
-    _, record = both(ask(seed, logits_processors=[strict]), answer, {**SPEC, "method": method})
+    _, record = both(make_request(seed, logits_processors=[strict]), answer, {**SPEC, "method": method})
     assert record.token_ids == list(answer) and record.finish[0] == "length"
     assert sum(step.num_draft - step.num_accepted for step in record.steps) > 5
 
@@ -216,12 +216,12 @@ def test_an_error_on_drafts_that_fall_is_no_error(method):
 def test_nothing_left_to_sample(spec):
     """Two tokens are allowed, and bad words run out of ways to place them."""
     words = [(10, 10), (11, 11), (10, 11, 10), (10, 11, 11)]
-    request = ask(3, {"bad_word_ids": words}, allowed_token_ids=[10, 11])
+    request = make_request(3, {"bad_word_ids": words}, allowed_token_ids=[10, 11])
     answer = tiny.run(tiny.engine(), [request])["0"].token_ids
     assert answer in ([10, 11], [11, 10, 11])
     _, record = both(request, [*answer, 10, 11, 10], spec)
     assert record.finish[0] == "error" and "forbid every one" in record.finish[2]
-    _, record = both(ask(3, {"bad_word_ids": [(10,)]}, allowed_token_ids=[10]), answer, spec)
+    _, record = both(make_request(3, {"bad_word_ids": [(10,)]}, allowed_token_ids=[10]), answer, spec)
     assert record.finish[0] == "error" and record.token_ids == []
 
 
@@ -231,10 +231,10 @@ def test_nothing_left_to_sample(spec):
 @pytest.mark.parametrize("when", range(7))
 def test_an_abort_leaves_a_beginning_and_no_trace(when):
     """At any step: queued, in its prompt, decoding. Its neighbour notices nothing."""
-    asks = [Ask(1, "frequency", 0.7, length=20), Ask(2, "mix", 0.7, length=40)]
+    cases = [Case(1, "frequency", 0.7, length=20), Case(2, "mix", 0.7, length=40)]
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 3}
-    company = Company(asks, Where(), spec, chunk=16, arrivals=[0, 1], aborts={2: when})
-    assert company.differences() == []
+    batch = Batch(cases, Setup(), spec, chunk=16, arrivals=[0, 1], aborts={2: when})
+    assert batch.differences() == []
 
 
 # --- slack --------------------------------------------------------------------------------------------
@@ -252,20 +252,24 @@ def poisoned(engine):
 @pytest.mark.parametrize("arch", list(tiny.ARCHITECTURES))
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_slack_is_never_read(arch, backend):
-    where = Where(arch, "float32", backend)
-    asks = [Ask(0, "mix", 0.7, length=20), Ask(1, "frequency", 0.0, length=40), Ask(2, "none", 1.3, length=1)]
+    setup = Setup(arch, "float32", backend)
+    cases = [
+        Case(0, "mix", 0.7, length=20),
+        Case(1, "frequency", 0.0, length=40),
+        Case(2, "none", 1.3, length=1),
+    ]
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 5}
-    engine = poisoned(where.engine(spec, max_num_batched_tokens=16))
-    company = Company(asks, where, engine=engine, arrivals=[0, 0, 3])
-    assert company.differences() == []
+    engine = poisoned(setup.engine(spec, max_num_batched_tokens=16))
+    batch = Batch(cases, setup, engine=engine, arrivals=[0, 0, 3])
+    assert batch.differences() == []
     poisoned(engine)  # used slots and pages as well: nothing old is read either
-    assert company.differences() == []
+    assert batch.differences() == []
 
 
 def test_poison_is_seen_where_it_matters():
     """The control: NaN in the page of a running request does change it."""
     engine = tiny.engine()
-    engine.add(ask(1))
+    engine.add(make_request(1))
     engine.step()
     poisoned(engine)
     outputs = engine.step()
@@ -273,12 +277,12 @@ def test_poison_is_seen_where_it_matters():
 
 
 def test_draft_records_agree_with_the_counts():
-    where = Where()
-    request = Ask(3, "draft_logprobs", 1.3, length=20)
+    setup = Setup()
+    request = Case(3, "draft_logprobs", 1.3, length=20)
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
-    company = Company([request], where, spec)
-    assert company.differences() == []
-    record = company.serve({"3": tiny.run(where.engine(), [request.request(plain=True)])["3"].token_ids})["3"]
+    batch = Batch([request], setup, spec)
+    assert batch.differences() == []
+    record = batch.serve({"3": tiny.run(setup.engine(), [request.request(plain=True)])["3"].token_ids})["3"]
     for step, start in zip(record.steps, _starts(record), strict=True):
         drafts = step.drafts or []
         assert [d.position for d in drafts] == list(range(start, start + step.num_draft))
@@ -299,7 +303,7 @@ def _starts(record):
 
 def test_control_an_end_looked_for_at_the_windows_end_alone(monkeypatch):
     seed, answer = stream()
-    request = ask(seed, {"eos_token_ids": (answer[4],)})
+    request = make_request(seed, {"eos_token_ids": (answer[4],)})
 
     def broken(commit, ops, plan, windows, choice, bad, out):
         columns = windows.columns
@@ -335,7 +339,7 @@ def test_control_an_error_on_a_fallen_draft_that_counts(monkeypatch):
 
     monkeypatch.setattr(Sampler, "__call__", broken)
     with pytest.raises(AssertionError, match="tokens"):
-        both(ask(seed, logits_processors=[strict]), answer, {**SPEC, "method": "proposers:Flaky"})
+        both(make_request(seed, logits_processors=[strict]), answer, {**SPEC, "method": "proposers:Flaky"})
 
 
 def test_control_counts_that_disagree():

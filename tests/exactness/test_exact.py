@@ -16,7 +16,7 @@ import tiny
 from covering import pairwise
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
-from exact import OPTIONS, Ask, Company, Where, solo
+from exact import OPTIONS, Batch, Case, Setup, reference_run
 from exact_matrix import (
     EXACT,
     FACTORS,
@@ -51,7 +51,7 @@ def test_method_strategy_length_and_heat_in_full(levels):
     case = dict(zip(("method", *DANGEROUS), levels, strict=True))
     rest = {"option": "mix", "arch": "qwen3", "batch": 2, "chunk": 16, "traffic": "arriving"}
     rest |= {"dtype": "bfloat16", "adaptive": False, "overlap": False}
-    check({**rest, **case, "prefix": "hit", "pages": "shaken", "priority": "equal"})
+    check({**rest, **case, "prefix": "hit", "pages": "preempted", "priority": "equal"})
 
 
 @pytest.mark.parametrize("case", AHEAD, ids=named)
@@ -102,22 +102,22 @@ def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})
     monkeypatch.setitem(OPTIONS, "frequency", {**OPTIONS["frequency"], "max_tokens": 30, "ignore_eos": True})
     options = ["none", "frequency", "none", "frequency"]
-    asks = [
-        Ask(i, option, (0.7, 0.0, 1.3, 0.7)[i], strategy, 12 + 5 * i, prompt=i == 1)
+    cases = [
+        Case(i, option, (0.7, 0.0, 1.3, 0.7)[i], strategy, 12 + 5 * i, prompt=i == 1)
         for i, option in enumerate(options)
     ]
     spec = {"method": method, "verify_strategy": strategy, "num_speculative_tokens": 2, "adaptive": False}
     ahead = (False, True) if method in (None, *DEVICE) else (False,)  # a proposer on the host is waited for
-    for shaken, overlap in product((True, False), ahead):
-        where = Where("qwen3", "bfloat16")
+    for preempts_all, overlap in product((True, False), ahead):
+        setup = Setup("qwen3", "bfloat16")
         sizes = {"page_size": 8, "kv_cache_tokens": 96}
-        how = {"overlap": overlap, "sizes": sizes, "shaken": shaken, "later": 0}
-        company = Company(asks, where, spec if method else None, chunk=32, **how)
+        how = {"overlap": overlap, "sizes": sizes, "preempted": preempts_all, "later": 0}
+        batch = Batch(cases, setup, spec if method else None, chunk=32, **how)
         if overlap:
-            company.asks = [replace(ask, prompt=False) for ask in asks]
-        assert company.differences() == []
-        counts = [company.stats[str(ask.index)].num_preemptions for ask in asks]
-        if shaken:
+            batch.cases = [replace(case, prompt=False) for case in cases]
+        assert batch.differences() == []
+        counts = [batch.stats[str(case.index)].num_preemptions for case in cases]
+        if preempts_all:
             assert min(counts) >= 2, counts
         else:
             assert counts[0] == 0 and sum(counts) >= 1, counts
@@ -125,14 +125,14 @@ def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
 
 def test_hits_are_hits(monkeypatch):
     """What the matrix calls one: of the prompt all full pages but that of the newest token, or none."""
-    asks = [Ask(i, "no_logprobs", 0.7, length=40) for i in range(4)]  # prompts with logprobs are computed
+    cases = [Case(i, "no_logprobs", 0.7, length=40) for i in range(4)]  # prompts with logprobs are computed
     for salts, other, hits in (((None,) * 4, (None,) * 4, 4), (("a",) * 4, ("b",) * 4, 0)):
-        known = [replace(ask, salt=salt) for ask, salt in zip(asks, salts, strict=True)]
-        engine = Where().engine(page_size=8)
-        Company(known, engine=engine).serve({str(i): [] for i in range(4)})
-        company = Company([replace(a, salt=s) for a, s in zip(asks, other, strict=True)], engine=engine)
-        assert company.differences() == []
-        assert [company.stats[str(i)].num_cached_tokens for i in range(4)] == [32] * hits + [0] * (4 - hits)
+        known = [replace(case, salt=salt) for case, salt in zip(cases, salts, strict=True)]
+        engine = Setup().engine(page_size=8)
+        Batch(known, engine=engine).serve({str(i): [] for i in range(4)})
+        batch = Batch([replace(a, salt=s) for a, s in zip(cases, other, strict=True)], engine=engine)
+        assert batch.differences() == []
+        assert [batch.stats[str(i)].num_cached_tokens for i in range(4)] == [32] * hits + [0] * (4 - hits)
 
 
 # --- one batch, many wishes ---------------------------------------------------------------------------
@@ -141,58 +141,58 @@ def test_hits_are_hits(monkeypatch):
 @pytest.mark.parametrize("method", ["ngram", "proposers:Flaky"])
 def test_wishes_of_single_requests(method):
     """Speculation off, another length, another strategy, side by side."""
-    asks = [
-        Ask(0, "none", 0.7, length=20, enabled=False),
-        Ask(1, "frequency", 0.7, length=20, k=1),
-        Ask(2, "processor", 0.0, length=20, k=3),
-        Ask(3, "none", 1.3, "greedy", length=20),
-        Ask(4, "bad_words", 0.7, "greedy", length=20, k=2),
-        Ask(5, "min_tokens", 1.3, length=20),
+    cases = [
+        Case(0, "none", 0.7, length=20, enabled=False),
+        Case(1, "frequency", 0.7, length=20, k=1),
+        Case(2, "processor", 0.0, length=20, k=3),
+        Case(3, "none", 1.3, "greedy", length=20),
+        Case(4, "bad_words", 0.7, "greedy", length=20, k=2),
+        Case(5, "min_tokens", 1.3, length=20),
     ]
-    company = Company(asks, Where(), {"method": method, "num_speculative_tokens": 8})
-    assert company.differences() == []
+    batch = Batch(cases, Setup(), {"method": method, "num_speculative_tokens": 8})
+    assert batch.differences() == []
 
 
 def test_off_means_off():
-    where = Where()
-    ask = Ask(0, "none", 0.0, length=20, enabled=False)
-    company = Company([ask], where, {"method": "proposers:Perfect"})
-    record = company.serve({"0": solo(ask, where).token_ids})["0"]
+    setup = Setup()
+    case = Case(0, "none", 0.0, length=20, enabled=False)
+    batch = Batch([case], setup, {"method": "proposers:Perfect"})
+    record = batch.serve({"0": reference_run(case, setup).token_ids})["0"]
     assert all(step.num_draft == 0 for step in record.steps) and len(record.steps) == 14
 
 
 @pytest.mark.parametrize("place", range(5))
 def test_any_slot(place):
     """The same request, seated first, last or between, in a used engine too."""
-    asks = [Ask(i, "mix", 1.3, length=9 + i) for i in range(1, 5)]
-    asks.insert(place, Ask(0, "frequency", 0.7, length=20))
-    company = Company(asks, Where(), {"method": "proposers:Flaky"})
-    assert company.differences() == []
-    company.asks = asks[::-1]
-    assert company.differences() == []  # the same engine again: slots and pages are second-hand
+    cases = [Case(i, "mix", 1.3, length=9 + i) for i in range(1, 5)]
+    cases.insert(place, Case(0, "frequency", 0.7, length=20))
+    batch = Batch(cases, Setup(), {"method": "proposers:Flaky"})
+    assert batch.differences() == []
+    batch.cases = cases[::-1]
+    assert batch.differences() == []  # the same engine again: slots and pages are second-hand
 
 
 @pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_reject_all_is_exact_too(strategy, adaptive):
-    asks = [Ask(0, "mix", 0.7, strategy, length=20), Ask(1, "eos", 1.3, strategy, length=40)]
+    cases = [Case(0, "mix", 0.7, strategy, length=20), Case(1, "eos", 1.3, strategy, length=40)]
     spec = {
         "method": "proposers:Perfect",
         "verify_strategy": strategy,
         "accept_policy": "reject_all",
         "adaptive": adaptive,
     }
-    company = Company(asks, Where(), spec)
-    assert company.differences() == []
+    batch = Batch(cases, Setup(), spec)
+    assert batch.differences() == []
 
 
 def test_small_pages_and_a_long_answer(monkeypatch):
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 90, "ignore_eos": True})
-    where = Where("mistral", "bfloat16")
-    asks = [Ask(7, "none", 0.0, length=30), Ask(8, "none", 0.7, length=17)]
-    engine = where.engine({"method": "proposers:Flaky"}, page_size=8, max_num_batched_tokens=16)
-    assert Company(asks, where, engine=engine).differences() == []
-    assert len(solo(asks[0], where).token_ids) == 90
+    setup = Setup("mistral", "bfloat16")
+    cases = [Case(7, "none", 0.0, length=30), Case(8, "none", 0.7, length=17)]
+    engine = setup.engine({"method": "proposers:Flaky"}, page_size=8, max_num_batched_tokens=16)
+    assert Batch(cases, setup, engine=engine).differences() == []
+    assert len(reference_run(cases[0], setup).token_ids) == 90
 
 
 # --- drafts do what they are for ----------------------------------------------------------------------
@@ -201,11 +201,11 @@ def test_small_pages_and_a_long_answer(monkeypatch):
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_perfect_drafts_save_steps(k, temperature):
-    ask = Ask(0, "ignore_eos", temperature, length=20)
-    where = Where()
-    answer = solo(ask, where).token_ids
+    case = Case(0, "ignore_eos", temperature, length=20)
+    setup = Setup()
+    answer = reference_run(case, setup).token_ids
     spec = {"method": "proposers:Perfect", "num_speculative_tokens": k, "adaptive": False}
-    record = Company([ask], where, spec).serve({"0": answer})["0"]
+    record = Batch([case], setup, spec).serve({"0": answer})["0"]
     # the first token comes without drafts, then k + 1 a step; the last token needs no draft
     assert len(record.steps) == 1 + -(-(len(answer) - 1) // (k + 1))
     assert all(step.num_accepted == step.num_draft for step in record.steps)
@@ -214,12 +214,12 @@ def test_perfect_drafts_save_steps(k, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_a_model_with_the_targets_weights_and_noise_is_always_right(temperature):
     """Hidden rows, own KV on the same pages, coupled noise: a slip in any of them loses a draft."""
-    asks = [Ask(i, "none", temperature, length=20 + 9 * i) for i in range(3)]
+    cases = [Case(i, "none", temperature, length=20 + 9 * i) for i in range(3)]
     before = proposers.SelfModel.hidden_rows_checked
     spec = {"method": "proposers:SelfModel", "num_speculative_tokens": 4}
-    company = Company(asks, Where("qwen2", "float32"), spec, chunk=16, arrivals=[0, 0, 2])
-    assert company.differences() == []
-    records = company.serve({str(a.index): [] for a in asks})
+    batch = Batch(cases, Setup("qwen2", "float32"), spec, chunk=16, arrivals=[0, 0, 2])
+    assert batch.differences() == []
+    records = batch.serve({str(a.index): [] for a in cases})
     steps = [step for record in records.values() for step in record.steps]
     ended_early = [step.finish_reason == "stop" for step in steps]
     assert all(s.num_accepted == s.num_draft or end for s, end in zip(steps, ended_early, strict=True))
@@ -228,11 +228,11 @@ def test_a_model_with_the_targets_weights_and_noise_is_always_right(temperature)
 
 
 def test_a_model_with_other_weights_is_sometimes_right_and_exact():
-    asks = [Ask(0, "draft_logprobs", 0.7, length=40), Ask(1, "none", 1.3, length=9)]
+    cases = [Case(0, "draft_logprobs", 0.7, length=40), Case(1, "none", 1.3, length=9)]
     spec = {"method": "proposers:SelfModel", "weights": "mistral/float32", "same": False, "adaptive": False}
-    company = Company(asks, Where("llama", "float32"), spec)
-    assert company.differences() == []
-    record = company.serve({str(a.index): [] for a in asks})["0"]
+    batch = Batch(cases, Setup("llama", "float32"), spec)
+    assert batch.differences() == []
+    record = batch.serve({str(a.index): [] for a in cases})["0"]
     drafts = [draft for step in record.steps for draft in step.drafts or []]
     assert {draft.accepted for draft in drafts} == {True, False}
     assert all(draft.draft_logprob is not None and draft.source == "self" for draft in drafts)
@@ -240,11 +240,11 @@ def test_a_model_with_other_weights_is_sometimes_right_and_exact():
 
 def test_options_are_exercised():
     """Every option of the matrix changes something against `none`, or it would test nothing."""
-    where = Where()
+    setup = Setup()
     same = []
     for option in OPTIONS:
         a, b = (
-            tiny.run(where.engine(), [Ask(0, o, 0.7, length=20).request(plain=True)])["0"]
+            tiny.run(setup.engine(), [Case(0, o, 0.7, length=20).request(plain=True)])["0"]
             for o in (option, "none")
         )
         if a.same() == b.same():

@@ -17,18 +17,18 @@ from draftproof.ops.torch.forward import TorchForward
 from draftproof.types import PICK, Choice, Windows
 from draftproof.verify import logits_processing
 from draftproof.verify.target_match import TargetMatch
-from exact import MANY_ENDS, OPTIONS, Ask, Company, Where, plant
+from exact import MANY_ENDS, OPTIONS, Batch, Case, Setup, plant
 from exact_faults import one_too_many
 
 PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5, "adaptive": False}
 FLAKY = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
 
 
-def found(ask: Ask, spec=FLAKY, where=None, **company) -> list[str]:
-    where = where or Where()
-    neighbours = company.pop("neighbours", [])
-    engine = where.engine(spec, debug=False, max_num_batched_tokens=company.pop("chunk", 64))
-    return Company([*neighbours, ask], where, engine=engine, **company).differences(fresh=True)
+def found(case: Case, spec=FLAKY, setup=None, **batch) -> list[str]:
+    setup = setup or Setup()
+    neighbours = batch.pop("neighbours", [])
+    engine = setup.engine(spec, debug=False, max_num_batched_tokens=batch.pop("chunk", 64))
+    return Batch([*neighbours, case], setup, engine=engine, **batch).differences(fresh=True)
 
 
 def at_the_window(windows: Windows) -> Windows:
@@ -39,10 +39,10 @@ def at_the_window(windows: Windows) -> Windows:
 
 @pytest.mark.parametrize("option", ["frequency", "presence", "repetition"])
 def test_penalties_that_ignore_drafts_in_the_window(monkeypatch, option):
-    ask = Ask(0, option, 0.7, length=20)
-    assert not found(ask, PERFECT)
+    case = Case(0, option, 0.7, length=20)
+    assert not found(case, PERFECT)
     plant(monkeypatch, "apply_penalties", lambda whole, ops, logits, w: whole(ops, logits, at_the_window(w)))
-    assert any("logprobs" in line for line in found(ask, PERFECT))
+    assert any("logprobs" in line for line in found(case, PERFECT))
 
 
 def keyed_by_row(windows):
@@ -59,16 +59,16 @@ def keyed_by_slot(windows):
 
 @pytest.mark.parametrize("key", [keyed_by_row, keyed_by_step, keyed_by_slot])
 def test_noise_with_the_wrong_key(monkeypatch, key):
-    ask = Ask(0, "none", 1.3, length=20)
-    neighbours = [Ask(1, "none", 1.3)]
-    assert not found(ask, neighbours=neighbours)
+    case = Case(0, "none", 1.3, length=20)
+    neighbours = [Case(1, "none", 1.3)]
+    assert not found(case, neighbours=neighbours)
 
     def broken(layout, ops, plan, columns, page_size, out):
         layout(ops, plan, columns, page_size, out)
         out.windows.position.copy_(key(out.windows))
 
     plant(monkeypatch, "layout", broken)
-    assert any("request 0: tokens" in line for line in found(ask, neighbours=neighbours))
+    assert any("request 0: tokens" in line for line in found(case, neighbours=neighbours))
 
 
 def _off_by_rows(whole):
@@ -82,36 +82,36 @@ def _off_by_rows(whole):
 @pytest.mark.parametrize("what", ["drafts", "chunks", "neighbours"])
 def test_a_gemm_whose_bits_depend_on_the_number_of_rows(monkeypatch, what):
     """One part in a million in fp32: no token changes, the logprobs tell."""
-    ask = Ask(0, "none", 0.0, length=40)
+    case = Case(0, "none", 0.0, length=40)
     spec, chunk = (FLAKY, 64) if what == "drafts" else (None, 16 if what == "chunks" else 64)
-    company = {"neighbours": [Ask(1, "none", 0.0)] if what == "neighbours" else [], "chunk": chunk}
-    where = Where(backend="torch")
-    assert not found(ask, spec, where, **company)
+    batch = {"neighbours": [Case(1, "none", 0.0)] if what == "neighbours" else [], "chunk": chunk}
+    setup = Setup(backend="torch")
+    assert not found(case, spec, setup, **batch)
     monkeypatch.setattr(TorchForward, "linear", _off_by_rows(TorchForward.linear))
-    assert any("request 0: logprobs" in line for line in found(ask, spec, where, **company))
+    assert any("request 0: logprobs" in line for line in found(case, spec, setup, **batch))
 
 
 def test_acceptance_of_one_draft_too_many(monkeypatch):
-    ask = Ask(0, "none", 0.7, length=20)
+    case = Case(0, "none", 0.7, length=20)
     monkeypatch.setattr(TargetMatch, "decide", one_too_many(TargetMatch.decide))
-    assert any("tokens" in line for line in found(ask))
+    assert any("tokens" in line for line in found(case))
 
 
 def test_the_token_after_the_drafts_from_the_wrong_row(monkeypatch):
-    ask = Ask(0, "none", 0.7, length=20)
+    case = Case(0, "none", 0.7, length=20)
 
     def broken(self, windows, scores):
         before = torch.where(windows.depth > 0, scores.sampled.roll(1), scores.sampled)
         return Choice(before, windows.draft == scores.sampled)
 
     monkeypatch.setattr(TargetMatch, "decide", broken)
-    assert any("tokens" in line for line in found(ask))
+    assert any("tokens" in line for line in found(case))
 
 
 def test_kv_of_rejected_drafts_that_stays(monkeypatch):
     """Each position is stored once: after a rejection the KV of the fallen draft is read."""
-    ask = Ask(0, "none", 0.0, length=20)
-    assert not found(ask)
+    case = Case(0, "none", 0.0, length=20)
+    assert not found(case)
     seen = WeakKeyDictionary()
 
     def broken(layout, ops, plan, columns, page_size, out):
@@ -121,13 +121,13 @@ def test_kv_of_rejected_drafts_that_stays(monkeypatch):
         seen[ops] = max(newest, int(rows.positions.max()))
 
     plant(monkeypatch, "layout", broken)
-    assert any("logprobs" in line for line in found(ask))
+    assert any("logprobs" in line for line in found(case))
 
 
 def test_computed_that_runs_one_too_far(monkeypatch):
     """After a window with drafts the newest token is taken to have KV already."""
-    ask = Ask(0, "none", 0.0, length=20, k=3)
-    assert not found(ask)
+    case = Case(0, "none", 0.0, length=20, k=3)
+    assert not found(case)
 
     def broken(commit, ops, plan, windows, choice, bad, out):
         commit(ops, plan, windows, choice, bad, out)
@@ -135,12 +135,12 @@ def test_computed_that_runs_one_too_far(monkeypatch):
         windows.columns.computed[windows.slots[real]] += windows.num_draft[real] > 0
 
     plant(monkeypatch, "commit", broken)
-    assert any("logprobs" in line for line in found(ask))
+    assert any("logprobs" in line for line in found(case))
 
 
 def test_logprobs_from_the_wrong_row(monkeypatch):
-    ask = Ask(0, "none", 0.7, length=20)
-    assert not found(ask, PERFECT)
+    case = Case(0, "none", 0.7, length=20)
+    assert not found(case, PERFECT)
 
     def broken(commit, ops, plan, windows, choice, bad, out):
         commit(ops, plan, windows, choice, bad, out)
@@ -148,51 +148,51 @@ def test_logprobs_from_the_wrong_row(monkeypatch):
         out.pick_rows[real] -= windows.depth[out.pick_rows[real]]
 
     plant(monkeypatch, "commit", broken)
-    assert any("logprobs" in line for line in found(ask, PERFECT))
+    assert any("logprobs" in line for line in found(case, PERFECT))
 
 
 def test_logprobs_handed_to_the_neighbour(monkeypatch):
     """PICK counted from another entry's first."""
-    ask, other = Ask(0, "none", 0.7, length=20), Ask(1, "none", 0.7, length=9)
-    assert not found(ask, PERFECT, neighbours=[other])
+    case, other = Case(0, "none", 0.7, length=20), Case(1, "none", 0.7, length=9)
+    assert not found(case, PERFECT, neighbours=[other])
 
     def broken(commit, ops, plan, windows, choice, bad, out):
         commit(ops, plan, windows, choice, bad, out)
         out.table[:, PICK] = 0
 
     plant(monkeypatch, "commit", broken)
-    assert any("request 0: logprobs" in line for line in found(ask, PERFECT, neighbours=[other]))
+    assert any("request 0: logprobs" in line for line in found(case, PERFECT, neighbours=[other]))
 
 
 def test_min_tokens_looked_at_when_the_window_starts(monkeypatch):
     monkeypatch.setitem(
         OPTIONS, "ends", {"min_tokens": 4, "stop_token_ids": MANY_ENDS, "logit_bias": {5: 30.0}}
     )
-    ask = Ask(0, "ends", 0.7, length=20)
-    assert not found(ask, PERFECT)
+    case = Case(0, "ends", 0.7, length=20)
+    assert not found(case, PERFECT)
     plant(monkeypatch, "apply_bans", lambda whole, ops, base, w: whole(ops, base, at_the_window(w)))
-    assert any("tokens" in line for line in found(ask, PERFECT))
+    assert any("tokens" in line for line in found(case, PERFECT))
 
 
 @pytest.mark.parametrize("option", ["bad_words", "processor"])
 def test_a_context_without_the_drafts(monkeypatch, option):
-    ask = Ask(0, option, 1.3, length=20)
-    assert not found(ask, PERFECT)
+    case = Case(0, option, 1.3, length=20)
+    assert not found(case, PERFECT)
     whole = logits_processing._context
     monkeypatch.setattr(
         logits_processing, "_context", lambda windows, row: whole(at_the_window(windows), row)
     )
-    assert any("logprobs" in line for line in found(ask, PERFECT))
+    assert any("logprobs" in line for line in found(case, PERFECT))
 
 
 def test_prompt_logprobs_that_forget_the_chunk(monkeypatch):
     """Rows of a later chunk judged as if they were the prompt's first."""
-    ask = Ask(0, "none", 0.0, length=40)
-    assert not found(ask, chunk=16)
+    case = Case(0, "none", 0.0, length=40)
+    assert not found(case, chunk=16)
     whole = host_logprobs.prompt_logprobs
     monkeypatch.setattr(
         host_logprobs,
         "prompt_logprobs",
         lambda runner, request, computed, hidden: whole(runner, request, 0, hidden),
     )
-    assert any("prompt logprobs" in line for line in found(ask, chunk=16))
+    assert any("prompt logprobs" in line for line in found(case, chunk=16))

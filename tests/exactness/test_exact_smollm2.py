@@ -58,11 +58,11 @@ def model(smollm2, smollm2_path):
             return Engine(config, smollm2(dtype))
 
     @cache
-    def solo(dtype: str, index: int, temperature: float) -> tiny.Record:
+    def reference_run(dtype: str, index: int, temperature: float) -> tiny.Record:
         asked = request(index, temperature)
         return tiny.run(engine(dtype, False), [asked])[asked.id]
 
-    return request, engine, solo
+    return request, engine, reference_run
 
 
 def guess(engine: Engine, method: str, overlap: bool) -> None:
@@ -77,8 +77,8 @@ def guess(engine: Engine, method: str, overlap: bool) -> None:
 
 
 def differences(model, dtype, method, k, temperature, batch, overlap=False):
-    request, engine, solo = model
-    alone = {str(i): solo(dtype, i, temperature) for i in range(batch)}
+    request, engine, reference_run = model
+    alone = {str(i): reference_run(dtype, i, temperature) for i in range(batch)}
     proposers.set_answers({name: record.token_ids for name, record in alone.items()})
     target = engine(dtype, True)
     guess(target, method, overlap)

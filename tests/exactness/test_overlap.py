@@ -17,7 +17,7 @@ import tiny
 from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
 from draftproof.sampling_params import SamplingParams
-from exact import Ask, Company, Where, check_empty, compare, count_errors, solo
+from exact import Batch, Case, Setup, check_empty, compare, count_errors, reference_run
 from overlap_watch import Watch
 
 FLAKY = {"method": "proposers:DeviceFlaky", "num_speculative_tokens": 5, "adaptive": False}
@@ -26,9 +26,9 @@ METHODS = [None, {"method": "ngram"}, FLAKY]
 methods = pytest.mark.parametrize("spec", METHODS, ids=["plain", "ngram", "flaky"])
 
 
-def free(index: int, option: str = "none", temperature: float = 0.7, **fields) -> Ask:
+def free(index: int, option: str = "none", temperature: float = 0.7, **fields) -> Case:
     """A request that never needs the host."""
-    return Ask(index, option, temperature, **{"length": 9 + index, "prompt": False, **fields})
+    return Case(index, option, temperature, **{"length": 9 + index, "prompt": False, **fields})
 
 
 # --- it happens ---------------------------------------------------------------------------------------
@@ -36,10 +36,10 @@ def free(index: int, option: str = "none", temperature: float = 0.7, **fields) -
 
 @methods
 def test_the_next_step_runs_before_the_last_is_read(spec):
-    asks = [free(i) for i in range(3)]
-    company = Company(asks, Where(), spec, engine=Where().engine(spec, overlap=True))
-    watch = Watch(company.engine)
-    assert company.differences() == []
+    cases = [free(i) for i in range(3)]
+    batch = Batch(cases, Setup(), spec, engine=Setup().engine(spec, overlap=True))
+    watch = Watch(batch.engine)
+    assert batch.differences() == []
     ahead, waited = watch.check()
     assert ahead >= len(watch.launched) - 2 > 2 and waited == 0
 
@@ -57,8 +57,8 @@ def test_nothing_is_said_before_it_is_read():
 
 
 def test_a_proposer_on_the_host_is_waited_for():
-    company = Company([free(0)], Where(), {"method": "proposers:Flaky"}, overlap=True)
-    assert company.differences() == [] and not company.engine.loop.overlap
+    batch = Batch([free(0)], Setup(), {"method": "proposers:Flaky"}, overlap=True)
+    assert batch.differences() == [] and not batch.engine.loop.overlap
 
 
 # --- arrivals -----------------------------------------------------------------------------------------
@@ -68,11 +68,11 @@ HOSTED = ["processor", "bad_words", "named_logprobs", "all_logprobs", "draft_log
 
 def interrupted(spec, option, when, **options):
     """Others decode, `option` arrives after `when` steps, one more comes at the end."""
-    late = Ask(3, length=40) if option == "prompt" else free(3, option, length=20)
-    asks = [free(0, "frequency"), free(1, "processed", 1.3), free(2, "stop_ids", 0.0), late, free(4)]
-    engine = Where().engine(spec, overlap=True, max_num_batched_tokens=16, **options)
+    late = Case(3, length=40) if option == "prompt" else free(3, option, length=20)
+    cases = [free(0, "frequency"), free(1, "processed", 1.3), free(2, "stop_ids", 0.0), late, free(4)]
+    engine = Setup().engine(spec, overlap=True, max_num_batched_tokens=16, **options)
     watch = Watch(engine)
-    return Company(asks, Where(), spec, engine=engine, arrivals=[0, 0, 1, when, 30]).differences(), watch
+    return Batch(cases, Setup(), spec, engine=engine, arrivals=[0, 0, 1, when, 30]).differences(), watch
 
 
 @pytest.mark.parametrize("spec", [*METHODS, JUNK], ids=["plain", "ngram", "flaky", "junk"])
@@ -104,26 +104,26 @@ def test_control_drafts_that_are_not_counted_before_the_host_looks(monkeypatch):
 
 def test_several_that_need_the_host_come_and_go():
     """One after another and side by side, each queued behind others as well: two slots for seven."""
-    asks = [free(i, option) for i, option in enumerate(["none", *HOSTED])]
-    asks[0] = replace(asks[0], prompt=True)
-    engine = Where().engine(FLAKY, overlap=True, max_num_batched_tokens=16, max_num_seqs=2)
+    cases = [free(i, option) for i, option in enumerate(["none", *HOSTED])]
+    cases[0] = replace(cases[0], prompt=True)
+    engine = Setup().engine(FLAKY, overlap=True, max_num_batched_tokens=16, max_num_seqs=2)
     watch = Watch(engine)
-    company = Company(asks, Where(), FLAKY, engine=engine, arrivals=[3, 0, 6, 2, 9, 4, 12])
-    assert company.differences() == []
+    batch = Batch(cases, Setup(), FLAKY, engine=engine, arrivals=[3, 0, 6, 2, 9, 4, 12])
+    assert batch.differences() == []
     watch.check()
 
 
 @methods
 @pytest.mark.parametrize("seats", [1, 2, 8])
 def test_any_time_of_arrival(spec, seats):
-    asks = [
+    cases = [
         free(i, option, length=5 + 7 * i) for i, option in enumerate(["none", "eos", "top_k", "stop_ids"])
     ]
     for late in range(5):
-        engine = Where().engine(spec, overlap=True, max_num_batched_tokens=16, max_num_seqs=seats)
+        engine = Setup().engine(spec, overlap=True, max_num_batched_tokens=16, max_num_seqs=seats)
         watch = Watch(engine)
-        company = Company(asks, Where(), spec, engine=engine, arrivals=[0, late, 2 * late, 3 * late])
-        assert company.differences() == []
+        batch = Batch(cases, Setup(), spec, engine=engine, arrivals=[0, late, 2 * late, 3 * late])
+        assert batch.differences() == []
         watch.check()
 
 
@@ -134,25 +134,25 @@ def test_any_time_of_arrival(spec, seats):
 @pytest.mark.parametrize("when", range(8))
 def test_an_abort_at_any_step(spec, when):
     """Queued, in its prompt, decoding: always with a step under way. Its slot is wanted at once."""
-    asks = [
+    cases = [
         free(0, "frequency", length=20),
         free(1, "none", length=40),
         free(2, "eos", 1.3),
         free(3, "top_k"),
     ]
-    engine = Where().engine(spec, overlap=True, max_num_batched_tokens=16, max_num_seqs=2)
-    company = Company(asks, Where(), spec, engine=engine, arrivals=[0, 1, 1, 2], aborts={1: when})
+    engine = Setup().engine(spec, overlap=True, max_num_batched_tokens=16, max_num_seqs=2)
+    batch = Batch(cases, Setup(), spec, engine=engine, arrivals=[0, 1, 1, 2], aborts={1: when})
     Watch(engine)
-    assert company.differences() == []
+    assert batch.differences() == []
 
 
 @methods
 @pytest.mark.parametrize("when", range(6))
 def test_all_are_aborted_and_others_follow(spec, when):
     """The step under way is nobody's; the next requests find a clean engine."""
-    engine = Where().engine(spec, overlap=True, max_num_seqs=2)
-    asks = [free(0), free(1, "frequency"), free(2, "eos")]
-    alone = {str(a.index): solo(a, Where()) for a in asks}
+    engine = Setup().engine(spec, overlap=True, max_num_seqs=2)
+    cases = [free(0), free(1, "frequency"), free(2, "eos")]
+    alone = {str(a.index): reference_run(a, Setup()) for a in cases}
     proposers.set_answers({name: record.token_ids for name, record in alone.items()})
     for i in range(3):
         engine.add(tiny.request(10 + i, SamplingParams(max_tokens=30, ignore_eos=True)))
@@ -160,7 +160,7 @@ def test_all_are_aborted_and_others_follow(spec, when):
         engine.step()
     assert all(engine.abort(str(10 + i)) for i in range(3))
     check_empty(engine)
-    records = tiny.run(engine, [a.request() for a in asks])
+    records = tiny.run(engine, [a.request() for a in cases])
     assert [line for name in alone for line in compare(name, alone[name], records[name])] == []
     assert not engine.loop.pending or not engine.step()
 
@@ -174,11 +174,11 @@ def inherited(spec) -> list[str]:
     What the newcomer got that is not its own, and what the old one was given after it left.
     """
     newcomer = free(1, "none", 1.3, length=4)
-    alone = solo(newcomer, Where())
+    alone = reference_run(newcomer, Setup())
     proposers.set_answers({"1": alone.token_ids})
     found = []
     for when in range(2, 7):
-        engine = Where().engine(spec, overlap=True, max_num_seqs=1, debug=False)
+        engine = Setup().engine(spec, overlap=True, max_num_seqs=1, debug=False)
         engine.add(tiny.request(0, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=5)))
         for _ in range(when):
             engine.step()
@@ -237,21 +237,21 @@ def test_control_a_newcomer_whose_count_is_moved_by_its_predecessor(monkeypatch)
 def test_slots_of_requests_that_ended_are_used_at_once(spec, seats):
     """Twelve requests that end in every way, one after another in the same slots."""
     options = ["eos", "stop_ids", "max_tokens", "min_tokens", "none", "no_logprobs"]
-    asks = [free(i, options[i % 6], (0.0, 0.7, 1.3)[i % 3]) for i in range(12)]
-    engine = Where().engine(spec, overlap=True, max_num_seqs=seats, max_num_batched_tokens=32)
+    cases = [free(i, options[i % 6], (0.0, 0.7, 1.3)[i % 3]) for i in range(12)]
+    engine = Setup().engine(spec, overlap=True, max_num_seqs=seats, max_num_batched_tokens=32)
     watch = Watch(engine)
-    company = Company(asks, Where(), spec, engine=engine)
-    assert company.differences() == []
+    batch = Batch(cases, Setup(), spec, engine=engine)
+    assert batch.differences() == []
     watch.check()
 
 
 def after_the_end(spec, **options) -> list[str]:
     """Counts of every request, and what was said after its end."""
-    engine = Where().engine(spec, overlap=True, max_num_seqs=3, debug=False, **options)
-    asks = [free(i, "stop_ids" if i % 2 else "max_tokens", 1.3) for i in range(6)]
-    alone = {str(a.index): solo(a, Where()) for a in asks}
+    engine = Setup().engine(spec, overlap=True, max_num_seqs=3, debug=False, **options)
+    cases = [free(i, "stop_ids" if i % 2 else "max_tokens", 1.3) for i in range(6)]
+    alone = {str(a.index): reference_run(a, Setup()) for a in cases}
     proposers.set_answers({name: record.token_ids for name, record in alone.items()})
-    records = tiny.run(engine, [a.request() for a in asks])
+    records = tiny.run(engine, [a.request() for a in cases])
     found = []
     for name, record in records.items():
         found += count_errors(name, record)

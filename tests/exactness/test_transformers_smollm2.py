@@ -93,10 +93,10 @@ def both(smollm2: Callable[[str], Checkpoint]) -> Both:
     model = peer(checkpoint)
     config = EngineConfig(model="smollm2-135m", max_model_len=256, max_num_seqs=len(prompts))
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=20)
-    asks = [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)]
+    cases = [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)]
     logprobs = []
     with using(WIDE), torch.inference_mode():  # both sides
-        served = run(Engine(config, checkpoint), asks)
+        served = run(Engine(config, checkpoint), cases)
         records = [served[str(i)] for i in range(len(prompts))]
         for ids, record in zip(prompts, records, strict=True):
             text = torch.tensor([[*ids, *record.token_ids[:-1]]])

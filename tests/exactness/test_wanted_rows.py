@@ -14,7 +14,7 @@ from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 from draftproof.ops.cpu.backend import CpuOps
 from draftproof.ops.cpu.forward import CpuForward
-from exact import Ask, Company, Where, solo
+from exact import Batch, Case, Setup, reference_run
 from padded_ops import PaddedRuntime
 
 CPU = torch.device("cpu")
@@ -67,21 +67,21 @@ def test_some_rows_are_those_of_all(backend, arch):
         assert torch.equal(mine, theirs)
 
 
-def company(prompt: bool = False, seats: int = 4) -> Company:
-    asks = [Ask(i, temperature=0.7 * (i % 2), length=20, prompt=prompt and i == 1) for i in range(4)]
+def batch(prompt: bool = False, seats: int = 4) -> Batch:
+    cases = [Case(i, temperature=0.7 * (i % 2), length=20, prompt=prompt and i == 1) for i in range(4)]
     spec = {"method": "ngram", "num_speculative_tokens": 3}
-    where, sizes = (
-        Where(backend="test_wanted_rows:NarrowOps"),
+    setup, sizes = (
+        Setup(backend="test_wanted_rows:NarrowOps"),
         {"max_num_batched_tokens": 48, "max_num_seqs": seats},
     )
-    return Company(asks, Where(), engine=where.engine(spec, overlap=True, **sizes), arrivals=(0, 0, 1, 5))
+    return Batch(cases, Setup(), engine=setup.engine(spec, overlap=True, **sizes), arrivals=(0, 0, 1, 5))
 
 
 @pytest.mark.parametrize("prompt", [False, True], ids=["last rows", "logprobs of a prompt"])
 def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
-    served = company(prompt)
-    for ask in served.asks:  # remembered: below, all passes are those of the company
-        solo(ask, served.where)
+    served = batch(prompt)
+    for case in served.cases:  # remembered: below, all passes are those of the company
+        reference_run(case, served.setup)
     with (
         mock.patch.object(
             Runner, "forward_selected", autospec=True, side_effect=Runner.forward_selected
@@ -95,7 +95,7 @@ def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
     assert max(sizes) >= NarrowForward.gather_last_layer_from_rows
 
 
-def captured(served: Company) -> set[bool]:
+def captured(served: Batch) -> set[bool]:
     """Of all passes: was a captured one run, or op by op?"""
     found = set()
 
@@ -111,15 +111,15 @@ def captured(served: Company) -> set[bool]:
 
 @pytest.mark.parametrize("seats", [4, 8])  # of eight with drafts more than half of the rows may be looked at
 def test_no_pass_runs_op_by_op_however_many_drafts_there_are(seats):
-    served = company(seats=seats)
-    for ask in served.asks:
-        solo(ask, served.where)
+    served = batch(seats=seats)
+    for case in served.cases:
+        reference_run(case, served.setup)
     assert captured(served) == {True}
-    assert captured(company(prompt=True)) == {True, False}  # all rows of a large prompt: too seldom
+    assert captured(batch(prompt=True)) == {True, False}  # all rows of a large prompt: too seldom
 
 
 def test_the_wrong_rows_are_noticed():
     right = Runner.forward_selected
     wrong = lambda self, rows, at: right(self, rows, (at - 1).clamp(min=0))  # noqa: E731
     with mock.patch.object(Runner, "forward_selected", wrong):
-        assert company().differences()
+        assert batch().differences()

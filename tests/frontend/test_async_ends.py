@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from async_serving import (
-    ASKS,
+    CASES,
     LONG,
     check_left,
     check_prefix,
@@ -82,10 +82,10 @@ def test_a_full_engine_refuses_in_the_middle_of_n(
     async def main(engine: AsyncLLM) -> None:
         full.append(1)
         with pytest.raises(QueueFullError, match="try later"):
-            await engine.generate(*ASKS[3])
+            await engine.generate(*CASES[3])
         check_empty(llm.engine)
         full.clear()
-        assert facts(await engine.generate(*ASKS[3])) == facts(alone[3])
+        assert facts(await engine.generate(*CASES[3])) == facts(alone[3])
 
     run(llm, main)
 
@@ -112,17 +112,17 @@ def test_more_answers_than_there_will_ever_be_room_for(make: Any) -> None:
 
 def test_drain_finishes_what_is_here_and_takes_nothing_in(make: Any, alone: Any) -> None:
     async def main(engine: AsyncLLM) -> None:
-        streams = [asyncio.create_task(collect(engine.stream(*ask))) for ask in ASKS]
-        wholes = [asyncio.create_task(engine.generate(*ask)) for ask in ASKS]
+        streams = [asyncio.create_task(collect(engine.stream(*ask))) for ask in CASES]
+        wholes = [asyncio.create_task(engine.generate(*ask)) for ask in CASES]
         # on a busy machine the engine may be done with all before the last of them is asked
-        while engine.num_open < 2 * len(ASKS) and not all(task.done() for task in (*streams, *wholes)):
+        while engine.num_open < 2 * len(CASES) and not all(task.done() for task in (*streams, *wholes)):
             await asyncio.sleep(0)
         drained = asyncio.create_task(engine.drain())
         await asyncio.sleep(0)
         with pytest.raises(EngineClosedError, match="drains"):
-            await engine.generate(*ASKS[0])
+            await engine.generate(*CASES[0])
         with pytest.raises(EngineClosedError, match="drains"):
-            await collect(engine.stream(*ASKS[0]))
+            await collect(engine.stream(*CASES[0]))
         assert await drained == 0 and engine.num_open == 0
         assert await engine.drain(0) == 0
         for i, (stream, whole) in enumerate(zip(streams, wholes, strict=True)):
@@ -182,14 +182,14 @@ def test_shutdown_ends_open_requests_and_twice_is_once(make: Any, alone: Any) ->
         assert not await engine.abort("x") and await engine.drain() == 0 and not engine.dead
 
     asyncio.run(main())
-    for ask, want in zip(ASKS, alone, strict=True):
+    for ask, want in zip(CASES, alone, strict=True):
         assert facts(llm.generate(*ask)[0]) == facts(want)
 
 
 def test_an_llm_that_was_interrupted_can_be_served(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs that had finished and were not closed are dropped."""
     llm = make("plain")
-    want, add, calls = llm.generate(*ASKS[0])[0], OutputTable.add, []
+    want, add, calls = llm.generate(*CASES[0])[0], OutputTable.add, []
 
     def interrupted(self: OutputTable, *step: Any) -> list[int]:
         calls.append(1)
@@ -203,7 +203,7 @@ def test_an_llm_that_was_interrupted_can_be_served(make: Any, monkeypatch: pytes
 
     async def main() -> None:
         async with AsyncLLM.from_llm(llm) as engine:
-            assert facts(await engine.generate(*ASKS[0])) == facts(want)
+            assert facts(await engine.generate(*CASES[0])) == facts(want)
             assert not engine.dead
 
     asyncio.run(main())
@@ -220,7 +220,7 @@ def test_a_loop_that_is_closed_with_a_stream_open(make: Any, alone: Any) -> None
     loop.close()
 
     async def main() -> None:
-        assert facts(await engine.generate(*ASKS[0])) == facts(alone[0])
+        assert facts(await engine.generate(*CASES[0])) == facts(alone[0])
         while engine.num_open:
             await asyncio.sleep(0)
         check_empty(llm.engine)
@@ -303,13 +303,13 @@ def break_it(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int, 
 def dies(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, where: str, after: int) -> set[str]:
     llm, reasons = make("ngram"), set()
     with monkeypatch.context() as patch:
-        break_it(llm, patch, where, after, 2 * len(ASKS))
+        break_it(llm, patch, where, after, 2 * len(CASES))
 
         async def main() -> None:
             engine = AsyncLLM.from_llm(llm)
-            streams = [engine.stream(*ask) for ask in ASKS]
+            streams = [engine.stream(*ask) for ask in CASES]
             reading = [asyncio.create_task(collect(stream)) for stream in streams]
-            wholes = [asyncio.create_task(engine.generate(*ask)) for ask in ASKS]
+            wholes = [asyncio.create_task(engine.generate(*ask)) for ask in CASES]
             for i, (stream, events) in enumerate(zip(streams, await asyncio.gather(*reading), strict=True)):
                 check_prefix(events, alone[i])
                 assert stream.output is not None

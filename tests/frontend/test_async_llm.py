@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_serving import (
-    ASKS,
+    CASES,
     LONG,
     SPECS,
     check_prefix,
@@ -58,7 +58,7 @@ def test_answers_are_those_of_llm_from_any_loop_and_thread(make: Any, alone: Any
     assert not failures
     tokens = sum(r.usage["completion_tokens"] for r in alone)
     assert llm.stats.num_emitted_tokens - before == 6 * tokens
-    assert facts(llm.generate(*ASKS[0])[0]) == facts(alone[0])  # it is the LLM's again
+    assert facts(llm.generate(*CASES[0])[0]) == facts(alone[0])  # it is the LLM's again
 
 
 def test_control_events_of_a_neighbour(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +78,8 @@ def test_a_name_used_again_for_the_same_request(make: Any, alone: Any) -> None:
 
     async def main(engine: AsyncLLM) -> None:
         for _ in range(3):
-            assert facts(await engine.generate(*ASKS[1], request_id="me")) == facts(alone[1])
-            check_stream(await collect(engine.stream(*ASKS[1], request_id="me")), alone[1])
+            assert facts(await engine.generate(*CASES[1], request_id="me")) == facts(alone[1])
+            check_stream(await collect(engine.stream(*CASES[1], request_id="me")), alone[1])
 
     run(make("plain", overlap=False), main)
 
@@ -113,7 +113,7 @@ def test_grammars_are_compiled_elsewhere(make: Any, monkeypatch: pytest.MonkeyPa
     threads.clear()
 
     async def main(engine: AsyncLLM) -> None:
-        free = asyncio.create_task(engine.generate(*ASKS[1]))
+        free = asyncio.create_task(engine.generate(*CASES[1]))
         assert facts(await engine.generate("ab", wanted)) == facts(want)
         check_stream(await collect(engine.stream("ab", wanted)), want)
         await free
@@ -132,22 +132,22 @@ async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> 
     ways: set[str] = set()
 
     async def one(number: int) -> None:
-        i, name = draw.randrange(len(ASKS)), f"{threading.get_ident()} {number}"
+        i, name = draw.randrange(len(CASES)), f"{threading.get_ident()} {number}"
         way = draw.choice(["stay", "break", "close", "cancel", "cancel generate", "abort"])
         after, turns = draw.randint(1, 9), draw.randint(0, 40)
         ways.add(way)
         if way == "stay":
-            return check_stream(await collect(engine.stream(*ASKS[i])), alone[i])
+            return check_stream(await collect(engine.stream(*CASES[i])), alone[i])
         if way.startswith("cancel"):
             whole = engine.generate if way == "cancel generate" else lambda *ask: collect(engine.stream(*ask))
-            task: asyncio.Task[Any] = asyncio.create_task(whole(*ASKS[i]))
+            task: asyncio.Task[Any] = asyncio.create_task(whole(*CASES[i]))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
             done = (await asyncio.gather(task, return_exceptions=True))[0]
             assert isinstance(done, (list, RequestOutput, asyncio.CancelledError))
             return None
-        stream, events = engine.stream(*ASKS[i], request_id=name), []
+        stream, events = engine.stream(*CASES[i], request_id=name), []
         async for event in stream:
             events.append(event)
             if len(events) == after:
@@ -259,8 +259,8 @@ def slow_reader(
         events = [await anext(slow)]
         try:
             async with asyncio.timeout(seconds):
-                for i in range(len(ASKS)):
-                    assert facts(await engine.generate(*ASKS[i])) == facts(alone[i])
+                for i in range(len(CASES)):
+                    assert facts(await engine.generate(*CASES[i])) == facts(alone[i])
         finally:
             over.set()
         assert engine.num_open == 0

@@ -15,7 +15,7 @@ import heads
 import tiny
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
-from exact import Ask, Company, Where
+from exact import Batch, Case, Setup
 from exact_matrix import GUIDED, MATRIX, check, named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -32,12 +32,12 @@ def test_a_gemm_that_feels_the_row_count_is_found(arch: str, monkeypatch: pytest
     from draftproof.ops.triton.forward import TritonForward
 
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
-    where = Where(arch, "float32", "triton", device="cuda")
-    asks = [Ask(0, "none", 0.7, length=20)]
-    assert Company(asks, where, spec).differences() == []
+    setup = Setup(arch, "float32", "triton", device="cuda")
+    cases = [Case(0, "none", 0.7, length=20)]
+    assert Batch(cases, setup, spec).differences() == []
     linear = TritonForward.linear
     monkeypatch.setattr(TritonForward, "linear", lambda *a: linear(*a) * (1 + 1e-6 * (len(a[1]) % 3)))
-    assert Company(asks, where, spec).differences(fresh=True)
+    assert Batch(cases, setup, spec).differences(fresh=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -47,19 +47,19 @@ def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytes
     monkeypatch.setitem(tiny.ARCHITECTURES, "even", {"architecture": "LlamaForCausalLM", **sizes})
     config = heads.head_config("eagle3", "even", "bfloat16", **sizes)
     head = heads.save_head("even", config, heads.head_tensors(config))
-    asks = [Ask(i, "none", temperature, length=14 + 9 * i, prompt=False) for i in range(5)]
-    where = Where("even", "bfloat16", "triton", device="cuda")
+    cases = [Case(i, "none", temperature, length=14 + 9 * i, prompt=False) for i in range(5)]
+    setup = Setup("even", "bfloat16", "triton", device="cuda")
     spec = {"method": "eagle3", "model": head, "num_speculative_tokens": 4, "adaptive": False}
     for how in ({"overlap": True, "arrivals": [0, 0, 2, 3, 5]}, {"chunk": 8, "overlap": False}):
-        company = Company(asks, where, spec, **how)
-        assert company.differences() == []
-        device = company.engine.loop.device  # type: ignore[union-attr]
+        batch = Batch(cases, setup, spec, **how)
+        assert batch.differences() == []
+        device = batch.engine.loop.device  # type: ignore[union-attr]
         assert device.drafting.failure is None
         assert any(key.kind == "draft" for key, _ in device.graphs.items())
         assert device.ops.forward._fused_layers.supports(
             torch.zeros((1, 64), dtype=torch.bfloat16), device.runner.model.layers
         )
-        steps = [step for record in company.records.values() for step in record.steps]
+        steps = [step for record in batch.records.values() for step in record.steps]
         assert sum(step.num_draft for step in steps) > 20
 
 

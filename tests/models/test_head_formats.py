@@ -24,7 +24,7 @@ from draftproof.models.draft_head.formats import load_draft_head, read_draft_hea
 from draftproof.models.draft_head.model import DraftHeadModel, TargetParts
 from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import Rows, resolve
-from exact import Ask, Company, Where
+from exact import Batch, Case, Setup
 
 CPU = torch.device("cpu")
 
@@ -264,8 +264,8 @@ def test_speculators_checkpoint_gives_equal_logits(kind, flags, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_speculators_checkpoint_drafts_without_changing_outputs(tmp_path):
     made_by_speculators(tmp_path, "llama")
-    requests = [Ask(i, "none", 0.7, length=20, prompt=False) for i in range(2)]
+    requests = [Case(i, "none", 0.7, length=20, prompt=False) for i in range(2)]
     spec = {"method": "eagle3", "model": str(tmp_path), "adaptive": False}
-    company = Company(requests, Where("llama", "float32"), spec)
-    assert company.differences() == []
-    assert sum(step.num_draft for record in company.records.values() for step in record.steps) > 20
+    batch = Batch(requests, Setup("llama", "float32"), spec)
+    assert batch.differences() == []
+    assert sum(step.num_draft for record in batch.records.values() for step in record.steps) > 20

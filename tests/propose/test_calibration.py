@@ -28,7 +28,7 @@ from draftproof.propose.calibration import (
 from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft, DraftCosts, DraftSpec, Request, SlotColumns
-from exact import Ask, Company, Where
+from exact import Batch, Case, Setup
 from scripted import OPS, PAGE, seated, simulate, strategy
 
 # --- what is known of drafts ----------------------------------------------------------------------------
@@ -188,17 +188,17 @@ def served(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(DraftPolicy, "decide", with_costs)
     monkeypatch.setattr(DraftPolicy, "observe", seen)
-    asks = [Ask(i, option, heat, length=14 + 9 * i, prompt=False) for i, (option, heat) in enumerate(ASKS)]
+    cases = [Case(i, option, heat, length=14 + 9 * i, prompt=False) for i, (option, heat) in enumerate(ASKS)]
     sizes = {"page_size": 8, "enable_prefix_caching": False}
-    company = Company(
-        asks,
-        Where(),
+    batch = Batch(
+        cases,
+        Setup(),
         {"num_speculative_tokens": 4, "adaptive": False, **spec},
         arrivals=[0, 0, 2],
         overlap=overlap,
         sizes=sizes,
     )
-    assert company.differences() == []
+    assert batch.differences() == []
     return rounds
 
 

@@ -17,7 +17,7 @@ from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.propose.head import MtpProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
-from exact import OPTIONS, Ask, Company, Where, solo
+from exact import OPTIONS, Batch, Case, Setup, reference_run
 from tiny import engine, prompt, request, run
 
 
@@ -38,12 +38,12 @@ class Twins(proposers.DeviceFlaky):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_proposed_what(overlap):
     """The next drafts are there before the host reads of these."""
-    asks = [Ask(i, "ignore_eos", 0.7, length=12 + i, prompt=False) for i in range(4)]
+    cases = [Case(i, "ignore_eos", 0.7, length=12 + i, prompt=False) for i in range(4)]
     spec = {"method": "test_device_proposers:Twins", "num_speculative_tokens": 4, "adaptive": False}
-    company = Company(asks, Where(), spec, arrivals=[0, 0, 1, 3], overlap=overlap)
-    assert company.differences() == []
+    batch = Batch(cases, Setup(), spec, arrivals=[0, 0, 1, 3], overlap=overlap)
+    assert batch.differences() == []
     seen = set()
-    for record in company.records.values():
+    for record in batch.records.values():
         for step in record.steps:
             stood = step.token_ids[: step.num_accepted]
             assert step.sources == [("even", "odd")[token % 2] for token in stood]
@@ -56,15 +56,15 @@ def test_what_they_thought(overlap, monkeypatch):
     """Some ask for it, in company of some who do not: their steps are waited for, others are not."""
     monkeypatch.setitem(OPTIONS, "short", {"max_tokens": 6})
     options = ["draft_logprobs", "none", "short", "draft_logprobs"]
-    asks = [Ask(i, option, 0.7, length=12 + i, prompt=False) for i, option in enumerate(options)]
+    cases = [Case(i, option, 0.7, length=12 + i, prompt=False) for i, option in enumerate(options)]
     spec = {"method": "test_device_proposers:Twins", "num_speculative_tokens": 4, "adaptive": False}
-    company = Company(asks, Where(), spec, arrivals=[0, 0, 0, 8], overlap=overlap)
-    assert company.differences() == []
+    batch = Batch(cases, Setup(), spec, arrivals=[0, 0, 0, 8], overlap=overlap)
+    assert batch.differences() == []
     kinds = set()
-    for ask in asks:
+    for case in cases:
         place = 0
-        for step in company.records[str(ask.index)].steps:
-            assert (step.drafts is None) == (ask.option != "draft_logprobs")
+        for step in batch.records[str(case.index)].steps:
+            assert (step.drafts is None) == (case.option != "draft_logprobs")
             for draft in step.drafts or []:
                 assert draft.draft_logprob == -(draft.token_id + 1000.0 * draft.position)
                 assert draft.source == ("even", "odd")[draft.token_id % 2]
@@ -81,11 +81,11 @@ def test_drafters_logprobs_are_those_of_its_law(sampling, monkeypatch):
     """The target's own weights draft: both sides think the same of a token."""
     fields = {"include_draft_logprobs": True, "logprobs_mode": "processed", "top_k": 20, "ignore_eos": True}
     monkeypatch.setitem(OPTIONS, "thoughts", fields)
-    asks = [Ask(i, "thoughts", heat, length=20, prompt=False) for i, heat in enumerate((0.0, 0.7, 1.3))]
+    cases = [Case(i, "thoughts", heat, length=20, prompt=False) for i, heat in enumerate((0.0, 0.7, 1.3))]
     spec = {"method": "draft_model", "model": heads.itself("llama", "float32"), "draft_sampling": sampling}
-    company = Company(asks, Where(), {**spec, "adaptive": False, "num_speculative_tokens": 3})
-    assert company.differences() == []
-    for record in company.records.values():
+    batch = Batch(cases, Setup(), {**spec, "adaptive": False, "num_speculative_tokens": 3})
+    assert batch.differences() == []
+    for record in batch.records.values():
         drafts = [draft for step in record.steps for draft in step.drafts or []]
         assert len(drafts) >= 6 and {draft.source for draft in drafts} == {"draft_model"}
         stood = [draft for draft in drafts if draft.accepted]
@@ -171,11 +171,11 @@ def test_no_more_rounds_than_somebody_may_use(monkeypatch):
 def test_one_that_was_off_has_missed_nothing():
     """Side by side with one that drafts, and before others begin where it ended."""
     model = heads.itself("llama", "float32")
-    asks = [Ask(0, "no_logprobs", 0.0, length=20, prompt=False, enabled=False)]
-    where = Where()
-    target = where.engine({"method": "draft_model", "model": model, "adaptive": False}, page_size=8)
-    assert Company(asks, where, engine=target).differences() == []
-    said = [*heads.tiny.prompt(0, 20), *solo(asks[0], where).token_ids]
+    cases = [Case(0, "no_logprobs", 0.0, length=20, prompt=False, enabled=False)]
+    setup = Setup()
+    target = setup.engine({"method": "draft_model", "model": model, "adaptive": False}, page_size=8)
+    assert Batch(cases, setup, engine=target).differences() == []
+    said = [*heads.tiny.prompt(0, 20), *reference_run(cases[0], setup).token_ids]
     again = request(7, SamplingParams(max_tokens=12, ignore_eos=True), prompt_token_ids=[*said, 9, 9])
     steps = run(target, [again])["7"].steps
     assert target.stats().num_cached_tokens >= 24
@@ -183,10 +183,10 @@ def test_one_that_was_off_has_missed_nothing():
 
 
 def test_a_head_that_raises_costs_drafts_and_no_tokens(caplog, monkeypatch):
-    where = Where()
-    asks = [Ask(i, "none", 0.7, length=12, prompt=False) for i in range(2)]
+    setup = Setup()
+    cases = [Case(i, "none", 0.7, length=12, prompt=False) for i in range(2)]
     spec = {"method": "draft_model", "model": heads.itself("llama", "float32")}
-    target = where.engine(spec, debug=False)
+    target = setup.engine(spec, debug=False)
     real, calls = DraftModelProposer.draft, []
 
     def breaks(self: Any, batch: Any) -> Draft:
@@ -196,5 +196,5 @@ def test_a_head_that_raises_costs_drafts_and_no_tokens(caplog, monkeypatch):
         return real(self, batch)
 
     monkeypatch.setattr(DraftModelProposer, "draft", breaks)
-    assert Company(asks, where, engine=target).differences() == []
+    assert Batch(cases, setup, engine=target).differences() == []
     assert len(calls) == 3 and "switched off" in caplog.text

@@ -17,7 +17,7 @@ from covering import pairwise
 from draftproof.errors import ConfigError
 from draftproof.propose.draft_model import DraftModelProposer
 from draftproof.propose.draft_rounds import DraftRounds
-from exact import OPTIONS, Ask, Company, Where
+from exact import OPTIONS, Batch, Case, Setup
 
 FACTORS = {
     "temperature": [0.0, 1.0],
@@ -27,7 +27,7 @@ FACTORS = {
     "chunk": [8, 16, 512],
     "overlap": [False, True],
     "prefix": ["miss", "hit", "off"],
-    "pages": ["many", "few", "shaken"],
+    "pages": ["many", "few", "preempted"],
     "adaptive": [False, True],
     "option": ["long", "top_k", "stop_ids", "draft_logprobs"],
     "reject": [False, True],  # drafts at every third place are made wrong
@@ -52,8 +52,8 @@ def _long(monkeypatch):
 
 
 def serve(case: dict[str, Any], backend: str = "auto") -> dict[str, Any]:
-    asks = [
-        Ask(i, case["option"], case["temperature"], length=20 + 9 * i, prompt=False)
+    cases = [
+        Case(i, case["option"], case["temperature"], length=20 + 9 * i, prompt=False)
         for i in range(case["batch"])
     ]
     method = "test_draft_model:Spoilt" if case["reject"] else "draft_model"
@@ -61,20 +61,20 @@ def serve(case: dict[str, Any], backend: str = "auto") -> dict[str, Any]:
     spec |= {"num_speculative_tokens": case["k"], "adaptive": case["adaptive"]}
     sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off"}
     if case["pages"] != "many":
-        sizes["kv_cache_tokens"] = (asks[-1].length + 24 + 15) // 8 * 8
-    company = Company(
-        asks,
-        Where(case["arch"], case["dtype"], backend),
+        sizes["kv_cache_tokens"] = (cases[-1].length + 24 + 15) // 8 * 8
+    batch = Batch(
+        cases,
+        Setup(case["arch"], case["dtype"], backend),
         spec,
         chunk=case["chunk"],
         arrivals=[0, 0, 2],
         overlap=case["overlap"],
         sizes=sizes,
         warm=case["prefix"] == "hit",
-        shaken=case["pages"] == "shaken",
+        preempts_all=case["pages"] == "preempted",
     )
-    assert company.differences() == []
-    return company.records
+    assert batch.differences() == []
+    return batch.records
 
 
 def fallen(records: dict[str, Any], spoilt: bool) -> tuple[int, list[str]]:
@@ -102,7 +102,7 @@ def test_every_right_draft_stands(case):
 
 
 PLAIN = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "option": "long", "batch": 3}
-HARD = PLAIN | {"temperature": 1.0, "chunk": 8, "pages": "shaken", "prefix": "hit", "reject": True}
+HARD = PLAIN | {"temperature": 1.0, "chunk": 8, "pages": "preempted", "prefix": "hit", "reject": True}
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -123,13 +123,13 @@ def test_captured_and_padded(temperature, reject):
 @pytest.mark.parametrize("method", heads.WITH_MODELS)
 def test_captured_at_start(method):
     """What is captured in advance is what is met later."""
-    where = Where(backend="padded_ops:PaddedOps")
+    setup = Setup(backend="padded_ops:PaddedOps")
     spec = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
-    asks = [Ask(i, "long", 0.7, length=12, prompt=False) for i in range(3)]
-    company = Company(asks, where, spec, chunk=64, overlap=True, sizes={"warm_up": True})
-    assert company.differences() == []
-    assert company.engine is not None
-    keys = [key for key, _ in company.engine.loop.device.graphs.items() if key.kind == "draft"]
+    cases = [Case(i, "long", 0.7, length=12, prompt=False) for i in range(3)]
+    batch = Batch(cases, setup, spec, chunk=64, overlap=True, sizes={"warm_up": True})
+    assert batch.differences() == []
+    assert batch.engine is not None
+    keys = [key for key, _ in batch.engine.loop.device.graphs.items() if key.kind == "draft"]
     assert {key[3].rounds for key in keys} == {0, 1, 2, 3}
 
 
@@ -171,8 +171,8 @@ def _later(rounds: DraftRounds) -> DraftRounds:
 
 
 def test_what_cannot_draft_is_refused():
-    where = Where()
+    setup = Setup()
     with pytest.raises(ConfigError, match="needs a model"):
-        where.engine({"method": "draft_model", "model": None})
+        setup.engine({"method": "draft_model", "model": None})
     with pytest.raises(ConfigError, match="draft_sampling must be one of shared, argmax"):
-        where.engine({"method": "draft_model", "draft_sampling": "beam"})
+        setup.engine({"method": "draft_model", "draft_sampling": "beam"})

@@ -20,7 +20,7 @@ from draftproof.errors import ConfigError, LoadError
 from draftproof.ops.cpu.draft_rounds import CpuRounds
 from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.propose.head import Eagle3Proposer, EagleProposer, MtpProposer
-from exact import OPTIONS, Ask, Company, Where
+from exact import OPTIONS, Batch, Case, Setup
 
 
 class AuditedEagle3(Audited, Eagle3Proposer):
@@ -43,15 +43,15 @@ FACTORS = {
     "k": [1, 2, 5],
     "chunk": [8, 512],
     "overlap": [False, True],
-    "pages": ["many", "few", "shaken"],
+    "pages": ["many", "few", "preempted"],
     "option": ["none", "top_k", "draft_logprobs"],
 }
 
 
-def audited(case: dict[str, Any], cached: bool = False, **options: Any) -> Company:
+def audited(case: dict[str, Any], cached: bool = False, **options: Any) -> Batch:
     kind, arch, dtype = case["kind"], case["arch"], case["dtype"]
-    asks = [
-        Ask(i, case["option"], case["temperature"], length=14 + 9 * i, prompt=False, enabled=i != 1)
+    cases = [
+        Case(i, case["option"], case["temperature"], length=14 + 9 * i, prompt=False, enabled=i != 1)
         for i in range(3)
     ]
     spec = {"method": f"test_heads:Audited{kind.title()}", "model": heads.head(kind, arch, dtype)}
@@ -60,19 +60,19 @@ def audited(case: dict[str, Any], cached: bool = False, **options: Any) -> Compa
     sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": cached}
     if case["pages"] != "many":
         sizes["kv_cache_tokens"] = 64
-    company = Company(
-        asks,
-        Where(arch, dtype, **options),
+    batch = Batch(
+        cases,
+        Setup(arch, dtype, **options),
         spec,
         chunk=case["chunk"],
         arrivals=[0, 0, 2],
         overlap=case["overlap"],
         sizes=sizes,
-        shaken=case["pages"] == "shaken",
+        preempts_all=case["pages"] == "preempted",
         warm=cached,
     )
-    assert company.differences() == []
-    return company
+    assert batch.differences() == []
+    return batch
 
 
 @pytest.mark.parametrize("case", pairwise(FACTORS), ids=lambda case: "-".join(map(str, case.values())))
@@ -84,13 +84,17 @@ def test_what_is_stored_is_that_of_the_committed_tokens(case):
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_what_is_found_in_the_cache(kind):
-    case = {name: levels[0] for name, levels in FACTORS.items()} | {"kind": kind, "pages": "shaken", "k": 3}
+    case = {name: levels[0] for name, levels in FACTORS.items()} | {
+        "kind": kind,
+        "pages": "preempted",
+        "k": 3,
+    }
     engine = audited(case, cached=True).engine
     assert engine is not None and engine.stats().num_cached_tokens > 0
 
 
 def test_what_is_stored_on_the_torch_backend():
-    case = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 2, "pages": "shaken"}
+    case = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 2, "pages": "preempted"}
     audited(case, backend="torch")
 
 
@@ -154,13 +158,13 @@ def perfect(monkeypatch):
 
 
 def drafts_of(head: str, temperature: float, **how: Any) -> tuple[int, int]:
-    asks = [Ask(i, "long", temperature, length=20 + 9 * i, prompt=False) for i in range(3)]
+    cases = [Case(i, "long", temperature, length=20 + 9 * i, prompt=False) for i in range(3)]
     options = {"adaptive": how.pop("adaptive", False), **how.pop("options", {})}
     spec = {"method": "eagle", "model": head, "num_speculative_tokens": how.pop("k", 4), **options}
     sizes = {"page_size": 8, "enable_prefix_caching": False, **how.pop("sizes", {})}
-    company = Company(asks, Where("one", "float32"), spec, sizes=sizes, **how)
-    assert company.differences() == []
-    steps = [step for record in company.records.values() for step in record.steps]
+    batch = Batch(cases, Setup("one", "float32"), spec, sizes=sizes, **how)
+    assert batch.differences() == []
+    steps = [step for record in batch.records.values() for step in record.steps]
     return sum(step.num_draft for step in steps), sum(step.num_accepted for step in steps)
 
 
@@ -170,7 +174,7 @@ def drafts_of(head: str, temperature: float, **how: Any) -> tuple[int, int]:
     [
         {"chunk": 512},
         {"chunk": 16, "arrivals": [0, 0, 2], "overlap": True},
-        {"chunk": 16, "shaken": True, "sizes": {"kv_cache_tokens": 96}},
+        {"chunk": 16, "preempted": True, "sizes": {"kv_cache_tokens": 96}},
         {"chunk": 32, "sizes": {"kv_cache_tokens": 96}, "overlap": True, "k": 7, "adaptive": True},
     ],
 )
@@ -219,11 +223,11 @@ class Vandal(MtpProposer):
 
 
 def test_control_a_head_that_spoils_the_targets_storage_is_seen():
-    where = Where("llama", "float32")
-    ask = Ask(0, "none", 0.0, length=20, prompt=False)
-    engine = where.engine({"method": "test_heads:Vandal", "model": heads.head("mtp")})
+    setup = Setup("llama", "float32")
+    case = Case(0, "none", 0.0, length=20, prompt=False)
+    engine = setup.engine({"method": "test_heads:Vandal", "model": heads.head("mtp")})
     Vandal.victim = engine.runner
-    assert Company([ask], where, engine=engine).differences()
+    assert Batch([case], setup, engine=engine).differences()
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def refused(
     config = heads.head_config(kind, **fields)
     head = heads.save_head("refused", config, heads.head_tensors(config))
     with pytest.raises(error, match=match):
-        Where().engine({"method": method or kind, "model": head})
+        Setup().engine({"method": method or kind, "model": head})
 
 
 def test_a_head_of_another_model_is_refused_with_the_reason():
@@ -248,19 +252,19 @@ def test_a_head_of_another_model_is_refused_with_the_reason():
     refused("mtp", "hidden size is 64, this model's is 32", hidden_size=64, target=wide)
     refused("mtp", "kind 'mtp': use method 'mtp'", ConfigError, method="eagle3")
     with pytest.raises(ConfigError, match="needs a head"):
-        Where().engine({"method": "mtp", "model": None})
+        Setup().engine({"method": "mtp", "model": None})
 
 
 def test_what_is_not_a_head_is_refused(tmp_path):
     with pytest.raises(LoadError, match="a head is a folder"):
-        Where().engine({"method": "mtp", "model": str(tmp_path)})
+        Setup().engine({"method": "mtp", "model": str(tmp_path)})
     with pytest.raises(LoadError, match="no tensor that joins"):
-        Where().engine({"method": "mtp", "model": heads.small("float32")})
+        Setup().engine({"method": "mtp", "model": heads.small("float32")})
     config = heads.head_config("eagle3")
     tensors = heads.head_tensors(config)
     tensors["d2t"][3] = tensors["d2t"][4]
     with pytest.raises(LoadError, match="d2t does not name each id"):
-        Where().engine({"method": "eagle3", "model": heads.save_head("twice", config, tensors)})
+        Setup().engine({"method": "eagle3", "model": heads.save_head("twice", config, tensors)})
     del tensors["fc.weight"]
     with pytest.raises(LoadError, match="missing fc.weight"):
-        Where().engine({"method": "eagle3", "model": heads.save_head("twice", config, tensors)})
+        Setup().engine({"method": "eagle3", "model": heads.save_head("twice", config, tensors)})

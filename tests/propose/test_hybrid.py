@@ -16,7 +16,7 @@ from draftproof.propose.hybrid import HybridProposer
 from draftproof.propose.suffix import SuffixProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft, DraftSpec
-from exact import Ask, Company, Where, plant, solo
+from exact import Batch, Case, Setup, plant, reference_run
 from proposer_cases import lines, make
 
 PERFECT, JUNK = {"method": "proposers:DevicePerfect"}, {"method": "proposers:DeviceJunk"}
@@ -29,11 +29,11 @@ def hybrid(*members, **more):
 
 def served(spec, temperature=0.7, overlap=False, **fields):
     """A long answer with these drafts: its steps, once it was found to be the plain one."""
-    where = Where()
-    asks = [Ask(i, "sixty tokens", temperature, length=12 + i, prompt=False, **fields) for i in range(3)]
-    company = Company(asks, where, spec, overlap=overlap)
-    assert company.differences() == []
-    records = company.serve({str(a.index): solo(a, where).token_ids for a in asks})
+    setup = Setup()
+    cases = [Case(i, "sixty tokens", temperature, length=12 + i, prompt=False, **fields) for i in range(3)]
+    batch = Batch(cases, setup, spec, overlap=overlap)
+    assert batch.differences() == []
+    records = batch.serve({str(a.index): reference_run(a, setup).token_ids for a in cases})
     return [step for record in records.values() for step in record.steps]
 
 
@@ -193,10 +193,10 @@ def test_drafts_of_a_model_that_would_lose_are_not_made(order, monkeypatch):
 def test_draft_records_name_everybody():
     steps = served(hybrid(PERFECT, SUFFIX, num_speculative_tokens=4))
     assert accepted(steps, "perfect") and accepted(steps, "suffix")
-    ask = tiny.request(0, SamplingParams(max_tokens=30, ignore_eos=True, include_draft_logprobs=True))
+    case = tiny.request(0, SamplingParams(max_tokens=30, ignore_eos=True, include_draft_logprobs=True))
     head = {"method": "mtp", **heads.options("mtp", "llama", "float32"), "num_speculative_tokens": 2}
     target = tiny.engine(speculative=hybrid(head, SUFFIX, num_speculative_tokens=5))
-    record = tiny.run(target, [ask])["0"]
+    record = tiny.run(target, [case])["0"]
     drafts = [draft for step in record.steps for draft in step.drafts or []]
     assert {draft.source for draft in drafts} == {"mtp", "suffix"}
     assert all((draft.draft_logprob is None) == (draft.source == "suffix") for draft in drafts)

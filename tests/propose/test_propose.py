@@ -13,7 +13,7 @@ from draftproof.propose.ngram import NgramProposer, match_lengths
 from draftproof.propose.prediction import GivenProposer, PredictionCursor
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, FinishStatus, ProposeBatch
-from exact import Ask, Company, Where, solo
+from exact import Batch, Case, Setup, reference_run
 from opcheck import importable
 from proposer_cases import Talk, lines, make
 
@@ -223,9 +223,9 @@ def test_no_prediction_no_drafts():
 
 def test_an_edited_prediction_saves_most_steps():
     """Tokens dropped and changed: found again behind each edit, in a real run, without a difference."""
-    where, ask = Where(), Ask(7, "none", 1.3, length=20)
-    company = Company([ask], where, {"method": "given", "num_speculative_tokens": 8})
-    assert company.differences() == []
-    answer = solo(ask, where).token_ids
-    record = company.serve({"7": answer})["7"]
+    setup, case = Setup(), Case(7, "none", 1.3, length=20)
+    batch = Batch([case], setup, {"method": "given", "num_speculative_tokens": 8})
+    assert batch.differences() == []
+    answer = reference_run(case, setup).token_ids
+    record = batch.serve({"7": answer})["7"]
     assert len(record.steps) < len(answer) - 3

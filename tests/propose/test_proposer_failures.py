@@ -23,8 +23,8 @@ from exact import check_empty, count_errors
 def test_a_proposer_that_raises_costs_drafts_and_no_tokens(method, name, overlap, monkeypatch, caplog):
     """On the host and on the device, in the middle of prompts, of decoding and of prompt logprobs."""
     options = [{"logprobs": 2}, {"logprobs": 2}, {"prompt_logprobs": 2}]
-    asks = [tiny.request(i, SamplingParams(max_tokens=6 + 9 * i, **options[i])) for i in range(3)]
-    want = tiny.run(tiny.engine(), asks)
+    cases = [tiny.request(i, SamplingParams(max_tokens=6 + 9 * i, **options[i])) for i in range(3)]
+    want = tiny.run(tiny.engine(), cases)
     spec = {"method": method, "adaptive": False}
     target = tiny.engine(speculative=spec, debug=False, overlap=overlap)
     real, calls = getattr(target.loop.proposer, name), []
@@ -36,12 +36,12 @@ def test_a_proposer_that_raises_costs_drafts_and_no_tokens(method, name, overlap
         return real(*arguments)
 
     monkeypatch.setattr(target.loop.proposer, name, breaks)
-    got = tiny.run(target, asks, arrivals=[0, 1, 4])
+    got = tiny.run(target, cases, arrivals=[0, 1, 4])
     assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
     assert "switched off" in caplog.text and len(calls) == 3
     assert all(not count_errors(key, record) for key, record in got.items())
     check_empty(target)
-    again = tiny.run(target, asks, arrivals=[0, 1, 4])  # it stays off, and the engine is none the worse
+    again = tiny.run(target, cases, arrivals=[0, 1, 4])  # it stays off, and the engine is none the worse
     assert {key: r.same() for key, r in again.items()} == {key: r.same() for key, r in want.items()}
     assert len(calls) == 3 and not any(step.num_draft for r in again.values() for step in r.steps)
 
@@ -80,14 +80,14 @@ def _ints(*shape):
     ],
 )
 def test_drafts_that_make_no_sense_are_a_proposers_failure(method, nonsense, monkeypatch, caplog):
-    asks = [tiny.request(i, SamplingParams(max_tokens=8)) for i in range(2)]
-    want = tiny.run(tiny.engine(), asks)
+    cases = [tiny.request(i, SamplingParams(max_tokens=8)) for i in range(2)]
+    want = tiny.run(tiny.engine(), cases)
     target = tiny.engine(speculative={"method": method}, debug=False)
     proposer = target.loop.proposer
     name = "draft" if proposer.graph_safe else "propose"
     k = proposer.env.k
     monkeypatch.setattr(proposer, name, lambda batch: nonsense(len(batch.slots), k))
-    got = tiny.run(target, asks)
+    got = tiny.run(target, cases)
     assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
     assert "switched off" in caplog.text
 

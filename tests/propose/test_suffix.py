@@ -18,7 +18,7 @@ from draftproof.propose.suffix import SuffixProposer
 from draftproof.propose.suffix_pool import BODY_TOKENS, LINE_TOKENS, NO_OWNER, Pool, index_lines, owner_of
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch
-from exact import Ask, Company, Where, solo
+from exact import Batch, Case, Setup, reference_run
 from overlap_watch import Watch
 from proposer_cases import lines, make
 
@@ -189,10 +189,10 @@ def test_an_engine_learns_from_what_it_has_said(monkeypatch):
 )
 def test_steps_overlap_all_the_same(spec):
     """Requests come and go, and are learned from, and the host never waits for a step."""
-    asks = [Ask(i, "none", 0.7, length=9 + i, prompt=False) for i in range(6)]
-    engine = Where().engine(spec, overlap=True, max_num_seqs=3)
+    cases = [Case(i, "none", 0.7, length=9 + i, prompt=False) for i in range(6)]
+    engine = Setup().engine(spec, overlap=True, max_num_seqs=3)
     watch = Watch(engine)
-    assert Company(asks, Where(), engine=engine).differences() == []
+    assert Batch(cases, Setup(), engine=engine).differences() == []
     ahead, waited = watch.check()
     assert waited == 0 and ahead >= len(watch.launched) - 4 > 10
 
@@ -339,28 +339,28 @@ def test_control_a_clock_that_stands_still():
 
 def poisoned(spec, overlap):
     """Everybody's answer is in the pool, with another token after each of its beginnings."""
-    where = Where()
-    asks = [Ask(i, "none", (0.0, 0.9)[i % 2], length=12 + i, prompt=False) for i in range(4)]
-    engine = where.engine({"method": "suffix", "adaptive": False, **spec}, overlap=overlap)
+    setup = Setup()
+    cases = [Case(i, "none", (0.0, 0.9)[i % 2], length=12 + i, prompt=False) for i in range(4)]
+    engine = setup.engine({"method": "suffix", "adaptive": False, **spec}, overlap=overlap)
     pool = engine.loop.proposer.pool
-    for ask in asks:
-        answer = solo(ask, where).token_ids
-        prompt = tiny.prompt(ask.index, ask.length)
+    for case in cases:
+        answer = reference_run(case, setup).token_ids
+        prompt = tiny.prompt(case.index, case.length)
         for cut in range(len(answer)):
             wrong = [(answer[cut] + 1 + cut) % tiny.VOCAB, 5, -1, 2**31 - 1, 6]
             before = [*prompt, *answer[:cut]][
                 -HASHED_NGRAM_SIZES[-1] :
             ]  # longer, and it would also know what is right
             pool.add(None, np.array([*before, *wrong]), len(before))
-    company = Company(asks, where, engine=engine)
-    return company.differences(), company
+    batch = Batch(cases, setup, engine=engine)
+    return batch.differences(), batch
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_poisoned_pool_changes_no_output(overlap):
-    found, company = poisoned({}, overlap)
+    found, batch = poisoned({}, overlap)
     assert found == []
-    records = company.serve({str(a.index): solo(a, company.where).token_ids for a in company.asks})
+    records = batch.serve({str(a.index): reference_run(a, batch.setup).token_ids for a in batch.cases})
     assert sum(step.num_draft for r in records.values() for step in r.steps) > 20
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import async_serving
 import proposers
-from async_serving import ASKS, LONG, SPECS, check_stream, collect, facts, params, serve_all
+from async_serving import CASES, LONG, SPECS, check_stream, collect, facts, params, serve_all
 from draftproof import (
     EngineClosedError,
     EngineDownError,
@@ -36,14 +36,14 @@ from text_pieces import CONFIG, Pieces
 from words import Words
 from worker_thread import RawFrontend, run_remote, run_worker, wait_for
 
-SENDABLE = [(prompt, params) for prompt, params in ASKS if not params.logits_processors]
+SENDABLE = [(prompt, params) for prompt, params in CASES if not params.logits_processors]
 
 
 @pytest.fixture
 def portable(alone: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestOutput]:
     """Limit the asks to those that can be sent to another process; return their outputs."""
-    outputs = [one for one, (_, params) in zip(alone, ASKS, strict=True) if not params.logits_processors]
-    monkeypatch.setattr(async_serving, "ASKS", SENDABLE)
+    outputs = [one for one, (_, params) in zip(alone, CASES, strict=True) if not params.logits_processors]
+    monkeypatch.setattr(async_serving, "CASES", SENDABLE)
     return outputs
 
 

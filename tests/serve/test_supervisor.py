@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from async_serving import ASKS, collect, facts, params
+from async_serving import CASES, collect, facts, params
 from draftproof import ConfigError, EngineDeadError, EngineDownError, LoadError, RequestOutput
 from draftproof.serve import supervisor as supervising
 from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
@@ -85,7 +85,7 @@ def test_killed_worker_ends_streams_with_errors_and_is_restarted(
     socket = Path(supervisor.address.removeprefix("ipc://"))
 
     async def main(llm: RemoteLLM) -> None:
-        assert facts(await llm.generate(*ASKS[0])) == facts(alone[0])
+        assert facts(await llm.generate(*CASES[0])) == facts(alone[0])
         streams = [llm.stream("ab", params(i, **LONG)) for i in range(32)]
         whole = asyncio.create_task(llm.generate("ab", params(99, **LONG)))
         events = [await streams[0].read()]
@@ -111,7 +111,7 @@ def test_killed_worker_ends_streams_with_errors_and_is_restarted(
         status = llm.worker_status()
         assert status.restarts == 1 and status.pid != pid and "SIGKILL" in str(status.reason)
         assert supervisor.status() == status
-        assert facts(await llm.generate(*ASKS[0])) == facts(alone[0])
+        assert facts(await llm.generate(*CASES[0])) == facts(alone[0])
         # without the model no restart succeeds
         (folder / "config.json").unlink()
         os.kill(status.pid or 0, signal.SIGKILL)

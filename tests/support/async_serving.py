@@ -42,7 +42,7 @@ def lean(tokens: Sequence[int], row: Any) -> Any:
     return row
 
 
-ASKS = [
+CASES = [
     ("ab", params(1)),
     ("ba", params(2, temperature=0, logprobs=None, max_tokens=30, ignore_eos=True)),
     ("aab", params(3, stop=["bb", "é"], ignore_eos=True)),
@@ -56,10 +56,10 @@ ASKS = [
 ]
 
 
-def answers_alone(make: Callable[..., LLM]) -> list[RequestOutput]:
+def reference_outputs(make: Callable[..., LLM]) -> list[RequestOutput]:
     """Each by itself, without drafts, every step read at once."""
     llm = make("plain", overlap=False)
-    made = [llm.generate(prompt, wish)[0] for prompt, wish in ASKS]
+    made = [llm.generate(prompt, wish)[0] for prompt, wish in CASES]
     assert any(isinstance(o.stop_reason, str) for r in made for o in r.outputs)
     proposers.set_answers(Always(made[1].outputs[0].token_ids))
     return made
@@ -69,7 +69,7 @@ def facts(output: RequestOutput) -> object:
     return [seen(o) for o in output.outputs], output.prompt_logprobs, output.finished, output.usage
 
 
-def told(events: Sequence[TokenEvent], index: int) -> tuple[object, ...]:
+def stream_facts(events: Sequence[TokenEvent], index: int) -> tuple[object, ...]:
     mine = [e for e in events if e.index == index]
     assert [e.finish_reason for e in mine[:-1]] == [None] * (len(mine) - 1)
     tokens = [e.token_id for e in mine if e.token_id is not None]
@@ -81,7 +81,7 @@ def check_stream(events: Sequence[TokenEvent], want: RequestOutput) -> None:
     for answer in want.outputs:
         logprobs = [None] * len(answer.token_ids) if answer.logprobs is None else list(answer.logprobs)
         expected = answer.token_ids, answer.text, logprobs, answer.finish_reason
-        assert told(events, answer.index) == expected
+        assert stream_facts(events, answer.index) == expected
 
 
 def check_prefix(events: Sequence[TokenEvent], want: RequestOutput) -> None:
@@ -120,9 +120,9 @@ async def serve_all(engine: AsyncLLM, alone: Sequence[RequestOutput], order: ran
     async def one(i: int, streamed: bool) -> None:
         await asyncio.sleep(0)
         if not streamed:
-            assert facts(await engine.generate(*ASKS[i])) == facts(alone[i])
+            assert facts(await engine.generate(*CASES[i])) == facts(alone[i])
             return
-        stream = engine.stream(*ASKS[i])
+        stream = engine.stream(*CASES[i])
         if order.random() < 0.5:
             events = await collect(stream)
         else:
@@ -132,6 +132,6 @@ async def serve_all(engine: AsyncLLM, alone: Sequence[RequestOutput], order: ran
         check_stream(events, alone[i])
         assert stream.output is not None and facts(stream.output) == facts(alone[i])
 
-    tasks = [(i, streamed) for i in range(len(ASKS)) for streamed in (False, True)]
+    tasks = [(i, streamed) for i in range(len(CASES)) for streamed in (False, True)]
     order.shuffle(tasks)
     await asyncio.gather(*(one(*task) for task in tasks))

@@ -80,7 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class Case:
     """A request as a value, so that its solo run can be remembered."""
 
     index: int
@@ -116,27 +116,27 @@ class Ask:
 
 # unlike in options, heat, strategy, draft length and prompt length
 NEIGHBOURS = (
-    Ask(1, "top_k", 0.7, length=5),
-    Ask(2, "frequency", 0.0, length=33),
-    Ask(3, "none", 1.3, length=100, enabled=False),
-    Ask(4, "mix", 0.7, "greedy", length=70, grammar="json"),
-    Ask(5, "stop_ids", 1.3, length=1, k=1),
-    Ask(6, "processed", 1.3, length=100),
+    Case(1, "top_k", 0.7, length=5),
+    Case(2, "frequency", 0.0, length=33),
+    Case(3, "none", 1.3, length=100, enabled=False),
+    Case(4, "mix", 0.7, "greedy", length=70, grammar="json"),
+    Case(5, "stop_ids", 1.3, length=1, k=1),
+    Case(6, "processed", 1.3, length=100),
 )
 
 
-def warm(target: Engine, asks: Sequence[Ask]) -> None:
+def warm(target: Engine, cases: Sequence[Case]) -> None:
     """Others have said the beginnings of these prompts, each up to another place, and the whole of some."""
-    params = [SamplingParams(max_tokens=3, ignore_eos=True, cache_salt=ask.salt) for ask in asks]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, cache_salt=case.salt) for case in cases]
     others = []
-    for i, ask in enumerate(asks):
-        ids = tiny.prompt(ask.index, ask.length)
+    for i, case in enumerate(cases):
+        ids = tiny.prompt(case.index, case.length)
         cut = ids if i % 3 == 0 else [*ids[: len(ids) * (i % 3) // 3], 5, 6, 7]
         others.append(tiny.request(500 + i, params[i], prompt_token_ids=cut))
     tiny.run(target, others)
 
 
-def shake(target: Engine, later: int, every: int = 2) -> None:
+def force_preemptions(target: Engine, later: int, every: int = 2) -> None:
     """As if pages ran out again and again: everybody is put aside, the one in front too.
 
     Each time some plans `later`, so that in the end also a long prompt without a cache gets through.
@@ -187,7 +187,7 @@ def plant(monkeypatch: Any, name: str, broken: Callable[..., Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Where:
+class Setup:
     arch: str = "llama"
     dtype: str = "float32"
     backend: str = "auto"
@@ -205,15 +205,15 @@ class Where:
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 
 
-def run_solo(ask: Ask, where: Where) -> tiny.Record:
+def compute_reference_run(case: Case, setup: Setup) -> tiny.Record:
     """Alone, no speculation, the prompt in one piece."""
-    request = ask.request(plain=True)
-    return tiny.run(where.engine(), [request])[request.id]
+    request = case.request(plain=True)
+    return tiny.run(setup.engine(), [request])[request.id]
 
 
 @cache
-def solo(ask: Ask, where: Where) -> tiny.Record:
-    return run_solo(ask, where)
+def reference_run(case: Case, setup: Setup) -> tiny.Record:
+    return compute_reference_run(case, setup)
 
 
 def edited(answer: list[int]) -> list[int]:
@@ -222,11 +222,11 @@ def edited(answer: list[int]) -> list[int]:
 
 
 @dataclass
-class Company:
+class Batch:
     """One speculative run: who takes part, how it is driven, and what came of it."""
 
-    asks: Sequence[Ask]
-    where: Where = field(default_factory=Where)
+    cases: Sequence[Case]
+    setup: Setup = field(default_factory=Setup)
     speculative: Mapping[str, Any] | None = None
     chunk: int = 64
     arrivals: Sequence[int] = ()
@@ -235,7 +235,7 @@ class Company:
     engine: Engine | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     warm: bool = False  # the cache knows beginnings of the prompts
-    shaken: bool = False  # everybody is put aside again and again
+    preempts_all: bool = False  # everybody is put aside again and again
     later: int = 1  # each time by so many plans
     stats: dict[str, RequestStats] = field(default_factory=dict)
     records: dict[str, tiny.Record] = field(default_factory=dict)  # of the last time
@@ -243,13 +243,13 @@ class Company:
     def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
         proposers.set_answers(answers)
         sizes = {"max_num_batched_tokens": self.chunk, "overlap": self.overlap, **self.sizes}
-        target = self.engine or self.where.engine(self.speculative, **sizes)
+        target = self.engine or self.setup.engine(self.speculative, **sizes)
         self.engine = target
         if self.warm:
-            warm(target, self.asks)
-        if self.shaken:
-            shake(target, self.later)
-        requests = [replace(a.request(), prediction_ids=edited(answers[str(a.index)])) for a in self.asks]
+            warm(target, self.cases)
+        if self.preempts_all:
+            force_preemptions(target, self.later)
+        requests = [replace(a.request(), prediction_ids=edited(answers[str(a.index)])) for a in self.cases]
 
         def leave(step: int) -> None:
             for index, when in self.aborts.items():
@@ -262,13 +262,16 @@ class Company:
 
     def differences(self, fresh: bool = False) -> list[str]:
         """What differs from the solo runs; `fresh` runs those anew (for a broken engine)."""
-        alone = {str(a.index): (run_solo if fresh else solo)(a, self.where) for a in self.asks}
+        alone = {
+            str(a.index): (compute_reference_run if fresh else reference_run)(a, self.setup)
+            for a in self.cases
+        }
         records = self.serve({name: record.token_ids for name, record in alone.items()})
         found = []
-        for ask in self.asks:
-            name = str(ask.index)
-            found += compare(name, alone[name], records[name], cut=ask.index in self.aborts)
-            if OPTIONS[ask.option].get("include_draft_logprobs"):
+        for case in self.cases:
+            name = str(case.index)
+            found += compare(name, alone[name], records[name], cut=case.index in self.aborts)
+            if OPTIONS[case.option].get("include_draft_logprobs"):
                 missing = [step.drafts is None for step in records[name].steps if step.token_ids]
                 found += [f"request {name}: draft records are missing"] if any(missing) else []
         return found

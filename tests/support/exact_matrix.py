@@ -11,7 +11,7 @@ from covering import pairwise
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from draftproof.verify import STRATEGIES
-from exact import NEIGHBOURS, OPTIONS, Ask, Company, Where
+from exact import NEIGHBOURS, OPTIONS, Batch, Case, Setup
 
 MADE_UP = [f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "SelfModel")]
 
@@ -43,7 +43,11 @@ FACTORS = {
     "adaptive": [True, False],
     "overlap": [False, True],  # of a proposer on the host it changes nothing
     "prefix": ["miss", "hit", "other salts", "off"],
-    "pages": ["many", "few", "shaken"],  # few: requests are put aside; shaken: everybody is, again and again
+    "pages": [
+        "many",
+        "few",
+        "preempted",
+    ],  # few: requests are put aside; shaken: everybody is, again and again
     "priority": ["equal", "shuffled"],
 }
 
@@ -77,48 +81,48 @@ GUIDED = pairwise(
 )
 
 
-def named(case: dict[str, Any]) -> str:
-    return "-".join(str(level) for level in case.values())
+def named(levels: dict[str, Any]) -> str:
+    return "-".join(str(level) for level in levels.values())
 
 
-def check(case: dict[str, Any], backend: str = "auto", threads: int = 1, device: str = "cpu") -> None:
-    heat, judge, grammar = case["temperature"], case["strategy"], case.get("grammar", "none")
-    first = Ask(0, case["option"], heat, judge, LENGTH[case["chunk"]], grammar=grammar)
-    others = NEIGHBOURS[case["k"] % 3 :] + NEIGHBOURS[: case["k"] % 3]  # a pair is not always the same two
-    asks = [first, *others[: case["batch"] - 1]]
-    if case["overlap"]:
-        asks = [replace(ask, prompt=False) for ask in asks]
-        if case["option"] in FREE:  # then nobody else keeps the host in the loop either
+def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, device: str = "cpu") -> None:
+    heat, judge, grammar = levels["temperature"], levels["strategy"], levels.get("grammar", "none")
+    first = Case(0, levels["option"], heat, judge, LENGTH[levels["chunk"]], grammar=grammar)
+    others = NEIGHBOURS[levels["k"] % 3 :] + NEIGHBOURS[: levels["k"] % 3]  # other pairs
+    cases = [first, *others[: levels["batch"] - 1]]
+    if levels["overlap"]:
+        cases = [replace(case, prompt=False) for case in cases]
+        if levels["option"] in FREE:  # then nobody else keeps the host in the loop either
             free = {"option": "eos", "grammar": "none"}
-            asks = [replace(ask, **free) if ask.option == "mix" else ask for ask in asks]
-    if case["priority"] == "shuffled":
-        asks = [replace(ask, priority=ask.index * 5 % 3 - 1) for ask in asks]
-    if case["prefix"] == "other salts":
-        asks = [replace(ask, salt=f"tenant {ask.index % 2}") for ask in asks]
-    sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off"}
-    if case["pages"] != "many":
-        longest = max(ask.length for ask in asks) + 14
+            cases = [replace(case, **free) if case.option == "mix" else case for case in cases]
+    if levels["priority"] == "shuffled":
+        cases = [replace(case, priority=case.index * 5 % 3 - 1) for case in cases]
+    if levels["prefix"] == "other salts":
+        cases = [replace(case, salt=f"tenant {case.index % 2}") for case in cases]
+    sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": levels["prefix"] != "off"}
+    if levels["pages"] != "many":
+        longest = max(case.length for case in cases) + 14
         sizes["kv_cache_tokens"] = (longest + 15) // 8 * 8  # the longest just fits
-    company = Company(
-        asks,
-        Where(case["arch"], case["dtype"], backend, threads, device),
+    batch = Batch(
+        cases,
+        Setup(levels["arch"], levels["dtype"], backend, threads, device),
         {
-            "method": case["method"],
-            "num_speculative_tokens": case["k"],
-            "verify_strategy": case["strategy"],
-            "adaptive": case["adaptive"],
+            "method": levels["method"],
+            "num_speculative_tokens": levels["k"],
+            "verify_strategy": levels["strategy"],
+            "adaptive": levels["adaptive"],
         },
-        chunk=case["chunk"],
-        overlap=case["overlap"],
+        chunk=levels["chunk"],
+        overlap=levels["overlap"],
         sizes=sizes,
-        warm=case["prefix"] != "miss",
-        shaken=case["pages"] == "shaken",
-        **TRAFFIC[case["traffic"]],
+        warm=levels["prefix"] != "miss",
+        preempts_all=levels["pages"] == "preempted",
+        **TRAFFIC[levels["traffic"]],
     )
-    assert company.differences() == []
-    assert company.engine is not None
+    assert batch.differences() == []
+    assert batch.engine is not None
     # A single request, or one with a grammar, may end before the third plan, the first that preempts.
-    if case["pages"] == "shaken" and case.get("grammar", "none") == "none" and case["batch"] > 1:
-        assert company.engine.stats().num_preemptions, "no request was preempted"
-    if case["prefix"] == "off":
-        assert company.engine.stats().num_cached_tokens == 0
+    if levels["pages"] == "preempted" and levels.get("grammar", "none") == "none" and levels["batch"] > 1:
+        assert batch.engine.stats().num_preemptions, "no request was preempted"
+    if levels["prefix"] == "off":
+        assert batch.engine.stats().num_cached_tokens == 0

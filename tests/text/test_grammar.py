@@ -21,7 +21,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.types import Grammar
 from draftproof.verify import STRATEGIES
 from draftproof.verify.grammar_guide import GrammarGuide
-from exact import Ask, Company, Where, compare, plant
+from exact import Batch, Case, Setup, compare, plant
 from grammars import EOS, TINY, words
 from words import Breaking
 
@@ -188,15 +188,15 @@ def test_a_grammar_that_cannot_roll_back_is_started_again(spec: str) -> None:
 
 PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5, "adaptive": False}
 FLAKY = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
-ASKS = [Ask(i, "none", 1.3, length=9, grammar=name) for i, name in enumerate(("json", "regex", "none"))]
+CASES = [Case(i, "none", 1.3, length=9, grammar=name) for i, name in enumerate(("json", "regex", "none"))]
 
 
-COUNTING = [Ask(i, "none", 1.3, length=9, grammar="regex") for i in range(7)]
+COUNTING = [Case(i, "none", 1.3, length=9, grammar="regex") for i in range(7)]
 
 
-def found(spec: dict[str, Any], cases: list[Ask] = ASKS) -> list[str]:
-    where = Where()
-    return Company(cases, where, engine=where.engine(spec, debug=False)).differences(fresh=True)
+def found(spec: dict[str, Any], cases: list[Case] = CASES) -> list[str]:
+    setup = Setup()
+    return Batch(cases, setup, engine=setup.engine(spec, debug=False)).differences(fresh=True)
 
 
 def test_the_comparison_finds_nothing_in_an_engine_that_is_right() -> None:
