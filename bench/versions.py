@@ -1,0 +1,198 @@
+"""Speed of two checkouts, interleaved in one run; the last line of stdout is JSON.
+
+    python bench/versions.py --old ../draftproof-before --prompts spec_bench.jsonl [--device cuda]
+                             [--engines plain,ngram,eagle3,hybrid] [--batches 1,8,64] [--logprobs -1,5]
+
+Each checkout runs in a process of its own. Both build the same engine, then take turns of one `generate` call
+with the same requests, so that a slow phase of the machine affects both. A cell is engine, batch, task and
+logprobs; its ratio is the median over rounds of the new checkout's tokens per second over the old one's, with
+the quartiles. Digests of tokens and logprobs are compared as well. `plain` has no proposer configured; after
+all engines its rates give the last table: each engine over one without speculation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from common.measure import finish
+
+ENGINES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},
+    "hybrid": {"method": "hybrid", "num_speculative_tokens": 5, "proposers": ["eagle3", "ngram"]},
+}
+WORKER = Path(__file__).parent / "common" / "version_worker.py"
+
+
+class Checkout:
+    """A process that runs the engine of one checkout."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start the process with the sources of `folder`."""
+        path = os.pathsep.join(
+            filter(None, (str(folder.resolve() / "src"), os.environ.get("PYTHONPATH", "")))
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, **command: Any) -> None:
+        """Send a command."""
+        assert self._process.stdin is not None
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """Return the reply to the oldest command."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker ended with exit code {self._process.wait()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def call(self, **command: Any) -> dict[str, Any]:
+        """Send a command and return its reply."""
+        self.send(**command)
+        return self.receive()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def read_tasks(path: Path | None, names: list[str]) -> dict[str, list[str]]:
+    """Return the prompts of each task; `path` has lines with `task` and `turns` or `prompt`."""
+    if path is None:
+        from common.prompts import PASSAGES, TASKS
+
+        copies = [f"Repeat this text word for word, twice: {text}" for text in PASSAGES]
+        return {"chat": [f"{task} {text}" for text in PASSAGES for task in TASKS[:2]], "copy": copies}
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        tasks[entry.get("task", "all")].append(entry["turns"][0] if "turns" in entry else entry["prompt"])
+    return {name: prompts for name, prompts in tasks.items() if not names or name in names}
+
+
+def measure_cell(sides: dict[str, Checkout], batches: list[list[list[int]]], params: dict[str, Any]) -> Any:
+    """Return rates of both sides by round, and the number of rounds whose output differs."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    num_different = 0
+    for number, prompts in enumerate(batches):
+        digests = set()
+        for name in list(sides) if number % 2 else reversed(list(sides)):
+            reply = sides[name].call(prompts=prompts, params=params)
+            rates[name].append(reply["tokens"] / reply["seconds"])
+            digests.add(reply["digest"])
+        num_different += len(digests) > 1
+    return rates, num_different
+
+
+def summarize(rates: dict[str, list[float]], num_different: int) -> dict[str, Any]:
+    """Return medians of both sides and the ratio with its quartiles."""
+    ratios = sorted(new / old for new, old in zip(rates["new"], rates["old"], strict=True))
+    count = len(ratios)
+    return {
+        "old": round(statistics.median(rates["old"]), 1),
+        "new": round(statistics.median(rates["new"]), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "quartiles": [round(ratios[count // 4], 3), round(ratios[(3 * count) // 4], 3)],
+        "rounds": count,
+        "different": num_different,
+    }
+
+
+def draw_batches(prompts: list[list[int]], batch: int, rounds: int) -> list[list[list[int]]]:
+    """Return a batch of prompts for each round, each prompt as often as any other."""
+    order, draw = [], random.Random(7)
+    while len(order) < batch * rounds:
+        order += draw.sample(prompts, len(prompts))
+    return [order[i * batch : (i + 1) * batch] for i in range(rounds)]
+
+
+def main() -> None:
+    """Measure all cells and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--old", type=Path, required=True, help="the other checkout")
+    parser.add_argument("--new", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prompts", type=Path, help="JSON lines with `task` and `turns`")
+    parser.add_argument("--tasks", default="")
+    parser.add_argument("--engines", default="plain,ngram,eagle3,hybrid")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--logprobs", default="-1", help="-1: none")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new cell after this")
+    parser.add_argument("--out", type=Path, help="JSON after every cell")
+    options = parser.parse_args()
+    batches = [int(n) for n in options.batches.split(",")]
+    deadline = time.monotonic() + options.seconds
+    sides = {"old": Checkout(options.old), "new": Checkout(options.new)}
+    cells: dict[str, Any] = {}
+    starts: dict[str, Any] = {}
+    tasks = read_tasks(options.prompts, [name for name in options.tasks.split(",") if name])
+    ids: dict[str, list[list[int]]] = {}
+    for engine in options.engines.split(","):
+        settings = dict(
+            model=options.model, device=options.device, max_num_seqs=max(batches), max_model_len=2048
+        )
+        if ENGINES[engine] is not None:
+            settings["speculative_config"] = ENGINES[engine]
+        starts[engine] = {
+            name: round(side.call(engine=settings)["seconds"], 1) for name, side in sides.items()
+        }
+        for name, texts in tasks.items() if not ids else ():
+            encoded = sides["new"].call(chat=texts)["ids"]
+            ids[name] = [prompt for prompt in encoded if len(prompt) < 2048 - options.tokens]
+        for batch in batches:
+            for task in ids if batch <= 8 else ("all",):
+                prompts = ids[task] if task in ids else [prompt for group in ids.values() for prompt in group]
+                for top in map(int, options.logprobs.split(",")):
+                    if time.monotonic() > deadline:
+                        continue
+                    params = dict(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
+                    params |= {"logprobs": top} if top >= 0 else {}
+                    key = f"{engine}, batch {batch}, {task}" + (f", logprobs={top}" if top >= 0 else "")
+                    rounds = draw_batches(prompts, batch, options.rounds)
+                    measure_cell(sides, rounds[:1], params)
+                    cells[key] = summarize(*measure_cell(sides, rounds, params))
+                    print(key, cells[key], file=sys.stderr, flush=True)
+                    if options.out:
+                        options.out.write_text(json.dumps({"starts": starts, "cells": cells}))
+    for side in sides.values():
+        side.close()
+    over_plain: dict[str, dict[str, float]] = {"old": {}, "new": {}}
+    for key, cell in cells.items():
+        engine, _, rest = key.partition(", ")
+        if engine != "plain" and (plain := cells.get(f"plain, {rest}")):
+            for name, found in over_plain.items():
+                found[key] = round(cell[name] / plain[name], 3)
+    lowest = min(cell["ratio"] for cell in cells.values())
+    found = {"start_seconds": starts, "cells": cells, "over_plain": over_plain, "lowest_ratio": lowest}
+    finish("versions", found)
+
+
+if __name__ == "__main__":
+    main()
