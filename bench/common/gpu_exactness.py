@@ -176,7 +176,7 @@ def use_cublas(engine: Engine) -> None:
     ops: Any = engine.ops
     ops.forward.cublas.mode = "always"
     ops.forward.one_launch = False  # all layers in one kernel, which has products of its own
-    engine.loop.device.forget()  # what was captured has the kernels of before
+    engine.loop.device.graphs.clear()  # captured graphs have the kernels of before
 
 
 class Products:

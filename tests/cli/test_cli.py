@@ -17,7 +17,8 @@ COPY = "one two three four five six seven one two three four five six seven one 
 
 
 def test_generate(smollm2_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--raw", "-p", COPY, "-n", "20"]) == 0
+    drafts = '{"method": "ngram", "num_speculative_tokens": 7, "adaptive": false}'
+    assert main(["generate", "--raw", "-p", COPY, "-n", "20", "--speculative-config", drafts]) == 0
     out = capsys.readouterr().out
     assert "six seven one two" in out
     assert "20 tokens in" in out and "acceptance length" in out and "tok/s" in out

@@ -16,7 +16,7 @@ COPY = "Repeat exactly: the river begins high in the mountains, where the snow m
 
 @pytest.fixture(scope="module")
 def served(smollm2_path: object) -> Any:
-    spec = '{"method": "ngram", "num_speculative_tokens": 5}'
+    spec = '{"method": "ngram", "num_speculative_tokens": 5, "adaptive": false}'
     options = [
         "--device",
         "cpu",

@@ -12,7 +12,7 @@ import pytest
 import heads
 import tiny
 from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
-from draftproof.engine.drafting.budget import MAX_PROBE_INTERVAL
+from draftproof.engine.drafting.budget import FIRST_PROBE_LENGTH, MAX_PROBE_INTERVAL
 from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun, StepObservation
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
@@ -72,10 +72,21 @@ def test_free_rows_give_every_request_its_limit() -> None:
 
 def test_expensive_rows_give_no_drafts_and_probes_at_the_interval() -> None:
     steps = Steps(STEEP)
+    assert steps.step(accepted=0).drafts.tolist() == [FIRST_PROBE_LENGTH] * 2
     drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(4 * MAX_PROBE_INTERVAL)]
     at = np.flatnonzero(drafts)
     assert set(np.unique(drafts)) == {0, 2}  # one draft each
     assert 3 <= len(at) <= 4 and (np.diff(at) >= MAX_PROBE_INTERVAL).all()
+
+
+def test_new_request_is_not_probed_at_once_where_drafts_were_rejected() -> None:
+    steps = Steps(STEEP)
+    for _ in range(100):
+        for _ in range(10):  # results count in the next decision
+            steps.step(accepted=0)
+        for slot in steps.slots:
+            steps.policy.start(int(slot), K, True)
+    assert not steps.step(accepted=0).drafts.any()
 
 
 def test_accepted_probe_is_followed_at_once_with_twice_the_length() -> None:

@@ -6,7 +6,8 @@ model (`step_cost`) the posteriors give the drafts with the most committed token
 (`budget_kernels`).
 
 A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
-every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once.
+every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once. A new
+request is probed at once unless drafts of earlier requests were almost never accepted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
 DECAY = 0.02  # of a posterior towards the prior, per step
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
+FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
+MIN_FIRST_PROBE_RATE = 0.1  # acceptance rate of the prior below which a new request is not probed at once
 PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
 HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
 MAX_HOLD_STEPS = 8  # if the host is the bottleneck: also while requests start and end
@@ -71,7 +74,9 @@ class DraftBudget:
         self._apply_results()  # those of the slot's last request
         self._has_fixed |= not adaptive
         self._columns[:, slot] = 0
-        self._columns[LIMIT, slot], self._columns[PROBE_LENGTH, slot] = limit, 1
+        is_promising = float(self._posteriors[-1] @ RATES) > MIN_FIRST_PROBE_RATE
+        self._columns[LIMIT, slot] = limit
+        self._columns[PROBE_LENGTH, slot] = FIRST_PROBE_LENGTH if is_promising else 1
         self._is_fixed[slot] = not adaptive
         self._posteriors[slot] = self._posteriors[-1]
         self._assigned[slot] = min(self._new_request_drafts, limit) if adaptive else limit

@@ -11,13 +11,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draftproof.arrays import Ints
 from draftproof.numba_jit import native
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
-
-Reals = NDArray[np.float64]
 
 # numba's cache key is this file alone, so values of other modules are repeated here
 MAX_DRAFTS = 64

@@ -19,9 +19,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-Reals = NDArray[np.float64]
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
 CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
 SIZE_RATE = 1 / 16  # and to the correction of the step's size
