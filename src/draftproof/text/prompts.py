@@ -28,7 +28,8 @@ def token_ids(value: Any) -> list[int]:
     value = _plain(value)
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray)):
         raise RequestError(f"a prompt is a text or a list of token ids, not {value!r}", "prompt")
-    return [_plain(item) for item in value]
+    ids = list(value)
+    return ids if set(map(type, ids)) == {int} else [_plain(item) for item in ids]
 
 
 def _plain(value: Any) -> Any:
