@@ -158,11 +158,12 @@ def main() -> None:
         settings = dict(
             model=options.model, device=options.device, max_num_seqs=max(batches), max_model_len=2048
         )
+        settings["kv_cache_tokens"] = 2048 * max(batches)
         if ENGINES[engine] is not None:
             settings["speculative_config"] = ENGINES[engine]
-        starts[engine] = {
-            name: round(side.call(engine=settings)["seconds"], 1) for name, side in sides.items()
-        }
+        for side in sides.values():  # both at a time: a start compiles for long
+            side.send(engine=settings)
+        starts[engine] = {name: round(side.receive()["seconds"], 1) for name, side in sides.items()}
         for name, texts in tasks.items() if not ids else ():
             encoded = sides["new"].call(chat=texts)["ids"]
             ids[name] = [prompt for prompt in encoded if len(prompt) < 2048 - options.tokens]
@@ -175,7 +176,9 @@ def main() -> None:
                     params = dict(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
                     params |= {"logprobs": top} if top >= 0 else {}
                     key = f"{engine}, batch {batch}, {task}" + (f", logprobs={top}" if top >= 0 else "")
-                    rounds = draw_batches(prompts, batch, options.rounds)
+                    rounds = draw_batches(
+                        prompts, batch, options.rounds if batch <= 8 else options.rounds // 2
+                    )
                     measure_cell(sides, rounds[:1], params)
                     cells[key] = summarize(*measure_cell(sides, rounds, params))
                     print(key, cells[key], file=sys.stderr, flush=True)
