@@ -25,7 +25,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
@@ -63,7 +62,6 @@ class AsyncLLM:
         return made
 
     def _attach(self, llm: InputProcessor) -> None:
-        """Start the engine thread on an unused LLM."""
         if llm.tracker.is_in_use:
             raise ConfigError("this LLM is in use: shut its AsyncLLM down, or read its streams to their ends")
         self._owns_llm = False
@@ -108,7 +106,6 @@ class AsyncLLM:
     async def _submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None, job_id: str, stream: bool
     ) -> tuple[Job, StreamQueue]:
-        """Create a job and hand it to the engine thread."""
         error = self._thread.closed_error()
         if error is not None:
             raise error
@@ -144,9 +141,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
     # --- facts --------------------------------------------------------------------------------------
@@ -281,13 +276,10 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._leave()
 
     def _leave(self) -> None:
-        """Discard unread events and abort the request."""
         self._closed = True
         self._ready.clear()
         if self._queue is not None:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
@@ -126,9 +125,7 @@ class LLM(InputProcessor):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
@@ -185,7 +182,6 @@ class LLM(InputProcessor):
                 queue.popleft()
 
     def _check_usable(self) -> None:
-        """Raise EngineClosedError if this LLM is closed or its engine is claimed."""
         if self._is_closed:
             raise EngineClosedError("this LLM was closed: create another one")
         owner = self.tracker.owner

@@ -66,7 +66,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _local(options: argparse.Namespace, console: Console) -> Responder:
-    """Return a function that runs messages on a model loaded here."""
     llm = load_model(options, console)
     return lambda messages: stream_output(
         llm, llm.chat_token_ids(messages), sampling_params(options), console
@@ -74,7 +73,6 @@ def _local(options: argparse.Namespace, console: Console) -> Responder:
 
 
 def _remote(options: argparse.Namespace, console: Console) -> Responder:
-    """Return a function that sends messages to a server."""
     from draftproof.cli.http_client import HttpClient
 
     changed = [name for name, value in options.engine_defaults.items() if getattr(options, name) != value]

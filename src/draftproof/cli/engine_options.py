@@ -34,7 +34,6 @@ def add_engine_options(group: Any, names: Iterable[str], defaults: Mapping[str, 
 
 
 def _add_flag(group: Any, declared: Field[Any], default: Any) -> None:
-    """Add the flag of one field, with the aliases of its name."""
     names = [declared.name, *(alias for alias, name in OPTION_ALIASES.items() if name == declared.name)]
     flags = ["--" + name.replace("_", "-") for name in names]
     shown = declared.metadata.get("default_text") if default is declared.default else None

@@ -55,7 +55,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Console) -> int:
-    """Run one request without and with speculation and compare tokens and logprobs."""
     seed = 0 if options.seed is None else options.seed
     console.rule("without speculation", align="left")
     # Another cache salt: a proposer that learns from outputs must not draft from the first run.

@@ -21,7 +21,6 @@ class HttpClient:
     """Client of one server. The API key is read from the environment."""
 
     def __init__(self, url: str) -> None:
-        """Check and split the address."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError(f"{url!r} is not the address of a server: write http://HOST:PORT")

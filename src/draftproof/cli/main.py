@@ -54,7 +54,6 @@ class Parser(argparse.ArgumentParser):
     """Argument parser without abbreviations: a prefix of a flag is an error, not another flag."""
 
     def __init__(self, **options: Any) -> None:
-        """Turn abbreviations off."""
         super().__init__(**options, allow_abbrev=False)
 
     def refuse(self, flag: str) -> NoReturn:
@@ -67,7 +66,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
-    """Return the parser and the subparsers by command."""
     parser = Parser(
         prog="draftproof", description="LLM inference in which speculation changes nothing but the speed."
     )

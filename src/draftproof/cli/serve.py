@@ -62,7 +62,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server_options(group: Any) -> None:
-    """Add address, processes, keys and logging."""
     add = group.add_argument
     add(
         "--host",
@@ -95,7 +94,6 @@ def _add_server_options(group: Any) -> None:
 
 
 def _add_limits(group: Any) -> None:
-    """Add the limits of `Settings`."""
     defaults = {field.name: field.default for field in fields(Settings)}
     for name, kind, text in (
         ("max_body_bytes", int, "bytes of one request"),
@@ -152,7 +150,6 @@ def _from_file(parser: argparse.ArgumentParser, path: Path) -> Iterator[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a TOML or JSON file of options."""
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -216,7 +213,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _banner(options: argparse.Namespace, llm: Any, listener: socket.socket, console: Console) -> None:
-    """Print model, engine, speculation and address."""
     from rich.table import Table
 
     config, spec = llm.config, llm.config.speculative

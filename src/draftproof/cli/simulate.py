@@ -139,7 +139,6 @@ def task_table(outcomes: Sequence[Outcome]) -> Table | None:
 
 
 def _draft_counts(text: str) -> list[int]:
-    """Read numbers of drafts separated by commas."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError as error:
@@ -150,7 +149,6 @@ def _draft_counts(text: str) -> list[int]:
 
 
 def _costs(options: argparse.Namespace) -> Costs | None:
-    """Return step costs, measured or from the command line."""
     from draftproof.simulate.replay import Costs
 
     if options.measure:

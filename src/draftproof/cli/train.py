@@ -102,7 +102,6 @@ def train_plan(options: argparse.Namespace) -> TrainPlan:
 
 
 def _chosen(plan: type[TextPlan] | type[TrainPlan], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the options that a plan declares."""
     return {o.name: getattr(options, o.name) for o in fields(plan) if "help" in o.metadata}
 
 

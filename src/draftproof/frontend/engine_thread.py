@@ -118,7 +118,6 @@ class EngineThread:
         return result
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Put a command into the inbox."""
         self._inbox.put(command)
         self._tracker.engine.wake()
         if self._has_ended:
@@ -134,7 +133,6 @@ class EngineThread:
     # --- the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run commands and steps until stopped or broken."""
         engine = self._tracker.engine
         try:
             while not self._is_stopping:
@@ -219,7 +217,6 @@ class EngineThread:
     # --- commands -----------------------------------------------------------------------------------
 
     def _on_submit(self, job: Job, queue: StreamQueue) -> None:
-        """Check a job and add it to the engine."""
         error: Exception | None = self.closed_error()
         if error is None and job.id in self._open:
             error = RequestError(f"a request with id {job.id!r} is already running", "request_id")
@@ -237,20 +234,17 @@ class EngineThread:
             self._delivery.end(queue, None, error)
 
     def _on_leave(self, job_id: str, queue: StreamQueue) -> None:
-        """Abort the job of a reader that has left."""
         job, current = self._open.get(job_id, (None, None))
         if job is not None and current is queue:  # not a later job of the same id
             self._end_job(job)
 
     def _on_abort(self, job_id: str, reply: Reply) -> None:
-        """Abort a job."""
         is_open = job_id in self._open
         if is_open:
             self._end_job(self._open[job_id][0])
         reply(is_open)
 
     def _on_drain(self, reply: Reply) -> None:
-        """Accept no new jobs; reply when all have ended."""
         if self._closed_reason is None:
             self._closed_reason = "the engine drains: it takes no new requests"
         if self._open:
@@ -259,14 +253,12 @@ class EngineThread:
             reply(None)
 
     def _on_abort_all(self, reply: Reply) -> None:
-        """Abort every open job."""
         jobs = [job for job, _ in self._open.values()]
         for job in jobs:
             self._end_job(job)
         reply(len(jobs))
 
     def _on_stop(self, reply: Reply) -> None:
-        """Leave the loop after this command."""
         if self.error is None:
             self._closed_reason = "the engine was shut down"
         self._is_stopping = True
@@ -277,7 +269,6 @@ class EngineThread:
 
 
 def _check_number(job: Job, limit: int | None) -> None:
-    """Refuse a job with more requests than the engine ever takes at once."""
     number = len(job.requests)
     if limit is not None and number > limit:
         raise RequestError(
@@ -288,6 +279,5 @@ def _check_number(job: Job, limit: int | None) -> None:
 
 
 def _reply_all(replies: list[Reply]) -> None:
-    """Reply to every waiting call."""
     while replies:
         replies.pop()(None)

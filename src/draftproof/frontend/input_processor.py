@@ -124,7 +124,6 @@ class InputProcessor:
         raise NotImplementedError
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
-        """Return the tokenizer; RequestError that names `what` if there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 f"{what} needs a tokenizer and this model has none: pass tokenizer=FOLDER, "
@@ -133,7 +132,6 @@ class InputProcessor:
         return self.tokenizer
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        """Return the end-of-text tokens of model and tokenizer."""
         ids = set(self.engine.eos_token_ids)
         if self.tokenizer is not None:
             ids |= set(self.tokenizer.eos_token_ids)
@@ -153,14 +151,12 @@ class InputProcessor:
         return words
 
     def _prediction(self, params: SamplingParams) -> Sequence[int]:
-        """Return the token ids of the predicted output."""
         if isinstance(params.prediction, str):
             return self._need_tokenizer("prediction").encode(params.prediction, add_special_tokens=False)
         return params.prediction or ()
 
 
 def _check_n(n: int) -> None:
-    """Refuse more outputs for one prompt than fit into memory beside others."""
     if n > MAX_N:
         raise RequestError(f"n must be at most {MAX_N}, got {n}: send the prompt several times", "n")
 

@@ -143,7 +143,6 @@ class RequestTracker:
     def _abort_output(
         self, job: Job, output: BulkOutput | StreamingOutput, reason: FinishReason, error: str | None
     ) -> None:
-        """Finish one output from outside."""
         if isinstance(output, BulkOutput):
             out = self.table.close(output, "abort", None, None)
             out.finish_reason, out.error = reason, error
@@ -214,7 +213,6 @@ class RequestTracker:
         return completed + self._take_closed()
 
     def _close(self, results: StepResults, finished: Iterable[int], defer_close: bool) -> None:
-        """Close the bulk outputs that finished with a step."""
         jobs = {i: self._jobs[results.requests[i].id] for i in finished}
         closing: dict[int, FinishedOutput] = {}
         for i, (job, index) in jobs.items():
@@ -246,7 +244,6 @@ class RequestTracker:
         return job
 
     def _regroup(self, requests: list[Request]) -> RequestGroup:
-        """Split the requests of a step into bulk and streaming outputs."""
         lines, streaming = [], []
         for i, request in enumerate(requests):
             job, index = self._jobs[request.id]
@@ -276,5 +273,4 @@ class RequestTracker:
 
 
 def _first(times: Iterable[float | None]) -> float | None:
-    """Return the smallest known time."""
     return min((seconds for seconds in times if seconds is not None), default=None)

@@ -44,7 +44,6 @@ class LoopWaker:
         return True
 
     def _run(self) -> None:
-        """Run the due calls."""
         # in this order: a call that is added from here on schedules a wake-up, or runs now
         self._is_scheduled = False
         while self._due:
@@ -102,7 +101,6 @@ class StreamQueue:
         return True
 
     def _wake(self) -> None:
-        """Wake the reader, in its loop."""
         self._wake_pending = False  # first: events that are put from here on queue another wake-up
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -152,6 +150,5 @@ class EventDelivery:
         return closed
 
     def _request_wake(self, queue: StreamQueue) -> None:
-        """Queue a wake-up of the reader of one queue."""
         if queue.request_wake():
             self._due.add(queue.waker)

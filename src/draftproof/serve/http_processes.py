@@ -22,8 +22,7 @@ from typing import Any
 
 from draftproof.metrics import Histogram
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.api.metrics import ServerMetrics
-from draftproof.serve.api.shared_metrics import SharedMetrics
+from draftproof.serve.api.metrics import ServerMetrics, SharedMetrics
 from draftproof.serve.http.shared_limits import OpenRequestCounts, create_shared_counts
 from draftproof.serve.settings import ApiKeys, Settings
 

@@ -20,7 +20,6 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
@@ -100,9 +99,7 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def status(self) -> WorkerStatus:

@@ -139,7 +139,7 @@ class CompletionHandler:
             for each in output.outputs:
                 if each.finish_reason in ("error", "abort"):
                     raise self._generation_error(each.finish_reason, each.error)
-        is_large = builder.num_logprob_entries > MAX_INLINE_LOGPROBS
+        is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         data = await in_thread_if(is_large, lambda: msgspec.json.encode(builder.whole(outputs)))
         client.done = True
         record.status = 200
@@ -162,7 +162,7 @@ class CompletionHandler:
             for p, prompt in enumerate(parsed.prompts)
         ]
         openings = [_StreamOpening(stream, parsed, p) for p, stream in enumerate(streams)]
-        is_large = builder.num_logprob_entries > MAX_INLINE_LOGPROBS
+        is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         before = record.started
         try:
             async with aclosing(_batches(streams)) as batches:
@@ -268,7 +268,6 @@ async def _gather(calls: Sequence[Any]) -> list[RequestOutput]:
 
 
 async def _batches(streams: Sequence[Any]) -> AsyncGenerator[Batch]:
-    """Yield the events of all streams as they arrive."""
     if len(streams) == 1:
         while events := await streams[0].read():
             yield 0, events

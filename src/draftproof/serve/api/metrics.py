@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counters
+from prometheus_client.core import GaugeMetricFamily as Gauges
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
 from draftproof.metrics import BOUNDS, Histogram, SpecStats
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.api.shared_metrics import MetricTotals, SharedMetrics
 
 # attribute of ServerMetrics: (name, help text)
 HISTOGRAMS = {
@@ -34,6 +38,68 @@ COUNTS = {
     "disconnects": ("client_disconnects", "Requests whose client disconnected."),
     "num_open": ("http_requests_open", "Requests in progress."),
 }
+# attribute of SpecStats: (name, help text)
+SPECULATION = {
+    "num_drafts": ("drafts", "Verify steps with drafts."),
+    "num_draft_tokens": ("draft_tokens", "Drafted tokens."),
+    "num_accepted_tokens": ("accepted_tokens", "Accepted drafts, without bonus tokens."),
+    "num_emitted_tokens": ("emitted_tokens", "Committed tokens, including recovered and bonus tokens."),
+}
+# attribute of EngineStats: (kind, name, help text)
+ENGINE = {
+    "num_running": (Gauges, "num_requests_running", "Running requests."),
+    "num_waiting": (Gauges, "num_requests_waiting", "Waiting requests."),
+    "num_pages": (Gauges, "kv_pages", "Pages of the KV cache."),
+    "num_used_pages": (Gauges, "kv_pages_used", "Used pages of the KV cache."),
+    "num_cached_pages": (Gauges, "kv_pages_cached", "Unused pages with cached content."),
+    "num_preemptions": (Counters, "num_preemptions", "Preemptions because no page was free."),
+    "num_queried_tokens": (Counters, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "num_cached_tokens": (Counters, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+}
+
+
+class MetricTotals(msgspec.Struct):
+    """Metrics that are summed over processes."""
+
+    speculation: SpecStats
+    histograms: dict[str, Histogram]
+    counts: dict[str, int]
+    requests: dict[str, int]  # by "path status"
+
+    def add(self, other: MetricTotals) -> None:
+        """Add the metrics of another process."""
+        self.speculation.add(other.speculation)
+        for name, histogram in other.histograms.items():
+            self.histograms[name].add(histogram)
+        for mine, theirs in ((self.counts, other.counts), (self.requests, other.requests)):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+
+
+class SharedMetrics:
+    """Folder with one small file per HTTP process of an engine, written every second; `name` is this one's.
+
+    Files of processes that have ended stay, so that totals never decrease.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._own_path = folder, folder / f"totals-{name}.json"
+
+    def write(self, totals: MetricTotals) -> None:
+        """Replace this process's file atomically. An error of the disk is ignored."""
+        part = self._own_path.with_suffix(".part")
+        with suppress(OSError):
+            part.write_bytes(msgspec.json.encode(totals))
+            os.replace(part, self._own_path)
+
+    def read_others(self) -> list[MetricTotals]:
+        """Return the metrics of the other processes."""
+        found = []
+        for path in self._folder.glob("totals-*.json"):
+            if path != self._own_path:
+                with suppress(OSError, msgspec.MsgspecError):
+                    found.append(msgspec.json.decode(path.read_bytes(), type=MetricTotals))
+        return found
 
 
 class ServerMetrics:
@@ -105,87 +171,50 @@ class ServerMetrics:
         return []
 
     def _speculation(self, prefix: str, stats: SpecStats) -> Iterator[Metric]:
-        """Yield the speculation counters under a prefix."""
-        for name, text, value in (
-            ("drafts", "Verify steps with drafts.", stats.num_drafts),
-            ("draft_tokens", "Drafted tokens.", stats.num_draft_tokens),
-            ("accepted_tokens", "Accepted drafts, without bonus tokens.", stats.num_accepted_tokens),
-            (
-                "emitted_tokens",
-                "Committed tokens, including recovered and bonus tokens.",
-                stats.num_emitted_tokens,
-            ),
-        ):
-            yield self._counter(f"{prefix}:spec_decode_num_{name}", text, value)
+        for attribute, (name, text) in SPECULATION.items():
+            yield self._one(Counters, f"{prefix}:spec_decode_num_{name}", text, getattr(stats, attribute))
         name = f"{prefix}:spec_decode_num_accepted_tokens_per_pos"
-        family = CounterMetricFamily(name, "Accepted drafts by position.", labels=["model_name", "position"])
+        family = Counters(name, "Accepted drafts by position.", labels=["model_name", "position"])
         for position, count in enumerate(stats.accepted_per_position):
             family.add_metric([self.model, str(position)], count)
         yield family
 
     def _server(self, totals: MetricTotals) -> Iterator[Metric]:
-        """Yield the metrics of the HTTP processes."""
         labels = ["model_name", "path", "status"]
-        family = CounterMetricFamily("draftproof:http_requests", "HTTP requests.", labels=labels)
+        family = Counters("draftproof:http_requests", "HTTP requests.", labels=labels)
         for key, count in totals.requests.items():
             path, status = key.rsplit(" ", 1)
             family.add_metric([self.model, path, status], count)
         yield family
         for attribute, (name, text) in COUNTS.items():
-            build = self._gauge if attribute == "num_open" else self._counter
-            yield build(f"draftproof:{name}", text, totals.counts[attribute])
+            kind = Gauges if attribute == "num_open" else Counters
+            yield self._one(kind, f"draftproof:{name}", text, totals.counts[attribute])
         for attribute, (name, text) in HISTOGRAMS.items():
             yield self._histogram(f"draftproof:{name}", text, totals.histograms[attribute])
 
     def _engine(self) -> Iterator[Metric]:
-        """Yield the metrics of the engine."""
         strategy, lossless = self._llm.strategy_label(SamplingParams())
         labels = ["model_name", "strategy"]
         text = "1 if the verification of requests without own options is lossless."
-        family = GaugeMetricFamily("draftproof:lossless", text, labels=labels)
+        family = Gauges("draftproof:lossless", text, labels=labels)
         family.add_metric([self.model, strategy], int(lossless))
         yield family
         stats = self._llm.engine_stats()
-        for name, text, value in (
-            ("num_requests_running", "Running requests.", stats.num_running),
-            ("num_requests_waiting", "Waiting requests.", stats.num_waiting),
-            ("kv_pages", "Pages of the KV cache.", stats.num_pages),
-            ("kv_pages_used", "Used pages of the KV cache.", stats.num_used_pages),
-            (
-                "kv_pages_cached",
-                "Unused pages with cached content.",
-                stats.num_cached_pages,
-            ),
-        ):
-            yield self._gauge(f"draftproof:{name}", text, value)
-        for name, text, value in (
-            ("num_preemptions", "Preemptions because no page was free.", stats.num_preemptions),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                stats.num_queried_tokens,
-            ),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
-        ):
-            yield self._counter(f"draftproof:{name}", text, value)
+        for attribute, (kind, name, text) in ENGINE.items():
+            yield self._one(kind, f"draftproof:{name}", text, getattr(stats, attribute))
         worker, steps = self._llm.worker_status(), self._llm.step_totals()
         if worker is not None and steps is not None:  # the engine has a process of its own
             up = int(worker.state == "ready")
-            yield self._gauge("draftproof:worker_up", "1 while the engine's process serves requests.", up)
-            for name, text, value in (
-                ("worker_restarts", "Restarts of the engine's process.", worker.restarts),
-                ("engine_steps", "Steps of the engine.", steps.num_steps),
-                ("engine_step_seconds", "Seconds spent in steps of the engine.", steps.seconds),
+            for kind, name, text, value in (
+                (Gauges, "worker_up", "1 while the engine's process serves requests.", up),
+                (Counters, "worker_restarts", "Restarts of the engine's process.", worker.restarts),
+                (Counters, "engine_steps", "Steps of the engine.", steps.num_steps),
+                (Counters, "engine_step_seconds", "Seconds spent in steps of the engine.", steps.seconds),
             ):
-                yield self._counter(f"draftproof:{name}", text, value)
+                yield self._one(kind, f"draftproof:{name}", text, value)
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self.model], value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
+    def _one(self, kind: type[Counters] | type[Gauges], name: str, text: str, value: float) -> Metric:
+        family = kind(name, text, labels=["model_name"])
         family.add_metric([self.model], value)
         return family
 

@@ -9,7 +9,23 @@ import msgspec
 
 from draftproof import __version__
 from draftproof.engine.validation import Limits
-from draftproof.serve.api import request_schema, response_schema
+from draftproof.serve.api.request_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from draftproof.serve.api.response_schema import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Health,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    Version,
+)
 from draftproof.serve.http.errors import ErrorResponse
 
 _ERRORS = {
@@ -24,8 +40,21 @@ _ERRORS = {
     "503": "The server is full, starting or stopping; try again later.",
     "504": "The request timed out.",
 }
-
-
+# routes with a body: description, request, response
+POSTS: dict[str, tuple[str, type[Any], type[Any]]] = {
+    "/v1/completions": ("Continue prompts.", CompletionRequest, CompletionResponse),
+    "/v1/chat/completions": ("Continue a conversation.", ChatCompletionRequest, ChatCompletionResponse),
+    "/tokenize": ("Tokenize a prompt or a conversation.", TokenizeRequest, TokenizeResponse),
+    "/detokenize": ("Detokenize.", DetokenizeRequest, DetokenizeResponse),
+}
+# routes without one: description, response; None: plain text
+GETS: dict[str, tuple[str, type[Any] | None]] = {
+    "/v1/models": ("List the models.", ModelList),
+    "/version": ("Version and engine.", Version),
+    "/v1/models/{model}": ("Describe a model.", ModelCard),
+    "/health": ("State of the engine.", Health),
+    "/metrics": ("Metrics for Prometheus.", None),
+}
 CONVERSATION_FIELDS = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 
 
@@ -33,53 +62,20 @@ def document(
     models: Sequence[str], limits: Limits, allows_empty_prompt: bool, needs_key: bool
 ) -> dict[str, Any]:
     """Build the document. `allows_empty_prompt`: the tokenizer adds tokens to an empty text."""
-    posts = {
-        "/v1/completions": (
-            "Continue prompts.",
-            request_schema.CompletionRequest,
-            response_schema.CompletionResponse,
-            True,
-        ),
-        "/v1/chat/completions": (
-            "Continue a conversation.",
-            request_schema.ChatCompletionRequest,
-            response_schema.ChatCompletionResponse,
-            True,
-        ),
-        "/tokenize": (
-            "Tokenize a prompt or a conversation.",
-            request_schema.TokenizeRequest,
-            response_schema.TokenizeResponse,
-            False,
-        ),
-        "/detokenize": (
-            "Detokenize.",
-            request_schema.DetokenizeRequest,
-            response_schema.DetokenizeResponse,
-            False,
-        ),
-    }
-    gets = {
-        "/v1/models": ("List the models.", response_schema.ModelList),
-        "/version": ("Version and engine.", response_schema.Version),
-    }
-    kinds: list[Any] = [ErrorResponse, response_schema.Health]
-    kinds += [each for _, body, response, _ in posts.values() for each in (body, response)]
-    kinds += [response for _, response in gets.values()]
+    kinds: list[Any] = [ErrorResponse, Health]
+    kinds += [each for _, body, response in POSTS.values() for each in (body, response)]
+    kinds += [ModelList, Version]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _specialize(components, models, limits, allows_empty_prompt)
     paths: dict[str, Any] = {}
-    for path, (text, body, response, streams) in posts.items():
-        paths[path] = {"post": _operation(text, response, streams, body)}
-    for path, (text, response) in gets.items():
-        paths[path] = {"get": _operation(text, response)}
-    paths["/v1/models/{model}"] = {"get": _operation("Describe a model.", response_schema.ModelCard)}
+    for path, (text, body, response) in POSTS.items():
+        paths[path] = {"post": _operation(text, response, body)}
+    for path, (text, kind) in GETS.items():
+        paths[path] = {"get": _operation(text, kind)}
     paths["/v1/models/{model}"]["get"]["parameters"] = [
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
     ]
-    paths["/health"] = {"get": _operation("State of the engine.", response_schema.Health)}
     paths["/health"]["get"]["responses"]["503"] = _content("Requests are not served.", "Health")
-    paths["/metrics"] = {"get": _operation("Metrics for Prometheus.", None)}
     result: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Draftproof", "version": __version__},
@@ -88,7 +84,7 @@ def document(
     }
     if needs_key:
         result["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        for path in (*posts, "/v1/models", "/v1/models/{model}", "/metrics"):
+        for path in (*POSTS, "/v1/models", "/v1/models/{model}", "/metrics"):
             for operation in paths[path].values():
                 operation["security"] = [{"key": []}]
     return result
@@ -102,11 +98,8 @@ def _specialize(
     _limit_ids(components, vocab_size)
     if limits.max_logprobs >= 0:
         _limit_logprobs(components, limits.max_logprobs)
-    ids = {
-        "type": "array",
-        "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
-        "minItems": 1,
-    }
+    token_id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    ids = {"type": "array", "items": token_id, "minItems": 1}
     text = {"type": "string"} if allows_empty_prompt else {"type": "string", "minLength": 1}
     several = [{"type": "array", "items": item, "minItems": 1} for item in (text, ids)]
     components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [text, ids, *several]}
@@ -118,14 +111,12 @@ def _specialize(
     forms = []
     for needed, others in (("prompt", CONVERSATION_FIELDS), ("messages", {"prompt", "add_special_tokens"})):
         properties = {name: what for name, what in whole["properties"].items() if name not in others}
-        forms.append(
-            {"type": "object", "properties": properties, "required": [needed], "additionalProperties": False}
-        )
+        form = {"type": "object", "properties": properties, "required": [needed]}
+        forms.append({**form, "additionalProperties": False})
     components["TokenizeRequest"] = {"title": whole["title"], "anyOf": forms}
 
 
 def _limit_logprobs(components: dict[str, Any], max_logprobs: int) -> None:
-    """Add the engine's limit of logprobs per token."""
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         properties = components[name]["properties"]
         for option in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -148,25 +139,19 @@ def _limit_ids(part: Any, vocab_size: int) -> None:
         _limit_ids(item, vocab_size)
 
 
-def _operation(
-    text: str, response: type | None, streams: bool = False, body: type | None = None
-) -> dict[str, Any]:
+def _operation(text: str, response: type | None, body: type | None = None) -> dict[str, Any]:
     """Describe one route. `response` None: plain text."""
-    done: dict[str, Any] = {
-        "description": "Success.",
-        "content": {"text/plain": {"schema": {"type": "string"}}},
-    }
-    if response is not None:
-        done = _content("Success.", response.__name__)
-    if streams:
+    done = _content("Success.", "" if response is None else response.__name__)
+    if response is None:
+        done["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if body is not None and issubclass(body, GenerationRequest):
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         done["content"]["text/event-stream"] = {"schema": event}
     codes = _ERRORS if body is not None else {c: t for c, t in _ERRORS.items() if c in ("401", "404", "500")}
     responses = {"200": done, **{code: _content(text, "ErrorResponse") for code, text in codes.items()}}
     result: dict[str, Any] = {"summary": text, "responses": responses}
     if body is not None:
-        result["requestBody"] = {"required": True, **_content("", body.__name__)}
-        result["requestBody"].pop("description")
+        result["requestBody"] = {"required": True, "content": _content("", body.__name__)["content"]}
     return result
 
 

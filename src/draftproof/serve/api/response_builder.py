@@ -25,7 +25,6 @@ from draftproof.serve.api.response_schema import (
     CompletionResponse,
     Delta,
     PromptDetails,
-    PromptExtras,
     RequestMetrics,
     SpeculativeDecoding,
     Usage,
@@ -52,11 +51,6 @@ class ResponseBuilder:
         self.logprobs = LogprobFormatter(strings, params.logprobs or 0, params.logprob_token_ids)
         assert params.seed is not None
         self._seed = params.seed
-
-    @property
-    def num_logprob_entries(self) -> int:
-        """Upper bound of the logprobs in the response."""
-        return self.parsed.num_logprob_entries
 
     def seed_of(self, index: int) -> int:
         """Return the seed of a choice: each prompt has the seeds seed, seed + 1, ..."""
@@ -100,19 +94,30 @@ class ResponseBuilder:
 
     # --- prompt ---
 
-    def prompt_extras(self, prompt: ParsedPrompt, rows: PromptRows) -> PromptExtras:
-        """Return the optional fields of a prompt."""
+    def prompt_fields(self, prompt: ParsedPrompt, rows: PromptRows) -> dict[str, Any]:
+        """Return the requested ones of the optional fields of a prompt."""
+        fields: dict[str, Any] = {"prompt_token_ids": prompt.ids} if self.parsed.token_ids else {}
         width = self.parsed.prompt_logprobs
-        return PromptExtras(
-            prompt_token_ids=prompt.ids if self.parsed.token_ids else UNSET,
-            prompt_logprobs=UNSET if width is None else self.logprobs.prompt(self._cut(rows, width)),
-        )
+        if width is not None:
+            fields["prompt_logprobs"] = self.logprobs.prompt(self._cut(rows, width))
+        return fields
 
     def _cut(self, rows: Iterable[LogprobRow | None], width: int) -> list[LogprobRow | None]:
         """Return each row with the token itself and its `width` best, if more were computed."""
         if width == self._prompt_width:
             return list(rows)
         return [None if row is None else _cut_row(row, width) for row in rows]
+
+    def _choice_fields(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the fields of a whole choice that do not depend on the route."""
+        return {
+            "finish_reason": checked_reason(output.finish_reason),
+            "stop_reason": output.stop_reason,
+            "seed": self.seed_of(output.index),
+            "token_ids": output.token_ids if self.parsed.token_ids else UNSET,
+            "provenance": output.provenance if self.parsed.provenance else UNSET,
+            "drafts": UNSET if output.drafts is None else self.logprobs.drafts(output.drafts),
+        }
 
 
 class CompletionBuilder(ResponseBuilder):
@@ -138,8 +143,8 @@ class CompletionBuilder(ResponseBuilder):
         for p, (prompt, output) in enumerate(zip(self.parsed.prompts, outputs, strict=True)):
             rows = logprob_rows(output.prompt_logprobs)
             text, logprobs = self.echo(prompt, rows)
-            extras = self.prompt_extras(prompt, rows)
-            choices += [self._choice(p, each, text, logprobs, extras) for each in output.outputs]
+            fields = self.prompt_fields(prompt, rows)
+            choices += [self._choice(p, each, text, logprobs, fields) for each in output.outputs]
         return CompletionResponse(
             **self.head, choices=choices, usage=self.usage(outputs), metrics=self.metrics(outputs)
         )
@@ -150,10 +155,9 @@ class CompletionBuilder(ResponseBuilder):
         output: CompletionOutput,
         echo: str,
         echo_logprobs: CompletionLogprobs | None,
-        extras: PromptExtras,
+        prompt_fields: dict[str, Any],
     ) -> CompletionChoice:
-        index = p * self.n + output.index
-        rows = logprob_rows(output.logprobs)
+        index, rows = p * self.n + output.index, logprob_rows(output.logprobs)
         has_logprobs = output.logprobs is not None
         if self.parsed.prompt_only:
             output, rows = CompletionOutput(output.index, output.seed, finish_reason="length"), []
@@ -161,33 +165,16 @@ class CompletionBuilder(ResponseBuilder):
         if has_logprobs:
             offsets = [len(echo) + begin for begin in output.text_offsets]
             logprobs = joined(echo_logprobs, self.logprobs.completion(rows, offsets))
-        return CompletionChoice(
-            index=index,
-            text=echo + output.text,
-            logprobs=logprobs,
-            finish_reason=checked_reason(output.finish_reason),
-            stop_reason=output.stop_reason,
-            seed=self.seed_of(index),
-            token_ids=output.token_ids if self.parsed.token_ids else UNSET,
-            provenance=output.provenance if self.parsed.provenance else UNSET,
-            drafts=UNSET if output.drafts is None else self.logprobs.drafts(output.drafts),
-            prompt_token_ids=extras.prompt_token_ids,
-            prompt_logprobs=extras.prompt_logprobs,
-        )
+        fields = {**self._choice_fields(output), **prompt_fields}
+        return CompletionChoice(index=index, text=echo + output.text, logprobs=logprobs, **fields)
 
     def first_chunk(self, index: int, prompt: ParsedPrompt, rows: PromptRows) -> CompletionChoice | None:
         """Return the chunk before the first token of a choice, if there is anything to send."""
-        extras = self.prompt_extras(prompt, rows)
-        if not self.parsed.echo and extras.prompt_token_ids is UNSET and extras.prompt_logprobs is UNSET:
+        fields = self.prompt_fields(prompt, rows)
+        if not self.parsed.echo and not fields:
             return None
         text, logprobs = self.echo(prompt, rows)
-        return CompletionChoice(
-            index=index,
-            text=text,
-            logprobs=logprobs,
-            prompt_token_ids=extras.prompt_token_ids,
-            prompt_logprobs=extras.prompt_logprobs,
-        )
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, **fields)
 
     def chunk(self, index: int, text: str, events: Sequence[TokenEvent], shift: int) -> CompletionChoice:
         """Return the chunk of some tokens; `shift`: number of echoed characters."""
@@ -206,14 +193,13 @@ class ChatBuilder(ResponseBuilder):
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
         """Return the body of a request without streaming."""
         output = outputs[0]
-        extras = self.prompt_extras(self.parsed.prompts[0], logprob_rows(output.prompt_logprobs))
+        fields = self.prompt_fields(self.parsed.prompts[0], logprob_rows(output.prompt_logprobs))
         return ChatCompletionResponse(
             **self.head,
             choices=[self._choice(each) for each in output.outputs],
             usage=self.usage(outputs),
             metrics=self.metrics(outputs),
-            prompt_token_ids=extras.prompt_token_ids,
-            prompt_logprobs=extras.prompt_logprobs,
+            **fields,
         )
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
@@ -221,17 +207,8 @@ class ChatBuilder(ResponseBuilder):
         if output.logprobs is not None:
             rows = logprob_rows(output.logprobs)
             logprobs = ChatLogprobs(content=[self.logprobs.chat(row) for row in rows])
-        return ChatChoice(
-            index=output.index,
-            message=ChatMessage(content=output.text),
-            logprobs=logprobs,
-            finish_reason=checked_reason(output.finish_reason),
-            stop_reason=output.stop_reason,
-            seed=self.seed_of(output.index),
-            token_ids=output.token_ids if self.parsed.token_ids else UNSET,
-            provenance=output.provenance if self.parsed.provenance else UNSET,
-            drafts=UNSET if output.drafts is None else self.logprobs.drafts(output.drafts),
-        )
+        message, fields = ChatMessage(content=output.text), self._choice_fields(output)
+        return ChatChoice(index=output.index, message=message, logprobs=logprobs, **fields)
 
     def first_chunk(self, index: int, prompt: ParsedPrompt, rows: PromptRows) -> ChatChunkChoice | None:
         """Return the chunk with the role, before the first token."""
@@ -258,12 +235,8 @@ def joined(left: CompletionLogprobs | None, right: CompletionLogprobs) -> Comple
     """Return the logprobs of the echoed prompt followed by those of the output."""
     if left is None:
         return right
-    return CompletionLogprobs(
-        tokens=left.tokens + right.tokens,
-        token_logprobs=left.token_logprobs + right.token_logprobs,
-        top_logprobs=left.top_logprobs + right.top_logprobs,
-        text_offset=left.text_offset + right.text_offset,
-    )
+    names = CompletionLogprobs.__struct_fields__
+    return CompletionLogprobs(**{name: getattr(left, name) + getattr(right, name) for name in names})
 
 
 def checked_reason(reason: str | None) -> Any:

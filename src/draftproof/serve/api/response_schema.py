@@ -99,13 +99,6 @@ class Extras(ResponseStruct, kw_only=True):
     num_draft: int | UnsetType = UNSET  # with step_end: number of drafts that the step verified
 
 
-class PromptExtras(ResponseStruct, kw_only=True):
-    """Optional fields of a prompt: in each choice of a completion, once in a chat response."""
-
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
 # --- /v1/completions ---
 
 
@@ -189,9 +182,11 @@ class ChatChoice(Extras, kw_only=True):
     seed: int | UnsetType = UNSET
 
 
-class ChatCompletionResponse(PromptExtras, kw_only=True):
+class ChatCompletionResponse(ResponseStruct, kw_only=True):
     """Body of /v1/chat/completions."""
 
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int

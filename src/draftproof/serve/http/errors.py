@@ -8,22 +8,25 @@ from typing import Any
 import msgspec
 
 from draftproof.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError, nearest
-from draftproof.serve.api.request_schema import NO_EFFECT_VALUES, UNSUPPORTED
+from draftproof.serve.api.request_schema import UNSUPPORTED
 
 RETRY_SECONDS = 1
 _TYPES = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 413, 415), "invalid_request_error"),
+    **dict.fromkeys((408, 504), "timeout_error"),
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
     503: "service_unavailable_error",
-    504: "timeout_error",
-}
+}  # others: server_error
+# exception, status, message (None: the exception's own), code; the first match counts
+_ERRORS: tuple[tuple[type[Exception], int, str | None, str | None], ...] = (
+    (QueueFullError, 503, None, "queue_full"),
+    (RequestError, 400, None, None),
+    (EngineDeadError, 503, "the engine has stopped; the reason is in the server's log", "engine_dead"),
+    (EngineClosedError, 503, None, "engine_down"),
+    (TimeoutError, 504, "the request took longer than this server allows", "timeout"),
+)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.S)
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$", re.S)
 _PART = re.compile(r"content\[\d+\]\.type$")
@@ -79,16 +82,9 @@ def to_api_error(error: BaseException) -> ApiError:
     """Return the error response of an exception. Messages of internal errors go to the log only."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFullError):
-        return ApiError(503, str(error), code="queue_full")
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error), error.param)
-    if isinstance(error, EngineDeadError):
-        return ApiError(503, "the engine has stopped; the reason is in the server's log", code="engine_dead")
-    if isinstance(error, EngineClosedError):
-        return ApiError(503, str(error), code="engine_down")
-    if isinstance(error, TimeoutError):
-        return ApiError(504, "the request took longer than this server allows", code="timeout")
+    for kind, status, text, code in _ERRORS:
+        if isinstance(error, kind):
+            return ApiError(status, text or str(error), getattr(error, "param", None), code)
     return ApiError(500, "internal error; the details are in the server's log", code="internal_error")
 
 
@@ -113,8 +109,8 @@ def _without_no_effect(value: Any) -> Any:
 
 
 def _has_no_effect(name: str, item: Any) -> bool:
-    """Return True for a value of NO_EFFECT_VALUES; 1 is not the same as true."""
-    same = [known for known in NO_EFFECT_VALUES.get(name, ()) if known == item]
+    """Compare with the values of UNSUPPORTED that change nothing; 1 is not the same as true."""
+    same = [known for known in UNSUPPORTED.get(name, ("", ()))[1] if known == item]
     return any(isinstance(known, bool) == isinstance(item, bool) for known in same)
 
 
@@ -130,14 +126,13 @@ def _with_integers(value: Any) -> Any:
 def _validation_error(text: str, kind: type[Any]) -> ApiError:
     if found := _UNKNOWN.match(text):
         name, place = found[1], _place(found[2])
-        if not place:
-            if name in UNSUPPORTED:
-                return ApiError(400, f"{name}: {UNSUPPORTED[name]}", name, "unsupported_option")
-            hint = nearest(name, kind.__struct_fields__, "see /openapi.json for the options")
-            return ApiError(400, f"unknown option {_short(name)!r}: {hint}", _short(name), "unknown_option")
-        return ApiError(
-            400, f"{place}: unknown key {_short(name)!r}", f"{place}.{_short(name)}", "unknown_option"
-        )
+        short = _short(name)
+        if place:
+            return ApiError(400, f"{place}: unknown key {short!r}", f"{place}.{short}", "unknown_option")
+        if name in UNSUPPORTED:
+            return ApiError(400, f"{name}: {UNSUPPORTED[name][0]}", name, "unsupported_option")
+        hint = nearest(name, kind.__struct_fields__, "see /openapi.json for the options")
+        return ApiError(400, f"unknown option {short!r}: {hint}", short, "unknown_option")
     if found := _MISSING.match(text):
         name = ".".join(part for part in (_place(found[2]), found[1]) if part)
         return ApiError(400, f"{name} is missing", name, "missing_option")
@@ -145,10 +140,10 @@ def _validation_error(text: str, kind: type[Any]) -> ApiError:
     place = _place(found[1]) if found else None
     message = text[: found.start()] if found else text
     option = re.split(r"[.\[]", place or "")[0]
-    if reason := UNSUPPORTED.get(option):
-        return ApiError(400, f"{option}: {reason}", place, "unsupported_option")
+    if option in UNSUPPORTED:
+        return ApiError(400, f"{option}: {UNSUPPORTED[option][0]}", place, "unsupported_option")
     if _PART.search(place or ""):
-        message += f" ({UNSUPPORTED['modalities']})"
+        message += f" ({UNSUPPORTED['modalities'][0]})"
     return ApiError(400, f"{place or 'body'}: {message}", place)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Literal
 
 from starlette.types import Receive
@@ -42,9 +41,7 @@ class ClientMonitor:
         self._guard.watch(self)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watch.cancel()
         self._guard.unwatch(self)
         if self._cancel_reason is None or kind is None or not issubclass(kind, asyncio.CancelledError):

@@ -136,7 +136,6 @@ def _stop_with_parent(fd: int, server: uvicorn.Server) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files to the maximum of the system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

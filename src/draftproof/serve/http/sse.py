@@ -45,7 +45,7 @@ class SseEncoder:
         builder, prompt = self._builder, self._parsed.prompts[p]
         tail = self._tail
         if self._parsed.is_chat:
-            extras = _ENCODER.encode(builder.prompt_extras(prompt, rows))
+            extras = _ENCODER.encode(builder.prompt_fields(prompt, rows))
             tail = b"]" + (b"," + extras[1:-1] if len(extras) > 2 else b"") + self._tail[1:]
         for index in range(p * builder.n, (p + 1) * builder.n):
             choice = builder.first_chunk(index, prompt, rows)
@@ -111,9 +111,7 @@ class SseEncoder:
     def _usage_tail(self) -> bytes:
         num_prompt, num_generated = sum(self._prompt_lengths), sum(self._num_tokens)
         usage = Usage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_generated,
-            total_tokens=num_prompt + num_generated,
+            prompt_tokens=num_prompt, completion_tokens=num_generated, total_tokens=num_prompt + num_generated
         )
         return b'],"usage":' + _ENCODER.encode(usage) + b"}\n\n"
 

@@ -33,7 +33,6 @@ class WorkerConnection:
         self._open()
 
     def _open(self) -> None:
-        """Open a socket with its monitor and send Hello."""
         made = self._socket = self._context.socket(zmq.DEALER)
         made.linger = 0
         made.sndhwm = 0  # unbounded: the number of requests is limited before, so sending never blocks

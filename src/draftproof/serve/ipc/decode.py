@@ -18,6 +18,7 @@ from draftproof.sampling_params import top_of
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
     REASON_BY_STATUS,
+    STATS_FIELDS,
     Bounds,
     FrameError,
     Header,
@@ -57,7 +58,7 @@ class DecodedFrame:
 
     def engine_stats(self, timings: Timings) -> EngineStats:
         """Return the engine statistics of the header, with `timings`."""
-        return EngineStats(*self.header[5:13], timings=timings)
+        return EngineStats(*self.header[STATS_FIELDS], timings=timings)
 
 
 def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> DecodedFrame:
@@ -199,49 +200,37 @@ def _logprob_blocks(header: Header, columns: Columns) -> dict[LogprobKind, Logpr
     return found
 
 
-def _lists(columns: Columns, prefix: str, *names: str) -> zip[tuple[Any, ...]]:
-    """Iterate over the entries of several columns with one prefix."""
-    return zip(*(columns[f"{prefix}_{name}"].tolist() for name in names), strict=True)
+def _lists(columns: Columns, prefix: str, *names: str, optional: Sequence[str] = ()) -> zip[tuple[Any, ...]]:
+    """Iterate over the entries of several columns; values of `optional` ones are None without their flag."""
+    lists = [columns[f"{prefix}_{name}"].tolist() for name in names]
+    for name in optional:
+        pairs = zip(columns[f"{prefix}_has_{name}"], columns[f"{prefix}_{name}"].tolist(), strict=True)
+        lists.append([value if has else None for has, value in pairs])
+    return zip(*lists, strict=True)
 
 
 def _decode_finished(columns: Columns) -> dict[int, FinishedEntry]:
-    text, at = columns["text"].tobytes(), 0
-    statuses = columns["status"].tolist()
-    names = ("entry", "has_stop_token", "stop_token", "has_message", "message", "has_param", "param")
+    text, at, statuses = columns["text"].tobytes(), 0, columns["status"].tolist()
     finished = {}
-    for entry, has_stop, stop, has_message, message_size, has_param, param_size in _lists(
-        columns, "finish", *names
-    ):
-        middle, end = at + message_size, at + message_size + param_size
-        try:
-            message, param = text[at:middle].decode(), text[middle:end].decode()
-        except UnicodeDecodeError as error:
-            raise FrameError(f"text is not UTF-8: {error}") from error
-        at = end
-        finished[entry] = FinishedEntry(
-            status=RequestStatus(statuses[entry]),
-            stop_token=stop if has_stop else None,
-            message=message if has_message else None,
-            param=param if has_param else None,
-        )
+    for entry, *values in _lists(columns, "finish", "entry", optional=("stop_token", "message", "param")):
+        stop_token, *sizes = values
+        texts: list[str | None] = []
+        for size in sizes:
+            try:
+                texts.append(None if size is None else text[at : at + size].decode())
+            except UnicodeDecodeError as error:
+                raise FrameError(f"text is not UTF-8: {error}") from error
+            at += size or 0
+        finished[entry] = FinishedEntry(RequestStatus(statuses[entry]), stop_token, *texts)
     return finished
 
 
 def _decode_stats(columns: Columns) -> list[tuple[int, RequestStats]]:
-    names = ("entry", "cached", "preempted", "has_scheduled", "scheduled", "has_first_token", "first_token")
-    found = []
-    for entry, cached, preempted, has_scheduled, scheduled, has_first, first in _lists(
-        columns, "stats", *names
-    ):
-        stats = RequestStats(
-            cached,
-            preempted,
-            0.0,
-            scheduled_at=scheduled if has_scheduled else None,
-            first_token_at=first if has_first else None,
-        )
-        found.append((entry, stats))
-    return found
+    rows = _lists(columns, "stats", "entry", "cached", "preempted", optional=("scheduled", "first_token"))
+    return [
+        (entry, RequestStats(cached, preempted, 0.0, scheduled_at=scheduled, first_token_at=first_token))
+        for entry, cached, preempted, scheduled, first_token in rows
+    ]
 
 
 def _decode_row_sets(columns: Columns, extras: dict[int, HostLogprobs]) -> None:
@@ -262,20 +251,13 @@ def _decode_row_sets(columns: Columns, extras: dict[int, HostLogprobs]) -> None:
 
 
 def _decode_drafts(columns: Columns, extras: dict[int, HostLogprobs], sources: Sequence[str]) -> None:
-    names = ("entry", "token", "position", "source", "accepted")
-    logprob_names = ("has_draft_logprob", "draft_logprob", "has_target_logprob", "target_logprob")
-    for entry, token, position, source, accepted, has_draft, draft, has_target, target in _lists(
-        columns, "draft", *names, *logprob_names
+    names, optional = (
+        ("entry", "token", "position", "source", "accepted"),
+        ("draft_logprob", "target_logprob"),
+    )
+    for entry, token, position, source, accepted, *logprobs in _lists(
+        columns, "draft", *names, optional=optional
     ):
         extra = extras.setdefault(entry, HostLogprobs())
         extra.drafts = extra.drafts or []
-        extra.drafts.append(
-            DraftRecord(
-                token_id=token,
-                position=position,
-                source=sources[source],
-                accepted=bool(accepted),
-                draft_logprob=draft if has_draft else None,
-                target_logprob=target if has_target else None,
-            )
-        )
+        extra.drafts.append(DraftRecord(token, position, sources[source], bool(accepted), *logprobs))

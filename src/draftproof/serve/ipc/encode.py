@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from draftproof.metrics import EngineStats, RequestStats
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
+    STATS_FIELDS,
     STATUS_BY_REASON,
     Header,
     RequestStatus,
@@ -28,6 +30,7 @@ from draftproof.serve.ipc.frame import (
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind
 
 Arrays = dict[str, NDArray[Any]]
+_engine_counters = attrgetter(*Header._fields[STATS_FIELDS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,6 @@ class AdmissionFailure:
     handle: int
     status: RequestStatus
     message: str
-    param: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FinishEntry:
-    """End of one request."""
-
-    entry: int
-    stop_token: int | None = None
-    message: str | None = None
     param: str | None = None
 
 
@@ -85,23 +78,8 @@ class EngineSnapshot:
 
     def header(self, sequence: int, **counts: int) -> Header:
         """Return the header of a frame."""
-        stats = self.stats
-        return Header(
-            max_drafts=self.max_drafts,
-            sequence=sequence,
-            num_steps=self.num_steps,
-            step_seconds=self.step_seconds,
-            busy_seconds=self.busy_seconds,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_preemptions=stats.num_preemptions,
-            num_queried_tokens=stats.num_queried_tokens,
-            num_cached_tokens=stats.num_cached_tokens,
-            num_pages=stats.num_pages,
-            num_used_pages=stats.num_used_pages,
-            num_cached_pages=stats.num_cached_pages,
-            **counts,
-        )
+        totals = self.num_steps, self.step_seconds, self.busy_seconds, *_engine_counters(self.stats)
+        return Header(self.max_drafts, sequence, *totals, **counts)
 
 
 def encode_step(
@@ -144,8 +122,9 @@ def encode_step(
         if endings:
             for i, ending in endings.items():
                 columns["status"][i] = STATUS_BY_REASON[ending.reason]
-            finishes = [FinishEntry(i, endings[i].stop, endings[i].error) for i in sorted(endings)]
-            _add_finishes(columns, counts, finishes)
+            entries = sorted(endings)
+            stops, errors = [endings[i].stop for i in entries], [endings[i].error for i in entries]
+            _add_finishes(columns, counts, entries, stops, errors, [None] * len(entries))
         _add_extras(columns, counts, _select(results.host_logprobs, index), results.sources)
     _add_stats(columns, counts, list(new_stats))
     return pack(engine.header(sequence, **counts), columns)
@@ -162,8 +141,8 @@ def encode_failures(sequence: int, engine: EngineSnapshot, failures: Sequence[Ad
         **dict.fromkeys(("num_out", "num_draft", "num_accepted", "logprob_kind"), zeros),
     }
     if failures:
-        finishes = [FinishEntry(i, None, each.message, each.param) for i, each in enumerate(failures)]
-        _add_finishes(columns, counts, finishes)
+        messages, params = [each.message for each in failures], [each.param for each in failures]
+        _add_finishes(columns, counts, range(size), [None] * size, messages, params)
     return pack(engine.header(sequence, **counts), columns)
 
 
@@ -203,37 +182,43 @@ def _add_logprob_blocks(
         columns[f"{name}_rank"] = found.ranks[at]
 
 
+def _add_optional(columns: Arrays, prefix: str, name: str, values: Sequence[Any]) -> None:
+    """Add a column whose values may be None, with its column of flags."""
+    columns[f"{prefix}_has_{name}"] = np.array([value is not None for value in values], np.uint8)
+    columns[f"{prefix}_{name}"] = np.array([0 if value is None else value for value in values])
+
+
 def _add_stats(columns: Arrays, counts: dict[str, int], new_stats: list[tuple[int, RequestStats]]) -> None:
     if not new_stats:
         return
     counts["stats"] = len(new_stats)
-    columns["stats_entry"] = np.array([i for i, _ in new_stats], np.uint32)
-    columns["stats_cached"] = np.array([stats.num_cached_tokens for _, stats in new_stats], np.uint32)
-    columns["stats_preempted"] = np.array([stats.num_preemptions for _, stats in new_stats], np.uint32)
-    for name, times in (
-        ("scheduled", [stats.scheduled_at for _, stats in new_stats]),
-        ("first_token", [stats.first_token_at for _, stats in new_stats]),
-    ):
-        columns[f"stats_has_{name}"] = np.array([time is not None for time in times], np.uint8)
-        columns[f"stats_{name}"] = np.array([time or 0.0 for time in times], np.float64)
+    columns["stats_entry"] = np.array([i for i, _ in new_stats])
+    columns["stats_cached"] = np.array([stats.num_cached_tokens for _, stats in new_stats])
+    columns["stats_preempted"] = np.array([stats.num_preemptions for _, stats in new_stats])
+    _add_optional(columns, "stats", "scheduled", [stats.scheduled_at for _, stats in new_stats])
+    _add_optional(columns, "stats", "first_token", [stats.first_token_at for _, stats in new_stats])
 
 
-def _add_finishes(columns: Arrays, counts: dict[str, int], finishes: list[FinishEntry]) -> None:
+def _add_finishes(
+    columns: Arrays,
+    counts: dict[str, int],
+    entries: Sequence[int],
+    stop_tokens: Sequence[int | None],
+    messages: Sequence[str | None],
+    params: Sequence[str | None],
+) -> None:
     """Add finished requests, ascending by entry."""
-    stop_tokens = [finish.stop_token for finish in finishes]
-    columns["finish_entry"] = np.array([finish.entry for finish in finishes], np.uint32)
-    columns["finish_has_stop_token"] = np.array([token is not None for token in stop_tokens], np.uint8)
-    columns["finish_stop_token"] = np.array([token or 0 for token in stop_tokens], np.uint32)
+    columns["finish_entry"] = np.array(entries)
+    _add_optional(columns, "finish", "stop_token", stop_tokens)
     texts: list[list[bytes]] = []
-    for name in ("message", "param"):
-        values = [getattr(finish, name) for finish in finishes]
+    for name, values in (("message", messages), ("param", params)):
         encoded = [(value or "").encode(errors="replace") for value in values]
         columns[f"finish_has_{name}"] = np.array([value is not None for value in values], np.uint8)
-        columns[f"finish_{name}"] = np.array([len(text) for text in encoded], np.uint32)
+        columns[f"finish_{name}"] = np.array([len(text) for text in encoded])
         texts.append(encoded)
     text = b"".join(chain.from_iterable(zip(*texts, strict=True)))
     columns["text"] = np.frombuffer(text, np.uint8)
-    counts.update(finishes=len(finishes), text_bytes=len(text))
+    counts.update(finishes=len(entries), text_bytes=len(text))
 
 
 def _add_extras(
@@ -244,15 +229,22 @@ def _add_extras(
     drafts: list[tuple[int, DraftRecord]] = []
     for i in sorted(extras):
         extra = extras[i]
-        if extra.logprobs is not None:
-            sets.append((i, RowSetKind.TOKENS, extra.logprobs))
-        if extra.prompt_logprobs is not None:
-            sets.append((i, RowSetKind.PROMPT, extra.prompt_logprobs))
+        for kind, rows in ((RowSetKind.TOKENS, extra.logprobs), (RowSetKind.PROMPT, extra.prompt_logprobs)):
+            if rows is not None:
+                sets.append((i, kind, rows))
         drafts += [(i, record) for record in extra.drafts or ()]
     if sets:
         _add_row_sets(columns, counts, sets)
     if drafts:
-        _add_drafts(columns, counts, drafts, sources)
+        counts["drafts"] = len(drafts)
+        records = [record for _, record in drafts]
+        columns["draft_entry"] = np.array([i for i, _ in drafts])
+        columns["draft_token"] = np.array([record.token_id for record in records])
+        columns["draft_position"] = np.array([record.position for record in records])
+        columns["draft_source"] = np.array([sources.index(record.source) for record in records])
+        columns["draft_accepted"] = np.array([record.accepted for record in records])
+        _add_optional(columns, "draft", "draft_logprob", [record.draft_logprob for record in records])
+        _add_optional(columns, "draft", "target_logprob", [record.target_logprob for record in records])
 
 
 def _add_row_sets(
@@ -260,29 +252,12 @@ def _add_row_sets(
 ) -> None:
     rows = [row for _, _, some in sets for row in some]
     widths = [len(row.token_ids) for row in rows]
-    cells = sum(widths)
-    columns["set_entry"] = np.array([i for i, _, _ in sets], np.uint32)
-    columns["set_kind"] = np.array([kind for _, kind, _ in sets], np.uint8)
-    columns["set_length"] = np.array([len(some) for _, _, some in sets], np.uint32)
-    columns["row_width"] = np.array(widths, np.uint32)
-    flat = chain.from_iterable
+    cells, flat = sum(widths), chain.from_iterable
+    columns["set_entry"] = np.array([i for i, _, _ in sets])
+    columns["set_kind"] = np.array([kind for _, kind, _ in sets])
+    columns["set_length"] = np.array([len(some) for _, _, some in sets])
+    columns["row_width"] = np.array(widths)
     columns["cell_id"] = np.fromiter(flat(row.token_ids for row in rows), np.uint32, cells)
     columns["cell_rank"] = np.fromiter(flat(row.ranks for row in rows), np.uint32, cells)
     columns["cell_value"] = np.fromiter(flat(row.logprobs for row in rows), np.float64, cells)
     counts.update(sets=len(sets), set_rows=len(rows), set_cells=cells)
-
-
-def _add_drafts(
-    columns: Arrays, counts: dict[str, int], drafts: list[tuple[int, DraftRecord]], sources: Sequence[str]
-) -> None:
-    records = [record for _, record in drafts]
-    columns["draft_entry"] = np.array([i for i, _ in drafts], np.uint32)
-    columns["draft_token"] = np.array([record.token_id for record in records], np.uint32)
-    columns["draft_position"] = np.array([record.position for record in records], np.uint32)
-    columns["draft_source"] = np.array([sources.index(record.source) for record in records], np.uint8)
-    columns["draft_accepted"] = np.array([record.accepted for record in records], np.uint8)
-    for name in ("draft_logprob", "target_logprob"):
-        values = [getattr(record, name) for record in records]
-        columns[f"draft_has_{name}"] = np.array([value is not None for value in values], np.uint8)
-        columns[f"draft_{name}"] = np.array([0.0 if value is None else value for value in values], np.float64)
-    counts["drafts"] = len(drafts)

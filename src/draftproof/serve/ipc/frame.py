@@ -67,7 +67,7 @@ class Header(NamedTuple):
     num_steps: int  # steps of the engine so far
     step_seconds: float  # duration of this step; 0: the frame carries no step
     busy_seconds: float  # duration of all steps
-    num_running: int  # from here to num_cached_pages: fields of metrics.EngineStats
+    num_running: int  # from here to num_cached_pages: STATS_FIELDS
     num_waiting: int
     num_preemptions: int
     num_queried_tokens: int
@@ -91,6 +91,7 @@ class Header(NamedTuple):
     text_bytes: int = 0
 
 
+STATS_FIELDS = slice(5, 13)  # fields of the header that are fields of metrics.EngineStats
 # magic, checksum of all that follows, version, kind, then the header with the size after its first field
 HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd8Q14I")
 CHECKSUM_START_BYTE = 8  # offset of the first byte that the checksum covers
@@ -262,20 +263,17 @@ def _unpack_header(data: bytes) -> Header:
 
 
 def _require(condition: Any, message: str) -> None:
-    """Raise FrameError with `message` unless `condition` holds."""
     if not condition:
         raise FrameError(message)
 
 
 def _check_below(name: str, found: Columns, limit: int) -> None:
-    """Require every value of a column to be below `limit`."""
     column = found[name]
     if len(column) and int(column.max()) >= limit:
         raise FrameError(f"{name} holds {int(column.max())}, maximum is {limit - 1}")
 
 
 def _check_requests(header: Header, found: Columns, bounds: Bounds) -> None:
-    """Check the columns with one value per request."""
     _require(
         header.max_drafts == bounds.max_drafts,
         f"max_drafts is {header.max_drafts}, expected {bounds.max_drafts}",
@@ -333,7 +331,6 @@ def _check_finishes(header: Header, found: Columns, bounds: Bounds) -> None:
 
 
 def _check_stats(header: Header, found: Columns) -> None:
-    """Check the entries of requests with new statistics."""
     _check_below("stats_entry", found, header.requests)
     _require((np.diff(found["stats_entry"].astype(np.int64)) > 0).all(), "stats_entry is not ascending")
     for name in ("scheduled", "first_token"):
@@ -342,7 +339,6 @@ def _check_stats(header: Header, found: Columns) -> None:
 
 
 def _check_sets(header: Header, found: Columns, bounds: Bounds) -> None:
-    """Check the sets of logprob rows."""
     _check_below("set_entry", found, header.requests)
     _check_below("set_kind", found, len(RowSetKind))
     keys = found["set_entry"].astype(np.int64) * len(RowSetKind) + found["set_kind"]
@@ -359,7 +355,6 @@ def _check_sets(header: Header, found: Columns, bounds: Bounds) -> None:
 
 
 def _check_drafts(header: Header, found: Columns, bounds: Bounds) -> None:
-    """Check the list of drafts."""
     _check_below("draft_entry", found, header.requests)
     _require((np.diff(found["draft_entry"].astype(np.int64)) >= 0).all(), "draft_entry is not ascending")
     counts = np.bincount(found["draft_entry"], minlength=header.requests)

@@ -86,7 +86,6 @@ class RemoteEngine:
         )
 
     def _connect(self, seconds: float) -> EngineInfo:
-        """Wait for the worker's first message."""
         while True:
             received = self._connection.receive(seconds)
             if received is None:

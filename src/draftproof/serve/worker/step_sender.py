@@ -64,7 +64,6 @@ class StepSender:
         return found
 
     def _group(self, requests: list[Request]) -> None:
-        """Group a step's requests by HTTP process."""
         by_connection: dict[FrontendConnection, list[tuple[int, RequestEntry]]] = {}
         for i, request in enumerate(requests):
             entry = self._requests.entries[request.id]
