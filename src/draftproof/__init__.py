@@ -6,78 +6,50 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftproof.async_llm import AsyncLLM
-    from draftproof.config import EngineConfig
-    from draftproof.errors import (
-        ConfigError,
-        DraftproofError,
-        EngineClosedError,
-        EngineDeadError,
-        EngineDownError,
-        LoadError,
-        QueueFullError,
-        RequestError,
-    )
-    from draftproof.llm import LLM
-    from draftproof.metrics import EngineStats, SpecStats
-    from draftproof.outputs import CompletionOutput, Logprob, RequestOutput, TokenEvent
-    from draftproof.sampling_params import SamplingParams, SpeculativeParams
-    from draftproof.speculative_config import SpeculativeConfig
-    from draftproof.structured_outputs import StructuredOutputs
+    from draftproof.async_llm import AsyncLLM as AsyncLLM
+    from draftproof.config import EngineConfig as EngineConfig
+    from draftproof.errors import ConfigError as ConfigError
+    from draftproof.errors import DraftproofError as DraftproofError
+    from draftproof.errors import EngineClosedError as EngineClosedError
+    from draftproof.errors import EngineDeadError as EngineDeadError
+    from draftproof.errors import EngineDownError as EngineDownError
+    from draftproof.errors import LoadError as LoadError
+    from draftproof.errors import QueueFullError as QueueFullError
+    from draftproof.errors import RequestError as RequestError
+    from draftproof.llm import LLM as LLM
+    from draftproof.metrics import EngineStats as EngineStats
+    from draftproof.metrics import SpecStats as SpecStats
+    from draftproof.outputs import CompletionOutput as CompletionOutput
+    from draftproof.outputs import Logprob as Logprob
+    from draftproof.outputs import RequestOutput as RequestOutput
+    from draftproof.outputs import TokenEvent as TokenEvent
+    from draftproof.sampling_params import SamplingParams as SamplingParams
+    from draftproof.sampling_params import SpeculativeParams as SpeculativeParams
+    from draftproof.speculative_config import SpeculativeConfig as SpeculativeConfig
+    from draftproof.structured_outputs import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "AsyncLLM": "async_llm",
-    "CompletionOutput": "outputs",
-    "ConfigError": "errors",
-    "DraftproofError": "errors",
-    "EngineClosedError": "errors",
-    "EngineConfig": "config",
-    "EngineDeadError": "errors",
-    "EngineDownError": "errors",
-    "EngineStats": "metrics",
-    "LLM": "llm",
-    "LoadError": "errors",
-    "Logprob": "outputs",
-    "QueueFullError": "errors",
-    "RequestError": "errors",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "SpecStats": "metrics",
-    "SpeculativeConfig": "speculative_config",
-    "SpeculativeParams": "sampling_params",
-    "StructuredOutputs": "structured_outputs",
-    "TokenEvent": "outputs",
+_NAMES = {
+    "async_llm": ("AsyncLLM",),
+    "config": ("EngineConfig",),
+    "errors": (
+        *("ConfigError", "DraftproofError", "EngineClosedError", "EngineDeadError", "EngineDownError"),
+        *("LoadError", "QueueFullError", "RequestError"),
+    ),
+    "llm": ("LLM",),
+    "metrics": ("EngineStats", "SpecStats"),
+    "outputs": ("CompletionOutput", "Logprob", "RequestOutput", "TokenEvent"),
+    "sampling_params": ("SamplingParams", "SpeculativeParams"),
+    "speculative_config": ("SpeculativeConfig",),
+    "structured_outputs": ("StructuredOutputs",),
 }
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "CompletionOutput",
-    "ConfigError",
-    "DraftproofError",
-    "EngineClosedError",
-    "EngineConfig",
-    "EngineDeadError",
-    "EngineDownError",
-    "EngineStats",
-    "LoadError",
-    "Logprob",
-    "QueueFullError",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "SpecStats",
-    "SpeculativeConfig",
-    "SpeculativeParams",
-    "StructuredOutputs",
-    "TokenEvent",
-    "__version__",
-]
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names load on first use: `draftproof --help` should not wait for torch."""
+    """Load a public name on first use, so that `draftproof --help` does not wait for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'draftproof' has no attribute {name!r}")
     return getattr(import_module(f"draftproof.{_HOMES[name]}"), name)

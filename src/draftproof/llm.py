@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
-from draftproof.frontend.gc_pause import no_full_collection
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
 from draftproof.frontend.job import Job, OnEvents
 from draftproof.frontend.progress import progress_bar
@@ -25,7 +25,7 @@ from draftproof.text.prompts import Prompt, prompt_list
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar
 
-__all__ = ["LLM", "Messages", "params_for"]
+MIN_COLLECTIONS_BETWEEN_FULL = 10_000  # collections of the middle generation, some thousand objects each
 
 
 class LLM(InputProcessor):
@@ -71,7 +71,7 @@ class LLM(InputProcessor):
         listed = prompt_list(prompts)
         params = params_for(listed, sampling_params)
         jobs = (self._open_job(prompt, p) for prompt, p in zip(listed, params, strict=True))
-        with no_full_collection():
+        with _no_full_collection():
             return self._run(jobs, len(listed), progress=use_tqdm and len(listed) > 1)
 
     def chat(
@@ -201,3 +201,18 @@ def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
         if config.load_format == "dummy":  # random weights need no tokenizer
             return None
         raise
+
+
+@contextmanager
+def _no_full_collection() -> Iterator[None]:
+    """Delay full garbage collections.
+
+    A full collection visits every object that was ever imported, which takes as long as a hundred steps of a
+    fast device. New objects are collected as usual, and everything after some ten million objects.
+    """
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, MIN_COLLECTIONS_BETWEEN_FULL))
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)

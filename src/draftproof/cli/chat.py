@@ -12,7 +12,6 @@ from rich.text import Text
 from draftproof.cli.local_model import (
     ENGINE_OPTIONS,
     add_model_options,
-    add_sampling_options,
     load_model,
     sampling_params,
     stream_output,
@@ -27,7 +26,6 @@ Responder = Callable[[Messages], tuple[RenderedOutput, str]]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_model_options(parser)
-    add_sampling_options(parser)
     parser.add_argument("--url", help="address of a server, such as http://127.0.0.1:8000; loads no model")
     parser.add_argument("--system", help="system message")
     engine_names = ("model", "speculative_config", *ENGINE_OPTIONS)

@@ -7,11 +7,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
 from typing import Any
 
-from draftproof.config import OPTION_ALIASES, EngineConfig
+from draftproof.config import DEFAULT_MODEL, OPTION_ALIASES, EngineConfig
 from draftproof.speculative_config import read_speculation
 
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 7}'
 FLAG_TYPES = {"int": int, "float": float, "str": str}
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the optional model."""
+    text = "a built-in name, a folder, a .gguf file or a hub id (default: %(default)s)"
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=text)
 
 
 def offered_options() -> list[str]:

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from draftproof.cli.local_model import (
-    add_model_options,
-    add_sampling_options,
-    load_model,
-    sampling_params,
-    stream_output,
-)
+from draftproof.cli.local_model import add_model_options, load_model, sampling_params, stream_output
 from draftproof.cli.render import legend
 from draftproof.errors import RequestError
 
@@ -26,14 +20,10 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_model_options(parser)
-    add_sampling_options(parser)
     parser.add_argument("-p", "--prompt", help="the prompt; without it, standard input is read")
     parser.add_argument("--raw", action="store_true", help="continue the text; no chat template")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="run without and with speculation; exit status 1 if tokens or logprobs differ",
-    )
+    text = "run without and with speculation; exit status 1 if tokens or logprobs differ"
+    parser.add_argument("--compare", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -71,12 +61,9 @@ def _compare(llm: LLM, ids: list[int], options: argparse.Namespace, console: Con
     console.rule(align="left")
     same_tokens = plain.token_ids == drafted.token_ids
     same_logprobs = plain.logprobs == drafted.logprobs
-    count = len(plain.token_ids)
-    console.print(f"tokens identical:   {'yes' if same_tokens else 'NO'} ({count})")
+    console.print(f"tokens identical:   {'yes' if same_tokens else 'NO'} ({len(plain.token_ids)})")
     console.print(f"logprobs identical: {'yes' if same_logprobs else 'NO'} (sampled and top 5, bit for bit)")
     if plain.rate and drafted.rate:
-        console.print(
-            f"speed:              {plain.rate:.1f} -> {drafted.rate:.1f} tok/s "
-            f"({drafted.rate / plain.rate:.2f} times)"
-        )
+        gain = f"({drafted.rate / plain.rate:.2f} times)"
+        console.print(f"speed:              {plain.rate:.1f} -> {drafted.rate:.1f} tok/s {gain}")
     return 0 if same_tokens and same_logprobs else 1

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from draftproof.cli.engine_options import add_engine_options, read_engine_options
+from draftproof.cli.engine_options import add_engine_options, add_model, read_engine_options
 from draftproof.cli.render import RenderedOutput, render
-from draftproof.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from draftproof.llm import LLM
@@ -21,18 +20,9 @@ ENGINE_OPTIONS = ("dtype", "device", "backend", "max_model_len")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model and the engine options of a command that loads one."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        help="a built-in name, a folder, a .gguf file or a hub id (default: %(default)s)",
-    )
+    """Add the model, the engine options and the sampling parameters of a command that loads a model."""
+    add_model(parser)
     add_engine_options(parser, ENGINE_OPTIONS)
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sampling parameters of a request."""
     add = parser.add_argument
     add("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens of an output (default: 256)")
     add("-t", "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")

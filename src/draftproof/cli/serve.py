@@ -8,12 +8,17 @@ import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof import __version__
-from draftproof.cli.engine_options import add_engine_options, offered_options, read_engine_options
-from draftproof.config import DEFAULT_MODEL
+from draftproof.cli.engine_options import (
+    add_engine_options,
+    add_model,
+    offered_options,
+    read_engine_options,
+)
 from draftproof.errors import ConfigError, nearest
 from draftproof.serve.settings import KEY_VARIABLE, Settings, read_keys
 
@@ -39,21 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "draftproof serve [MODEL] [options]"
-    parser.description = (
-        "Serve a model over HTTP with OpenAI's API; speculation changes nothing but the speed."
-    )
+    parser.description = "Serve a model over HTTP with OpenAI's API."
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        help="name, folder, .gguf file or hub id (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a .toml or .json file with these options; the command line takes precedence",
-    )
+    add_model(parser)
+    text = "a .toml or .json file with these options; the command line takes precedence"
+    parser.add_argument("--config", metavar="FILE", help=text)
     engine = parser.add_argument_group("engine")
     add_engine_options(engine, offered_options(), {"max_num_waiting": MAX_NUM_WAITING})
     _add_server_options(parser.add_argument_group("server"))
@@ -63,30 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_server_options(group: Any) -> None:
     add = group.add_argument
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0: all interfaces (default: %(default)s)",
-    )
+    add("--host", default="127.0.0.1", help="address; 0.0.0.0: all interfaces (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)")
-    add(
-        "--server-processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="HTTP processes in front of one engine (default: 1)",
-    )
-    add(
-        "--served-model-name",
-        action="append",
-        metavar="NAME",
-        help="name of the model in the API; may be repeated",
-    )
-    add(
-        "--api-key-file",
-        metavar="FILE",
-        help=f"file with one key a line; {KEY_VARIABLE} in the environment adds keys",
-    )
+    add("--server-processes", type=int, default=1, metavar="N", help="HTTP processes (default: 1)")
+    add("--served-model-name", action="append", metavar="NAME", help="name in the API; may be repeated")
+    add("--api-key-file", metavar="FILE", help=f"one key a line; the environment's {KEY_VARIABLE} adds keys")
     add("--vllm-metrics", action="store_true", help="export the speculation counters under vllm: as well")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-file", metavar="FILE", help="file for JSON log lines (default: standard error)")
@@ -195,24 +171,20 @@ def run(options: argparse.Namespace, console: Console) -> int:
     try:
         with console.status(Text(f"loading {options.model}")):
             supervisor.start()
-        address, folder = supervisor.address, supervisor.folder
-
-        def ready(llm: Any) -> None:
-            _banner(options, llm, listener, console)
-
-        if options.server_processes == 1:
+        address, count, folder = supervisor.address, options.server_processes, supervisor.folder
+        ready = partial(_banner, options, listener, console)
+        if count == 1:
             serve_address(address, settings, listener, ready)
         else:
-            HttpProcessGroup(options.server_processes, address, folder, settings, listener, ready).run(
-                options.log_level, options.log_file
-            )
+            group = HttpProcessGroup(count, address, folder, settings, listener, ready)
+            group.run(options.log_level, options.log_file)
         return 0
     finally:
         listener.close()
         supervisor.stop()
 
 
-def _banner(options: argparse.Namespace, llm: Any, listener: socket.socket, console: Console) -> None:
+def _banner(options: argparse.Namespace, listener: socket.socket, console: Console, llm: Any) -> None:
     from rich.table import Table
 
     config, spec = llm.config, llm.config.speculative
@@ -220,14 +192,12 @@ def _banner(options: argparse.Namespace, llm: Any, listener: socket.socket, cons
     shown = f"[{host}]" if ":" in host else host
     table = Table(show_header=False, box=None, pad_edge=False)
     strategy = spec.verify_strategy if spec else "target_match"
+    numerics = config.numerics + ("" if config.numerics == "exact" else ": bits may depend on the batch")
     rows = [
         ("Draftproof", __version__),
         ("model", config.model),
         ("engine", llm.describe().split(", ")[1]),
-        (
-            "numerics",
-            f"{config.numerics}" + ("" if config.numerics == "exact" else ": bits may depend on the batch"),
-        ),
+        ("numerics", numerics),
         ("drafts", f"{spec.method}, at most {spec.num_speculative_tokens}" if spec else "none"),
         ("strategy", f"{strategy}: {llm.strategies[strategy].label}"),
         ("context", f"{llm.limits.max_model_len} tokens"),

@@ -24,29 +24,18 @@ _REPLAY_VALUES = {"verify_strategy": "target_match", "accept_policy": "normal", 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "records",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines: prompt_token_ids and token_ids, or prompt and text; task, cache_salt, prediction",
-    )
-    parser.add_argument(
-        "--speculative-config",
-        default=DEFAULT_SPECULATION,
-        metavar="JSON",
-        help="the proposer; its number of drafts is not used (default: %(default)s)",
-    )
-    parser.add_argument("-k", default="1,2,3,4,6,8", help="numbers of drafts (default: 1,2,3,4,6,8)")
-    parser.add_argument("--batch", type=int, default=1, help="requests per step (default: 1)")
-    parser.add_argument("--tokenizer", metavar="MODEL", help="tokenizer for records that hold text")
-    costs = parser.add_mutually_exclusive_group()
-    costs.add_argument(
-        "--costs", metavar="JSON", help='seconds of a step by its rows, such as {"1": 0.014, "8": 0.016}'
-    )
+    add, costs = parser.add_argument, parser.add_mutually_exclusive_group()
+    text = "JSON lines: prompt_token_ids and token_ids, or prompt and text; task, cache_salt, prediction"
+    add("records", type=Path, metavar="FILE", help=text)
+    text = "the proposer; its number of drafts is not used (default: %(default)s)"
+    add("--speculative-config", default=DEFAULT_SPECULATION, metavar="JSON", help=text)
+    add("-k", default="1,2,3,4,6,8", help="numbers of drafts (default: 1,2,3,4,6,8)")
+    add("--batch", type=int, default=1, help="requests per step (default: 1)")
+    add("--tokenizer", metavar="MODEL", help="tokenizer for records that hold text")
+    text = 'seconds of a step by its rows, such as {"1": 0.014, "8": 0.016}'
+    costs.add_argument("--costs", metavar="JSON", help=text)
     costs.add_argument("--measure", metavar="MODEL", help="measure the step times of this model here")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the figures there too; - prints them"
-    )
+    add("--json", type=Path, metavar="FILE", help="write the figures there too; - prints them")
     parser.set_defaults(run=run)
 
 
@@ -58,14 +47,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     speculation = read_speculation(options.speculative_config)
     if speculation is None:
-        raise RequestError(
-            "--speculative-config off: simulate needs a proposer; speed-ups are relative to plain decoding"
-        )
+        raise RequestError("--speculative-config off: simulate compares a proposer with plain decoding")
     for key, value in _REPLAY_VALUES.items():
         if key in speculation and speculation[key] != value:
-            raise RequestError(
-                f"--speculative-config: {key} does not affect a replay of drafts: leave it out"
-            )
+            raise RequestError(f"--speculative-config: {key} does not affect a replay: leave it out")
     config = SpeculativeConfig.parse(speculation)
     if config is None:
         raise RequestError("--speculative-config names no proposer: simulate needs one")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from draftproof.errors import ConfigError
+from draftproof.frontend.progress import progress_bar
 from draftproof.train.config import TextPlan, TrainPlan, digest_files
 from draftproof.train.progress import ProgressReporter
 
@@ -23,48 +22,29 @@ STOPPED_EXIT_STATUS = 3  # the time limit was reached; the same command resumes 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("model", help="a built-in name, a folder, a .gguf file or a hub id")
-    parser.add_argument(
-        "--work",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the run: texts, checkpoints, head",
-    )
-    parser.add_argument(
-        "--phase",
-        choices=(*PHASES, "all", "write"),
-        default="all",
-        help="run one phase (default: generate, train, eval); write: export the head again",
-    )
-    parser.add_argument("--prompts", nargs="*", default=[], metavar="JSONL", help="files of prompts")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … or auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--stop-after",
-        type=float,
-        metavar="SECONDS",
-        help=f"time limit: exit status {STOPPED_EXIT_STATUS}; the same command resumes the run",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="SECONDS",
-        help="choose --steps so that the phase `train` takes about this long on this machine",
-    )
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="texts generated in one batch")
-    parser.add_argument("--verifier", metavar="NAME", help="name of the target for other engines (hub id)")
-    parser.add_argument(
-        "--aux-layers", metavar="I,J,K", help="target layers whose hidden states the head receives"
-    )
+    add = parser.add_argument
+    add("model", help="a built-in name, a folder, a .gguf file or a hub id")
+    text = "folder of the run: texts, checkpoints, head"
+    add("--work", required=True, type=Path, metavar="FOLDER", help=text)
+    text = "run one phase (default: generate, train, eval); write: export the head again"
+    add("--phase", choices=(*PHASES, "all", "write"), default="all", help=text)
+    add("--prompts", nargs="*", default=[], metavar="JSONL", help="files of prompts")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, … or auto")
+    add("--seed", type=int, default=0)
+    text = f"time limit: exit status {STOPPED_EXIT_STATUS}; the same command resumes the run"
+    add("--stop-after", type=float, metavar="SECONDS", help=text)
+    text = "choose --steps so that the phase `train` takes about this long on this machine"
+    add("--seconds", type=float, metavar="SECONDS", help=text)
+    add("--max-num-seqs", type=int, default=256, help="texts generated in one batch")
+    add("--verifier", metavar="NAME", help="name of the target for other engines (hub id)")
+    add("--aux-layers", metavar="I,J,K", help="target layers whose hidden states the head receives")
     for plan, title in ((TextPlan, "text"), (TrainPlan, "training")):
         group = parser.add_argument_group(title)
         for option in fields(plan):
             if text := option.metadata.get("help"):
                 name, default = "--" + option.name.replace("_", "-"), option.default
-                group.add_argument(
-                    name, type=type(default), default=default, help=f"{text} (default: {default})"
-                )
+                text = f"{text} (default: {default})"
+                group.add_argument(name, type=type(default), default=default, help=text)
     parser.set_defaults(run=run)
 
 
@@ -112,10 +92,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     stop_at = None if options.stop_after is None else time.monotonic() + options.stop_after
     wanted = PHASES if options.phase == "all" else (options.phase,)
     plan = train_plan(options)  # refuses wrong options before hours of text are generated
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bars = Progress(*columns, console=console) if console.is_terminal else None
-    with bars or nullcontext():
-        work = Run(options.work, progress_reporter(console, bars), options.device)
+    with progress_bar(console) as show:
+        reporter = ProgressReporter(lambda line: console.print(Text(line)), show)
+        work = Run(options.work, reporter, options.device)
         if "generate" in wanted:
             engine = {"max_num_seqs": options.max_num_seqs}
             if not work.generate(text_plan(options), stop_at, engine):
@@ -130,20 +109,3 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if "eval" in wanted:
             work.evaluate(plan, options.verifier)
     return 0
-
-
-def progress_reporter(console: Console, bars: Progress | None) -> ProgressReporter:
-    """Return callbacks that print lines and, in a terminal, progress bars."""
-
-    def print_line(line: str) -> None:
-        console.print(Text(line))
-
-    tasks: dict[str, Any] = {}
-
-    def show_progress(what: str, done: int, total: int) -> None:
-        if bars is not None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
-    return ProgressReporter(print_line, show_progress)

@@ -14,13 +14,13 @@ LOG_INTERVAL_SECONDS = 10.0
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar; yield a function that takes the name of the task, the number done and the total.
 
     The bar appears with the first call. Without a terminal, progress is logged from time to time.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
+    console = console or Console(stderr=True)
     # without a terminal the bar would still write lines, and stderr may be a file on a full disk
     bar = Progress(*columns, console=console, disable=not (console.is_terminal or console.is_jupyter))
     tasks: dict[str, TaskID] = {}

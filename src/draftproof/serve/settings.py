@@ -35,19 +35,17 @@ class Settings:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_n", "max_choices", "max_logprob_entries", "max_concurrent"):
-            _check_positive(name, getattr(self, name))
-        for name in ("max_prompt_tokens", "max_concurrent_per_key"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+        optional = ("max_prompt_tokens", "max_concurrent_per_key")
+        counts = ("max_body_bytes", "max_n", "max_choices", "max_logprob_entries", "max_concurrent")
+        for name in (*counts, *optional):
+            value = getattr(self, name)
+            if name in optional and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
         for name in ("request_seconds", "body_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
 
 
 class ApiKeys:

@@ -36,7 +36,7 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class InfoRoutes:
-    """CompletionHandler that need no engine step."""
+    """Handlers of the routes that need no engine step."""
 
     def __init__(
         self,
@@ -89,9 +89,8 @@ class InfoRoutes:
         worker = self._llm.worker_status()
         restarts = worker.restarts if worker else 0
         if self._llm.dead:
-            return Health(
-                status="failed", reason=worker.reason if worker else "see the log", restarts=restarts
-            )
+            reason = worker.reason if worker else "see the log"
+            return Health(status="failed", reason=reason, restarts=restarts)
         if self._guard.draining:
             return Health(status="draining", restarts=restarts)
         if worker is not None and worker.state != "ready":
@@ -124,17 +123,13 @@ class InfoRoutes:
                     raise ApiError(400, f"{name} is for messages", name)
             ids = await self._parser.encode(body.prompt, body.add_special_tokens is not False)
         elif body.add_special_tokens is not None:
-            raise ApiError(
-                400,
-                "add_special_tokens is for a prompt: the chat template adds its own",
-                "add_special_tokens",
-            )
+            text = "add_special_tokens is for a prompt: the chat template adds its own"
+            raise ApiError(400, text, "add_special_tokens")
         else:
             ids = await self._parser.conversation(body)
         response = TokenizeResponse(count=len(ids), max_model_len=self._llm.limits.max_model_len, tokens=ids)
         if body.return_token_strs:
-            strings = self._completions.token_strings
-            response.token_strs = [strings[i][0] for i in ids]
+            response.token_strs = [self._completions.token_strings[i][0] for i in ids]
         await send_json(send, response)
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,20 +138,25 @@ class InfoRoutes:
         self._completions.check_model(body.model)
         vocab = self._llm.limits.vocab_size
         if body.tokens and max(body.tokens) >= vocab:
-            raise ApiError(
-                400, f"tokens: {max(body.tokens)} is outside the vocabulary 0..{vocab - 1}", "tokens"
-            )
+            text = f"tokens: {max(body.tokens)} is outside the vocabulary 0..{vocab - 1}"
+            raise ApiError(400, text, "tokens")
         decode = partial(self._parser.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
         text = await in_thread_if(len(body.tokens) > LONG_TEXT_CHARACTERS, decode)
         await send_json(send, DetokenizeResponse(prompt=text))
 
 
-def with_error_responses(handler: Handler) -> Handler:
-    """Return a handler that sends exceptions as error responses."""
+class Endpoint:
+    """Handler as an ASGI application that sends exceptions as error responses.
 
-    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+    Starlette would call a plain function with a Request.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await handler(scope, receive, send)
+            await self._handler(scope, receive, send)
         except ClientDisconnected:
             scope["state"]["record"].status = 499
         except Exception as error:
@@ -164,5 +164,3 @@ def with_error_responses(handler: Handler) -> Handler:
             if api_error.status == 500:
                 raise
             await send_error(send, api_error)
-
-    return handle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from draftproof.serve.api.request_schema import (
     TokenizeRequest,
 )
 from draftproof.serve.http.errors import ApiError
+from draftproof.serve.http.io import in_thread_if
 from draftproof.serve.settings import Settings
 from draftproof.text.tokenizer import Tokenizer
 
@@ -65,11 +65,6 @@ class ParsedRequest:
     provenance: bool = False
     structure_option: str = "structured_outputs"  # the option that gave the grammar
     num_logprob_entries: int = 0  # upper bound of the logprobs in the response
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Return True if logprobs of generated tokens are returned."""
-        return self.params.wants_logprobs
 
 
 class RequestParser:
@@ -146,11 +141,9 @@ class RequestParser:
     async def conversation(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
         """Return the tokens of a conversation, rendered by the model's chat template."""
         names = body.chat_template_kwargs or {}
-        for name in names:
-            if name in RESERVED_TEMPLATE_NAMES:
-                raise ApiError(
-                    400, f"chat_template_kwargs: {name!r} is reserved for the server", "chat_template_kwargs"
-                )
+        for name in RESERVED_TEMPLATE_NAMES.intersection(names):
+            text = f"chat_template_kwargs: {name!r} is reserved for the server"
+            raise ApiError(400, text, "chat_template_kwargs")
         assert not isinstance(body.messages, msgspec.UnsetType)
         continues = bool(body.continue_final_message)
         add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -162,12 +155,12 @@ class RequestParser:
             continue_final_message=continues,
         )
         size = sum(len(_text(message.content)) for message in body.messages)
-        return await asyncio.to_thread(render) if size > LONG_TEXT_CHARACTERS else render()
+        return await in_thread_if(size > LONG_TEXT_CHARACTERS, render)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text."""
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(call) if len(text) > LONG_TEXT_CHARACTERS else call()
+        return await in_thread_if(len(text) > LONG_TEXT_CHARACTERS, call)
 
     # --- options ---
 
@@ -228,12 +221,8 @@ class RequestParser:
         prompts = _prompt_list(body.prompt)
         num_choices = len(prompts) * n
         if num_choices > self._settings.max_choices:
-            raise ApiError(
-                400,
-                f"prompt: {len(prompts)} prompts with n={n} are {num_choices} choices, and the maximum "
-                f"is {self._settings.max_choices}",
-                "prompt",
-            )
+            text = f"prompt: {len(prompts)} prompts with n={n} are {num_choices} choices, and the maximum is "
+            raise ApiError(400, f"{text}{self._settings.max_choices}", "prompt")
         parsed = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -255,12 +244,9 @@ class RequestParser:
                 width = 1 + max(params.logprobs or 0, len(params.logprob_token_ids or ()))
                 count += width * params.n * min(params.max_tokens or length, length - len(prompt.ids))
         if count > limit:
-            raise ApiError(
-                400,
-                f"up to {count} logprobs, and the maximum is {limit}: request fewer logprobs or tokens, "
-                "or send several requests",
-                "prompt_logprobs" if params.prompt_logprobs else "logprobs",
-            )
+            hint = "request fewer logprobs or tokens, or send several requests"
+            param = "prompt_logprobs" if params.prompt_logprobs else "logprobs"
+            raise ApiError(400, f"up to {count} logprobs, and the maximum is {limit}: {hint}", param)
         return count
 
     def _check_characters(self, size: int, name: str, max_tokens: int | None = None) -> None:
@@ -279,9 +265,8 @@ class RequestParser:
             raise ApiError(400, f"the prompt has {count} tokens, and the maximum is {limit}", name, TOO_LONG)
         vocab = limits.vocab_size
         if prompt.text is None and prompt.ids and max(prompt.ids) >= vocab:
-            raise ApiError(
-                400, f"prompt: token id {max(prompt.ids)} is outside the vocabulary 0..{vocab - 1}", "prompt"
-            )
+            text = f"prompt: token id {max(prompt.ids)} is outside the vocabulary 0..{vocab - 1}"
+            raise ApiError(400, text, "prompt")
 
 
 # options that have the same name and meaning in SamplingParams

@@ -9,13 +9,12 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
 from draftproof.serve.api.completions import CompletionHandler
-from draftproof.serve.api.info_routes import Handler, InfoRoutes, with_error_responses
+from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.middleware import RequestMiddleware
@@ -24,16 +23,6 @@ from draftproof.serve.http.shared_limits import OpenRequestCounts
 from draftproof.serve.settings import Settings
 
 PAGE_FOLDER = Path(__file__).parent / "page"
-
-
-class Endpoint:
-    """Handler as an ASGI application; starlette would call a plain function with a Request."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(scope, receive, send)
 
 
 def create_app(
@@ -58,20 +47,16 @@ def create_app(
     app = FastAPI(title="Draftproof", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.guard, app.state.metrics = guard, metrics
     for path, (method, handler) in routes.items():
-        app.router.routes.append(Route(path, Endpoint(with_error_responses(handler)), methods=[method]))
+        app.router.routes.append(Route(path, Endpoint(handler), methods=[method]))
     app.router.routes.append(Route("/", _page, methods=["GET"]))
-    if PAGE_FOLDER.is_dir():
-        app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
+    app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
     app.add_exception_handler(HTTPException, _unknown_route)
     app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics, paths={*routes, "/"})
     return app
 
 
 async def _page(request: Request) -> Response:
-    index = PAGE_FOLDER / "index.html"
-    if index.exists():
-        return FileResponse(index)
-    return PlainTextResponse("Draftproof. The API is at /v1, its description at /openapi.json.\n")
+    return FileResponse(PAGE_FOLDER / "index.html")
 
 
 async def _unknown_route(request: Request, error: Exception) -> Response:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from draftproof.async_llm import STOP_SECONDS, AsyncLLM
 from draftproof.config import EngineConfig
@@ -23,19 +24,10 @@ from draftproof.metrics import StepTotals, WorkerStatus
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc.remote_engine import CONNECT_SECONDS, RemoteEngine
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
-from draftproof.types import Grammar, GrammarState
+from draftproof.types import Grammar
 from draftproof.verify.guarantee import Guarantee
 
-
-class RemoteGrammar:
-    """Placeholder for a grammar that the worker compiles."""
-
-    def start(self) -> GrammarState:
-        """Raise TypeError: grammar states exist in the worker only."""
-        raise TypeError("this grammar is followed in the engine's process")
-
-
-REMOTE_GRAMMAR = RemoteGrammar()
+REMOTE_GRAMMAR: Any = object()  # in place of a grammar; only the worker has its states
 
 
 class RemoteFrontend(InputProcessor):

@@ -10,9 +10,8 @@ from typing import Any
 
 import zmq
 
-from draftproof.serve.ipc.connection import MAX_QUEUED_FRAMES
+from draftproof.serve.ipc.connection import MAX_QUEUED_FRAMES, Waker
 from draftproof.serve.ipc.messages import GOODBYE, Goodbye, encode
-from draftproof.serve.ipc.waker import Waker
 from draftproof.serve.worker.frontend_connection import (
     FrontendConnection,
     FrontendDisconnected,
