@@ -73,21 +73,13 @@ class AsyncLLM:
     # --- requests -----------------------------------------------------------------------------------
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> Stream:
         """Return a stream of tokens as they are committed. The request starts with the first read."""
         return Stream(self, prompt, sampling_params, request_id)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> RequestOutput:
         """Return the complete output of a prompt. Cancelling this aborts the request."""
         job_id = new_request_id(request_id)
@@ -112,9 +104,8 @@ class AsyncLLM:
         params = params_for([prompt], sampling_params)[0]
         make = partial(self._llm.new_job, prompt, params, job_id)
         # a long text or a grammar takes time: keep it off the caller's loop and the engine thread
-        is_long = any(
-            isinstance(text, str) and len(text) > MAX_INLINE_CHARS for text in (prompt, params.prediction)
-        )
+        texts = (text for text in (prompt, params.prediction) if isinstance(text, str))
+        is_long = any(len(text) > MAX_INLINE_CHARS for text in texts)
         job = await asyncio.to_thread(make) if is_long or params.structure is not None else make()
         return job, self._thread.submit(job, stream)
 
@@ -149,7 +140,7 @@ class AsyncLLM:
     @property
     def dead(self) -> bool:
         """True if the engine has broken; `dead_error` is the cause."""
-        return self._thread.error is not None
+        return self.dead_error is not None
 
     @property
     def dead_error(self) -> BaseException | None:
@@ -258,9 +249,8 @@ class Stream:
             return False
         try:
             if self._queue is None:
-                self._job, self._queue = await self._llm._submit(
-                    *self._arguments, self.request_id, stream=True
-                )
+                submitted = self._llm._submit(*self._arguments, self.request_id, stream=True)
+                self._job, self._queue = await submitted
             await self._queue.wait()
         except BaseException:  # cancelled: the reader has left; refused: nothing is open
             self._leave()

@@ -19,7 +19,7 @@ import pytest
 from draftproof.cli.engine_options import offered_options, read_engine_options
 from draftproof.cli.main import _parse, main
 from draftproof.cli.serve import read_settings
-from draftproof.serve.http.shared_limits import OpenRequestCounts, create_shared_counts
+from draftproof.serve.http.request_guard import OpenRequestCounts, create_shared_counts
 from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings
 from server_process import Program, command_line, started
 from serving import events, make_folder

@@ -81,7 +81,7 @@ def test_control_a_reply_that_is_not_as_described(api: Any, monkeypatch: pytest.
     """Negative control: a field of the wrong type is seen."""
     case = api["/detokenize"]["POST"].Case(body={"tokens": [5]}, media_type="application/json")
     case.call_and_validate(checks=CHECKS)
-    monkeypatch.setattr("draftproof.serve.api.info_routes.DetokenizeResponse", lambda prompt: {"prompt": 1})
+    monkeypatch.setattr("draftproof.serve.api.response_schema.DetokenizeResponse", lambda prompt: {"prompt": 1})
     with pytest.raises(FailureGroup, match="schema"):
         case.call_and_validate(checks=CHECKS)
 

@@ -65,9 +65,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def _local(options: argparse.Namespace, console: Console) -> Responder:
     llm = load_model(options, console)
-    return lambda messages: stream_output(
-        llm, llm.chat_token_ids(messages), sampling_params(options), console
-    )
+    params = sampling_params(options)
+    return lambda messages: stream_output(llm, llm.chat_token_ids(messages), params, console)
 
 
 def _remote(options: argparse.Namespace, console: Console) -> Responder:

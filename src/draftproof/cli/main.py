@@ -66,9 +66,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
-    parser = Parser(
-        prog="draftproof", description="LLM inference in which speculation changes nothing but the speed."
-    )
+    text = "LLM inference in which speculation changes nothing but the speed."
+    parser = Parser(prog="draftproof", description=text)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():

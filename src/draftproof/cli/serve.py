@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof import __version__
-from draftproof.cli.engine_options import (
-    add_engine_options,
-    add_model,
-    offered_options,
-    read_engine_options,
-)
+from draftproof.cli.engine_options import add_engine_options, add_model, offered_options, read_engine_options
 from draftproof.errors import ConfigError, nearest
 from draftproof.serve.settings import KEY_VARIABLE, Settings, read_keys
 

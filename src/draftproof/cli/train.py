@@ -65,9 +65,8 @@ def train_plan(options: argparse.Namespace) -> TrainPlan:
     try:
         layers = tuple(int(layer) for layer in (options.aux_layers or "").split(",") if layer)
     except ValueError as error:
-        raise ConfigError(
-            f"--aux-layers must be numbers separated by commas, got {options.aux_layers!r}"
-        ) from error
+        text = f"--aux-layers must be numbers separated by commas, got {options.aux_layers!r}"
+        raise ConfigError(text) from error
     if options.begin and not (Path(options.begin) / "config.json").is_file():
         raise ConfigError(f"--begin {options.begin}: not the folder of a head (no config.json)")
     if layers:

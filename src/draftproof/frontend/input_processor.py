@@ -114,8 +114,7 @@ class InputProcessor:
             if set(prompt) == {"prompt"}:
                 return self.read_prompt(prompt["prompt"])
             raise RequestError(
-                f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}",
-                "prompt",
+                f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}", "prompt"
             )
         return None, token_ids(prompt)
 

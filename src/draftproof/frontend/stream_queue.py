@@ -22,11 +22,6 @@ class LoopWaker:
         self._due: deque[Callable[[], object]] = deque()
         self._is_scheduled = False
 
-    @property
-    def num_due(self) -> int:
-        """Calls that have not run yet."""
-        return len(self._due)
-
     def add(self, call: Callable[[], object]) -> None:
         """Queue a call for the next wake-up."""
         self._due.append(call)

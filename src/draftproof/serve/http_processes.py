@@ -23,7 +23,7 @@ from typing import Any
 from draftproof.metrics import Histogram
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.api.metrics import ServerMetrics, SharedMetrics
-from draftproof.serve.http.shared_limits import OpenRequestCounts, create_shared_counts
+from draftproof.serve.http.request_guard import OpenRequestCounts, create_shared_counts
 from draftproof.serve.settings import ApiKeys, Settings
 
 POLL_SECONDS = 0.2

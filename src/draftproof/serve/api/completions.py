@@ -36,6 +36,7 @@ MAX_INLINE_LOGPROBS = 20_000  # more of them are formatted in a thread, not on t
 MAX_DRAWN_SEED = (1 << 53) - 128  # of requests without a seed: an integer that JavaScript can represent
 Batch = tuple[int, list[TokenEvent]]  # index of the prompt, its new events
 Builder = CompletionBuilder | ChatBuilder
+Outputs = Sequence[RequestOutput]
 
 
 class CompletionHandler:
@@ -217,9 +218,7 @@ class CompletionHandler:
             decode = self.parser.tokenizer.decode
             record.fields["prompt"] = [decode(prompt.ids, False) for prompt in parsed.prompts]
 
-    def _record_outputs(
-        self, parsed: ParsedRequest, outputs: Sequence[RequestOutput], record: RequestRecord
-    ) -> None:
+    def _record_outputs(self, parsed: ParsedRequest, outputs: Outputs, record: RequestRecord) -> None:
         choices = [choice for output in outputs for choice in output.outputs]
         num_generated = 0 if parsed.prompt_only else sum(len(choice.token_ids) for choice in choices)
         self._metrics.prompt_tokens += sum(len(prompt.ids) for prompt in parsed.prompts)
@@ -230,9 +229,8 @@ class CompletionHandler:
         for output in outputs:
             if output.queue_seconds is not None:
                 self._metrics.queue.observe(output.queue_seconds)
-        record.fields.update(
-            completion_tokens=num_generated, finish_reasons=[choice.finish_reason for choice in choices]
-        )
+        reasons = [choice.finish_reason for choice in choices]
+        record.fields.update(completion_tokens=num_generated, finish_reasons=reasons)
 
 
 class _StreamOpening:

@@ -13,19 +13,12 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from draftproof import __version__
+from draftproof.serve.api import response_schema as schema
 from draftproof.serve.api.completions import CompletionHandler
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.openapi import document
 from draftproof.serve.api.request_parser import LONG_TEXT_CHARACTERS
 from draftproof.serve.api.request_schema import DetokenizeRequest, TokenizeRequest
-from draftproof.serve.api.response_schema import (
-    DetokenizeResponse,
-    Health,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    Version,
-)
 from draftproof.serve.http.errors import ApiError, to_api_error
 from draftproof.serve.http.io import in_thread_if, read_json, send_body, send_error, send_json
 from draftproof.serve.http.request_guard import ClientDisconnected, RequestGuard
@@ -69,37 +62,37 @@ class InfoRoutes:
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         """List the models."""
-        await send_json(send, ModelList(data=[self._card(name) for name in self._names]))
+        await send_json(send, schema.ModelList(data=[self._card(name) for name in self._names]))
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Describe one model."""
         name = Request(scope).path_params["model"]
         await send_json(send, self._card(self._completions.check_model(name)))
 
-    def _card(self, name: str) -> ModelCard:
-        length = self._llm.limits.max_model_len
-        return ModelCard(id=name, created=self._created, root=self._llm.config.model, max_model_len=length)
+    def _card(self, name: str) -> schema.ModelCard:
+        length, root = self._llm.limits.max_model_len, self._llm.config.model
+        return schema.ModelCard(id=name, created=self._created, root=root, max_model_len=length)
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Report the state of the engine: 200 if requests are served, otherwise 503."""
         state = self._health()
         await send_json(send, state, 200 if state.status == "ok" else 503)
 
-    def _health(self) -> Health:
+    def _health(self) -> schema.Health:
         worker = self._llm.worker_status()
         restarts = worker.restarts if worker else 0
         if self._llm.dead:
             reason = worker.reason if worker else "see the log"
-            return Health(status="failed", reason=reason, restarts=restarts)
+            return schema.Health(status="failed", reason=reason, restarts=restarts)
         if self._guard.draining:
-            return Health(status="draining", restarts=restarts)
+            return schema.Health(status="draining", restarts=restarts)
         if worker is not None and worker.state != "ready":
-            return Health(status=worker.state, reason=worker.reason, restarts=restarts)
-        return Health(status="ok", restarts=restarts)
+            return schema.Health(status=worker.state, reason=worker.reason, restarts=restarts)
+        return schema.Health(status="ok", restarts=restarts)
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Report the version and the engine's description."""
-        await send_json(send, Version(version=__version__, engine=self._llm.describe()))
+        await send_json(send, schema.Version(version=__version__, engine=self._llm.describe()))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the metrics for Prometheus."""
@@ -127,7 +120,8 @@ class InfoRoutes:
             raise ApiError(400, text, "add_special_tokens")
         else:
             ids = await self._parser.conversation(body)
-        response = TokenizeResponse(count=len(ids), max_model_len=self._llm.limits.max_model_len, tokens=ids)
+        length = self._llm.limits.max_model_len
+        response = schema.TokenizeResponse(count=len(ids), max_model_len=length, tokens=ids)
         if body.return_token_strs:
             response.token_strs = [self._completions.token_strings[i][0] for i in ids]
         await send_json(send, response)
@@ -142,7 +136,7 @@ class InfoRoutes:
             raise ApiError(400, text, "tokens")
         decode = partial(self._parser.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
         text = await in_thread_if(len(body.tokens) > LONG_TEXT_CHARACTERS, decode)
-        await send_json(send, DetokenizeResponse(prompt=text))
+        await send_json(send, schema.DetokenizeResponse(prompt=text))
 
 
 class Endpoint:

@@ -18,6 +18,7 @@ from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.tokenizer import Tokenizer
 
+PromptRows = Sequence[LogprobRow | None]  # the first token has none
 MIN_LOGPROB = -9999.0  # in place of -infinity, which JSON lacks; the OpenAI API does the same
 
 
@@ -74,9 +75,7 @@ class LogprobFormatter:
             text_offset=list(offsets),
         )
 
-    def echoed_prompt(
-        self, ids: Sequence[int], rows: Sequence[LogprobRow | None], text: str
-    ) -> CompletionLogprobs:
+    def echoed_prompt(self, ids: Sequence[int], rows: PromptRows, text: str) -> CompletionLogprobs:
         """Return the logprobs of a prompt echoed as `text`; its first token has none."""
         rest = self.completion([row for row in rows[1:] if row is not None], [])
         return CompletionLogprobs(
@@ -125,7 +124,7 @@ class LogprobFormatter:
 
     # --- both ---
 
-    def prompt(self, rows: Sequence[LogprobRow | None]) -> PromptLogprobs:
+    def prompt(self, rows: PromptRows) -> PromptLogprobs:
         """Return prompt_logprobs: by token id at each position."""
         return [None if row is None else self._prompt_row(row) for row in rows]
 

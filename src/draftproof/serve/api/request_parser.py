@@ -11,18 +11,7 @@ import msgspec
 
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.api.request_schema import (
-    AnyJson,
-    ChatCompletionRequest,
-    CompletionRequest,
-    FreeText,
-    GenerationRequest,
-    Message,
-    SchemaJson,
-    Speculative,
-    TextPart,
-    TokenizeRequest,
-)
+from draftproof.serve.api import request_schema as schema
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import in_thread_if
 from draftproof.serve.settings import Settings
@@ -76,7 +65,7 @@ class RequestParser:
 
     # --- routes ---
 
-    async def completion(self, body: CompletionRequest, seed: int) -> ParsedRequest:
+    async def completion(self, body: schema.CompletionRequest, seed: int) -> ParsedRequest:
         """Parse a body of /v1/completions."""
         n = self._check_common(body)
         if body.best_of is not None and body.best_of != n:
@@ -90,12 +79,13 @@ class RequestParser:
             raise ApiError(400, "logprob_token_ids cannot be combined with echo", "logprob_token_ids")
         echo_logprobs = body.logprobs if echo else None
         self._check_logprobs("logprobs", body.logprobs)
+        widths = [width for width in (body.prompt_logprobs, echo_logprobs) if width is not None]
         params = self._params(
             body,
             seed,
             max_tokens=max(max_tokens, 1),
             logprobs=body.logprobs,
-            prompt_logprobs=_larger(body.prompt_logprobs, echo_logprobs),
+            prompt_logprobs=max(widths, default=None),
         )
         prompts = await self._prompts(body, n)
         return ParsedRequest(
@@ -109,7 +99,7 @@ class RequestParser:
             num_logprob_entries=self._count_logprobs(prompts, params),
         )
 
-    async def chat(self, body: ChatCompletionRequest, seed: int) -> ParsedRequest:
+    async def chat(self, body: schema.ChatCompletionRequest, seed: int) -> ParsedRequest:
         """Parse a body of /v1/chat/completions."""
         self._check_common(body)
         if body.top_logprobs is not None and not body.logprobs:
@@ -138,7 +128,7 @@ class RequestParser:
             num_logprob_entries=self._count_logprobs([prompt], params),
         )
 
-    async def conversation(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
+    async def conversation(self, body: schema.ChatCompletionRequest | schema.TokenizeRequest) -> list[int]:
         """Return the tokens of a conversation, rendered by the model's chat template."""
         names = body.chat_template_kwargs or {}
         for name in RESERVED_TEMPLATE_NAMES.intersection(names):
@@ -164,7 +154,7 @@ class RequestParser:
 
     # --- options ---
 
-    def _check_common(self, body: GenerationRequest) -> int:
+    def _check_common(self, body: schema.GenerationRequest) -> int:
         """Check the options that both routes share; return n."""
         n = body.n or 1
         if n > self._settings.max_n:
@@ -183,7 +173,7 @@ class RequestParser:
         if count is not None and 0 <= limit < count:
             raise ApiError(400, f"{name}: {count} exceeds max_logprobs of this server, {limit}", name)
 
-    def _output_options(self, body: GenerationRequest) -> dict[str, Any]:
+    def _output_options(self, body: schema.GenerationRequest) -> dict[str, Any]:
         """Return the fields of ParsedRequest that are the same for both routes."""
         options = body.stream_options
         return {
@@ -198,10 +188,10 @@ class RequestParser:
             "structure_option": _structure(body)[1],
         }
 
-    def _params(self, body: GenerationRequest, seed: int, **more: Any) -> SamplingParams:
+    def _params(self, body: schema.GenerationRequest, seed: int, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in _SAME_NAMES if getattr(body, name) is not None}
         speculative = body.speculative
-        if isinstance(speculative, Speculative):
+        if isinstance(speculative, schema.Speculative):
             given["speculative"] = msgspec.to_builtins(speculative)
         elif speculative is not None:
             given["speculative"] = speculative
@@ -216,7 +206,7 @@ class RequestParser:
 
     # --- prompts ---
 
-    async def _prompts(self, body: CompletionRequest, n: int) -> list[ParsedPrompt]:
+    async def _prompts(self, body: schema.CompletionRequest, n: int) -> list[ParsedPrompt]:
         special = body.add_special_tokens is not False
         prompts = _prompt_list(body.prompt)
         num_choices = len(prompts) * n
@@ -288,7 +278,7 @@ def _prompt_list(prompt: Any) -> list[Any]:
     return [prompt] if kinds == {int} else list(prompt)
 
 
-def _token_limit(body: CompletionRequest | ChatCompletionRequest) -> int | None:
+def _token_limit(body: schema.CompletionRequest | schema.ChatCompletionRequest) -> int | None:
     """Return max_tokens under its old or new name; some clients send both."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
@@ -296,29 +286,25 @@ def _token_limit(body: CompletionRequest | ChatCompletionRequest) -> int | None:
     return new if old is None else old
 
 
-def _larger(left: int | None, right: int | None) -> int | None:
-    return max(left, right) if left is not None and right is not None else left if right is None else right
-
-
-def _structure(body: GenerationRequest) -> tuple[dict[str, Any] | None, str]:
+def _structure(body: schema.GenerationRequest) -> tuple[dict[str, Any] | None, str]:
     """Return the structured_outputs of SamplingParams, and the option that gave them."""
     form, structure = body.response_format, body.structured_outputs
     if structure is not None:
-        if form is not None and not isinstance(form, FreeText):
+        if form is not None and not isinstance(form, schema.FreeText):
             raise ApiError(400, "response_format and structured_outputs: give one of them", "response_format")
         return msgspec.to_builtins(structure), "structured_outputs"
-    if isinstance(form, AnyJson):
+    if isinstance(form, schema.AnyJson):
         return {"json_object": True}, "response_format"
-    if isinstance(form, SchemaJson):
+    if isinstance(form, schema.SchemaJson):
         return {"json": form.json_schema.schema}, "response_format"
     return None, "structured_outputs"
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[schema.TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: schema.Message) -> dict[str, Any]:
     """Return a message for the chat template; the role "developer" becomes "system"."""
     role = "system" if message.role == "developer" else message.role
     content = message.content

@@ -11,27 +11,14 @@ from draftproof.errors import NO_TOKEN_LEFT
 from draftproof.metrics import SpecStats
 from draftproof.outputs import CompletionOutput, LogprobRow, RequestOutput, TokenEvent
 from draftproof.sampling_params import MAX_SEED
-from draftproof.serve.api.logprob_format import LogprobFormatter, TokenStrings, logprob_rows
+from draftproof.serve.api import response_schema as schema
+from draftproof.serve.api.logprob_format import LogprobFormatter, PromptRows, TokenStrings, logprob_rows
 from draftproof.serve.api.request_parser import ParsedPrompt, ParsedRequest
-from draftproof.serve.api.response_schema import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletionResponse,
-    ChatLogprobs,
-    ChatMessage,
-    CompletionChoice,
-    CompletionDetails,
-    CompletionLogprobs,
-    CompletionResponse,
-    Delta,
-    PromptDetails,
-    RequestMetrics,
-    SpeculativeDecoding,
-    Usage,
-)
+from draftproof.serve.api.response_schema import ChatChunkChoice, CompletionChoice, CompletionLogprobs
 from draftproof.serve.http.errors import ApiError
 
-PromptRows = Sequence[LogprobRow | None]
+Events = Sequence[TokenEvent]
+Fields = dict[str, Any]
 
 
 class ResponseBuilder:
@@ -39,9 +26,7 @@ class ResponseBuilder:
 
     kind = ""
 
-    def __init__(
-        self, parsed: ParsedRequest, strings: TokenStrings, head: dict[str, Any], max_drafts: int
-    ) -> None:
+    def __init__(self, parsed: ParsedRequest, strings: TokenStrings, head: Fields, max_drafts: int) -> None:
         """Build for one parsed request. `head`: fields that every body and chunk begins with."""
         self.parsed, self.head, self.strings = parsed, head, strings
         params = parsed.params
@@ -58,33 +43,34 @@ class ResponseBuilder:
 
     # --- usage and metrics ---
 
-    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+    def usage(self, outputs: Sequence[RequestOutput]) -> schema.Usage:
         """Return the token counts of all choices."""
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
         num_generated = 0
         if not self.parsed.prompt_only:
             num_generated = sum(len(o.token_ids) for output in outputs for o in output.outputs)
+        num_cached = sum(output.num_cached_tokens for output in outputs)
         details: Any = UNSET
         if self.parsed.params.prediction is not None:
             accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
             drafted = sum(output.metrics.num_draft_tokens for output in outputs)
-            details = CompletionDetails(
+            details = schema.CompletionDetails(
                 accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
             )
-        return Usage(
+        return schema.Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
-            prompt_tokens_details=PromptDetails(cached_tokens=sum(o.num_cached_tokens for o in outputs)),
+            prompt_tokens_details=schema.PromptDetails(cached_tokens=num_cached),
             completion_tokens_details=details,
         )
 
-    def metrics(self, outputs: Sequence[RequestOutput]) -> RequestMetrics:
+    def metrics(self, outputs: Sequence[RequestOutput]) -> schema.RequestMetrics:
         """Return speculation statistics, strategy and times of the request."""
         total = SpecStats()
         for output in outputs:
             total.add(output.metrics)
-        return RequestMetrics(
+        return schema.RequestMetrics(
             speculative_decoding=speculation(total, self._max_drafts) if self._max_drafts else None,
             strategy=outputs[0].strategy,
             lossless=all(output.lossless for output in outputs),
@@ -94,9 +80,9 @@ class ResponseBuilder:
 
     # --- prompt ---
 
-    def prompt_fields(self, prompt: ParsedPrompt, rows: PromptRows) -> dict[str, Any]:
+    def prompt_fields(self, prompt: ParsedPrompt, rows: PromptRows) -> Fields:
         """Return the requested ones of the optional fields of a prompt."""
-        fields: dict[str, Any] = {"prompt_token_ids": prompt.ids} if self.parsed.token_ids else {}
+        fields: Fields = {"prompt_token_ids": prompt.ids} if self.parsed.token_ids else {}
         width = self.parsed.prompt_logprobs
         if width is not None:
             fields["prompt_logprobs"] = self.logprobs.prompt(self._cut(rows, width))
@@ -108,7 +94,7 @@ class ResponseBuilder:
             return list(rows)
         return [None if row is None else _cut_row(row, width) for row in rows]
 
-    def _choice_fields(self, output: CompletionOutput) -> dict[str, Any]:
+    def _choice_fields(self, output: CompletionOutput) -> Fields:
         """Return the fields of a whole choice that do not depend on the route."""
         return {
             "finish_reason": checked_reason(output.finish_reason),
@@ -137,7 +123,7 @@ class CompletionBuilder(ResponseBuilder):
             return text, None
         return text, self.logprobs.echoed_prompt(prompt.ids, self._cut(rows, width), text)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
+    def whole(self, outputs: Sequence[RequestOutput]) -> schema.CompletionResponse:
         """Return the body of a request without streaming."""
         choices = []
         for p, (prompt, output) in enumerate(zip(self.parsed.prompts, outputs, strict=True)):
@@ -145,7 +131,7 @@ class CompletionBuilder(ResponseBuilder):
             text, logprobs = self.echo(prompt, rows)
             fields = self.prompt_fields(prompt, rows)
             choices += [self._choice(p, each, text, logprobs, fields) for each in output.outputs]
-        return CompletionResponse(
+        return schema.CompletionResponse(
             **self.head, choices=choices, usage=self.usage(outputs), metrics=self.metrics(outputs)
         )
 
@@ -155,7 +141,7 @@ class CompletionBuilder(ResponseBuilder):
         output: CompletionOutput,
         echo: str,
         echo_logprobs: CompletionLogprobs | None,
-        prompt_fields: dict[str, Any],
+        prompt_fields: Fields,
     ) -> CompletionChoice:
         index, rows = p * self.n + output.index, logprob_rows(output.logprobs)
         has_logprobs = output.logprobs is not None
@@ -176,7 +162,7 @@ class CompletionBuilder(ResponseBuilder):
         text, logprobs = self.echo(prompt, rows)
         return CompletionChoice(index=index, text=text, logprobs=logprobs, **fields)
 
-    def chunk(self, index: int, text: str, events: Sequence[TokenEvent], shift: int) -> CompletionChoice:
+    def chunk(self, index: int, text: str, events: Events, shift: int) -> CompletionChoice:
         """Return the chunk of some tokens; `shift`: number of echoed characters."""
         made = CompletionChoice(index=index, text=text)
         if self.parsed.params.wants_logprobs and events[0].logprob_row is not None:
@@ -190,11 +176,11 @@ class ChatBuilder(ResponseBuilder):
 
     kind = "chat.completion.chunk"
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
+    def whole(self, outputs: Sequence[RequestOutput]) -> schema.ChatCompletionResponse:
         """Return the body of a request without streaming."""
         output = outputs[0]
         fields = self.prompt_fields(self.parsed.prompts[0], logprob_rows(output.prompt_logprobs))
-        return ChatCompletionResponse(
+        return schema.ChatCompletionResponse(
             **self.head,
             choices=[self._choice(each) for each in output.outputs],
             usage=self.usage(outputs),
@@ -202,25 +188,25 @@ class ChatBuilder(ResponseBuilder):
             **fields,
         )
 
-    def _choice(self, output: CompletionOutput) -> ChatChoice:
+    def _choice(self, output: CompletionOutput) -> schema.ChatChoice:
         logprobs = None
         if output.logprobs is not None:
             rows = logprob_rows(output.logprobs)
-            logprobs = ChatLogprobs(content=[self.logprobs.chat(row) for row in rows])
-        message, fields = ChatMessage(content=output.text), self._choice_fields(output)
-        return ChatChoice(index=output.index, message=message, logprobs=logprobs, **fields)
+            logprobs = schema.ChatLogprobs(content=[self.logprobs.chat(row) for row in rows])
+        message, fields = schema.ChatMessage(content=output.text), self._choice_fields(output)
+        return schema.ChatChoice(index=output.index, message=message, logprobs=logprobs, **fields)
 
     def first_chunk(self, index: int, prompt: ParsedPrompt, rows: PromptRows) -> ChatChunkChoice | None:
         """Return the chunk with the role, before the first token."""
-        return ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+        return ChatChunkChoice(index=index, delta=schema.Delta(role="assistant", content=""))
 
-    def chunk(self, index: int, text: str, events: Sequence[TokenEvent], shift: int) -> ChatChunkChoice:
+    def chunk(self, index: int, text: str, events: Events, shift: int) -> ChatChunkChoice:
         """Return the chunk of some tokens."""
-        made = ChatChunkChoice(index=index, delta=Delta(content=text))
+        made = ChatChunkChoice(index=index, delta=schema.Delta(content=text))
         if self.parsed.params.wants_logprobs and events[0].logprob_row is not None:
             chat = self.logprobs.chat
             rows = [event.logprob_row for event in events if event.logprob_row is not None]
-            made.logprobs = ChatLogprobs(content=[chat(row) for row in rows])
+            made.logprobs = schema.ChatLogprobs(content=[chat(row) for row in rows])
         return made
 
 
@@ -245,12 +231,12 @@ def checked_reason(reason: str | None) -> Any:
     return reason
 
 
-def speculation(stats: SpecStats, max_drafts: int) -> SpeculativeDecoding:
+def speculation(stats: SpecStats, max_drafts: int) -> schema.SpeculativeDecoding:
     """Return the speculation statistics under vLLM's names."""
     accepted_at = [*stats.accepted_per_position, *[0] * max_drafts][:max_drafts]
     steps, accepted = stats.num_drafts, stats.num_accepted_tokens
     histogram = zip([steps, *accepted_at], [*accepted_at, 0], strict=True)
-    return SpeculativeDecoding(
+    return schema.SpeculativeDecoding(
         mean_acceptance_length=1 + accepted / steps if steps else None,
         draft_acceptance_rate=stats.acceptance_rate if stats.num_draft_tokens else None,
         acceptance_histogram=[reached - further for reached, further in histogram],

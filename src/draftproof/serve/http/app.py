@@ -18,8 +18,7 @@ from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.middleware import RequestMiddleware
-from draftproof.serve.http.request_guard import RequestGuard
-from draftproof.serve.http.shared_limits import OpenRequestCounts
+from draftproof.serve.http.request_guard import OpenRequestCounts, RequestGuard
 from draftproof.serve.settings import Settings
 
 PAGE_FOLDER = Path(__file__).parent / "page"

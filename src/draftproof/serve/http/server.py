@@ -19,8 +19,7 @@ from uvicorn.config import Config
 from draftproof.errors import ConfigError
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.app import create_app
-from draftproof.serve.http.request_guard import RequestGuard
-from draftproof.serve.http.shared_limits import OpenRequestCounts
+from draftproof.serve.http.request_guard import OpenRequestCounts, RequestGuard
 from draftproof.serve.http.uvicorn_protocol import Protocol
 from draftproof.serve.settings import Settings
 
@@ -75,9 +74,8 @@ def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
     except (OSError, OverflowError) as error:
         made.close()
         reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
-        ) from error
+        text = f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
+        raise ConfigError(text) from error
     return made
 
 

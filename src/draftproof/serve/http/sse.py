@@ -110,9 +110,8 @@ class SseEncoder:
 
     def _usage_tail(self) -> bytes:
         num_prompt, num_generated = sum(self._prompt_lengths), sum(self._num_tokens)
-        usage = Usage(
-            prompt_tokens=num_prompt, completion_tokens=num_generated, total_tokens=num_prompt + num_generated
-        )
+        total = num_prompt + num_generated
+        usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_generated, total_tokens=total)
         return b'],"usage":' + _ENCODER.encode(usage) + b"}\n\n"
 
     def close(self, out: bytearray, outputs: Sequence[RequestOutput]) -> None:

@@ -111,9 +111,7 @@ class ReceivedGroup:
         for n, request in enumerate(requests):
             kind = kinds[n] = logprob_kind_of(request.params, vocab)
             if kind != LogprobKind.NONE:
-                max_top[LogprobKind(kind)] = max(
-                    max_top[LogprobKind(kind)], top_of(request.params.logprobs, vocab)
-                )
+                max_top[kind] = max(max_top[kind], top_of(request.params.logprobs, vocab))
         pairs = list(zip(at, requests, strict=True))
         return cls(
             handles=handles,

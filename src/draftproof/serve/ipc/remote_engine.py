@@ -62,10 +62,7 @@ class RemoteEngine:
     step_blocks = True
 
     def __init__(
-        self,
-        address: str,
-        seconds: float = CONNECT_SECONDS,
-        on_step: Callable[[float], object] | None = None,
+        self, address: str, seconds: float = CONNECT_SECONDS, on_step: Callable[[float], object] | None = None
     ) -> None:
         self.totals = StepTotals()
         self._on_step = on_step
@@ -81,9 +78,8 @@ class RemoteEngine:
         except BaseException:
             self._connection.close()
             raise
-        self._bounds = Bounds(
-            self.info.limits.vocab_size, self.info.limits.speculative_tokens, len(self.info.sources)
-        )
+        limits = self.info.limits
+        self._bounds = Bounds(limits.vocab_size, limits.speculative_tokens, len(self.info.sources))
 
     def _connect(self, seconds: float) -> EngineInfo:
         while True:
@@ -96,9 +92,8 @@ class RemoteEngine:
     def _on_engine_info(self, data: bytes) -> EngineInfo:
         info = decode_engine_info(data[len(ENGINE_INFO) :])
         if info.version != VERSION:
-            raise EngineDeadError(
-                f"the engine uses version {info.version} of the wire format, this process {VERSION}"
-            )
+            text = f"the engine uses version {info.version} of the wire format, this process {VERSION}"
+            raise EngineDeadError(text)
         self._is_connected, self._sequence = True, 0
         return info
 
@@ -148,9 +143,8 @@ class RemoteEngine:
         if name is None:
             name = info.default_strategy if speculation.enabled else info.plain_strategy
         if not isinstance(name, str) or name not in info.strategies:
-            raise RequestError(
-                f"unknown verify_strategy {name!r}: {nearest(str(name), info.strategies)}", "speculative"
-            )
+            hint = nearest(str(name), info.strategies)
+            raise RequestError(f"unknown verify_strategy {name!r}: {hint}", "speculative")
         guarantee = info.strategies[name]
         if speculation.enabled:  # without drafts no policy applies
             guarantee = guarantee.under_policy(info.accept_policy)

@@ -75,13 +75,8 @@ class RemoteLLM(AsyncLLM):
         return self._engine.totals
 
     @property
-    def dead(self) -> bool:
-        """Return True if the engine has stopped for good; False while a worker is being restarted."""
-        return self.dead_error is not None
-
-    @property
     def dead_error(self) -> BaseException | None:
-        """Error by which the engine stopped for good."""
+        """Error by which the engine stopped for good; None while a worker is being restarted."""
         if self._thread.error is not None or self._engine.is_connected:
             return self._thread.error
         error = self._engine.down_error()

@@ -58,11 +58,9 @@ def main() -> int:
 
         llm = LLM(job["model"], **job["options"])
         worker = Worker(llm, socket_address(folder), job["options"])
-    except DraftproofError as error:
-        reports.send(failed=type(error).__name__, text=str(error))
-        return EXIT_SETUP_FAILED
     except Exception as error:
-        logging.getLogger("draftproof").exception("the engine cannot be built")
+        if not isinstance(error, DraftproofError):
+            logging.getLogger("draftproof").exception("the engine cannot be built")
         reports.send(failed=type(error).__name__, text=str(error))
         return EXIT_SETUP_FAILED
     signal.signal(signal.SIGTERM, lambda *_: worker.drain())
@@ -70,9 +68,8 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # the model lives as long as the process: exclude it from garbage collection
     reports.send(ready=os.getpid())
-    threading.Thread(
-        target=_report_beats, args=(worker, reports), name="draftproof-beat", daemon=True
-    ).start()
+    arguments = worker, reports
+    threading.Thread(target=_report_beats, args=arguments, name="draftproof-beat", daemon=True).start()
     try:
         worker.run()
     except BaseException as error:

@@ -58,9 +58,8 @@ class StepSender:
         """Return (index, statistics) of the entries with unsent ones; final ones are not sent again."""
         unsent = self._requests.unsent_stats
         found = [(i, entry.stats) for i, entry in enumerate(entries) if entry.request.id in unsent]
-        unsent.difference_update(
-            entries[i].request.id for i, stats in found if stats.first_token_at is not None
-        )
+        final = (i for i, stats in found if stats.first_token_at is not None)
+        unsent.difference_update(entries[i].request.id for i in final)
         return found
 
     def _group(self, requests: list[Request]) -> None:
