@@ -4,17 +4,13 @@
         async for event in llm.stream("Once upon a time", SamplingParams(max_tokens=32)):
             ...
 
-Guarantees:
-
 * Outputs equal those of `LLM` bit for bit, whatever other requests run and however they end.
-* A slow reader delays itself alone. The engine never waits for a reader: the request runs to its end at full
-  speed and releases its slot and pages. Unread events are kept, at most `max_tokens` of them, in little more
-  memory than the output takes anyway.
+* The engine never waits for a reader: a request runs to its end at full speed and frees its slot and pages.
+  Unread events are kept, at most `max_tokens` of them, in little more memory than the output takes anyway.
 * A reader that leaves (break, cancellation, `aclose`, its loop closed) aborts its request: no further event
   is delivered, and its slot and pages are free before the next step.
-* Delivered events are final: the results of a step are delivered when all of it has been read and processed.
-  If the engine breaks, unfinished requests end with finish_reason "error" and the cause; later calls raise
-  EngineDeadError.
+* Delivered events are final. If the engine breaks, unfinished requests end with finish_reason "error" and the
+  cause; later calls raise EngineDeadError.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, RequestError
 from draftproof.frontend.engine_thread import EngineThread
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
-from draftproof.frontend.job import Job
+from draftproof.frontend.request_tracker import Job
 from draftproof.frontend.stream_queue import StreamQueue
 from draftproof.metrics import EngineStats, SpecStats, StepTotals, WorkerStatus
 from draftproof.outputs import Logprob, RequestOutput, TokenEvent
@@ -70,8 +66,6 @@ class AsyncLLM:
         # runs when this object is collected or the program ends; the thread holds no reference to it
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, self._thread.stop, STOP_SECONDS)
 
-    # --- requests -----------------------------------------------------------------------------------
-
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> Stream:
@@ -98,8 +92,7 @@ class AsyncLLM:
     async def _submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None, job_id: str, stream: bool
     ) -> tuple[Job, StreamQueue]:
-        error = self._thread.closed_error()
-        if error is not None:
+        if (error := self._thread.closed_error()) is not None:
             raise error
         params = params_for([prompt], sampling_params)[0]
         make = partial(self._llm.new_job, prompt, params, job_id)
@@ -109,13 +102,8 @@ class AsyncLLM:
         job = await asyncio.to_thread(make) if is_long or params.structure is not None else make()
         return job, self._thread.submit(job, stream)
 
-    # --- ends ---------------------------------------------------------------------------------------
-
     async def drain(self, timeout: float | None = None) -> int:
-        """Refuse new requests and finish the open ones; after `timeout` seconds abort the rest.
-
-        Return the number of requests that were aborted.
-        """
+        """Refuse new requests and finish the open ones; return the number aborted after `timeout` seconds."""
         try:
             await asyncio.wait_for(self._thread.drain(), timeout)
         except TimeoutError:
@@ -134,8 +122,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
-
-    # --- facts --------------------------------------------------------------------------------------
 
     @property
     def dead(self) -> bool:
@@ -197,10 +183,7 @@ class AsyncLLM:
 
 
 class Stream:
-    """Events of one request, read in one event loop by one task at a time.
-
-    When the stream has ended, `output` is the complete output.
-    """
+    """Events of one request, read in one event loop by one task at a time; `output` is set at the end."""
 
     def __init__(
         self, llm: AsyncLLM, prompt: Prompt, params: SamplingParams | None, request_id: str | None

@@ -9,7 +9,7 @@ DraftproofError
     ├── EngineDownError  the engine's process is starting or restarting: try later
     └── EngineDeadError  the engine broke, through no fault of a request
 
-`assert` marks errors in this code. These exceptions are for users: every message says how to fix the cause.
+`assert` marks errors in this code. These exceptions are for users: every message names a remedy.
 """
 
 from __future__ import annotations

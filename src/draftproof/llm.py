@@ -13,9 +13,8 @@ from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
-from draftproof.frontend.job import Job, OnEvents
 from draftproof.frontend.progress import progress_bar
-from draftproof.frontend.request_tracker import RequestTracker
+from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.outputs import RequestOutput, TokenEvent
@@ -58,8 +57,6 @@ class LLM(InputProcessor):
         self._ids = count()
         self._is_closed = False
         self._init_seeds()
-
-    # --- public methods ------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -131,8 +128,6 @@ class LLM(InputProcessor):
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of `params.structured_outputs`, None without it."""
         return self._grammars.compile(params)
-
-    # --- running jobs -----------------------------------------------------------------------------
 
     def _open_job(self, prompt: Prompt, params: SamplingParams, on_events: OnEvents | None = None) -> Job:
         """Create a job and check it before it enters the engine."""

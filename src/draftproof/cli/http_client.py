@@ -63,18 +63,13 @@ class HttpClient:
         return response
 
 
-class ChatStream(Iterator[TokenEvent]):
+class ChatStream:
     """Token events of one output; `stats` holds the speculation counters at the end."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
-        self._response = response
-        self._events = self._read()
-        self.stats = SpecStats()
+        self._response, self.stats = response, SpecStats()
 
-    def __next__(self) -> TokenEvent:
-        return next(self._events)
-
-    def _read(self) -> Iterator[TokenEvent]:
+    def __iter__(self) -> Iterator[TokenEvent]:
         with self._response:
             for line in self._response:
                 data = line.removeprefix(b"data: ").strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class RenderedOutput:
         return f"{text}, {self.rate:.1f} tok/s"
 
 
-def render(events: Iterator[TokenEvent], console: Console) -> RenderedOutput:
+def render(events: Iterable[TokenEvent], console: Console) -> RenderedOutput:
     """Print tokens as they arrive. Ctrl-C ends the output and keeps what was printed."""
     output, start = RenderedOutput(), 0.0
     with contextlib.suppress(KeyboardInterrupt):

@@ -85,9 +85,6 @@ def _add_limits(group: Any) -> None:
         group.add_argument(flag, type=kind, default=value, metavar="N", help=f"{text} (default: {shown})")
 
 
-# --- config file --------------------------------------------------------------------------------
-
-
 def with_config_file(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Return the arguments with those of a --config file before them; the command line takes precedence."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -139,9 +136,6 @@ def read_settings(options: argparse.Namespace) -> Settings:
     names = tuple(options.served_model_name or ())
     given = {name: getattr(options, name) for name in same}
     return Settings(api_keys=read_keys(options.api_key_file), served_model_names=names, **given)
-
-
-# --- running ----------------------------------------------------------------------------------------------
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

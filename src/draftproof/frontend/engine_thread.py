@@ -17,8 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from draftproof.errors import EngineClosedError, EngineDeadError, EngineDownError, RequestError
-from draftproof.frontend.job import Job
-from draftproof.frontend.request_tracker import RequestTracker
+from draftproof.frontend.request_tracker import Job, RequestTracker
 from draftproof.frontend.stream_queue import EventDelivery, StreamQueue
 
 Reply = Callable[[Any], None]
@@ -271,11 +270,9 @@ class EngineThread:
 def _check_number(job: Job, limit: int | None) -> None:
     number = len(job.requests)
     if limit is not None and number > limit:
-        raise RequestError(
-            f"n={number} is more than this engine takes at once, which is {limit} (max_num_seqs and "
-            "max_num_waiting): send several requests with a smaller n, or start it with higher limits",
-            "n",
-        )
+        hint = "send several requests with a smaller n, or start it with higher limits"
+        text = f"n={number} is more than this engine takes at once, which is {limit} "
+        raise RequestError(f"{text}(max_num_seqs and max_num_waiting): {hint}", "n")
 
 
 def _reply_all(replies: list[Reply]) -> None:

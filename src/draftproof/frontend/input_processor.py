@@ -12,8 +12,7 @@ from typing import Any
 from draftproof.config import EngineConfig
 from draftproof.errors import RequestError, nearest
 from draftproof.frontend.engine_client import EngineClient
-from draftproof.frontend.job import Job, OnEvents
-from draftproof.frontend.request_tracker import RequestTracker
+from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import MAX_SEED, SamplingParams
 from draftproof.text.prompts import Prompt, token_ids
@@ -59,11 +58,9 @@ class InputProcessor:
         tokenizer = self._need_tokenizer("chat")
         for name in template:
             if name not in TEMPLATE_OPTIONS:
-                raise RequestError(
-                    f"chat has no option {name!r}: {nearest(name, TEMPLATE_OPTIONS)}; options of sampling go "
-                    "into SamplingParams, other names for the template into chat_template_kwargs",
-                    name,
-                )
+                hint = "options of sampling go into SamplingParams, other names into chat_template_kwargs"
+                text = f"chat has no option {name!r}: {nearest(name, TEMPLATE_OPTIONS)}; {hint}"
+                raise RequestError(text, name)
         if isinstance(messages, str) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise RequestError("messages must be a list of {'role': …, 'content': …}", "messages")
         text = tokenizer.apply_chat_template(messages, **{**template, **(chat_template_kwargs or {})})
@@ -76,7 +73,8 @@ class InputProcessor:
 
         The engine is not used, so any thread may call this. Compiling a grammar may take seconds.
         """
-        _check_n(params.n)
+        if params.n > MAX_N:
+            raise RequestError(f"n must be at most {MAX_N}, got {params.n}: send the prompt again", "n")
         text, ids = self.read_prompt(prompt)
         if params.stop:
             self._need_tokenizer("stop")
@@ -102,8 +100,6 @@ class InputProcessor:
         """Release what is not released by itself."""
         return None
 
-    # --- prompts ----------------------------------------------------------------------------------
-
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return the text (None for token ids) and the token ids of a prompt."""
         if isinstance(prompt, str):
@@ -113,9 +109,8 @@ class InputProcessor:
                 return None, token_ids(prompt["prompt_token_ids"])
             if set(prompt) == {"prompt"}:
                 return self.read_prompt(prompt["prompt"])
-            raise RequestError(
-                f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}", "prompt"
-            )
+            text = f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
+            raise RequestError(text, "prompt")
         return None, token_ids(prompt)
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
@@ -124,10 +119,8 @@ class InputProcessor:
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(
-                f"{what} needs a tokenizer and this model has none: pass tokenizer=FOLDER, "
-                "or use prompt_token_ids"
-            )
+            hint = "pass tokenizer=FOLDER, or use prompt_token_ids"
+            raise RequestError(f"{what} needs a tokenizer and this model has none: {hint}")
         return self.tokenizer
 
     def _eos_token_ids(self) -> tuple[int, ...]:
@@ -153,11 +146,6 @@ class InputProcessor:
         if isinstance(params.prediction, str):
             return self._need_tokenizer("prediction").encode(params.prediction, add_special_tokens=False)
         return params.prediction or ()
-
-
-def _check_n(n: int) -> None:
-    if n > MAX_N:
-        raise RequestError(f"n must be at most {MAX_N}, got {n}: send the prompt several times", "n")
 
 
 def params_for(

@@ -1,12 +1,13 @@
-"""Request tracker: maps the results of engine steps to jobs and their outputs.
+"""Request tracker: jobs, and the mapping of step results to their outputs.
 
 `LLM` and `AsyncLLM` share it. Only the thread that runs the engine may use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +16,40 @@ from draftproof.engine.step.logprob_routing import needs_host_logprobs
 from draftproof.engine.step.step_results import Finish, StepResults
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.frontend.engine_client import EngineClient
-from draftproof.frontend.job import Job
-from draftproof.metrics import SpecStats
-from draftproof.outputs import FinishReason, RequestOutput
+from draftproof.metrics import RequestStats, SpecStats
+from draftproof.outputs import FinishReason, LogprobRow, RequestOutput, TokenEvent
 from draftproof.text.bulk.output import BulkOutput
 from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.streaming_output import StreamingOutput
+from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Request
 
+OnEvents = Callable[[Sequence[TokenEvent]], Any]
 FINISHED_BY_STOP_STRING = Finish("stop")  # the output has the string; the engine does not search for any
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt, its n requests and their outputs."""
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    requests: list[Request]
+    tokenizer: Tokenizer | None
+    on_events: OnEvents | None  # receives the events of a stream, step by step; None: not streamed
+    max_length: int = 0
+    outputs: Sequence[BulkOutput | StreamingOutput] = ()  # created when the job is opened
+    prompt_logprob_rows: list[LogprobRow] = field(default_factory=list)
+    request_stats: list[RequestStats] = field(default_factory=list)  # of requests the engine has accepted
+    num_finished: int = 0
+    rejection: RequestError | EngineClosedError | None = None  # by an engine in another process
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every output has finished by itself."""
+        return self.num_finished == len(self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +78,6 @@ class RequestTracker:
         self._finishing: list[tuple[Job, int]] = []  # finished outputs that may not be closed yet
         self._group = NO_REQUESTS
         engine.set_background_work(self.table.flush_if_due)
-
-    # --- owner --------------------------------------------------------------------------------------
 
     @property
     def owner(self) -> str | None:
@@ -87,8 +110,6 @@ class RequestTracker:
     def reset_stats(self) -> None:
         """Start the totals again."""
         self.stats = SpecStats()
-
-    # --- jobs ---------------------------------------------------------------------------------------
 
     def open(self, job: Job) -> None:
         """Check a job against the engine's limits (RequestError) and create its outputs."""
@@ -178,8 +199,6 @@ class RequestTracker:
             strategy=strategy,
             lossless=lossless,
         )
-
-    # --- steps --------------------------------------------------------------------------------------
 
     def step(self, defer_close: bool = False) -> list[Job]:
         """Run one engine step and return the jobs that it finished or rejected.

@@ -27,6 +27,7 @@ from draftproof.serve.http.request_guard import OpenRequestCounts, create_shared
 from draftproof.serve.settings import ApiKeys, Settings
 
 POLL_SECONDS = 0.2
+KILL_SECONDS = 10.0  # after the drain, for an HTTP process to end by itself
 log = logging.getLogger("draftproof.serve")
 
 
@@ -47,24 +48,11 @@ def serve_address(
     llm = connect(address, on_step=steps.observe)
     name = settings.served_model_names[0] if settings.served_model_names else llm.config.model
     metrics = ServerMetrics(llm, name, settings.vllm_metrics, steps, shared)
-    warn_if_lossy(llm)
-    serve(
-        llm,
-        settings,
-        listener,
-        metrics,
-        counts=counts,
-        ready=partial(ready, llm),
-        tick=None if shared is None else metrics.write_shared,
-        parent=parent,
-    )
-
-
-def warn_if_lossy(llm: Any) -> None:
-    """Log a warning if outputs of requests without own options are not lossless."""
     strategy, lossless = llm.strategy_label(SamplingParams())
     if not lossless:
         log.warning("outputs are not lossless", extra={"fields": {"strategy": strategy}})
+    tick, begin = None if shared is None else metrics.write_shared, partial(ready, llm)
+    serve(llm, settings, listener, metrics, counts=counts, ready=begin, tick=tick, parent=parent)
 
 
 class HttpProcessGroup:
@@ -91,7 +79,7 @@ class HttpProcessGroup:
         from draftproof.serve.ipc.remote_llm import connect
 
         for kind in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(kind, self._stop)
+            signal.signal(kind, lambda *_: setattr(self, "_stopping", True))
         self._log = log_level, log_file
         for number in range(self._count):
             self._start(number)
@@ -105,9 +93,6 @@ class HttpProcessGroup:
                     self._counts.clear(number)
                     self._start(number)
         self._end()
-
-    def _stop(self, *_: Any) -> None:
-        self._stopping = True
 
     def _start(self, number: int) -> None:
         given = {f.name: getattr(self._settings, f.name) for f in fields(Settings)}
@@ -134,7 +119,7 @@ class HttpProcessGroup:
         for child in self._children.values():
             assert child.stdin is not None
             child.stdin.close()
-        end = time.monotonic() + self._settings.drain_seconds + 10
+        end = time.monotonic() + self._settings.drain_seconds + KILL_SECONDS
         for child in self._children.values():
             try:
                 child.wait(max(end - time.monotonic(), 0.1))

@@ -125,8 +125,6 @@ class CompletionHandler:
             raise
         self._record_outputs(parsed, outputs, record)
 
-    # --- whole responses ---
-
     async def _send_whole(
         self, builder: Builder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
     ) -> list[RequestOutput]:
@@ -151,8 +149,6 @@ class CompletionHandler:
         worker = self._llm.worker_status()
         worker_lost = self._llm.dead or (worker is not None and worker.state != "ready")
         return generation_error(reason, error, worker_lost)
-
-    # --- streams ---
 
     async def _send_stream(
         self, builder: Builder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
@@ -195,8 +191,6 @@ class CompletionHandler:
         record.status = 200
         await response.finish(bytes(out))
         return outputs
-
-    # --- log and metrics ---
 
     def _observe_latency(self, seconds: float, num_tokens: int, started: bool, record: RequestRecord) -> None:
         if started:

@@ -102,8 +102,6 @@ class InfoRoutes:
         """Send the OpenAPI document."""
         await send_body(send, self._openapi)
 
-    # --- tokens ---
-
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return the tokens of a prompt or a conversation."""
         body = await read_json(scope, receive, self._settings, TokenizeRequest)

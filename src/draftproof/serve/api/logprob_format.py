@@ -52,8 +52,6 @@ class LogprobFormatter:
         """Return the string of a token."""
         return self._strings[token_id][0]
 
-    # --- completions ---
-
     def _completion_row(self, row: LogprobRow) -> tuple[str, float, dict[str, float]]:
         """Return the token's string, its logprob, and logprobs by string: its own, then the best ones."""
         strings = self._strings
@@ -98,8 +96,6 @@ class LogprobFormatter:
         hidden = max(0, len(decoded) - len(text))
         return [min(max(0, begin - hidden), len(text)) for begin in detokenizer.offsets]
 
-    # --- chat ---
-
     def chat(self, row: LogprobRow) -> ChatLogprob:
         """Return the logprob of one token with its alternatives."""
         strings, own_id, own = self._strings, row.token_ids[0], row.logprobs[0]
@@ -121,8 +117,6 @@ class LogprobFormatter:
             tops.append(TopLogprob(string, value if value > MIN_LOGPROB else MIN_LOGPROB, data))
         string, data = strings[own_id]
         return ChatLogprob(string, own if own > MIN_LOGPROB else MIN_LOGPROB, data, tops)
-
-    # --- both ---
 
     def prompt(self, rows: PromptRows) -> PromptLogprobs:
         """Return prompt_logprobs: by token id at each position."""

@@ -153,8 +153,6 @@ class ServerMetrics:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    # --- collection ---
-
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, summed over the HTTP processes."""
         totals = self.totals()

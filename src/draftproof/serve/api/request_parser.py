@@ -63,8 +63,6 @@ class RequestParser:
         self._llm, self._settings = llm, settings
         self.tokenizer: Tokenizer = llm.get_tokenizer()
 
-    # --- routes ---
-
     async def completion(self, body: schema.CompletionRequest, seed: int) -> ParsedRequest:
         """Parse a body of /v1/completions."""
         n = self._check_common(body)
@@ -152,8 +150,6 @@ class RequestParser:
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await in_thread_if(len(text) > LONG_TEXT_CHARACTERS, call)
 
-    # --- options ---
-
     def _check_common(self, body: schema.GenerationRequest) -> int:
         """Check the options that both routes share; return n."""
         n = body.n or 1
@@ -203,8 +199,6 @@ class RequestParser:
         except RequestError as error:
             param = option if error.param == "structured_outputs" else error.param
             raise ApiError(400, str(error), param) from error
-
-    # --- prompts ---
 
     async def _prompts(self, body: schema.CompletionRequest, n: int) -> list[ParsedPrompt]:
         special = body.add_special_tokens is not False

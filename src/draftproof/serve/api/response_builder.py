@@ -41,8 +41,6 @@ class ResponseBuilder:
         """Return the seed of a choice: each prompt has the seeds seed, seed + 1, ..."""
         return (self._seed + index % self.n) % (MAX_SEED + 1)
 
-    # --- usage and metrics ---
-
     def usage(self, outputs: Sequence[RequestOutput]) -> schema.Usage:
         """Return the token counts of all choices."""
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -77,8 +75,6 @@ class ResponseBuilder:
             queue_seconds=outputs[0].queue_seconds,
             first_token_seconds=outputs[0].first_token_seconds,
         )
-
-    # --- prompt ---
 
     def prompt_fields(self, prompt: ParsedPrompt, rows: PromptRows) -> Fields:
         """Return the requested ones of the optional fields of a prompt."""

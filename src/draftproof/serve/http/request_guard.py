@@ -164,8 +164,6 @@ class RequestGuard:
             self._ids.discard(record.id)
             self._counts.decrement(record.key)
 
-    # --- timeouts ---
-
     def watch(self, client: ClientMonitor) -> None:
         """Check a client for timeouts until `unwatch`."""
         self._clients.add(client)

@@ -124,7 +124,7 @@ class ReceivedGroup:
         )
 
     def check(self, frame: DecodedFrame) -> None:
-        """Raise FrameError unless the frame has the logprobs that its requests asked for."""
+        """Raise FrameError unless the frame has the logprobs of its requests."""
         kinds = frame.kinds if len(self.at) == len(frame.kinds) else frame.kinds[self.at]
         matches = np.array_equal(kinds, self.kinds)
         for kind, found in frame.columns.items():
@@ -141,12 +141,9 @@ def to_step_results(
     frame: DecodedFrame,
     group: ReceivedGroup,
     sources: tuple[str, ...],
-    failures: dict[str, RequestError | EngineClosedError],
+    failures: dict[str, RequestError | EngineClosedError],  # of admission, by request id
 ) -> StepResults:
-    """Return the results for the open requests of `group`. Raises FrameError if the frame does not match.
-
-    `failures`: errors of requests that were not admitted, by request id.
-    """
+    """Return the results for the open requests of `group`. Raises FrameError if the frame does not match."""
     group.check(frame)
     table, source, extras = frame.table, frame.source, frame.extras
     endings = {

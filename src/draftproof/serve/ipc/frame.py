@@ -181,9 +181,6 @@ def _counts(header: Header) -> dict[str, int]:
     return counts
 
 
-# --- encode ---
-
-
 def pack(header: Header, columns: Columns) -> bytes:
     """Return the frame of `header` and `columns`. Columns with a count of 0 may be missing."""
     counts = _counts(header)
@@ -204,9 +201,6 @@ def pack(header: Header, columns: Columns) -> bytes:
     parts[0] = head[CHECKSUM_START_BYTE:]
     rest = b"".join(parts)
     return MAGIC + zlib.crc32(rest).to_bytes(4, "little") + rest
-
-
-# --- decode ---
 
 
 def unpack(data: bytes, bounds: Bounds) -> tuple[Header, dict[str, NDArray[Any]]]:

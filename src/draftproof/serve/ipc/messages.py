@@ -25,8 +25,6 @@ from draftproof.verify.guarantee import Guarantee
 ENGINE_INFO, GOODBYE, TIMINGS = b"DPRW", b"DPRB", b"DPRT"
 # options of SamplingParams that the HTTP process converts to token ids, or handles itself
 TEXT_OPTIONS = ("stop", "bad_words", "prediction", "logits_processors")
-
-
 Handle = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -92,17 +90,12 @@ decode_timings = msgspec.msgpack.Decoder(Timings).decode
 
 
 def encode_body(request: Request) -> bytes:
-    """Encode what a request shares with the others of its prompt.
-
-    Raises RequestError if an option cannot be sent to another process.
-    """
+    """Encode what the requests of a prompt share; RequestError if an option cannot be sent."""
     params = request.params
     if params.logits_processors:
-        raise RequestError(
-            "logits_processors are functions and the engine is in another process: use logit_bias, "
-            "allowed_token_ids or structured_outputs, or embed the engine (AsyncLLM)",
-            "logits_processors",
-        )
+        hint = "use logit_bias, allowed_token_ids or structured_outputs, or embed the engine (AsyncLLM)"
+        text = f"logits_processors are functions and the engine is in another process: {hint}"
+        raise RequestError(text, "logits_processors")
     try:
         return encode(
             RequestBody(
@@ -119,11 +112,8 @@ def encode_body(request: Request) -> bytes:
 
 def changed_params(params: SamplingParams) -> dict[str, Any]:
     """Return the options that differ from their defaults, without those of TEXT_OPTIONS."""
-    changed = {}
-    for name, default in _DEFAULTS.items():
-        value = getattr(params, name)
-        if value != default:
-            changed[name] = value
+    defaults = _DEFAULTS.items()
+    changed = {name: value for name, default in defaults if (value := getattr(params, name)) != default}
     if params.speculation != SpeculativeParams():
         changed["speculative"] = _changed_fields(params.speculation)
     if params.structure is not None:

@@ -54,10 +54,7 @@ ZERO_STATS = EngineStats(*[0] * 8)
 
 
 class RemoteEngine:
-    """Engine behind a connection. `step` waits for a frame.
-
-    `on_step` is called with the seconds of each step that had results for this process.
-    """
+    """Engine behind a connection. `on_step`: see `connect`."""
 
     step_blocks = True
 
@@ -96,8 +93,6 @@ class RemoteEngine:
             raise EngineDeadError(text)
         self._is_connected, self._sequence = True, 0
         return info
-
-    # --- properties ---
 
     @property
     def limits(self) -> Limits:
@@ -150,8 +145,6 @@ class RemoteEngine:
             guarantee = guarantee.under_policy(info.accept_policy)
         return f"{name}: {guarantee.label}", guarantee.is_lossless(params.greedy)
 
-    # --- requests ---
-
     def check(self, request: Request) -> int:
         """Validate a request as the engine does, except for what only the worker can check."""
         if not self._is_connected:
@@ -183,8 +176,6 @@ class RemoteEngine:
         """Send a message; dropped without a worker, because open requests fail then anyway."""
         if self._is_connected:
             self._connection.send(*parts)
-
-    # --- results ---
 
     def wake(self) -> None:
         """End the wait of `step`, from any thread."""

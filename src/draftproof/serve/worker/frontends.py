@@ -43,8 +43,6 @@ class Frontends:
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
 
-    # --- messages ---
-
     def receive(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield the messages that have arrived, at most `limit`: (identity of the sender, parts)."""
         for _ in range(limit):
@@ -69,15 +67,13 @@ class Frontends:
         """Send buffered frames and goodbye messages as far as the queues have room."""
         if self._rejected:
             reason = "this HTTP process did not read its frames"
-            self._rejected = [each for each in self._rejected if not self._say_goodbye(each, reason)]
+            self._rejected = [each for each in self._rejected if not self._send_goodbye(each, reason)]
         if self.has_buffered:
             num_with_requests = sum(bool(each.entries) for each in self.connections.values())
             for each in list(self.connections.values()):
                 if each.outbox:
                     is_sole = num_with_requests == bool(each.entries)
                     self.guard(each, each.flush, self.socket, is_sole)
-
-    # --- connections ---
 
     @property
     def has_buffered(self) -> bool:
@@ -94,7 +90,7 @@ class Frontends:
 
     def reject(self, identity: bytes) -> None:
         """Send goodbye to a process that is not connected, so that it connects anew."""
-        self._say_goodbye(FrontendConnection(identity, 0), "this HTTP process is not connected")
+        self._send_goodbye(FrontendConnection(identity, 0), "this HTTP process is not connected")
 
     def for_each(self, call: Callable[[FrontendConnection], object]) -> None:
         """Call `call` with every connection, and drop those that fail."""
@@ -119,14 +115,12 @@ class Frontends:
         self.connections.pop(connection.identity, None)
         self._release(connection)
 
-    def _say_goodbye(self, connection: FrontendConnection, reason: str) -> bool:
+    def _send_goodbye(self, connection: FrontendConnection, reason: str) -> bool:
         """Send the goodbye message; return False if the queue is full."""
         try:
             return connection.try_send(self.socket, GOODBYE + encode(Goodbye(reason)))
         except FrontendDisconnected:
             return True
-
-    # --- end ---
 
     def close(self, reason: str) -> None:
         """Send what is left and the goodbye message, wait for the HTTP processes to disconnect, and close.

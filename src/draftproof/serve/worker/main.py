@@ -66,7 +66,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: worker.drain())
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.collect()
-    gc.freeze()  # the model lives as long as the process: exclude it from garbage collection
+    gc.freeze()  # the model stays until the process ends: exclude it from garbage collection
     reports.send(ready=os.getpid())
     arguments = worker, reports
     threading.Thread(target=_report_beats, args=arguments, name="draftproof-beat", daemon=True).start()

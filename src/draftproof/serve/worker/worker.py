@@ -48,7 +48,7 @@ class Worker:
         self.engine = llm.engine
         self.iteration_began = time.monotonic()  # of the current iteration, for the heartbeat thread
         self._engine_info = ENGINE_INFO + encode(describe_engine(llm, options))
-        self.frontends = Frontends(address, self._release)
+        self.frontends = Frontends(address, lambda connection: self._requests.release(connection))
         self._requests = RequestTable(llm, self.frontends.wake)
         self._sender = StepSender(self.engine, self.frontends, self._requests)
         self._last_frame = self._last_timings = time.monotonic()
@@ -67,7 +67,7 @@ class Worker:
 
     def run(self) -> None:
         """Run the loop. Raises what the engine raises."""
-        reason = "it was asked to stop"
+        reason = "it was stopped"
         try:
             while not self._is_drained():
                 self._iterate()
@@ -109,11 +109,6 @@ class Worker:
             return False
         is_busy = any(each.is_busy for each in self.frontends.connections.values())
         return not is_busy or time.monotonic() > self._drain_until
-
-    def _release(self, connection: FrontendConnection) -> None:
-        self._requests.release(connection)
-
-    # --- messages ---
 
     def _receive(self) -> None:
         for identity, parts in self.frontends.receive(MAX_MESSAGES_PER_STEP):
