@@ -15,20 +15,19 @@ from typing import Any
 import pytest
 
 from draftproof.serve.settings import ApiKeys, Settings
-from serving import NGRAM, Served, make_folder, serving, tiny
+from serving import NGRAM, Served, serving, tiny
 
 PAGE = Path(__file__).parents[2] / "src" / "draftproof" / "serve" / "http" / "page"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROMPT = "one two three one two three one two three"
-SAME, DIFFERENT = ".verdict.same", ".verdict.different"
+SAME, DIFFERENT = ".comparison.same", ".comparison.different"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = make_folder(tmp_path_factory.mktemp("page"))
-    with serving(tiny(folder, NGRAM)) as found:
-        yield found
+def served(folder: Path) -> Iterator[Served]:
+    with serving(tiny(folder, NGRAM)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +45,25 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
 
 
 def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
-    """A page that complains of nothing and asks nobody but the server."""
+    """Yield a page, and check that it raises no error and sends requests to the server only."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
     page, wrong = context.new_page(), []
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda asked: asked.url.startswith((url, "data:")) or wrong.append(asked.url))
+    page.on("request", lambda sent: sent.url.startswith((url, "data:")) or wrong.append(sent.url))
     page.goto(url)
     yield page
     context.close()
     assert wrong == []
 
 
-def ask(page: Any, prove: bool = False, **options: Any) -> None:
-    """By keyboard alone, from the top of the page; options by their fields."""
-    settings = {"temperature": 0, "most": 24, "seed": 7, **options}
+def send_prompt(page: Any, compare: bool = False, **options: Any) -> None:
+    """Type and send the prompt with the keyboard; `options` are values of fields."""
+    settings = {"temperature": 0, "max-tokens": 24, "seed": 7, **options}
     page.evaluate(
         "s => { for (const [k, v] of Object.entries(s)) document.getElementById(k).value = v }", settings
     )
-    if prove:
-        page.locator("#prove").focus()
+    if compare:
+        page.locator("#compare").focus()
         page.keyboard.press("Space")
     page.locator("body").focus()
     page.locator("#prompt").focus()
@@ -72,12 +71,12 @@ def ask(page: Any, prove: bool = False, **options: Any) -> None:
     page.keyboard.press("Enter")
 
 
-def ended(page: Any) -> None:
+def wait_for_end(page: Any) -> None:
     page.wait_for_selector(".t")
     page.wait_for_selector("#send:enabled")
 
 
-def test_what_it_needs_comes_with_the_package(served: Served) -> None:
+def test_page_files_are_packaged_and_load_nothing_else(served: Served) -> None:
     index = served.http.get("/")
     assert index.headers["content-type"].startswith("text/html")
     named = set(re.findall(r'(?:src|href)="(/[^"]+)"', index.text))
@@ -92,55 +91,47 @@ def test_what_it_needs_comes_with_the_package(served: Served) -> None:
 
 
 @needs_browser
-def test_an_answer_by_keyboard(page: Any, served: Served) -> None:
-    """Its tokens, colours, steps and figures are those that the API tells."""
+def test_output_tokens_steps_and_figures_equal_the_api(page: Any, served: Served) -> None:
+    """Use the keyboard only."""
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
-    ask(page)
-    ended(page)
-    body = {
-        "messages": [{"role": "user", "content": PROMPT}],
-        "temperature": 0,
-        "max_completion_tokens": 24,
-        "seed": 7,
-        "logprobs": True,
-        "top_logprobs": 5,
-        "return_token_ids": True,
-        "speculative": False,
-    }
+    send_prompt(page)
+    wait_for_end(page)
+    body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "seed": 7}
+    body |= {"max_completion_tokens": 24, "logprobs": True, "top_logprobs": 5}
+    body |= {"return_token_ids": True, "speculative": False}
     plain = served.post("/v1/chat/completions", body).json()["choices"][0]
-    assert page.locator(".said").text_content() == plain["message"]["content"]
-    looks = page.eval_on_selector_all(".said .t", "all => all.map(x => x.className.split(' ')[1])")
-    assert len(looks) == len(plain["token_ids"]) and "accepted" in looks
+    assert page.locator(".output").text_content() == plain["message"]["content"]
+    classes = page.eval_on_selector_all(".output .t", "all => all.map(x => x.className.split(' ')[1])")
+    assert len(classes) == len(plain["token_ids"]) and "accepted" in classes
     columns = page.locator("#strip .step").count()
-    own = page.locator("#strip .own").count()
-    assert page.locator("#strip .stood").count() == looks.count("accepted") and 0 < own <= columns < len(
-        looks
-    )
+    sampled = page.locator("#strip .sampled").count()
+    assert page.locator("#strip .accepted").count() == classes.count("accepted")
+    assert 0 < sampled <= columns < len(classes)
     length = float(page.locator("#f-length").text_content())
-    assert length == pytest.approx(len(looks) / columns, abs=0.006)
-    drafts = page.locator("#strip .stood, #strip .fell").count()
-    assert page.locator("#f-drafts").text_content() == f"{looks.count('accepted')} of {drafts}"
-    # walking through it: the card shows the logprob of each token as the API gives it
-    page.locator(".said").focus()
+    assert length == pytest.approx(len(classes) / columns, abs=0.006)
+    drafts = page.locator("#strip .accepted, #strip .rejected").count()
+    assert page.locator("#f-drafts").text_content() == f"{classes.count('accepted')} of {drafts}"
+    # move through the output: the details show the logprob of each token as the API returns it
+    page.locator(".output").focus()
     for at, line in enumerate(plain["logprobs"]["content"][:4]):
         page.keyboard.press("ArrowRight")
         card = page.locator("#token")
         assert f"Token {at + 1} of" in card.text_content()
-        assert f"{line['logprob']:.4f}" in card.locator("tr.it").text_content()
+        assert f"{line['logprob']:.4f}" in card.locator("tr.sampled").text_content()
         assert card.locator("tr").count() in (5, 6)
     page.keyboard.press("End")
-    assert f"Token {len(looks)} of" in page.locator("#token").text_content()
+    assert f"Token {len(classes)} of" in page.locator("#token").text_content()
     page.keyboard.press("ArrowUp")
-    assert page.locator("#strip .step.chosen").count() == 1
+    assert page.locator("#strip .step.selected").count() == 1
     page.keyboard.press("Home")
     assert "Token 1 of" in page.locator("#token").text_content()
 
 
 @needs_browser
-def test_pointing_and_clicking(page: Any) -> None:
-    ask(page)
-    ended(page)
+def test_pointing_at_a_token_or_step_shows_its_details(page: Any) -> None:
+    send_prompt(page)
+    wait_for_end(page)
     page.locator(".t").nth(3).hover()
     assert "Token 4 of" in page.locator("#token").text_content()
     page.locator("#strip .step").nth(1).click()
@@ -150,75 +141,75 @@ def test_pointing_and_clicking(page: Any) -> None:
 
 
 @needs_browser
-def test_the_switch_shows_that_nothing_differs(page: Any) -> None:
-    ask(page, prove=True, temperature=1, seed="")
+def test_comparison_without_speculation_is_identical(page: Any) -> None:
+    send_prompt(page, compare=True, temperature=1, seed="")
     page.wait_for_selector(f"{SAME}, {DIFFERENT}")
-    assert "Nothing differs: 24 tokens" in page.locator(SAME).text_content()
+    assert "Identical: 24 tokens" in page.locator(SAME).text_content()
 
 
 @needs_browser
-def test_control_a_difference_is_shown(page: Any) -> None:
-    """One logprob of the answer without speculation is changed on its way."""
+def test_control_changed_logprob_is_shown_as_a_difference(page: Any) -> None:
+    """Change one logprob of the response without speculation on its way."""
 
-    def meddle(route: Any) -> None:
+    def change(route: Any) -> None:
         if json.loads(route.request.post_data).get("speculative") is not False:
             route.continue_()
             return
-        reply = route.fetch()
-        parts = reply.text().split("\n\n")
+        response = route.fetch()
+        parts = response.text().split("\n\n")
         parts[5] = re.sub(r'"logprob":-\d', '"logprob":-9', parts[5], count=1)
-        route.fulfill(response=reply, body="\n\n".join(parts))
+        route.fulfill(response=response, body="\n\n".join(parts))
 
-    page.route("**/v1/chat/completions", meddle)
-    ask(page, prove=True, temperature=1)
+    page.route("**/v1/chat/completions", change)
+    send_prompt(page, compare=True, temperature=1)
     page.wait_for_selector(f"{SAME}, {DIFFERENT}")
     assert page.locator(DIFFERENT).text_content().startswith("1 of 24 tokens differ")
-    assert page.locator(".t.off").count() == 1
+    assert page.locator(".t.different").count() == 1
 
 
 @needs_browser
-def test_refusals_are_told(page: Any) -> None:
-    ask(page, temperature=-3)
-    page.wait_for_selector("#problem:not([hidden])")
-    assert "temperature" in page.locator("#problem").text_content() and page.locator("#send").is_enabled()
+def test_api_error_is_shown(page: Any) -> None:
+    send_prompt(page, temperature=-3)
+    page.wait_for_selector("#error:not([hidden])")
+    assert "temperature" in page.locator("#error").text_content() and page.locator("#send").is_enabled()
 
 
 @needs_browser
-def test_a_key_is_asked_for(browser: Any, tmp_path: Path) -> None:
-    with serving(tiny(make_folder(tmp_path), NGRAM), Settings(api_keys=ApiKeys(("sesame",)))) as locked:
+def test_missing_api_key_moves_focus_to_its_field(browser: Any, folder: Path) -> None:
+    with serving(tiny(folder, NGRAM), Settings(api_keys=ApiKeys(("sesame",)))) as locked:
         for page in opened(browser, locked.url):
-            ask(page)
-            page.wait_for_selector("#problem:not([hidden])")
+            send_prompt(page)
+            page.wait_for_selector("#error:not([hidden])")
             assert page.evaluate("document.activeElement.id") == "key"
             page.keyboard.type("sesame")
             page.locator("#prompt").focus()
-            ask(page)
-            ended(page)
-            assert page.locator("#problem").is_hidden()
+            send_prompt(page)
+            wait_for_end(page)
+            assert page.locator("#error").is_hidden()
 
 
 @needs_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_themes_can_be_read(browser: Any, served: Served, theme: str) -> None:
-    """Contrast of at least 4.5 between every text and what lies behind it, in either theme."""
+def test_themes_have_readable_contrast(browser: Any, served: Served, theme: str) -> None:
+    """Check a contrast of at least 4.5 between every text and its background."""
     for page in opened(browser, served.url, color_scheme=theme):
-        ask(page)
-        ended(page)
+        send_prompt(page)
+        wait_for_end(page)
         page.locator(".t").first.hover()
         assert page.evaluate("document.documentElement.dataset.theme") == theme
         assert page.evaluate(POOR_CONTRAST) == []
         page.evaluate("document.documentElement.style.setProperty('--quiet', '#777')")
-        assert page.evaluate(POOR_CONTRAST)  # control: a grey that is none of either theme
+        assert page.evaluate(POOR_CONTRAST)  # control: a grey with too little contrast
         page.locator("#theme").click()
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
 @needs_browser
-def test_on_a_phone(browser: Any, served: Served) -> None:
+def test_page_fits_a_phone(browser: Any, served: Served) -> None:
     for page in opened(browser, served.url, has_touch=True):
         page.set_viewport_size({"width": 360, "height": 740})
-        ask(page)
-        ended(page)
+        send_prompt(page)
+        wait_for_end(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         page.locator(".t").nth(2).tap()
         card = page.locator("#inspect").bounding_box()

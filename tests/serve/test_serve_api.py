@@ -1,4 +1,4 @@
-"""Every route by OpenAI's own client, whole and as a stream: what comes is what LLM gives."""
+"""Every route with OpenAI's client, whole and streamed: responses equal the outputs of LLM."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ import pytest
 
 from draftproof import SamplingParams
 from draftproof.outputs import RequestOutput
-from serving import END, NGRAM, Served, events, make_folder, serving, tiny
+from serving import END, NGRAM, Served, events, serving, tiny
 
 PROMPT = "one two three four one two three"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_folder(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="module")
 def plain(folder: Any) -> Any:
-    """What everything is compared with: no drafts, nobody else."""
+    """Return an LLM without drafts, whose outputs the responses must equal."""
     return tiny(folder)
 
 
@@ -33,7 +28,8 @@ def served(folder: Any) -> Any:
         yield running
 
 
-def alone(plain: Any, prompt: Any, **options: Any) -> RequestOutput:
+def reference(plain: Any, prompt: Any, **options: Any) -> RequestOutput:
+    """Return the output of a single request without drafts."""
     return plain.generate(prompt, SamplingParams(**options), use_tqdm=False)[0]
 
 
@@ -41,12 +37,9 @@ def ids_of(plain: Any, text: str) -> list[int]:
     return plain.tokenizer.encode(text)
 
 
-# --- completions ------------------------------------------------------------------------------------------
-
-
-def test_completion(served: Served, plain: Any) -> None:
+def test_completion_equals_llm_output_with_usage(served: Served, plain: Any) -> None:
     got = served.complete(PROMPT, max_tokens=12, seed=3, temperature=0.8)
-    want = alone(plain, PROMPT, max_tokens=12, seed=3, temperature=0.8)
+    want = reference(plain, PROMPT, max_tokens=12, seed=3, temperature=0.8)
     assert got.object == "text_completion" and got.model == served.model and got.id.startswith("cmpl-")
     (choice,) = got.choices
     assert choice.text == want.outputs[0].text and choice.finish_reason == want.outputs[0].finish_reason
@@ -58,30 +51,29 @@ def test_completion(served: Served, plain: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["ids", "texts", "lists of ids"])
-def test_every_form_of_prompt(served: Served, plain: Any, form: str) -> None:
+def test_prompt_as_texts_and_ids_gives_one_choice_per_output(served: Served, plain: Any, form: str) -> None:
     texts = [PROMPT] if form == "ids" else [PROMPT, "again one"]
     lists = [ids_of(plain, text) for text in texts]
     prompt: Any = lists[0] if form == "ids" else texts if form == "texts" else lists
     got = served.complete(prompt, max_tokens=6, temperature=0, n=2)
     for number, choice in enumerate(got.choices):
         assert choice.index == number
-        want = alone(plain, texts[number // 2], max_tokens=6, temperature=0, n=2)
+        want = reference(plain, texts[number // 2], max_tokens=6, temperature=0, n=2)
         assert choice.text == want.outputs[number % 2].text
     assert len(got.choices) == 2 * len(texts)
     assert got.usage.prompt_tokens == sum(map(len, lists))
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
-def test_completion_logprobs(served: Served, plain: Any, count: int) -> None:
+def test_completion_logprobs_equal_llm_logprobs(served: Served, plain: Any, count: int) -> None:
     got = served.complete(PROMPT, max_tokens=9, seed=4, logprobs=count).choices[0]
-    want = alone(plain, PROMPT, max_tokens=9, seed=4, logprobs=count).outputs[0]
-    told = got.logprobs
-    assert told.token_logprobs == [
-        row[i].logprob for i, row in zip(want.token_ids, want.logprobs, strict=True)
-    ]
+    want = reference(plain, PROMPT, max_tokens=9, seed=4, logprobs=count).outputs[0]
+    logprobs = got.logprobs
+    rows = zip(want.token_ids, want.logprobs, strict=True)
+    assert logprobs.token_logprobs == [row[i].logprob for i, row in rows]
     names = [_name(plain, token) for token in want.token_ids]
-    assert told.tokens == names and told.text_offset == want.text_offsets
-    for row, best, token in zip(want.logprobs, told.top_logprobs, want.token_ids, strict=True):
+    assert logprobs.tokens == names and logprobs.text_offset == want.text_offsets
+    for row, best, token in zip(want.logprobs, logprobs.top_logprobs, want.token_ids, strict=True):
         assert best == {_name(plain, i): entry.logprob for i, entry in reversed(row.items())}
         assert _name(plain, token) in best
 
@@ -94,23 +86,23 @@ def _name(plain: Any, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def test_echo(served: Served, plain: Any) -> None:
+def test_echo_returns_prompt_text_and_logprobs(served: Served, plain: Any) -> None:
     got = served.complete(PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=2).choices[0]
-    want = alone(plain, PROMPT, max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=2)
+    want = reference(plain, PROMPT, max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=2)
     ids = want.prompt_token_ids
     assert got.text == PROMPT + want.outputs[0].text
-    told = got.logprobs
+    found = got.logprobs
     rows = [*want.prompt_logprobs[1:], *want.outputs[0].logprobs]
     after = [*ids[1:], *want.outputs[0].token_ids]
-    assert told.token_logprobs == [None, *[row[i].logprob for i, row in zip(after, rows, strict=True)]]
-    assert told.top_logprobs[0] is None and len(told.top_logprobs) == len(told.tokens) == len(ids) + 4
-    pieces = [got.text[a:b] for a, b in zip(told.text_offset, [*told.text_offset[1:], None], strict=True)]
-    assert "".join(pieces) == got.text and pieces[: len(ids)] == told.tokens[: len(ids)]
+    assert found.token_logprobs == [None, *[row[i].logprob for i, row in zip(after, rows, strict=True)]]
+    assert found.top_logprobs[0] is None and len(found.top_logprobs) == len(found.tokens) == len(ids) + 4
+    pieces = [got.text[a:b] for a, b in zip(found.text_offset, [*found.text_offset[1:], None], strict=True)]
+    assert "".join(pieces) == got.text and pieces[: len(ids)] == found.tokens[: len(ids)]
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_offsets_in_an_echo_with_special_tokens(served: Served, plain: Any, skip: bool) -> None:
-    """A text is echoed as it came; ids are with their special tokens if those are asked for."""
+def test_echo_offsets_count_shown_special_tokens_only(served: Served, plain: Any, skip: bool) -> None:
+    """Echo a text as it was sent, and ids with their special tokens unless these are skipped."""
     text = "<|im_start|>one two<|im_end|> three"
     for prompt in (text, ids_of(plain, text)):
         shown = not skip or prompt == text
@@ -124,79 +116,66 @@ def test_offsets_in_an_echo_with_special_tokens(served: Served, plain: Any, skip
         assert got.logprobs.text_offset[:6] == ends
 
 
-def test_echo_alone_scores_a_prompt(served: Served, plain: Any) -> None:
-    """What a benchmark of log-likelihoods sends: a prompt in ids, its logprobs, and nothing made."""
+def test_echo_with_max_tokens_0_scores_a_prompt(served: Served, plain: Any) -> None:
+    """Send what a benchmark of log-likelihoods sends: ids, logprobs, no output."""
     ids = ids_of(plain, PROMPT)
     options: Any = {"max_tokens": 0, "echo": True, "logprobs": 1, "seed": 7}
     streamed = list(served.complete([ids, ids[:4]], stream=True, **options))
     assert {c.index: c.seed for chunk in streamed for c in chunk.choices if c.finish_reason} == {0: 7, 1: 7}
     got = served.complete([ids, ids[:4]], **options)
-    want = alone(plain, {"prompt_token_ids": ids}, max_tokens=1, prompt_logprobs=1).prompt_logprobs
+    want = reference(plain, {"prompt_token_ids": ids}, max_tokens=1, prompt_logprobs=1).prompt_logprobs
     assert got.usage.completion_tokens == 0
     for choice, length in zip(got.choices, (len(ids), 4), strict=True):
-        told = [row[i].logprob for i, row in zip(ids[1:length], want[1:length], strict=True)]
-        assert choice.logprobs.token_logprobs == [None, *told] and choice.finish_reason == "length"
+        values = [row[i].logprob for i, row in zip(ids[1:length], want[1:length], strict=True)]
+        assert choice.logprobs.token_logprobs == [None, *values] and choice.finish_reason == "length"
     assert got.choices[0].text == PROMPT
 
 
-def test_stop_seed_bias_and_penalties(served: Served, plain: Any) -> None:
+def test_stop_strings_bias_and_penalties_equal_llm(served: Served, plain: Any) -> None:
     first = served.complete(PROMPT, max_tokens=30, seed=9).choices[0].text
     stop = first[8:11]
-    options: dict[str, Any] = {"max_tokens": 30, "seed": 9, "stop": [stop, "never said"]}
+    options: dict[str, Any] = {"max_tokens": 30, "seed": 9, "stop": [stop, "never sampled"]}
     got = served.complete(PROMPT, **options).choices[0]
-    want = alone(plain, PROMPT, **options).outputs[0]
+    want = reference(plain, PROMPT, **options).outputs[0]
     assert got.text == want.text == first[: first.index(stop)]
     assert got.finish_reason == "stop" and got.stop_reason == stop
     got = served.complete(PROMPT, **options, extra_body={"include_stop_str_in_output": True}).choices[0]
     assert got.text == first[: first.index(stop) + len(stop)]
     more: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "max_tokens": 20, "seed": 1}
     got = served.complete(PROMPT, **more, logit_bias={"300": 4, "301": -100}).choices[0]
-    assert got.text == alone(plain, PROMPT, **more, logit_bias={300: 4, 301: -100}).outputs[0].text
+    assert got.text == reference(plain, PROMPT, **more, logit_bias={300: 4, 301: -100}).outputs[0].text
 
 
-def test_vllm_options(served: Served, plain: Any) -> None:
+def test_options_of_vllm_equal_llm(served: Served, plain: Any) -> None:
     ids = ids_of(plain, PROMPT)
-    wish: dict[str, Any] = {
-        "top_k": 9,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "min_tokens": 5,
-        "stop_token_ids": [ids[1]],
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-        "bad_words": ["five"],
-        "allowed_token_ids": sorted({*range(260, 320), *ids}),
-        "prompt_logprobs": 1,
-        "priority": -2,
-        "cache_salt": "mine",
-    }
+    more: dict[str, Any] = {"top_k": 9, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 5}
+    more |= {"stop_token_ids": [ids[1]], "ignore_eos": True, "skip_special_tokens": False}
+    more |= {"bad_words": ["five"], "allowed_token_ids": sorted({*range(260, 320), *ids})}
+    more |= {"prompt_logprobs": 1, "priority": -2, "cache_salt": "mine"}
     own = {"request_id": "me-1", "return_token_ids": True, "return_tokens_as_token_ids": True}
-    got = served.complete(PROMPT, max_tokens=20, seed=2, logprobs=1, extra_body={**wish, **own})
-    want = alone(plain, PROMPT, max_tokens=20, seed=2, logprobs=1, **wish)
+    got = served.complete(PROMPT, max_tokens=20, seed=2, logprobs=1, extra_body={**more, **own})
+    want = reference(plain, PROMPT, max_tokens=20, seed=2, logprobs=1, **more)
     choice, output = got.choices[0], want.outputs[0]
     assert got.id == "cmpl-me-1"
     assert choice.token_ids == output.token_ids and choice.prompt_token_ids == want.prompt_token_ids
     assert choice.text == output.text and choice.stop_reason == output.stop_reason
     assert choice.logprobs.tokens == [f"token_id:{i}" for i in output.token_ids]
     assert choice.prompt_logprobs[0] is None
-    for told, row in zip(choice.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
-        assert {int(i): (e["logprob"], e["rank"]) for i, e in told.items()} == {
+    for entries, row in zip(choice.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
+        assert {int(i): (e["logprob"], e["rank"]) for i, e in entries.items()} == {
             i: (e.logprob, e.rank) for i, e in row.items()
         }
 
 
-def test_named_logprobs_and_their_mode(served: Served, plain: Any) -> None:
-    wish: dict[str, Any] = {"logprob_token_ids": [300, 7, END], "logprobs_mode": "processed", "top_k": 5}
-    got = served.complete(PROMPT, max_tokens=6, seed=2, extra_body=wish).choices[0].logprobs
-    want = alone(plain, PROMPT, max_tokens=6, seed=2, **wish).outputs[0]
-    for told, row in zip(got.top_logprobs, want.logprobs, strict=True):
-        assert set(told.values()) == {max(entry.logprob, -9999.0) for entry in row.values()}
-    chat = served.chat("one two", max_tokens=4, seed=2, logprobs=True, extra_body=wish)
+def test_logprob_token_ids_return_those_tokens_in_order(served: Served, plain: Any) -> None:
+    more: dict[str, Any] = {"logprob_token_ids": [300, 7, END], "logprobs_mode": "processed", "top_k": 5}
+    got = served.complete(PROMPT, max_tokens=6, seed=2, extra_body=more).choices[0].logprobs
+    want = reference(plain, PROMPT, max_tokens=6, seed=2, **more).outputs[0]
+    for top, row in zip(got.top_logprobs, want.logprobs, strict=True):
+        assert set(top.values()) == {max(entry.logprob, -9999.0) for entry in row.values()}
+    chat = served.chat("one two", max_tokens=4, seed=2, logprobs=True, extra_body=more)
     for entry in chat.choices[0].logprobs.content:
         assert [top.token for top in entry.top_logprobs] == [_name(plain, i) for i in (300, 7, END)]
-
-
-# --- chat -------------------------------------------------------------------------------------------------
 
 
 def chat_ids(plain: Any, content: str) -> dict[str, list[int]]:
@@ -204,10 +183,10 @@ def chat_ids(plain: Any, content: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("count", [None, 0, 3, 20])
-def test_chat(served: Served, plain: Any, count: int | None) -> None:
+def test_chat_equals_llm_outputs_and_logprobs(served: Served, plain: Any, count: int | None) -> None:
     options: dict[str, Any] = {"logprobs": True, "top_logprobs": count} if count is not None else {}
     got = served.chat("one two", max_completion_tokens=8, seed=6, n=2, **options)
-    want = alone(plain, chat_ids(plain, "one two"), max_tokens=8, seed=6, n=2, logprobs=count)
+    want = reference(plain, chat_ids(plain, "one two"), max_tokens=8, seed=6, n=2, logprobs=count)
     assert got.object == "chat.completion" and got.id.startswith("chatcmpl-")
     for choice, output in zip(got.choices, want.outputs, strict=True):
         assert choice.message.role == "assistant" and choice.message.content == output.text
@@ -216,16 +195,15 @@ def test_chat(served: Served, plain: Any, count: int | None) -> None:
             assert choice.logprobs is None
             continue
         rows = zip(choice.logprobs.content, output.token_ids, output.logprobs, strict=True)
-        for told, token, row in rows:
-            assert (told.token, told.logprob) == (_name(plain, token), row[token].logprob)
-            assert bytes(told.bytes) == plain.tokenizer.token_bytes(token)
-            best = sorted((entry.rank, i, entry.logprob) for i, entry in row.items())[:count]
-            assert [(top.token, top.logprob) for top in told.top_logprobs] == [
-                (_name(plain, i), logprob) for _, i, logprob in best
-            ]
+        for entry, token, row in rows:
+            assert (entry.token, entry.logprob) == (_name(plain, token), row[token].logprob)
+            assert bytes(entry.bytes) == plain.tokenizer.token_bytes(token)
+            best = sorted((each.rank, i, each.logprob) for i, each in row.items())[:count]
+            names = [(_name(plain, i), logprob) for _, i, logprob in best]
+            assert [(top.token, top.logprob) for top in entry.top_logprobs] == names
 
 
-def test_conversations(served: Served, plain: Any) -> None:
+def test_conversation_is_rendered_by_the_chat_template(served: Served, plain: Any) -> None:
     messages: Any = [
         {"role": "developer", "content": "Count."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -241,15 +219,15 @@ def test_conversations(served: Served, plain: Any) -> None:
     )
     assert plain.tokenizer.decode(got.prompt_token_ids, False) == text
     named = served.chat(
-        "{{ 7 * 7 }}{% raw %}",  # words, not a template
+        "{{ 7 * 7 }}{% raw %}",  # text, not a template
         max_tokens=1,
         extra_body={"chat_template_kwargs": {"extra_name": "abc"}, "return_token_ids": True},
     )
-    told = plain.tokenizer.decode(named.prompt_token_ids, False)
-    assert told.endswith("assistant\nabc") and "{{ 7 * 7 }}{% raw %}" in told
+    prompt = plain.tokenizer.decode(named.prompt_token_ids, False)
+    assert prompt.endswith("assistant\nabc") and "{{ 7 * 7 }}{% raw %}" in prompt
 
 
-def test_json(served: Served, plain: Any) -> None:
+def test_response_format_and_structured_outputs_constrain_the_output(served: Served, plain: Any) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "maximum": 99}},
@@ -263,7 +241,7 @@ def test_json(served: Served, plain: Any) -> None:
     assert set(found) == {"name", "age"} and got.choices[0].finish_reason == "stop"
     same = served.chat("one", extra_body={"structured_outputs": {"json": schema}}, **options)
     assert same.choices[0].message.content == got.choices[0].message.content
-    want = alone(plain, chat_ids(plain, "one"), structured_outputs={"json": schema}, **options)
+    want = reference(plain, chat_ids(plain, "one"), structured_outputs={"json": schema}, **options)
     assert want.outputs[0].text == got.choices[0].message.content
     anything: Any = {"type": "json_object"}
     got = served.chat("one", response_format=anything, **options, logprobs=True).choices[0]
@@ -276,49 +254,42 @@ def test_json(served: Served, plain: Any) -> None:
     assert picked.choices[0].text in ("three", "seven")
 
 
-# --- speculation ------------------------------------------------------------------------------------------
+def test_speculation_options_change_metrics_and_no_output(served: Served) -> None:
+    prompt = "one two three one two three one two three one"
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body |= {"logprobs": 2, "provenance": True}
 
-
-def test_speculation_is_told_and_can_be_steered(served: Served) -> None:
-    body: dict[str, Any] = {
-        "prompt": "one two three one two three one two three one",
-        "max_tokens": 40,
-        "temperature": 0,
-        "logprobs": 2,
-        "ignore_eos": True,
-        "provenance": True,
-    }
-
-    def ask(**more: Any) -> Any:
+    def complete(**more: Any) -> Any:
         return served.post("/v1/completions", {**body, **more}).json()
 
-    drafted, off, few = ask(), ask(speculative=False), ask(speculative={"num_speculative_tokens": 1})
+    drafted, off = complete(), complete(speculative=False)
+    few = complete(speculative={"num_speculative_tokens": 1})
     for other in (off, few):
         assert other["choices"][0]["logprobs"] == drafted["choices"][0]["logprobs"]
         assert other["choices"][0]["text"] == drafted["choices"][0]["text"]
-    told = drafted["metrics"]["speculative_decoding"]
-    steps, histogram = told["num_spec_steps"], told["acceptance_histogram"]
-    assert sum(histogram) == steps and len(histogram) == told["num_spec_tokens"] + 1 == 5
+    stats = drafted["metrics"]["speculative_decoding"]
+    steps, histogram = stats["num_spec_steps"], stats["acceptance_histogram"]
+    assert sum(histogram) == steps and len(histogram) == stats["num_spec_tokens"] + 1 == 5
     accepted = sum(count * times for count, times in enumerate(histogram))
-    assert told["num_accepted_draft_tokens"] == accepted > 0
-    assert told["mean_acceptance_length"] == 1 + accepted / steps
-    assert told["draft_acceptance_rate"] == accepted / told["num_draft_tokens"]
+    assert stats["num_accepted_draft_tokens"] == accepted > 0
+    assert stats["mean_acceptance_length"] == 1 + accepted / steps
+    assert stats["draft_acceptance_rate"] == accepted / stats["num_draft_tokens"]
     origins = drafted["choices"][0]["provenance"]
     assert origins.count("accepted:ngram") == accepted and len(origins) == 40
     assert set(off["choices"][0]["provenance"]) == {"plain"}
     assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     assert few["metrics"]["speculative_decoding"]["acceptance_histogram"][2:] == [0, 0, 0]
     assert drafted["metrics"]["lossless"] and "target_match" in drafted["metrics"]["strategy"]
-    lossy = ask(speculative={"verify_strategy": "topp"})["metrics"]
+    lossy = complete(speculative={"verify_strategy": "topp"})["metrics"]
     assert not lossy["lossless"] and "LOSSY" in lossy["strategy"]
-    known = ask(include_draft_logprobs=True)["choices"][0]
+    known = complete(include_draft_logprobs=True)["choices"][0]
     assert known["text"] == drafted["choices"][0]["text"]
     assert sum(draft["accepted"] for draft in known["drafts"]) == accepted
     assert all(draft["source"] == "ngram" and draft["target_logprob"] <= 0 for draft in known["drafts"])
 
 
-def test_prediction(folder: Any, plain: Any) -> None:
-    want = alone(plain, chat_ids(plain, "one"), max_tokens=16, temperature=0, ignore_eos=True).outputs[0]
+def test_prediction_is_drafted_and_counted(folder: Any, plain: Any) -> None:
+    want = reference(plain, chat_ids(plain, "one"), max_tokens=16, temperature=0, ignore_eos=True).outputs[0]
     given = {"method": "given", "num_speculative_tokens": 4, "adaptive": False}
     expected: Any = {"type": "content", "content": want.text}
     with serving(tiny(folder, given)) as running:
@@ -329,55 +300,48 @@ def test_prediction(folder: Any, plain: Any) -> None:
         assert got.choices[0].message.content == want.text
         assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens >= 0
         assert running.chat("one", max_tokens=2).usage.completion_tokens_details is None
-        for size, says in ((2000, "max_model_len is 256"), (1 << 20, "characters are more than 256 tokens")):
+        for size, message in (
+            (2000, "max_model_len is 256"),
+            (1 << 20, "characters are more than 256 tokens"),
+        ):
             long: Any = {"type": "content", "content": "x" * size}
-            with pytest.raises(openai.BadRequestError, match=says) as caught:
+            with pytest.raises(openai.BadRequestError, match=message) as caught:
                 running.chat("one", max_tokens=2, prediction=long)
             assert caught.value.param == "prediction"
 
 
-# --- streams ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("granularity", ["token", "step"])
-def test_completion_stream(served: Served, granularity: str) -> None:
+def test_completion_stream_equals_whole_response(served: Served, granularity: str) -> None:
     options: dict[str, Any] = {"max_tokens": 20, "seed": 3, "logprobs": 3, "n": 2, "echo": True, "stop": "zz"}
     prompts = [PROMPT, "again"]
     whole = served.complete(prompts, **options)
-    chunks = list(
-        served.complete(
-            prompts,
-            **options,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"stream_granularity": granularity},
-        )
-    )
-    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
-        exclude={"prompt_tokens_details"}
-    )
+    streamed: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    extra = {"stream_granularity": granularity}
+    chunks = list(served.complete(prompts, **options, **streamed, extra_body=extra))
+    usage, hidden = chunks[-1].usage, {"prompt_tokens_details"}
+    assert usage.model_dump(exclude=hidden) == whole.usage.model_dump(exclude=hidden)
     assert all(chunk.usage is None for chunk in chunks[:-1]) and not chunks[-1].choices
     for choice in whole.choices:
         mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
         assert "".join(c.text for c in mine) == choice.text
         assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            told = [x for c in mine if c.logprobs for x in getattr(c.logprobs, name)]
-            assert told == getattr(choice.logprobs, name), name
+            found = [x for c in mine if c.logprobs for x in getattr(c.logprobs, name)]
+            assert found == getattr(choice.logprobs, name), name
         if granularity == "token":
             assert all(len(c.logprobs.tokens) == 1 for c in mine[1:])
         assert mine[-1].seed == choice.seed
 
 
-def test_chat_stream(served: Served) -> None:
+def test_chat_stream_equals_whole_response(served: Served) -> None:
     options: dict[str, Any] = {"max_completion_tokens": 20, "seed": 3, "logprobs": True, "top_logprobs": 2}
     whole = served.chat(PROMPT, **options)
     chunks = list(served.chat(PROMPT, **options, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
     parts = [chunk.choices[0] for chunk in chunks]
     assert "".join(part.delta.content for part in parts) == whole.choices[0].message.content
-    told = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
-    assert told == whole.choices[0].logprobs.content
+    logprobs = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
+    assert logprobs == whole.choices[0].logprobs.content
     assert parts[-1].finish_reason == whole.choices[0].finish_reason
     assert all(chunk.usage is None for chunk in chunks)
     counted: Any = {"include_usage": True, "continuous_usage_stats": True}
@@ -386,63 +350,45 @@ def test_chat_stream(served: Served) -> None:
     assert made[:-1] == list(range(1, len(made))) and made[-1] == whole.usage.completion_tokens
 
 
-def test_a_stream_tells_its_steps(served: Served) -> None:
-    body = {
-        "model": served.model,
-        "messages": [{"role": "user", "content": "one two three one two three one two"}],
-        "max_tokens": 40,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "provenance": True,
-        "return_token_ids": True,
-        "include_draft_logprobs": True,
-        "prompt_logprobs": 0,
-    }
+def test_stream_reports_steps_provenance_and_drafts(served: Served) -> None:
+    messages = [{"role": "user", "content": "one two three one two three one two"}]
+    body = {"model": served.model, "messages": messages, "max_tokens": 40, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"provenance": True, "return_token_ids": True, "include_draft_logprobs": True}
+    body["prompt_logprobs"] = 0
     with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         got = list(events(response))
     first, last = got[0], got[-1]
     assert len(first["prompt_token_ids"]) == len(first["prompt_logprobs"]) == last["usage"]["prompt_tokens"]
-    told = [chunk["choices"][0] for chunk in got[1:-1]]
-    assert all(len(c["token_ids"]) == len(c["provenance"]) == 1 for c in told) and len(told) == 40
-    drafts = [draft for c in told for draft in c.get("drafts", [])]
+    choices = [chunk["choices"][0] for chunk in got[1:-1]]
+    assert all(len(c["token_ids"]) == len(c["provenance"]) == 1 for c in choices) and len(choices) == 40
+    drafts = [draft for c in choices for draft in c.get("drafts", [])]
     counted = last["metrics"]["speculative_decoding"]
-    assert sum(c.get("num_draft", 0) for c in told) == len(drafts) == counted["num_draft_tokens"]
-    stood = [c for c in told if c["provenance"][0].startswith("accepted:")]
-    assert len(stood) == sum(d["accepted"] for d in drafts) == counted["num_accepted_draft_tokens"] > 0
-    assert told[-1]["step_end"] and not all(c["step_end"] for c in told)
-    whole = served.post(
-        "/v1/chat/completions", {k: v for k, v in body.items() if not k.startswith("stream")}
-    ).json()
-    answer = whole["choices"][0]
-    assert [c["token_ids"][0] for c in told] == answer["token_ids"]
-    assert [c["provenance"][0] for c in told] == answer["provenance"] and drafts == answer["drafts"]
+    assert sum(c.get("num_draft", 0) for c in choices) == len(drafts) == counted["num_draft_tokens"]
+    accepted = [c for c in choices if c["provenance"][0].startswith("accepted:")]
+    assert len(accepted) == sum(d["accepted"] for d in drafts) == counted["num_accepted_draft_tokens"] > 0
+    assert choices[-1]["step_end"] and not all(c["step_end"] for c in choices)
+    not_streamed = {k: v for k, v in body.items() if not k.startswith("stream")}
+    whole = served.post("/v1/chat/completions", not_streamed).json()
+    output = whole["choices"][0]
+    assert [c["token_ids"][0] for c in choices] == output["token_ids"]
+    assert [c["provenance"][0] for c in choices] == output["provenance"] and drafts == output["drafts"]
     assert whole["prompt_logprobs"] == first["prompt_logprobs"]
 
 
-def test_a_stream_never_shows_half_a_character(served: Served, plain: Any) -> None:
-    """Tokens that are halves of characters: what is shown is whole, and all of it is the answer."""
+def test_stream_of_partial_characters_joins_to_the_whole_text(served: Served, plain: Any) -> None:
+    """Allow only tokens that are parts of characters."""
     halves = [i for i in range(320) if _name(plain, i).startswith("bytes:")]
-    body = {
-        "prompt": "x",
-        "max_tokens": 60,
-        "seed": 1,
-        "allowed_token_ids": halves,
-        "stream": True,
-        "ignore_eos": True,
-    }
+    options: Any = {"max_tokens": 60, "seed": 1, "allowed_token_ids": halves, "ignore_eos": True}
+    body = {"prompt": "x", "stream": True, **options}
     with served.http.stream("POST", "/v1/completions", json=body) as response:
         parts = [chunk["choices"][0]["text"] for chunk in events(response)]
-    want = alone(plain, "x", max_tokens=60, seed=1, allowed_token_ids=halves, ignore_eos=True).outputs[0]
+    want = reference(plain, "x", **options).outputs[0]
     assert "".join(parts) == want.text and "\ufffd" in want.text
 
 
-# --- facts ------------------------------------------------------------------------------------------------
-
-
-def test_models_health_version(served: Served) -> None:
+def test_models_health_and_version_describe_the_server(served: Served) -> None:
     (card,) = served.client.models.list().data
     assert card.id == served.model and card.max_model_len == 256
     assert served.client.models.retrieve(served.model).id == served.model
@@ -451,7 +397,7 @@ def test_models_health_version(served: Served) -> None:
     assert served.http.get("/").status_code == 200
 
 
-def test_tokens(served: Served, plain: Any) -> None:
+def test_tokenize_and_detokenize_are_inverse(served: Served, plain: Any) -> None:
     got = served.post("/tokenize", {"prompt": "one two", "return_token_strs": True}).json()
     assert got["tokens"] == ids_of(plain, "one two") and got["count"] == len(got["tokens"])
     assert "".join(got["token_strs"]) == "one two" and got["max_model_len"] == 256
@@ -464,21 +410,16 @@ def test_tokens(served: Served, plain: Any) -> None:
     assert served.post("/detokenize", {"tokens": [9999]}).json()["error"]["param"] == "tokens"
 
 
-def test_metrics(served: Served) -> None:
+def test_metrics_count_tokens_drafts_and_requests(served: Served) -> None:
     def read() -> dict[str, float]:
         lines = served.http.get("/metrics").text.splitlines()
-        return {
-            name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")
-        }
+        pairs = (line.rsplit(" ", 1) for line in lines if line[0] != "#")
+        return {name: float(value) for name, value in pairs}
 
     before = read()
-    body = {
-        "prompt": "one two three one two three one two three",
-        "max_tokens": 30,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    told = served.post("/v1/completions", body).json()["metrics"]["speculative_decoding"]
+    prompt = "one two three one two three one two three"
+    body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    stats = served.post("/v1/completions", body).json()["metrics"]["speculative_decoding"]
     list(served.complete(PROMPT, max_tokens=5, stream=True))
     after = read()
 
@@ -487,9 +428,9 @@ def test_metrics(served: Served) -> None:
         return after[key] - before.get(key, 0)
 
     spec = "spec_decode_num_"
-    assert more(f"{spec}drafts_total") >= told["num_spec_steps"] > 0
-    assert more(f"{spec}draft_tokens_total") >= told["num_draft_tokens"]
-    assert more(f"{spec}accepted_tokens_total") >= told["num_accepted_draft_tokens"]
+    assert more(f"{spec}drafts_total") >= stats["num_spec_steps"] > 0
+    assert more(f"{spec}draft_tokens_total") >= stats["num_draft_tokens"]
+    assert more(f"{spec}accepted_tokens_total") >= stats["num_accepted_draft_tokens"]
     by_position = sum(more(f"{spec}accepted_tokens_per_pos_total", f',position="{i}"') for i in range(4))
     assert by_position == more(f"{spec}accepted_tokens_total")
     assert more("generation_tokens_total") == 35 and more("prompt_tokens_total") > 0

@@ -1,4 +1,4 @@
-"""`draftproof serve` as a program: its processes, its banner, its file, its end; and `chat --url`."""
+"""`draftproof serve` as a program: processes, banner, config file, shutdown; and `chat --url`."""
 
 from __future__ import annotations
 
@@ -22,48 +22,30 @@ from draftproof.cli.serve import read_settings
 from draftproof.serve.http.request_guard import OpenRequestCounts, create_shared_counts
 from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings
 from server_process import Program, command_line, started
-from serving import events, make_folder
+from serving import events
+from worker_thread import wait_for
 
 SPEC = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}'
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_folder(tmp_path_factory.mktemp("commanded"))
-
-
 def program(folder: Path, *options: str, **variables: str) -> AbstractContextManager[Program]:
-    """Of the tiny model."""
+    """Start `draftproof serve` on the tiny model."""
     tiny = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--speculative-config", SPEC]
     return started(command_line(str(folder), *tiny, *options), **variables)
 
 
-def test_serve_drain_and_chat(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_server_shows_banner_serves_and_drains_at_sigterm(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = "three four secret five"
     with program(folder, "--served-model-name", "tiny", "--served-model-name", "also") as running:
-        for text in (
-            "Draftproof",
-            "float32 on cpu",
-            "exact",
-            "ngram",
-            "target_match: lossless",
-            "256 tokens",
-        ):
-            assert text in running.banner
+        shown = "Draftproof", "float32 on cpu", "exact", "ngram", "target_match: lossless", "256 tokens"
+        assert all(text in running.banner for text in shown)
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
             assert [card.id for card in client.models.list().data] == ["tiny", "also"]
-            got = client.completions.create(
-                model="also", prompt=secret, max_tokens=9, temperature=0, logprobs=3, echo=True
-            )
-        body: dict[str, Any] = {
-            "prompt": secret,
-            "max_tokens": 9,
-            "temperature": 0,
-            "logprobs": 3,
-            "echo": True,
-        }
+            body: dict[str, Any] = {"prompt": secret, "max_tokens": 9, "temperature": 0, "logprobs": 3}
+            body["echo"] = True
+            got = client.completions.create(model="also", **body)
         off = running.post({**body, "speculative": False}).json()["choices"][0]
         assert off["text"] == got.choices[0].text
         assert off["logprobs"]["token_logprobs"] == got.choices[0].logprobs.token_logprobs
@@ -74,15 +56,15 @@ def test_serve_drain_and_chat(
 
         monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n/exit\n"))
         assert main(["chat", "--url", running.url, "-n", "12"]) == 0
-        shown = capsys.readouterr().out
-        assert "12 tokens in" in shown and "acceptance length" in shown and "ngram" in shown
+        out = capsys.readouterr().out
+        assert "12 tokens in" in out and "acceptance length" in out and "ngram" in out
 
         long = {"prompt": "one", "max_tokens": 250, "ignore_eos": True, "stream": True}
         with running.http.stream("POST", "/v1/completions", json=long) as response:
-            told = events(response)
-            next(told)
+            chunks = events(response)
+            next(chunks)
             running.process.send_signal(signal.SIGTERM)
-            rest = list(told)  # a stream that is open is finished
+            rest = list(chunks)  # an open stream is finished
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
         assert running.process.wait(60) == 0
     lines = [json.loads(line) for line in running.log if line.startswith("{")]
@@ -105,7 +87,7 @@ def test_cleared_row_no_longer_counts_as_open_requests() -> None:
     assert OpenRequestCounts(settings).increment(alpha) == (1, 1)
 
 
-def test_several_processes_keys_and_metrics(folder: Path, tmp_path: Path) -> None:
+def test_several_http_processes_share_limits_and_metrics(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     lines = "server-processes = 2", "vllm_metrics = true", "max_n = 3", 'served_model_name = ["tiny"]'
     file.write_text("\n".join([*lines, "max_concurrent_per_key = 1", "max_concurrent = 2"]))
@@ -115,41 +97,32 @@ def test_several_processes_keys_and_metrics(folder: Path, tmp_path: Path) -> Non
         assert running.post({"prompt": "one"}).status_code == 401
         assert running.post({"prompt": "one", "n": 3}, headers=mine).status_code == 400
         body = {"prompt": "one two three one two", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-        for _ in range(6):  # each over a connection of its own, so that both processes have some
+        for _ in range(6):  # each over a connection of its own, so that both processes serve some
             assert httpx.post(f"{running.url}/v1/completions", json=body, headers=mine).status_code == 200
 
         def total() -> float:
             text = httpx.get(f"{running.url}/metrics", headers=mine).text
-            found = re.search(
-                r'vllm:spec_decode_num_emitted_tokens_total\{model_name="tiny"\} ([\d.]+)', text
-            )
+            name = r'vllm:spec_decode_num_emitted_tokens_total\{model_name="tiny"\}'
+            found = re.search(name + r" ([\d.]+)", text)
             return float(found[1]) if found else 0.0
 
-        agreed = 0  # either may be asked, and each hears of the other once a second
-        for _ in range(1200):
-            agreed = agreed + 1 if total() == 120 else 0
-            if agreed == 8:
-                break
-            threading.Event().wait(0.02)
-        assert agreed == 8
+        # either process may respond, and each reads the metrics of the other once a second
+        wait_for(lambda: all(total() == 120 for _ in range(8)))
         check_limits(running)
         assert running.stop() == 0
 
 
 def check_limits(running: Program) -> None:
-    """The engine is held, so requests stay open; no process then takes another of that key, or a third."""
+    """Stop the engine, so that requests stay open: both processes reject more of that key, and a third."""
 
     def post(key: str) -> int:
-        """Over a connection of its own: either process may take it."""
+        """Send a request over a new connection, which either process may accept."""
         body, headers = {"prompt": "one", "max_tokens": 3}, {"authorization": f"Bearer {key}"}
         return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
 
     def wait_for_open(number: int) -> None:
-        headers = {"authorization": "Bearer alpha"}
-        while f'requests_open{{model_name="tiny"}} {number}.0' not in (
-            httpx.get(f"{running.url}/metrics", headers=headers).text
-        ):
-            threading.Event().wait(0.02)
+        headers, line = {"authorization": "Bearer alpha"}, f'requests_open{{model_name="tiny"}} {number}.0'
+        wait_for(lambda: line in httpx.get(f"{running.url}/metrics", headers=headers).text)
 
     worker = child_of(running.process.pid)
     held = [threading.Thread(target=post, args=(key,)) for key in ("alpha", "beta")]
@@ -168,8 +141,8 @@ def check_limits(running: Program) -> None:
     assert [post("alpha") for _ in range(4)] == [200] * 4
 
 
-def test_the_engine_is_killed_under_streams(folder: Path) -> None:
-    """Clients are told at once, health turns red and green again, and the next answers are right."""
+def test_killed_worker_ends_streams_and_is_restarted(folder: Path) -> None:
+    """Clients get errors at once, /health reports the restart, and later outputs are the same."""
     body = {"prompt": "one two three", "max_tokens": 200, "temperature": 0.5, "seed": 4, "ignore_eos": True}
     with program(folder, "--max-num-seqs", "4") as running:
         want = running.post({**body, "max_tokens": 20}).json()["choices"][0]["text"]
@@ -177,26 +150,24 @@ def test_the_engine_is_killed_under_streams(folder: Path) -> None:
         ends: list[Any] = []
 
         def read(i: int) -> None:
-            wish = {**body, "seed": i, "stream": True, "n": 4}
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=wish, timeout=60) as response:
-                ends.append(
-                    (response.status_code, list(events(response)) if response.status_code == 200 else None)
-                )
+            more = {**body, "seed": i, "stream": True, "n": 4}
+            with httpx.stream("POST", f"{running.url}/v1/completions", json=more, timeout=60) as response:
+                chunks = list(events(response)) if response.status_code == 200 else None
+                ends.append((response.status_code, chunks))
 
         readers = [threading.Thread(target=read, args=(i,)) for i in range(8)]
         for reader in readers:
             reader.start()
-        while 'http_requests_open{model_name="x"} 8' not in running.http.get("/metrics").text.replace(
-            str(folder), "x"
-        ):
-            threading.Event().wait(0.005)
+        line = f'http_requests_open{{model_name="{folder}"}} 8'
+        wait_for(lambda: line in running.http.get("/metrics").text)
         os.kill(worker, signal.SIGKILL)
         for reader in readers:
             reader.join(30)
         assert len(ends) == 8
-        for status, told in ends:
-            assert status == 503 or told[-1].get("error", {}).get("code") == "engine_down" or len(told) > 100
-        assert any(status == 503 or "error" in told[-1] for status, told in ends)
+        for status, chunks in ends:
+            code = None if status == 503 else chunks[-1].get("error", {}).get("code")
+            assert status == 503 or code == "engine_down" or len(chunks) > 100
+        assert any(status == 503 or "error" in chunks[-1] for status, chunks in ends)
         states = set()
         while (health := running.http.get("/health")).status_code != 200:
             states.add(health.json()["status"])
@@ -208,7 +179,7 @@ def test_the_engine_is_killed_under_streams(folder: Path) -> None:
 
 
 def child_of(pid: int) -> int:
-    """The engine's process."""
+    """Return the pid of the worker process."""
     (line,) = [
         path.parent.name
         for path in Path("/proc").glob("[0-9]*/stat")
@@ -218,19 +189,11 @@ def child_of(pid: int) -> int:
     return int(line)
 
 
-# --- options ----------------------------------------------------------------------------------------------
-
-
-def test_options(tmp_path: Path) -> None:
+def test_config_file_options_yield_to_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "server.json"
-    wish = {
-        "model": "m",
-        "port": 9,
-        "enable_prefix_caching": False,
-        "log_prompts": True,
-        "request_seconds": 5,
-    }
-    file.write_text(json.dumps({**wish, "speculative_config": {"method": "given"}}))
+    values = {"model": "m", "port": 9, "enable_prefix_caching": False, "log_prompts": True}
+    more = {"request_seconds": 5, "speculative_config": {"method": "given"}}
+    file.write_text(json.dumps({**values, **more}))
     found = _parse(["serve", "--config", str(file), "--port", "10"])
     assert (found.model, found.port, found.log_prompts) == ("m", 10, True)
     engine = read_engine_options(found, offered_options())
@@ -258,22 +221,26 @@ def test_options(tmp_path: Path) -> None:
         ("[speculative_config]\nk = 3", "needs a 'method'"),
     ],
 )
-def test_wrong_options(
+def test_invalid_config_file_is_refused(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     file = tmp_path / "server.toml"
     file.write_text(text)
-    wish = ["serve", str(folder), "--load-format", "dummy", "--port", "0", "--config", str(file)]
-    assert main(wish) == 2
+    options = ["--load-format", "dummy", "--port", "0", "--config", str(file)]
+    assert main(["serve", str(folder), *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_port_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--port", "70000"]) == 2
-    assert "0 to 65535" in capsys.readouterr().err
-
-
-def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 2
-    assert "no server responds" in capsys.readouterr().err
-    assert main(["chat", "--url", "ftp://x"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "70000"], "0 to 65535"),
+        (["chat", "--url", "http://127.0.0.1:1"], "no server responds"),
+        (["chat", "--url", "ftp://x"], "not the address of a server"),
+    ],
+)
+def test_invalid_address_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

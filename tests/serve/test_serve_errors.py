@@ -1,41 +1,41 @@
-"""What cannot be served: OpenAI's error object, status and option; limits, keys, clients that leave."""
+"""Errors of the server: OpenAI's error object, limits, keys, disconnects, timeouts, signals, logs."""
 
 from __future__ import annotations
 
 import json
 import logging
+import signal
 import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import openai
 import pytest
 
+from draftproof import AsyncLLM
 from draftproof.errors import ConfigError, EngineDeadError, QueueFullError
 from draftproof.serve.api import completions, response_builder
+from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http import io, request_guard, uvicorn_protocol
 from draftproof.serve.http.request_log import JsonFormatter
+from draftproof.serve.http.server import serve
 from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings, read_keys
-from serving import NGRAM, Served, events, make_folder, raw_request, serving, tiny
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_folder(tmp_path_factory.mktemp("refusing"))
+from serving import NGRAM, Served, events, raw_request, serving, tiny
+from worker_thread import wait_for
 
 
 @pytest.fixture(scope="module")
 def served(folder: Any) -> Any:
-    limits = Settings(
-        max_body_bytes=20_000, max_n=4, max_choices=8, max_prompt_tokens=100, max_logprob_entries=9000
-    )
-    with serving(tiny(folder, NGRAM), limits) as running:
+    limits = {"max_n": 4, "max_choices": 8, "max_prompt_tokens": 100, "max_logprob_entries": 9000}
+    with serving(tiny(folder, NGRAM), Settings(max_body_bytes=20_000, **limits)) as running:
         yield running
 
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 TEXT = {"prompt": "one", "max_tokens": 3}
+LONG = {**TEXT, "max_tokens": 200, "ignore_eos": True}
 COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -85,7 +85,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"echo": True, "logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"speculative": {"num_speculative_tokens": 9}}, "speculative"),
     ({"speculative": {"method": "ngram"}}, "speculative.method"),
-    ({"speculative": {"verify_strategy": "hope"}}, "speculative"),
+    ({"speculative": {"verify_strategy": "unknown"}}, "speculative"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
@@ -116,28 +116,28 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     + [("/v1/chat/completions", CHAT, *case) for case in CHATS],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_refused(served: Served, path: str, base: dict[str, Any], change: dict[str, Any], param: str) -> None:
+def test_invalid_option_is_rejected_by_name(
+    served: Served, path: str, base: dict[str, Any], change: dict[str, Any], param: str
+) -> None:
     got = served.post(path, {**base, **change})
     assert got.status_code == 400, got.text
     error = got.json()["error"]
     assert error["param"] == param and error["type"] == "invalid_request_error" and error["message"]
 
 
-def test_hints(served: Served) -> None:
+def test_error_message_contains_a_hint(served: Served) -> None:
     def message(**change: Any) -> str:
         return served.post("/v1/chat/completions", {**CHAT, **change}).json()["error"]["message"]
 
     assert "did you mean 'temperature'" in message(temprature=1)
-    assert '--speculative-config \'{"method": "given"}\'' in message(
-        prediction={"type": "content", "content": "x"}
-    )
+    prediction = {"type": "content", "content": "x"}
+    assert '--speculative-config \'{"method": "given"}\'' in message(prediction=prediction)
     assert message(tools=[{"type": "function"}]) == "tools: tool calls are not supported"
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert "only text is supported" in message(messages=[image])
 
 
-def test_too_long(served: Served) -> None:
-    """As OpenAI names it: clients look for that code. What was refused is not counted."""
+def test_too_long_prompt_has_the_code_of_openai_and_is_not_counted(served: Served) -> None:
     before = served.http.get("/metrics").text
     long = "one " * 150
     for path, body, param in (
@@ -151,7 +151,7 @@ def test_too_long(served: Served) -> None:
     assert counts and counts[0] in before
 
 
-def test_the_client_raises_its_own_errors(served: Served) -> None:
+def test_openai_client_raises_its_own_errors(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         served.complete("one", temperature=-1)
     assert wrong.value.param == "temperature"
@@ -165,12 +165,12 @@ def test_the_client_raises_its_own_errors(served: Served) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 9000, b'{"prompt": NaN}']
 )
-def test_bodies_that_are_no_requests(served: Served, body: bytes) -> None:
+def test_body_that_is_not_a_json_object_is_rejected(served: Served, body: bytes) -> None:
     got = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert got.status_code == 400 and got.json()["error"]["message"]
 
 
-def test_http(served: Served) -> None:
+def test_wrong_media_type_size_route_and_method_have_their_status(served: Served) -> None:
     assert served.http.post("/v1/completions", content=b"{}").status_code == 415
     assert served.post("/v1/completions", {"prompt": "x" * 30_000}).status_code == 413
     assert served.http.get("/v1/nothing").json()["error"]["code"] == "no_such_route"
@@ -181,7 +181,7 @@ def test_http(served: Served) -> None:
     assert got.status_code == 413
 
 
-def test_a_body_that_does_not_come(folder: Any) -> None:
+def test_incomplete_body_times_out(folder: Any) -> None:
     with serving(tiny(folder), Settings(body_seconds=0.2)) as running:
         where, data = raw_request(running.url, {}, length=9)
         with socket.create_connection(where, timeout=10) as line:
@@ -189,13 +189,13 @@ def test_a_body_that_does_not_come(folder: Any) -> None:
             assert b" 408 " in line.recv(1000).split(b"\r\n")[0]
 
 
-def test_an_id_is_used_once_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_id_of_an_open_request_is_rejected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(served, monkeypatch)
-    body = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True, "request_id": "twin"}
+    body = {**LONG, "stream": True, "request_id": "twin"}
     with served.http.stream("POST", "/v1/completions", json=body) as response:
         assert response.headers["x-request-id"] == "twin"
-        told = events(response)
-        assert next(told)["id"] == "cmpl-twin"
+        chunks = events(response)
+        assert next(chunks)["id"] == "cmpl-twin"
         error = served.post("/v1/completions", {**TEXT, "request_id": "twin"}).json()["error"]
         assert error["param"] == "request_id"
     sent = served.post("/v1/completions", TEXT, headers={"x-request-id": "from.a-header:1"})
@@ -204,124 +204,98 @@ def test_an_id_is_used_once_at_a_time(served: Served, monkeypatch: pytest.Monkey
     assert len(forged.headers["x-request-id"]) == 32
 
 
-def test_options_that_leave_no_token(served: Served) -> None:
-    wish = {**TEXT, "logit_bias": {}, "allowed_token_ids": [1], "min_tokens": 2}
-    got = served.post("/v1/completions", wish)
-    assert got.status_code == 400 and "no token is left" in got.json()["error"]["message"]
-    got = served.post("/v1/completions", {**wish, "stream": True})
-    assert got.status_code == 400  # nothing was said yet, so the status still tells
+def test_options_that_forbid_every_token_give_400(served: Served) -> None:
+    body = {**TEXT, "logit_bias": {}, "allowed_token_ids": [1], "min_tokens": 2}
+    for stream in (False, True):  # of a stream no byte was sent, so the status is not sent either
+        got = served.post("/v1/completions", {**body, "stream": stream})
+        assert got.status_code == 400 and "no token is left" in got.json()["error"]["message"]
 
 
-# --- who may come in --------------------------------------------------------------------------------------
-
-
-def test_keys(folder: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    (tmp_path / "keys").write_text("# people\nalpha\n\nbeta\n")
+def test_api_keys_are_required_and_limit_open_requests(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "keys").write_text("# comment\nalpha\n\nbeta\n")
     monkeypatch.setenv(KEY_VARIABLE, "gamma, delta")
     keys = read_keys(str(tmp_path / "keys"))
     with serving(tiny(folder), Settings(api_keys=keys, max_concurrent_per_key=1)) as running:
         slow_down(running, monkeypatch)
         for path in ("/health", "/version", "/openapi.json", "/"):
             assert running.http.get(path).status_code == 200
-        for sent in (
-            {},
-            {"authorization": "Bearer"},
-            {"authorization": "Bearer alph"},
-            {"authorization": "Basic alpha"},
-        ):
+        wrong = ({"authorization": value} for value in ("Bearer", "Bearer alph", "Basic alpha"))
+        for sent in ({}, *wrong):
             got = running.post("/v1/completions", TEXT, headers=sent)
             assert got.status_code == 401 and got.json()["error"]["code"] == "invalid_api_key"
             assert running.http.get("/metrics", headers=sent).status_code == 401
         for key in ("alpha", "beta", "gamma", "delta"):
-            assert (
-                running.post("/v1/completions", TEXT, headers={"authorization": f"Bearer {key}"}).status_code
-                == 200
-            )
+            got = running.post("/v1/completions", TEXT, headers={"authorization": f"Bearer {key}"})
+            assert got.status_code == 200
         with pytest.raises(openai.AuthenticationError):
             running.complete("one")
         mine = {"authorization": "Bearer alpha"}
-        long = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with running.http.stream("POST", "/v1/completions", json=long, headers=mine) as response:
-            told = events(response)  # which leaves when it is dropped
-            next(told)
+        stream = {**LONG, "stream": True}
+        with running.http.stream("POST", "/v1/completions", json=stream, headers=mine) as response:
+            chunks = events(response)  # keeps the response open
+            next(chunks)
             busy = running.post("/v1/completions", TEXT, headers=mine)
             assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
             other = running.post("/v1/completions", TEXT, headers={"authorization": "Bearer beta"})
             assert other.status_code == 200
 
 
-def test_key_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_without_keys_is_a_config_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert not read_keys(None)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(str(tmp_path / "none"))
-    (tmp_path / "empty").write_text("# nobody\n")
+    (tmp_path / "empty").write_text("# no key\n")
     with pytest.raises(ConfigError, match="no API key"):
         read_keys(str(tmp_path / "empty"))
     assert ApiKeys(["a"]).find("a") == ApiKeys(["b", "a"]).find("a") != ApiKeys(["b"]).find("b")
-    with pytest.raises(ConfigError):
-        Settings(max_n=0)
-    with pytest.raises(ConfigError):
-        Settings(request_seconds=0)
+    for wrong in ({"max_n": 0}, {"request_seconds": 0}):
+        with pytest.raises(ConfigError):
+            Settings(**wrong)
 
 
-# --- too much, too long, gone -----------------------------------------------------------------------------
-
-
-def test_a_full_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_draining_or_failed_server_responds_503_or_500(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(tiny(folder), Settings(max_concurrent=1)) as running:
         slow_down(running, monkeypatch)
-        long = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with running.http.stream("POST", "/v1/completions", json=long) as response:
-            told = events(response)  # which leaves when it is dropped
-            next(told)
+        with running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            chunks = events(response)  # keeps the response open
+            next(chunks)
             busy = running.post("/v1/completions", TEXT)
             assert busy.status_code == 503 and busy.headers["retry-after"] == "1"
-        _until(lambda: running.app.state.guard.num_open == 0)
+        wait_for(lambda: running.app.state.guard.num_open == 0)
         running.app.state.guard.draining = True
         assert running.post("/v1/completions", TEXT).json()["error"]["code"] == "draining"
         assert running.http.get("/health").status_code == 503
         running.app.state.guard.draining = False
-
-        async def full(*_: Any, **__: Any) -> Any:
-            raise QueueFullError("9 requests are waiting already")
-
-        monkeypatch.setattr(running.llm, "generate", full)
-        busy = running.post("/v1/completions", TEXT)
-        assert busy.status_code == 503 and busy.headers["retry-after"] == "1"
-
-        async def broken(*_: Any, **__: Any) -> Any:
-            raise EngineDeadError("secret details")
-
-        monkeypatch.setattr(running.llm, "generate", broken)
-        dead = running.post("/v1/completions", TEXT)
-        assert dead.status_code == 503 and "secret" not in dead.text
-
-        async def bug(*_: Any, **__: Any) -> Any:
-            raise ZeroDivisionError("secret details")
-
-        monkeypatch.setattr(running.llm, "generate", bug)
-        failed = running.post("/v1/completions", TEXT)
-        assert failed.status_code == 500 and "secret" not in failed.text
-        assert failed.json()["error"]["type"] == "server_error"
+        for error, status, kind in (
+            (QueueFullError("9 requests are waiting already"), 503, "service_unavailable_error"),
+            (EngineDeadError("secret details"), 503, "service_unavailable_error"),
+            (ZeroDivisionError("secret details"), 500, "server_error"),
+        ):
+            monkeypatch.setattr(running.llm, "generate", AsyncMock(side_effect=error))
+            got = running.post("/v1/completions", TEXT)
+            assert got.status_code == status and got.json()["error"]["type"] == kind
+            assert "secret" not in got.text and (got.headers.get("retry-after") == "1") == (status == 503)
 
 
-def test_what_takes_too_long(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_takes_too_long_times_out(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_guard, "SWEEP_SECONDS", 0.01)
     with serving(tiny(folder), Settings(request_seconds=0.2)) as running:
         slow_down(running, monkeypatch)
-        late = running.post("/v1/completions", {**TEXT, "max_tokens": 200, "ignore_eos": True})
-        assert late.status_code == 504
-        body = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with running.http.stream("POST", "/v1/completions", json=body) as response:
-            told = list(events(response))
-        assert response.status_code == 200 and told[-1]["error"]["code"] == "timeout"
-        assert 0 < len(told) < 200
-        _until(lambda: running.llm.num_open == 0)
+        assert running.post("/v1/completions", LONG).status_code == 504
+        with running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            chunks = list(events(response))
+        assert response.status_code == 200 and chunks[-1]["error"]["code"] == "timeout"
+        assert 0 < len(chunks) < 200
+        wait_for(lambda: running.llm.num_open == 0)
 
 
 def slow_down(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that takes 10 ms a step."""
+    """Make every step of the engine take 10 ms longer."""
     tracker = running.llm._llm.tracker
     step = tracker.step
 
@@ -333,114 +307,104 @@ def slow_down(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_request(
+def test_disconnected_client_aborts_its_request(
     folder: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     with serving(tiny(folder)) as running:
         slow_down(running, monkeypatch)
-        wish = {**TEXT, "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
-        where, data = raw_request(running.url, wish)
+        where, data = raw_request(running.url, {**LONG, "stream": stream, "n": 2})
         with socket.create_connection(where, timeout=10) as line:
             line.sendall(data)
             if stream:
                 assert line.recv(100)
-            _until(lambda: running.llm.num_open == 1)
-        _until(lambda: running.llm.num_open == 0)
-        _until(lambda: running.app.state.guard.num_open == 0)
-        made = running.llm.stats.num_emitted_tokens
-        assert made < 400
+            wait_for(lambda: running.llm.num_open == 1)
+        wait_for(lambda: running.llm.num_open == 0)
+        wait_for(lambda: running.app.state.guard.num_open == 0)
+        assert running.llm.stats.num_emitted_tokens < 400
         assert running.app.state.metrics.disconnects == 1
         assert running.complete("one", max_tokens=2).choices[0].text is not None
 
 
-def test_a_client_that_never_reads(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is let go after a while; whoever reads is served meanwhile."""
+def test_client_that_never_reads_is_dropped_and_others_are_served(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(request_guard, "SWEEP_SECONDS", 0.02)
     with serving(tiny(folder, max_model_len=256), Settings(stall_seconds=0.3), 4096) as running:
-        wish = {**TEXT, "max_tokens": 250, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
-        where, data = raw_request(running.url, wish)
+        body = {**LONG, "max_tokens": 250, "stream": True, "logprobs": 20, "n": 8}
+        where, data = raw_request(running.url, body)
         with socket.socket() as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.connect(where)
             line.sendall(data)
             assert running.complete("one", max_tokens=5).choices[0].text is not None
-            _until(lambda: running.app.state.metrics.disconnects == 1)
-        _until(lambda: running.llm.num_open == 0)
+            wait_for(lambda: running.app.state.metrics.disconnects == 1)
+        wait_for(lambda: running.llm.num_open == 0)
 
 
-def _until(true: Any, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)
-
-
-def test_heads_that_do_not_end(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_or_large_headers_close_the_connection(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uvicorn_protocol, "HEADER_SECONDS", 0.3)
     with serving(tiny(folder)) as running:
         where, data = raw_request(running.url, {**TEXT})
-        with socket.create_connection(where, timeout=10) as line:
-            assert line.recv(10) == b""  # it says nothing, and is hung up on
-        with socket.create_connection(where, timeout=10) as line:
-            line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
-            assert line.recv(10) == b""
+        for head in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
+            with socket.create_connection(where, timeout=10) as line:
+                line.sendall(head)
+                assert line.recv(10) == b""
         with socket.create_connection(where, timeout=10) as line:
             line.sendall(b"GET /health HTTP/1.1\r\n" + b"x-filler: 0123456789\r\n" * 4000)
             assert b" 400 " in line.recv(1000)
-        with socket.create_connection(where, timeout=10) as line:  # a second request over a line that works
+        with socket.create_connection(where, timeout=10) as line:  # a second request over one connection
             for _ in range(2):
                 line.sendall(data)
                 assert b" 200 " in line.recv(1 << 16)
 
 
-def test_what_is_large_is_told_by_another_thread(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says the same."""
+def test_large_bodies_and_responses_in_a_thread_are_the_same(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {"prompt": [list(range(9, 60))] * 2, "max_tokens": 5, "echo": True, "logprobs": 3, "seed": 1}
-    told = []
-    for many in (20_000, 10):
-        monkeypatch.setattr(completions, "MAX_INLINE_LOGPROBS", many)
-        monkeypatch.setattr(io, "MAX_INLINE_BODY_BYTES", many)
+    results = []
+    for limit in (20_000, 10):
+        monkeypatch.setattr(completions, "MAX_INLINE_LOGPROBS", limit)
+        monkeypatch.setattr(io, "MAX_INLINE_BODY_BYTES", limit)
         with serving(tiny(folder)) as running:
             whole = running.post("/v1/completions", body).json()
             with running.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
                 parts = [chunk["choices"] for chunk in events(response)]
-        told.append((whole["choices"], sorted(parts, key=lambda part: part[0]["index"])))
-    assert told[0] == told[1]
+        results.append((whole["choices"], sorted(parts, key=lambda part: part[0]["index"])))
+    assert results[0] == results[1]
 
 
-# --- logs -------------------------------------------------------------------------------------------------
-
-
-def test_logs_tell_ids_and_no_prompts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_has_request_fields_and_no_prompt(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     secret = "seven eight secret nine"
     served.post("/v1/completions", {"prompt": secret, "max_tokens": 2, "request_id": "logged", "user": "ada"})
     served.post("/v1/completions", {"prompt": secret, "temperature": secret})
-    lines = [
-        json.loads(JsonFormatter().format(record)) for record in caplog.records if record.message == "request"
-    ]
+    records = [record for record in caplog.records if record.message == "request"]
+    lines = [json.loads(JsonFormatter().format(record)) for record in records]
     line = next(line for line in lines if line["request_id"] == "logged")
     assert line["status"] == 200 and line["completion_tokens"] == 2 and line["path"] == "/v1/completions"
     assert line["user"] == "ada" and line["finish_reasons"] == ["length"] and line["seconds"] > 0
     assert secret not in json.dumps(lines) and {each["status"] for each in lines} == {200, 400}
 
 
-def test_prompts_are_logged_if_the_operator_wants(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_are_logged_with_log_prompts(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with serving(tiny(folder), Settings(log_prompts=True)) as running:
         running.complete("seven eight", max_tokens=2)
     assert any("seven eight" in JsonFormatter().format(record) for record in caplog.records)
 
 
-def test_failures_have_a_status() -> None:
-    assert response_builder.generation_error("abort", None, False).status == 503
-    assert response_builder.generation_error("error", "NaN", False).status == 500
-    assert response_builder.generation_error("error", "the worker died", True).status == 503
+def test_generation_error_has_a_status_by_cause() -> None:
+    error = response_builder.generation_error
+    assert error("abort", None, False).status == error("error", "the worker ended", True).status == 503
+    assert error("error", "NaN", False).status == 500
 
 
-def test_logprobs_cap_follows_the_engine(tmp_path: Path) -> None:
+def test_logprobs_limit_is_the_engines_max_logprobs(folder: Path) -> None:
     """An engine with max_logprobs 50 serves 50 logprobs over HTTP, and rejects 51."""
-    with serving(tiny(make_folder(tmp_path), max_logprobs=50)) as running:
+    with serving(tiny(folder, max_logprobs=50)) as running:
         body = {"prompt": "one two", "max_tokens": 2, "seed": 1}
         got = running.post("/v1/completions", {**body, "logprobs": 50})
         assert got.status_code == 200
@@ -454,9 +418,9 @@ def test_logprobs_cap_follows_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["accept_all", "normal"])
-def test_accept_policy_is_labelled_in_response_and_metrics(tmp_path: Path, policy: str) -> None:
+def test_accept_policy_is_labelled_in_response_and_metrics(folder: Path, policy: str) -> None:
     """`accept_all` is lossy in the response's metrics and in /metrics; `normal` is lossless."""
-    with serving(tiny(make_folder(tmp_path), {**NGRAM, "accept_policy": policy})) as running:
+    with serving(tiny(folder, {**NGRAM, "accept_policy": policy})) as running:
         body = {"prompt": "one two three one two", "max_tokens": 4, "seed": 1}
         metrics = running.post("/v1/completions", body).json()["metrics"]
         page = running.http.get("/metrics").text
@@ -464,6 +428,19 @@ def test_accept_policy_is_labelled_in_response_and_metrics(tmp_path: Path, polic
         assert metrics["lossless"] is lossless and ("LOSSY" in metrics["strategy"]) is not lossless
         (line,) = [line for line in page.splitlines() if line.startswith("draftproof:lossless{")]
         assert line.endswith(f" {float(lossless)}")
-        assert (
-            f'draftproof:lossy_requests_total{{model_name="{running.model}"}} {float(not lossless)}' in page
-        )
+        name = f'draftproof:lossy_requests_total{{model_name="{running.model}"}}'
+        assert f"{name} {float(not lossless)}" in page
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_signal_before_the_server_loop_stops_the_server(folder: Path, number: signal.Signals) -> None:
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+    llm = AsyncLLM.from_llm(tiny(folder))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            metrics = ServerMetrics(llm, "tiny", False)
+            serve(llm, Settings(), listener, metrics, ready=lambda: signal.raise_signal(number))  # returns
+    finally:
+        llm._finalizer()
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

@@ -1,4 +1,4 @@
-"""The default model behind `draftproof serve`'s own processes: real text, real drafts, the same bits."""
+"""The default model behind `draftproof serve`: real text and drafts, equal bits without speculation."""
 
 from __future__ import annotations
 
@@ -17,24 +17,15 @@ COPY = "Repeat exactly: the river begins high in the mountains, where the snow m
 @pytest.fixture(scope="module")
 def served(smollm2_path: object) -> Any:
     spec = '{"method": "ngram", "num_speculative_tokens": 5, "adaptive": false}'
-    options = [
-        "--device",
-        "cpu",
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "4",
-        "--speculative-config",
-        spec,
-    ]
-    with started(command_line("smollm2-135m", *options)) as running:
+    options = "--device", "cpu", "--max-model-len", "512", "--max-num-seqs", "4"
+    with started(command_line("smollm2-135m", *options, "--speculative-config", spec)) as running:
         yield running
 
 
-def test_chat_with_and_without_drafts(served: Program) -> None:
+def test_chat_is_the_same_with_and_without_speculation(served: Program) -> None:
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
-        def ask(speculative: bool, stream: bool = False) -> Any:
+        def chat(speculative: bool, stream: bool = False) -> Any:
             return client.chat.completions.create(
                 model="smollm2-135m",
                 messages=[{"role": "user", "content": COPY}],
@@ -47,20 +38,20 @@ def test_chat_with_and_without_drafts(served: Program) -> None:
                 extra_body={"speculative": speculative},
             )
 
-        drafted, plain = ask(True), ask(False)
+        drafted, plain = chat(True), chat(False)
         assert drafted.choices[0].message.content == plain.choices[0].message.content
         assert drafted.choices[0].logprobs == plain.choices[0].logprobs
         counted = drafted.metrics["speculative_decoding"]
         assert counted["num_accepted_draft_tokens"] > 0 and counted["mean_acceptance_length"] > 1
         assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
-        streamed = [chunk.choices[0] for chunk in ask(True, stream=True)]
+        streamed = [chunk.choices[0] for chunk in chat(True, stream=True)]
         assert "".join(part.delta.content for part in streamed) == plain.choices[0].message.content
-        told = [entry for part in streamed if part.logprobs for entry in part.logprobs.content]
-        assert told == plain.choices[0].logprobs.content
-        assert drafted.usage.prompt_tokens > 20 and ask(True).usage.prompt_tokens_details.cached_tokens > 0
+        logprobs = [entry for part in streamed if part.logprobs for entry in part.logprobs.content]
+        assert logprobs == plain.choices[0].logprobs.content
+        assert drafted.usage.prompt_tokens > 20 and chat(True).usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_json_by_a_schema(served: Program) -> None:
+def test_json_schema_output_is_the_same_with_and_without_speculation(served: Program) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
@@ -76,8 +67,8 @@ def test_json_by_a_schema(served: Program) -> None:
         "top_logprobs": 3,
     }
     replies = [
-        httpx.post(f"{served.url}/v1/chat/completions", json={**body, "speculative": wish}, timeout=60).json()
-        for wish in (True, False)
+        httpx.post(f"{served.url}/v1/chat/completions", json={**body, "speculative": on}, timeout=60).json()
+        for on in (True, False)
     ]
     first, second = (reply["choices"][0] for reply in replies)
     assert first["logprobs"] == second["logprobs"] and first["message"] == second["message"]

@@ -1,108 +1,104 @@
-// The page: asks, listens, draws, and checks that speculation changed nothing.
+// The page: sends prompts, shows streamed tokens, and compares outputs with and without speculation.
 
-import { Answer, differing } from "/page/answer.js";
-import { legend, make, stepColumn, tokenCard, tokenSpan } from "/page/draw.js";
-import { Refused, chat, get } from "/page/stream.js";
+import { legend, make, stepColumn, tokenDetails, tokenSpan } from "/page/draw.js";
+import { Output, differences } from "/page/output.js";
+import { ApiError, getJson, streamChat } from "/page/stream.js";
 
 const $ = (id) => document.getElementById(id);
-const turns = [];        // {role, content} of the conversation
-const views = [];        // one for each answer: {answer, said, verdict, prefix}
+const messages = [];     // {role, content} of the conversation
+const views = [];        // one for each output: {output, element, comparison, prefix, columns, at}
 let current = null;      // the view whose figures and steps are shown
-let running = null;      // AbortController of what is under way
+let running = null;      // AbortController of the open request
 
-// --- what is known before anybody asks --------------------------------------------------------------
+// --- server state -----------------------------------------------------------------------------------
 
-async function greet() {
+async function showVersion() {
   try {
-    const about = await get("/version");
-    $("engine").textContent = `${about.engine} · version ${about.version}`;
+    const version = await getJson("/version");
+    $("engine").textContent = `${version.engine} · version ${version.version}`;
   } catch (error) { $("engine").textContent = String(error.message); }
 }
 
-async function feel() {
-  let state = "red", text = "no answer";
+async function showHealth() {
+  let state = "red", text = "no response";
   try {
-    const health = await get("/health");
+    const health = await getJson("/health");
     state = health.status === "ok" ? "ok" : "red";
     text = health.status === "ok" ? "healthy" : `${health.status}${health.reason ? `: ${health.reason}` : ""}`;
-  } catch { /* the text says it */ }
+  } catch { /* shown as no response */ }
   $("health").dataset.state = state;
   if ($("health-text").textContent !== text) $("health-text").textContent = text;
 }
 
 const THEMES = ["auto", "light", "dark"];
-const system = matchMedia("(prefers-color-scheme: dark)");
+const systemTheme = matchMedia("(prefers-color-scheme: dark)");
 let theme = localStorage.getItem("theme") ?? "auto";
 
-function paint() {
-  document.documentElement.dataset.theme = theme === "auto" ? (system.matches ? "dark" : "light") : theme;
+function applyTheme() {
+  document.documentElement.dataset.theme = theme === "auto" ? (systemTheme.matches ? "dark" : "light") : theme;
   $("theme").textContent = `Theme: ${theme}`;
 }
 
 $("theme").addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   localStorage.setItem("theme", theme);
-  paint();
+  applyTheme();
 });
-system.addEventListener("change", paint);
+systemTheme.addEventListener("change", applyTheme);
 
-// --- asking -----------------------------------------------------------------------------------------
+// --- requests ---------------------------------------------------------------------------------------
 
-function wish(messages, changes) {
-  const asked = {
-    messages, stream: true, stream_options: { include_usage: true }, logprobs: true, top_logprobs: Number($("beside").value),
+function requestBody() {
+  const system = $("system").value.trim();
+  const body = {
+    messages: system ? [{ role: "system", content: system }, ...messages] : [...messages],
+    stream: true, stream_options: { include_usage: true }, logprobs: true, top_logprobs: Number($("top-logprobs").value),
     return_token_ids: true, provenance: true, temperature: Number($("temperature").value),
-    max_completion_tokens: Number($("most").value),
+    max_completion_tokens: Number($("max-tokens").value),
   };
-  if ($("seed").value !== "") asked.seed = Number($("seed").value);
-  if (!$("speculate").checked) asked.speculative = false;
-  else if ($("drafts").value !== "") asked.speculative = { enabled: true, num_speculative_tokens: Number($("drafts").value) };
-  return { ...asked, ...changes };
+  if ($("seed").value !== "") body.seed = Number($("seed").value);
+  if (!$("speculate").checked) body.speculative = false;
+  else if ($("drafts").value !== "") body.speculative = { enabled: true, num_speculative_tokens: Number($("drafts").value) };
+  return body;
 }
 
-function conversation() {
-  const opening = $("system").value.trim();
-  return opening ? [{ role: "system", content: opening }, ...turns] : [...turns];
+async function readStream(body, output, onTokens = () => {}) {
+  for await (const event of streamChat(body, $("key").value, running.signal)) onTokens(output.add(event));
+  return output;
 }
 
-async function listen(asked, answer, tell = () => {}) {
-  for await (const event of chat(asked, $("key").value, running.signal)) tell(answer.take(event));
-  return answer;
+async function send(text) {
+  messages.push({ role: "user", content: text });
+  $("messages").append(make("li", { class: "message user" }, make("div", { class: "role" }, "You"), text));
+  const body = requestBody(), view = addView(new Output());
+  await readStream(body, view.output, (tokens) => showTokens(view, tokens));
+  messages.push({ role: "assistant", content: view.output.text });
+  showFigures(view, true);
+  if ($("compare").checked) await compare(view, body);
 }
 
-async function ask(text) {
-  turns.push({ role: "user", content: text });
-  $("turns").append(make("li", { class: "turn user" }, make("div", { class: "who" }, "You"), text));
-  const messages = conversation(), view = open(new Answer());
-  const asked = wish(messages, {});
-  await listen(asked, view.answer, (brought) => show(view, brought));
-  turns.push({ role: "assistant", content: view.answer.text });
-  figures(view, true);
-  if ($("prove").checked) await prove(view, asked);
-}
-
-async function prove(view, asked) {
-  view.verdict.hidden = false;
-  view.verdict.className = "verdict";
-  view.verdict.textContent = "asking again without speculation…";
-  const plain = await listen({ ...asked, seed: view.answer.seed, speculative: false }, new Answer());
-  const wrong = differing(view.answer, plain);
-  for (const at of wrong) view.said.children[at]?.classList.add("off");
-  const count = view.answer.tokens.length;
-  const speeds = `${view.answer.speed.toFixed(0)} tokens a second with speculation, ${plain.speed.toFixed(0)} without`;
-  view.verdict.className = wrong.length ? "verdict different" : "verdict same";
-  view.verdict.textContent = wrong.length
-    ? `${wrong.length} of ${count} tokens differ without speculation (seed ${view.answer.seed}): this must not be, please report it.`
-    : `Nothing differs: ${count} tokens and their logprobs are the same without speculation (seed ${view.answer.seed}; ${speeds}).`;
+async function compare(view, body) {
+  view.comparison.hidden = false;
+  view.comparison.className = "comparison";
+  view.comparison.textContent = "running again without speculation…";
+  const plain = await readStream({ ...body, seed: view.output.seed, speculative: false }, new Output());
+  const found = differences(view.output, plain);
+  for (const at of found) view.element.children[at]?.classList.add("different");
+  const count = view.output.tokens.length;
+  const speeds = `${view.output.speed.toFixed(0)} tokens per second with speculation, ${plain.speed.toFixed(0)} without`;
+  view.comparison.className = found.length ? "comparison different" : "comparison same";
+  view.comparison.textContent = found.length
+    ? `${found.length} of ${count} tokens differ without speculation (seed ${view.output.seed}): this is a bug, please report it.`
+    : `Identical: ${count} tokens and their logprobs are the same without speculation (seed ${view.output.seed}; ${speeds}).`;
 }
 
 async function run(work) {
   running = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
-  $("problem").hidden = true;
+  $("error").hidden = true;
   try { await work(); } catch (error) {
-    if (error.name !== "AbortError") complain(error);
+    if (error.name !== "AbortError") showError(error);
   } finally {
     running = null;
     $("send").disabled = false;
@@ -110,137 +106,136 @@ async function run(work) {
   }
 }
 
-function complain(error) {
-  if (error instanceof Refused && error.status === 401) { $("settings").open = true; $("key").focus(); }
-  $("problem").textContent = error.message;
-  $("problem").hidden = false;
+function showError(error) {
+  if (error instanceof ApiError && error.status === 401) { $("settings").open = true; $("key").focus(); }
+  $("error").textContent = error.message;
+  $("error").hidden = false;
 }
 
-// --- showing ----------------------------------------------------------------------------------------
+// --- outputs ----------------------------------------------------------------------------------------
 
-function open(answer) {
-  const prefix = `a${views.length}`;
-  const said = make("div", { class: "said", tabindex: "0", role: "listbox", "aria-label": "Answer, token by token: arrow keys walk through it" });
-  const verdict = make("p", { class: "verdict", role: "status" });
-  verdict.hidden = true;
-  const view = { answer, said, verdict, prefix, columns: 0, at: -1 };
-  $("turns").append(make("li", { class: "turn" }, make("div", { class: "who" }, "Model"), said, verdict));
-  said.addEventListener("pointerover", (event) => point(view, event));
-  said.addEventListener("click", (event) => point(view, event));
-  said.addEventListener("keydown", (event) => walk(view, event));
+function addView(output) {
+  const prefix = `output${views.length}`;
+  const element = make("div", { class: "output", tabindex: "0", role: "listbox", "aria-label": "Output, token by token: arrow keys move through it" });
+  const comparison = make("p", { class: "comparison", role: "status" });
+  comparison.hidden = true;
+  const view = { output, element, comparison, prefix, columns: 0, at: -1 };
+  $("messages").append(make("li", { class: "message" }, make("div", { class: "role" }, "Model"), element, comparison));
+  element.addEventListener("pointerover", (event) => onPointer(view, event));
+  element.addEventListener("click", (event) => onPointer(view, event));
+  element.addEventListener("keydown", (event) => onKey(view, event));
   views.push(view);
-  turnTo(view);
+  selectView(view);
   return view;
 }
 
-function turnTo(view) {
+function selectView(view) {
   if (current === view) return;
   current = view;
   view.columns = 0;
   $("strip").replaceChildren();
-  figures(view, true);
+  showFigures(view, true);
 }
 
-function show(view, brought) {
-  const first = view.answer.tokens.length - brought.length;
-  view.said.append(...brought.map((token, i) => tokenSpan(token, first + i, view.prefix)));
-  figures(view, false);
+function showTokens(view, tokens) {
+  const first = view.output.tokens.length - tokens.length;
+  view.element.append(...tokens.map((token, i) => tokenSpan(token, first + i, view.prefix)));
+  showFigures(view, false);
 }
 
-let due = false;
-function figures(view, now) {
+let isScheduled = false;   // an update of the figures with the next frame
+function showFigures(view, now) {
   if (view !== current) return;
   if (!now) {
-    if (due) return;
-    due = true;
-    requestAnimationFrame(() => { due = false; figures(view, true); });
+    if (isScheduled) return;
+    isScheduled = true;
+    requestAnimationFrame(() => { isScheduled = false; showFigures(view, true); });
     return;
   }
-  const answer = view.answer;
-  $("f-length").textContent = answer.length ? answer.length.toFixed(2) : "–";
-  $("f-speed").textContent = answer.speed ? answer.speed.toFixed(0) : "–";
-  $("f-drafts").textContent = answer.drafted ? `${answer.accepted} of ${answer.drafted}` : "none made";
-  $("f-first").textContent = answer.first ? `${(answer.first - answer.asked).toFixed(0)} ms` : "–";
-  const steps = answer.done, whole = answer.finish ? steps.length : Math.max(0, answer.steps.length - 1);
-  for (; view.columns < whole; view.columns++) $("strip").append(stepColumn(answer, answer.steps[view.columns], view.columns));
+  const output = view.output;
+  $("f-length").textContent = output.acceptanceLength ? output.acceptanceLength.toFixed(2) : "–";
+  $("f-speed").textContent = output.speed ? output.speed.toFixed(0) : "–";
+  $("f-drafts").textContent = output.drafted ? `${output.accepted} of ${output.drafted}` : "no drafts";
+  $("f-first").textContent = output.first ? `${(output.first - output.started).toFixed(0)} ms` : "–";
+  const steps = output.completeSteps, count = output.finish ? steps.length : Math.max(0, output.steps.length - 1);
+  for (; view.columns < count; view.columns++) $("strip").append(stepColumn(output, output.steps[view.columns], view.columns));
   $("strip").scrollLeft = $("strip").scrollWidth;
   $("strip").setAttribute("aria-label", steps.length
-    ? `${steps.length} steps, ${answer.tokens.length} tokens, ${answer.accepted} of ${answer.drafted} drafts stood` : "No steps yet");
+    ? `${steps.length} steps, ${output.tokens.length} tokens, ${output.accepted} of ${output.drafted} drafts accepted` : "No steps yet");
   legend($("legend"));
 }
 
-function choose(view, at) {
-  turnTo(view);
-  const spans = view.said.children;
+function selectToken(view, at) {
+  selectView(view);
+  const spans = view.element.children;
   if (at < 0 || at >= spans.length) return;
-  for (const old of document.querySelectorAll(".chosen")) {
-    old.classList.remove("chosen");
+  for (const old of document.querySelectorAll(".selected")) {
+    old.classList.remove("selected");
     if (old.role === "option") old.setAttribute("aria-selected", "false");
   }
   view.at = at;
-  spans[at].classList.add("chosen");
+  spans[at].classList.add("selected");
   spans[at].setAttribute("aria-selected", "true");
-  view.said.setAttribute("aria-activedescendant", spans[at].id);
-  const column = $("strip").children[view.answer.tokens[at].step];
-  column?.classList.add("chosen");
-  $("token").replaceChildren(...tokenCard(view.answer, at));
-  document.body.classList.add("chosen");   // on a phone the card lies over the page until it is closed
+  view.element.setAttribute("aria-activedescendant", spans[at].id);
+  $("strip").children[view.output.tokens[at].step]?.classList.add("selected");
+  $("token").replaceChildren(...tokenDetails(view.output, at));
+  document.body.classList.add("selected");   // on a phone the details cover the page until they are closed
 }
 
-function point(view, event) {
+function onPointer(view, event) {
   const span = event.target.closest(".t");
-  if (span) choose(view, Number(span.dataset.at));
+  if (span) selectToken(view, Number(span.dataset.at));
 }
 
-function walk(view, event) {
-  const last = view.answer.tokens.length - 1, step = view.answer.tokens[view.at]?.step;
+function onKey(view, event) {
+  const tokens = view.output.tokens, last = tokens.length - 1, step = tokens[view.at]?.step;
   const moves = {
     ArrowRight: () => view.at + 1, ArrowLeft: () => Math.max(0, view.at - 1), Home: () => 0, End: () => last,
-    // down and up: to the next and the last step
-    ArrowDown: () => view.answer.tokens.findIndex((token) => token.step > (step ?? -1)),
-    ArrowUp: () => view.answer.tokens.findIndex((token) => token.step === Math.max(0, (step ?? 1) - 1)),
+    // down and up: to the next and the previous step
+    ArrowDown: () => tokens.findIndex((token) => token.step > (step ?? -1)),
+    ArrowUp: () => tokens.findIndex((token) => token.step === Math.max(0, (step ?? 1) - 1)),
   };
   if (!moves[event.key]) return;
   event.preventDefault();
   const at = moves[event.key]();
-  if (at >= 0) choose(view, Math.min(at, last));
+  if (at >= 0) selectToken(view, Math.min(at, last));
 }
 
 $("strip").addEventListener("click", (event) => {
   const column = event.target.closest(".step");
-  if (column && current) choose(current, current.answer.steps[Number(column.dataset.step)].tokens[0]);
+  if (column && current) selectToken(current, current.output.steps[Number(column.dataset.step)].tokens[0]);
 });
 
-// --- wiring -----------------------------------------------------------------------------------------
+// --- events -----------------------------------------------------------------------------------------
 
-$("ask").addEventListener("submit", (event) => {
+$("request").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value.trim();
   if (!text || running) return;
   $("prompt").value = "";
-  run(() => ask(text));
+  run(() => send(text));
 });
 $("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("ask").requestSubmit(); }
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("request").requestSubmit(); }
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   running?.abort();
-  turns.length = views.length = 0;
+  messages.length = views.length = 0;
   current = null;
-  for (const id of ["turns", "strip"]) $(id).replaceChildren();
-  $("token").replaceChildren(make("p", { class: "quiet" }, "None chosen."));
+  for (const id of ["messages", "strip"]) $(id).replaceChildren();
+  $("token").replaceChildren(make("p", { class: "quiet" }, "None selected."));
   for (const id of ["f-length", "f-speed", "f-drafts", "f-first"]) $(id).textContent = "–";
   $("prompt").focus();
 });
-$("close").addEventListener("click", () => document.body.classList.remove("chosen"));
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") document.body.classList.remove("chosen"); });
+$("close").addEventListener("click", () => document.body.classList.remove("selected"));
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") document.body.classList.remove("selected"); });
 $("options").addEventListener("submit", (event) => event.preventDefault());
 $("key").value = sessionStorage.getItem("key") ?? "";
 $("key").addEventListener("change", () => sessionStorage.setItem("key", $("key").value));
 
-paint();
+applyTheme();
 legend($("legend"));
-greet();
-feel();
-setInterval(feel, 5000);
+showVersion();
+showHealth();
+setInterval(showHealth, 5000);

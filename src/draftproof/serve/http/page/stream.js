@@ -1,6 +1,6 @@
-// The API as this page uses it: one chat request, read as it comes.
+// Requests of this page to the API: JSON, and one chat request as a stream of events.
 
-export class Refused extends Error {
+export class ApiError extends Error {
   constructor(message, status) { super(message); this.status = status; }
 }
 
@@ -10,27 +10,27 @@ function headers(key) {
   return sent;
 }
 
-async function refusal(reply) {
-  const text = await reply.text();
-  try { return new Refused(JSON.parse(text).error.message, reply.status); }
-  catch { return new Refused(text || reply.statusText, reply.status); }
+async function errorOf(response) {
+  const text = await response.text();
+  try { return new ApiError(JSON.parse(text).error.message, response.status); }
+  catch { return new ApiError(text || response.statusText, response.status); }
 }
 
-export async function get(path, key) {
-  const reply = await fetch(path, { headers: headers(key) });
-  if (!reply.ok && path !== "/health") throw await refusal(reply);
-  return reply.json();
+export async function getJson(path, key) {
+  const response = await fetch(path, { headers: headers(key) });
+  if (!response.ok && path !== "/health") throw await errorOf(response);
+  return response.json();
 }
 
-// Yields the parsed events of a chat request; leaving the loop ends the request.
-export async function* chat(wish, key, signal) {
-  const reply = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(key), body: JSON.stringify(wish), signal,
+// Yield the parsed events of a chat request; leaving the loop aborts the request.
+export async function* streamChat(body, key, signal) {
+  const response = await fetch("/v1/chat/completions", {
+    method: "POST", headers: headers(key), body: JSON.stringify(body), signal,
   });
-  if (!reply.ok) throw await refusal(reply);
+  if (!response.ok) throw await errorOf(response);
   const decoder = new TextDecoder();
   let rest = "";
-  for await (const bytes of chunks(reply.body)) {
+  for await (const bytes of chunks(response.body)) {
     rest += decoder.decode(bytes, { stream: true });
     const parts = rest.split("\n\n");
     rest = parts.pop();
@@ -39,11 +39,11 @@ export async function* chat(wish, key, signal) {
       if (!data) continue;
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) throw new Refused(event.error.message, 200);
+      if (event.error) throw new ApiError(event.error.message, 200);
       yield event;
     }
   }
-  throw new Refused("the connection ended in the middle of the answer", 0);
+  throw new ApiError("the connection ended before the output was complete", 0);
 }
 
 async function* chunks(body) {

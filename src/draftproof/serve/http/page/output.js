@@ -1,20 +1,20 @@
-// An answer as data: its tokens, the steps that brought them, and what can be counted.
+// One output as data: tokens, steps and counters.
 
-export class Answer {
+export class Output {
   constructor() {
-    this.tokens = [];   // {text, id, logprob, top, from, step}
+    this.tokens = [];   // {id, text, name, logprob, top, provenance, step}
     this.steps = [{ tokens: [], drafts: 0 }];
     this.seed = null;
     this.finish = null;
     this.usage = null;
     this.metrics = null;
-    this.asked = performance.now();
+    this.started = performance.now();
     this.first = null;
     this.last = null;
   }
 
-  // Takes one event of the stream; returns the tokens it brought.
-  take(event) {
+  // Add one event of the stream; return its tokens.
+  add(event) {
     if (event.usage) this.usage = event.usage;
     if (event.metrics) this.metrics = event.metrics;
     const choice = event.choices[0];
@@ -26,47 +26,47 @@ export class Answer {
       this.last = performance.now();
       this.first ??= this.last;
     }
-    const lines = choice.logprobs?.content ?? [];
+    const logprobs = choice.logprobs?.content ?? [];
     const text = choice.delta?.content ?? "";
-    const brought = ids.map((id, i) => ({
+    const added = ids.map((id, i) => ({
       id,
-      // with one token a chunk its text is the chunk's; otherwise each token has its own
-      text: ids.length === 1 ? text : (lines[i]?.token ?? ""),
-      name: lines[i]?.token ?? text,
-      logprob: lines[i]?.logprob ?? null,
-      top: lines[i]?.top_logprobs ?? [],
-      from: choice.provenance?.[i] ?? "plain",
+      // the text of a chunk belongs to its only token; of several tokens each has its own string
+      text: ids.length === 1 ? text : (logprobs[i]?.token ?? ""),
+      name: logprobs[i]?.token ?? text,
+      logprob: logprobs[i]?.logprob ?? null,
+      top: logprobs[i]?.top_logprobs ?? [],
+      provenance: choice.provenance?.[i] ?? "plain",
       step: this.steps.length - 1,
     }));
     const step = this.steps[this.steps.length - 1];
-    for (const token of brought) {
+    for (const token of added) {
       step.tokens.push(this.tokens.length);
       this.tokens.push(token);
     }
-    if (choice.step_end && brought.length) {
+    if (choice.step_end && added.length) {
       step.drafts = choice.num_draft ?? 0;
       this.steps.push({ tokens: [], drafts: 0 });
     }
-    return brought;
+    return added;
   }
 
-  get done() { return this.steps.filter((step) => step.tokens.length); }
+  get completeSteps() { return this.steps.filter((step) => step.tokens.length); }
   get text() { return this.tokens.map((token) => token.text).join(""); }
-  get length() { return this.done.length ? this.tokens.length / this.done.length : 0; }
+  get acceptanceLength() { return this.completeSteps.length ? this.tokens.length / this.completeSteps.length : 0; }
   get drafted() { return this.steps.reduce((sum, step) => sum + step.drafts, 0); }
-  get accepted() { return this.tokens.filter((token) => token.from.startsWith("accepted")).length; }
+  get accepted() { return this.tokens.filter((token) => token.provenance.startsWith("accepted")).length; }
   get speed() {
     const seconds = (this.last - this.first) / 1000;
     return seconds > 0 ? (this.tokens.length - 1) / seconds : 0;
   }
 }
 
-// Where two answers differ: the tokens whose id, logprob or alternatives are not the same.
-export function differing(one, other) {
-  const at = [];
+// Return the indices of tokens whose id, logprob or alternatives differ between two outputs.
+export function differences(one, other) {
+  const found = [];
   for (let i = 0; i < Math.max(one.tokens.length, other.tokens.length); i++) {
     const a = one.tokens[i], b = other.tokens[i];
-    if (!a || !b || a.id !== b.id || a.logprob !== b.logprob || JSON.stringify(a.top) !== JSON.stringify(b.top)) at.push(i);
+    if (!a || !b || a.id !== b.id || a.logprob !== b.logprob || JSON.stringify(a.top) !== JSON.stringify(b.top)) found.push(i);
   }
-  return at;
+  return found;
 }
