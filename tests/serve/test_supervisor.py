@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from async_serving import CASES, collect, facts, params
+from async_serving import CASES, LONG, collect, facts, params
 from draftproof import ConfigError, EngineDeadError, EngineDownError, LoadError, RequestOutput
 from draftproof.serve import supervisor as supervising
 from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
@@ -26,13 +26,7 @@ from draftproof.serve.supervisor import Supervisor
 from text_pieces import CONFIG, Pieces
 from worker_thread import wait_for
 
-OPTIONS: dict[str, Any] = {
-    "load_format": "dummy",
-    "dtype": "float32",
-    "max_num_seqs": 8,
-    "device": "cpu",
-}
-LONG = {"max_tokens": 150, "ignore_eos": True, "stop": None}
+OPTIONS: Any = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 8, "device": "cpu"}
 
 
 @pytest.fixture
@@ -45,11 +39,11 @@ def folder(tmp_path: Path) -> Path:
 def no_process_or_thread_is_left() -> Iterator[None]:
     """Check that the test leaves no worker process and no thread."""
     yield
-    wait_for(lambda: not children())
+    wait_for(lambda: not worker_pids())
     assert not [t for t in threading.enumerate() if t.name.startswith("draftproof-")]
 
 
-def children() -> list[int]:
+def worker_pids() -> list[int]:
     """Return the pids of the worker processes that this process started."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -60,7 +54,7 @@ def children() -> list[int]:
     return found
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Return True for a running process that is no zombie."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -68,7 +62,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def ready(llm: RemoteLLM) -> None:
+async def wait_until_ready(llm: RemoteLLM) -> None:
     """Wait until the worker serves."""
     while llm.worker_status().state != "ready":
         await asyncio.sleep(0.02)
@@ -90,7 +84,7 @@ def test_killed_worker_ends_streams_with_errors_and_is_restarted(
         whole = asyncio.create_task(llm.generate("ab", params(99, **LONG)))
         events = [await streams[0].read()]
         pid = llm.worker_status().pid
-        assert pid is not None and alive(pid)
+        assert pid is not None and is_alive(pid)
         tasks = [asyncio.create_task(collect(stream)) for stream in streams]
         while llm.num_open < 33:
             await asyncio.sleep(0)
@@ -98,16 +92,15 @@ def test_killed_worker_ends_streams_with_errors_and_is_restarted(
         for task in tasks:
             events.append(await task)
         for stream, some in zip(streams, events[1:], strict=True):
-            assert some[-1].finish_reason == "error" and "the engine's process has ended" in str(
-                some[-1].error
-            )
+            assert some[-1].finish_reason == "error"
+            assert "the engine's process has ended" in str(some[-1].error)
             assert stream.output is not None and not stream.output.finished
         output = await whole
         assert not output.finished and output.outputs[0].finish_reason == "error"
         assert not llm.num_open and not llm.dead
         with pytest.raises(EngineDownError, match="try again"):
             await llm.generate("ab", params())
-        await ready(llm)
+        await wait_until_ready(llm)
         status = llm.worker_status()
         assert status.restarts == 1 and status.pid != pid and "SIGKILL" in str(status.reason)
         assert supervisor.status() == status
@@ -151,10 +144,10 @@ def test_hung_worker_is_killed_and_terminated_worker_finishes(
                 events = await collect(stream)
                 supervisor._hang_seconds = None
                 assert events[-1].finish_reason == "error"
-                await ready(llm)
+                await wait_until_ready(llm)
                 reason = str(llm.worker_status().reason)
                 assert "a step took longer" in reason or "no report" in reason
-                assert not alive(pid)
+                assert not is_alive(pid)
                 pid = llm.worker_status().pid or 0
                 stream = llm.stream("ab", params(**LONG))
                 await stream.read()
@@ -163,7 +156,7 @@ def test_hung_worker_is_killed_and_terminated_worker_finishes(
                 assert (events[-1].finish_reason, events[-1].error) == ("length", None)
                 while llm.worker_status().restarts < 2:
                     await asyncio.sleep(0.02)
-                await ready(llm)
+                await wait_until_ready(llm)
                 assert "status 0" in str(llm.worker_status().reason)
 
         asyncio.run(main())
@@ -182,11 +175,11 @@ time.sleep(600)
         try:
             assert server.stdout is not None
             pid, run_folder = server.stdout.readline().split()
-            assert alive(int(pid)) and Path(run_folder).is_dir()
+            assert is_alive(int(pid)) and Path(run_folder).is_dir()
         finally:
             server.kill()
     assert server.returncode == -signal.SIGKILL  # the server did not end by itself before
-    wait_for(lambda: not alive(int(pid)) and not Path(run_folder).exists())
+    wait_for(lambda: not is_alive(int(pid)) and not Path(run_folder).exists())
 
 
 def test_invalid_options_or_model_raise_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
