@@ -1,4 +1,4 @@
-"""Clear errors for the request at fault, and nothing lost for the others in the engine."""
+"""Errors of options and requests name the option; other requests in the engine are not affected."""
 
 from __future__ import annotations
 
@@ -17,66 +17,47 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from exact import NEIGHBOURS, Case, Setup, bits, check_empty, reference_run
 
-WRONG_PARAMS = [
-    ("temperature", {"temperature": math.nan}),
-    ("temperature", {"temperature": -0.1}),
-    ("temperature", {"temperature": math.inf}),
-    ("temperature", {"temperature": 1e39}),  # beyond fp32
-    ("temperature", {"temperature": "hot"}),
-    ("temperature", {"temperature": True}),
-    ("top_p", {"top_p": 0.0}),
-    ("top_p", {"top_p": 1.1}),
-    ("min_p", {"min_p": math.nan}),
-    ("top_k", {"top_k": -2}),
-    ("top_k", {"top_k": 1.5}),
-    ("presence_penalty", {"presence_penalty": 2.5}),
-    ("frequency_penalty", {"frequency_penalty": -3}),
-    ("repetition_penalty", {"repetition_penalty": 0.0}),
-    ("repetition_penalty", {"repetition_penalty": 5e-324}),
-    ("repetition_penalty", {"repetition_penalty": 1e39}),
-    ("logit_bias", {"logit_bias": {3: math.nan}}),
-    ("logit_bias", {"logit_bias": {3: math.inf}}),
-    ("logit_bias", {"logit_bias": {3: 1e39}}),
-    ("logit_bias", {"logit_bias": {"three": 1.0}}),
-    ("logit_bias", {"logit_bias": [3]}),
-    ("logit_bias", {"logit_bias": {3.7: 1.0}}),
-    ("logit_bias", {"logit_bias": {math.inf: 1.0}}),
-    ("logit_bias", {"logit_bias": {3: 10**310}}),
-    ("temperature", {"temperature": 10**310}),
-    ("seed", {"seed": -1}),
-    ("seed", {"seed": 2**63}),
-    ("n", {"n": 0}),
-    ("max_tokens", {"max_tokens": 0}),
-    ("min_tokens", {"min_tokens": -1}),
+WRONG_VALUES: dict[str, list[Any]] = {
+    # 1e39 is beyond fp32, 10**310 beyond every float
+    "temperature": [math.nan, -0.1, math.inf, 1e39, 10**310, "hot", True],
+    "top_p": [0.0, 1.1],
+    "min_p": [math.nan],
+    "top_k": [-2, 1.5],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [-3],
+    "repetition_penalty": [0.0, 5e-324, 1e39],
+    "logit_bias": [
+        *({3: math.nan}, {3: math.inf}, {3: 1e39}, {"three": 1.0}, [3], {3.7: 1.0}, {math.inf: 1.0}),
+        {3: 10**310},
+    ],
+    "seed": [-1, 2**63],
+    "n": [0],
+    "max_tokens": [0],
+    "min_tokens": [-1],
+    "logprobs": [-2],
+    "logprob_token_ids": [[], [[5]]],
+    "allowed_token_ids": [[], 5, [[5]]],
+    "ignore_eos": ["no"],
+    "skip_special_tokens": ["no"],
+    "include_stop_str_in_output": [None],
+    "include_draft_logprobs": [1],
+    "stop_token_ids": [5],
+    "stop": [[""], [5]],
+    "bad_words": [[""], "word"],
+    "logprobs_mode": ["cooked"],
+    "logits_processors": [["no function"]],
+    "prediction": [5, b"text"],
+    "speculative": [3, {"enabled": "no"}, {"adaptive": 0}],
+}
+WRONG_PARAMS = [(name, {name: value}) for name, values in WRONG_VALUES.items() for value in values]
+WRONG_PARAMS += [
     ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
-    ("logprobs", {"logprobs": -2}),
     ("logprob_token_ids", {"logprobs": 3, "logprob_token_ids": [5]}),
-    ("logprob_token_ids", {"logprob_token_ids": []}),
-    ("allowed_token_ids", {"allowed_token_ids": []}),
-    ("allowed_token_ids", {"allowed_token_ids": 5}),
-    ("allowed_token_ids", {"allowed_token_ids": [[5]]}),
-    ("logprob_token_ids", {"logprob_token_ids": [[5]]}),
-    ("ignore_eos", {"ignore_eos": "no"}),
-    ("skip_special_tokens", {"skip_special_tokens": "no"}),
-    ("include_stop_str_in_output", {"include_stop_str_in_output": None}),
-    ("include_draft_logprobs", {"include_draft_logprobs": 1}),
-    ("stop_token_ids", {"stop_token_ids": 5}),
-    ("stop", {"stop": [""]}),
-    ("stop", {"stop": [5]}),
-    ("bad_words", {"bad_words": [""]}),
-    ("bad_words", {"bad_words": "word"}),
-    ("logprobs_mode", {"logprobs_mode": "cooked"}),
-    ("logits_processors", {"logits_processors": ["no function"]}),
-    ("prediction", {"prediction": 5}),
-    ("prediction", {"prediction": b"text"}),
-    ("speculative", {"speculative": 3}),
-    ("speculative", {"speculative": {"enabled": "no"}}),
-    ("speculative", {"speculative": {"adaptive": 0}}),
 ]
 
 
 @pytest.mark.parametrize(("param", "options"), WRONG_PARAMS, ids=lambda value: str(value)[:60])
-def test_options_that_mean_nothing(param, options):
+def test_invalid_sampling_option_is_rejected_by_name(param, options):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**options)
     assert caught.value.param == param
@@ -86,17 +67,17 @@ def test_options_that_mean_nothing(param, options):
 @pytest.mark.parametrize(
     "name", ["stop", "stop_token_ids", "bad_words", "logits_processors", "logit_bias", "seed", "max_tokens"]
 )
-def test_none_means_not_given(name):
+def test_none_is_the_default_of_optional_options(name):
     """None is vLLM's default for these options."""
     assert not getattr(SamplingParams(**{name: None}), name)
 
 
-def test_a_misspelt_key_names_the_nearest():
+def test_misspelt_key_error_names_the_nearest_key():
     with pytest.raises(RequestError, match="did you mean 'num_speculative_tokens'"):
         SamplingParams(speculative={"num_spec_tokens": 3})
 
 
-def ask(**options):
+def request(**options):
     """Return a request: fields of Request by their names, the rest are sampling options."""
     fields = {
         k: options.pop(k)
@@ -140,9 +121,9 @@ def busy():
 
 
 @pytest.mark.parametrize(("param", "message", "options"), WRONG_REQUESTS, ids=str)
-def test_requests_that_cannot_be_served(busy, param, message, options):
+def test_invalid_request_is_rejected_by_option(busy, param, message, options):
     with pytest.raises(RequestError, match=message) as caught:
-        busy.add(ask(**options))
+        busy.add(request(**options))
     assert caught.value.param == param
     assert not busy.has_work
 
@@ -151,40 +132,36 @@ def test_speculation_options_without_speculative_config_are_refused():
     plain = tiny.engine()
     for wanted in ({"num_speculative_tokens": 2}, {"adaptive": False}):
         with pytest.raises(RequestError, match="without speculative_config"):
-            plain.add(ask(speculative=wanted))
-    plain.add(ask(speculative=False))
+            plain.add(request(speculative=wanted))
+    plain.add(request(speculative=False))
 
 
-def test_an_id_twice(busy):
-    busy.add(ask())
+def test_id_of_a_running_request_is_rejected(busy):
+    busy.add(request())
     with pytest.raises(RequestError, match="already running") as caught:
-        busy.add(ask())
+        busy.add(request())
     assert caught.value.param == "request_id"
     assert busy.abort("9") and not busy.abort("9")
 
 
-def test_more_kv_than_there_is():
+def test_request_larger_than_the_kv_cache_is_rejected():
     small = tiny.engine(kv_cache_tokens=64)
     with pytest.raises(RequestError, match="KV cache holds 64") as caught:
-        small.add(ask(max_tokens=100))
+        small.add(request(max_tokens=100))
     assert caught.value.param == "max_tokens"
     for param, options in (("prompt", {"prompt_token_ids": [5] * 64}), ("min_tokens", {"min_tokens": 60})):
         with pytest.raises(RequestError, match="64") as caught:
-            small.add(ask(max_tokens=None, **options))
+            small.add(request(max_tokens=None, **options))
         assert caught.value.param == param
 
 
-def test_no_limit_means_as_far_as_there_is_room():
-    """A service whose cache holds less than the model's length serves those who name no number."""
+def test_request_without_max_tokens_runs_until_the_kv_cache_is_full():
     small = tiny.engine(kv_cache_tokens=64, speculative={"method": "ngram", "adaptive": False})
     cases = [tiny.request(i, SamplingParams(max_tokens=None, ignore_eos=True)) for i in range(3)]
     records = tiny.run(small, cases)
     assert {len(record.token_ids) for record in records.values()} == {64 - 12}
     assert {record.finish[0] for record in records.values()} == {"length"}
     check_empty(small)
-
-
-# --- the others go on ---------------------------------------------------------------------------------
 
 
 def raises(tokens, row):
@@ -210,7 +187,7 @@ BAD_PROCESSORS = {
 
 @pytest.mark.parametrize("name", BAD_PROCESSORS)
 @pytest.mark.parametrize("method", [None, "ngram", "proposers:Flaky"])
-def test_a_bad_processor_fails_its_request_alone(method, name):
+def test_failing_processor_ends_only_its_own_request(method, name):
     import proposers
 
     function, message, delivered = BAD_PROCESSORS[name]
@@ -218,7 +195,7 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
     alone = {str(a.index): reference_run(a, setup) for a in cases}
     proposers.set_answers({k: v.token_ids for k, v in alone.items()})
     engine = setup.engine({"method": method} if method else None)
-    bad = ask(logits_processors=[function], temperature=0, logprobs=2)
+    bad = request(logits_processors=[function], temperature=0, logprobs=2)
     records = tiny.run(engine, [cases[0].request(plain=not method), bad, cases[1].request(plain=not method)])
     finish, _, error = records["9"].finish
     assert finish == "error" and message in error
@@ -229,7 +206,7 @@ def test_a_bad_processor_fails_its_request_alone(method, name):
     check_empty(engine)
 
 
-def test_wrong_requests_in_the_middle_of_others():
+def test_invalid_requests_do_not_change_running_ones():
     setup = Setup()
     cases = [replace(n, k=None) for n in NEIGHBOURS[:3]]
     alone = {str(a.index): reference_run(a, setup) for a in cases}
@@ -239,7 +216,7 @@ def test_wrong_requests_in_the_middle_of_others():
     def interrupt(step):
         if step < len(wrong):
             with pytest.raises(RequestError):
-                engine.add(ask(**wrong[step]))
+                engine.add(request(**wrong[step]))
 
     records = tiny.run(engine, [a.request() for a in cases], each_step=interrupt)
     assert all(records[k].token_ids == r.token_ids for k, r in alone.items())
@@ -248,7 +225,7 @@ def test_wrong_requests_in_the_middle_of_others():
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "topp", "target_match", "greedy"])
-def test_impossible_drafts_harm_no_strategy(strategy):
+def test_drafts_outside_the_vocabulary_are_ignored(strategy):
     """Drafts outside the vocabulary are cut off before any lookup."""
     engine = tiny.engine(
         speculative={"method": "proposers:Junk", "verify_strategy": strategy, "adaptive": False}
@@ -259,31 +236,20 @@ def test_impossible_drafts_harm_no_strategy(strategy):
     assert sum(s.num_draft for r in records.values() for s in r.steps) > 10
 
 
-def test_extreme_but_legal():
-    """Every bound that is allowed can be served."""
+def test_extreme_valid_values_are_served():
+    """Serve every bound that is allowed."""
     engine = tiny.engine(max_logprobs=-1)
-    requests = [
-        tiny.request(i, SamplingParams(max_tokens=3, **options))
-        for i, options in enumerate(
-            [
-                {"temperature": 1e6},
-                {"temperature": 1e-9},
-                {"temperature": 1e-5},
-                {"top_k": 2**70},
-                {"repetition_penalty": 1e6},
-                {"repetition_penalty": 1e-6, "temperature": 0.01},
-                {"logprobs": 500, "prompt_logprobs": 500},
-                {"top_p": 1e-9, "min_p": 1.0},
-                {"logit_bias": {5: 1e6, 6: -math.inf}},
-            ]
-        )
+    extremes = [
+        *({"temperature": 1e6}, {"temperature": 1e-9}, {"temperature": 1e-5}, {"top_k": 2**70}),
+        *({"repetition_penalty": 1e6}, {"repetition_penalty": 1e-6, "temperature": 0.01}),
+        *({"logprobs": 500, "prompt_logprobs": 500}, {"top_p": 1e-9, "min_p": 1.0}),
+        {"logit_bias": {5: 1e6, 6: -math.inf}},
     ]
+    requests = [tiny.request(i, SamplingParams(max_tokens=3, **each)) for i, each in enumerate(extremes)]
     records = tiny.run(engine, requests)
     assert all(record.finish[0] in ("length", "stop") for record in records.values())
     assert len(records["6"].logprobs[0].token_ids) == 1 + tiny.VOCAB
 
-
-# --- the engine's own configuration -------------------------------------------------------------------
 
 SYNTHETIC = {"method": "ngram", "accept_policy": "synthetic"}
 WRONG_CONFIGS = [
@@ -314,7 +280,7 @@ WRONG_CONFIGS = [
 
 
 @pytest.mark.parametrize(("message", "spec"), WRONG_CONFIGS, ids=str)
-def test_speculative_config_that_means_nothing(message, spec):
+def test_invalid_speculative_config_is_rejected(message, spec):
     with pytest.raises(ConfigError, match=message):
         tiny.engine(speculative=SpeculativeConfig.parse(spec))
 
@@ -341,7 +307,7 @@ def test_speculative_config_that_means_nothing(message, spec):
         ("revision must be a string", {"revision": 5}),
     ],
 )
-def test_engine_config_that_means_nothing(message, options):
+def test_invalid_engine_config_is_rejected(message, options):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.parse("model", options)
 
@@ -356,35 +322,35 @@ def test_engine_config_that_means_nothing(message, options):
         ("unknown device", {"device": "abacus"}),
     ],
 )
-def test_engines_that_cannot_be_built(message, options):
+def test_engine_options_that_do_not_fit_are_rejected(message, options):
     with pytest.raises(ConfigError, match=message):
         tiny.engine(**options)
 
 
-BOLD_PROCESSORS = {  # finite, and beyond fp32 once they are divided by a temperature
+LARGE_LOGIT_PROCESSORS = {  # finite, and beyond fp32 once they are divided by a temperature
     "likely": lambda tokens, row: row.index_fill(0, torch.tensor([30, 40, 50]), 3e38),
     "unlikely": lambda tokens, row: torch.full_like(row, torch.finfo(row.dtype).min),
 }
 
 
-@pytest.mark.parametrize("name", BOLD_PROCESSORS)
+@pytest.mark.parametrize("name", LARGE_LOGIT_PROCESSORS)
 def test_processor_with_very_large_logits(name):
     """Only tokens that it allows are sampled, whatever else is in the batch."""
-    options = {"logits_processors": [BOLD_PROCESSORS[name]], "allowed_token_ids": [40, 50]}
+    options = {"logits_processors": [LARGE_LOGIT_PROCESSORS[name]], "allowed_token_ids": [40, 50]}
     cut = tiny.request(1, SamplingParams(top_k=3, max_tokens=12, ignore_eos=True))
     for temperature in (0.5, 1e-5):
         params = SamplingParams(temperature=temperature, **options)
         alone = tiny.run(tiny.engine(), [tiny.request(0, params)])["0"]
         beside = tiny.run(tiny.engine(), [tiny.request(0, params), cut])["0"]
         assert set(alone.token_ids) == {40, 50} and beside.token_ids == alone.token_ids
-        looked_at = replace(params, logprobs=1, logprobs_mode="processed", speculative=None)
-        seen = tiny.run(tiny.engine(), [tiny.request(0, looked_at)])["0"]
+        with_logprobs = replace(params, logprobs=1, logprobs_mode="processed", speculative=None)
+        seen = tiny.run(tiny.engine(), [tiny.request(0, with_logprobs)])["0"]
         assert seen.token_ids == alone.token_ids
         assert all(x == pytest.approx(-math.log(2)) for row in seen.logprobs for x in row.logprobs)
 
 
 def test_bias_with_very_large_values():
-    """It makes tokens unlikely and forbids none: where all are, one of them is said."""
+    """A bias makes tokens unlikely and forbids none: if all are unlikely, one of them is sampled."""
     bias = dict.fromkeys(range(tiny.VOCAB), -1e38)
     for temperature in (0.5, 1e-5):
         params = SamplingParams(temperature=temperature, logit_bias=bias, allowed_token_ids=[40, 50])
@@ -392,8 +358,7 @@ def test_bias_with_very_large_values():
         assert set(alone.token_ids) <= {40, 50}
 
 
-def test_torch_tensors_are_not_touched_by_a_processor_that_writes_in_place():
-    """A processor gets a row of its own: what it does to it does not reach the raw logprobs."""
+def test_processor_that_writes_in_place_does_not_change_raw_logprobs():
 
     def spoil(tokens, row):
         row.fill_(0)

@@ -1,4 +1,4 @@
-"""The examples and the README's code do what they say."""
+"""Programs in examples/ and the code of the README run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ EXAMPLES = sorted((REPO / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path: Path, smollm2_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(path: Path, smollm2_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
-    gc.collect()  # its engine, before the next one asks how much memory there is
+    gc.collect()  # the engine, before the next one measures the free memory
     assert "tokens a step" in capsys.readouterr().out
 
 
-def test_readme_code(smollm2_path: object) -> None:
+def test_readme_code_runs(smollm2_path: object) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.S)
     assert blocks
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Recorded outputs said again: the counts are those of a real run, and what cannot be said is refused."""
+"""Replay of recorded outputs: counts equal those of a real run; invalid records and options are refused."""
 
 from __future__ import annotations
 
@@ -26,44 +26,43 @@ def config(method, **options):
     return SpeculativeConfig.parse({"method": method, **options})
 
 
-def test_a_text_that_repeats_itself():
-    """Four tokens to see the loop, then windows of k + 1; the last token needs no draft."""
+def test_repeating_text_is_drafted_in_full_windows():
+    """Match after one period of four tokens, then windows of k + 1; the last token needs no draft."""
     found = replay([Recorded([1], LOOP)], config("ngram"), [1, 3])
     assert [out.k for out in found] == [1, 3]
-    # 5 6 7 8 5 6 come one by one, then 26 tokens in windows
+    # 6 tokens in steps of one, then 26 tokens in windows
     assert [out.stats.num_steps for out in found] == [6 + 13, 6 + 7]
     assert all(out.stats.num_emitted_tokens == 32 for out in found)
     assert found[1].stats.acceptance_rate == 1.0 and found[1].sources == {"ngram": 19}
     assert found[1].stats.accepted_per_position == [7, 6, 6]
 
 
-def served(method, asks, k, **engine):
-    """Counts of a real engine, and what it said."""
+def engine_run(method, requests, k, **engine):
+    """Return the counts of a real engine, and records of its outputs."""
     spec = {"method": method, "num_speculative_tokens": k, "adaptive": False}
     target = tiny.engine(speculative=spec, **engine)
-    records = tiny.run(target, asks)
+    records = tiny.run(target, requests)
     stats = SpecStats()
     for record in records.values():
         for step in record.steps:
             if step.token_ids:
                 stats.record(step.num_draft, step.num_accepted, len(step.token_ids))
-    said = [Recorded(ask.prompt_token_ids, records[ask.id].token_ids) for ask in asks]
-    return stats, said
+    return stats, [Recorded(each.prompt_token_ids, records[each.id].token_ids) for each in requests]
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_the_counts_are_those_of_a_real_run(method):
-    """One request after the other, so that a pool is told in the same order."""
+def test_replay_counts_equal_those_of_a_real_run(method):
+    """Run one request after the other, so that the suffix pool grows in the same order."""
     params = SamplingParams(max_tokens=40, temperature=0.4, ignore_eos=True, logit_bias={5: 6.0, 9: 6.0})
-    asks = [tiny.request(i, params) for i in range(4)]
-    want, said = served(method, asks, 4, max_num_seqs=1)
-    got = replay(said, config(method), [4])[0].stats
+    requests = [tiny.request(i, params) for i in range(4)]
+    want, records = engine_run(method, requests, 4, max_num_seqs=1)
+    got = replay(records, config(method), [4])[0].stats
     assert got == want and want.num_accepted_tokens > 10
-    wrong = [Recorded(r.prompt, [*r.output[:20], 3, *r.output[21:]]) for r in said]
+    wrong = [Recorded(r.prompt, [*r.output[:20], 3, *r.output[21:]]) for r in records]
     assert replay(wrong, config(method), [4])[0].stats != want  # the comparison can fail
 
 
-def test_what_was_said_before_helps():
+def test_earlier_outputs_are_drafted_from_within_one_salt():
     text = list(range(10, 40))
     twice = [Recorded([1, 2, 3], text, "first"), Recorded([1, 2, 3], text, "second")]
     out = replay(twice, config("suffix"), [6])[0]
@@ -71,20 +70,20 @@ def test_what_was_said_before_helps():
     salted = [Recorded(r.prompt, r.output, r.task, salt) for r, salt in zip(twice, "ab", strict=True)]
     assert replay(salted, config("suffix"), [6])[0].tasks["second"].acceptance_length == 1.0
     together = replay(twice, config("suffix"), [6], batch=2)[0]
-    assert together.stats.acceptance_length == 1.0  # neither had ended when the other began
+    assert together.stats.acceptance_length == 1.0  # neither had finished when the other started
 
 
-def test_predictions_are_followed():
+def test_prediction_of_a_record_is_drafted():
     out = replay([Recorded([1], LOOP, prediction=LOOP)], config("given"), [3])[0]
     assert out.stats.num_steps == 1 + 8 and out.sources == {"given": 23}
 
 
-def test_costs():
+def test_step_costs_are_interpolated_and_give_the_speed_up():
     costs = Costs({1: 0.010, 4: 0.016})
     assert [round(costs.of(n), 4) for n in (1, 2, 4, 8)] == [0.010, 0.012, 0.016, 0.032]
     out = replay([Recorded([1], LOOP)], config("ngram"), [3], costs=costs)[0]
     assert out.plain == pytest.approx(0.32)
-    # 6 plain steps and the last window has one draft only
+    # 6 plain steps, and the last window has one draft only
     assert out.seconds == pytest.approx(6 * 0.010 + 6 * 0.016 + 0.012)
     assert out.speed_up == pytest.approx(0.32 / out.seconds)
     for wrong in ({}, {0: 1.0}, {1: 0.0}, {1: float("inf")}, {1: float("nan")}):
@@ -92,44 +91,43 @@ def test_costs():
             Costs(wrong)
 
 
-def test_several_proposers():
+def test_hybrid_counts_the_drafts_of_each_proposer():
     members = [{"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix", "min_match": 6}]
     spec = config("hybrid", proposers=members)
     out = replay([Recorded([1], LOOP)], spec, [4])[0]
     assert set(out.sources) == {"ngram", "suffix"} and out.stats.acceptance_length > 2
 
 
-def test_what_became_of_a_request_is_no_other_ones_record():
-    """A hybrid's choice in a request is the same in a slot of its own and in one that others had before."""
+def test_hybrid_choice_does_not_depend_on_earlier_requests_of_a_slot():
+    """Compare slots of their own with one slot for all requests."""
     rng = random.Random(1)
     prompts = [[rng.randrange(50) for _ in range(40)] for _ in range(12)]
     noise = [[rng.randrange(8) for _ in range(80)] for _ in range(6)]
-    said = [(prompts[i] * 2) if i % 2 else noise[i // 2] for i in range(12)]
-    records = [Recorded(p, o, str(i)) for i, (p, o) in enumerate(zip(prompts, said, strict=True))]
+    outputs = [(prompts[i] * 2) if i % 2 else noise[i // 2] for i in range(12)]
+    records = [Recorded(p, o, str(i)) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))]
     spec = config("hybrid", proposers=[{"method": "ngram"}, {"method": "suffix", "pool_tokens": 0}])
     after, beside = (replay(records, spec, [4], batch)[0].tasks for batch in (1, 12))
     assert after == beside
 
 
-def test_a_model_is_timed_as_far_as_it_is_asked(tmp_path, monkeypatch):
-    """Beyond the rows of a step nothing is timed, and what is asked of them would be flat."""
-    asked = {}
+def test_measured_costs_cover_all_rows_of_a_step(tmp_path, monkeypatch):
+    used = {}
 
     class Engine(LLM):
         def __init__(self, model, **options):
-            asked.update(options)
+            used.update(options)
             super().__init__(model, load_format="dummy", **options)
 
         def close(self):
-            asked["closed"] = True
+            used["closed"] = True
             super().close()
 
     monkeypatch.setattr("draftproof.llm.LLM", Engine)
     assert max(_measured(str(make_folder(tmp_path)), 40)) == 40
-    assert asked["max_num_batched_tokens"] == 40 and asked["closed"]
+    assert used["max_num_batched_tokens"] == 40 and used["closed"]
 
 
-def test_what_needs_a_model_is_refused():
+def test_proposer_with_a_model_is_refused():
     with pytest.raises(ConfigError, match="model of its own"):
         replay([Recorded([1], LOOP)], config("proposers:SelfModel"), [2])
     for method in ("eagle3", "draft_model"):
@@ -142,22 +140,19 @@ def test_what_needs_a_model_is_refused():
         replay([Recorded([1], LOOP)], config("ngram", prompt_lookup_mx=3), [2])
 
 
-# --- files and the command ----------------------------------------------------------------------------
-
-
-class Letters:
+class LetterTokenizer:
     def encode(self, text, add_special_tokens=True):
         return [1] * add_special_tokens + [ord(letter) for letter in text]
 
 
-def test_files(tmp_path):
-    path = tmp_path / "said.jsonl"
+def test_records_are_read_and_invalid_ones_refused(tmp_path):
+    path = tmp_path / "records.jsonl"
     rows = [
         {"prompt_token_ids": [1, 2], "token_ids": [3], "task": "qa", "cache_salt": "x"},
         {"prompt": "ab", "text": "c\u2028", "prediction": "e"},
     ]
     path.write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", "utf-8")
-    assert read(path, Letters()) == [
+    assert read(path, LetterTokenizer()) == [
         Recorded([1, 2], [3], "qa", "x"),
         Recorded([1, 97, 98], [99, 0x2028], prediction=[101]),
     ]
@@ -179,9 +174,9 @@ def test_files(tmp_path):
         read(tmp_path / "nothing")
 
 
-def test_a_narrow_terminal_has_every_column(tmp_path, capsys, monkeypatch):
+def test_narrow_terminal_shows_every_column(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "said.jsonl"
+    path = tmp_path / "records.jsonl"
     path.write_text(json.dumps({"prompt_token_ids": [1], "token_ids": LOOP}))
     assert main(["simulate", str(path), "-k", "8"]) == 0
     shown = capsys.readouterr().out
@@ -189,16 +184,16 @@ def test_a_narrow_terminal_has_every_column(tmp_path, capsys, monkeypatch):
     assert " 8 " in shown
 
 
-def test_the_command(tmp_path, capsys):
-    path, out = tmp_path / "said.jsonl", tmp_path / "out.json"
+def test_simulate_prints_and_writes_figures(tmp_path, capsys):
+    path, out = tmp_path / "records.jsonl", tmp_path / "out.json"
     path.write_text(json.dumps({"prompt_token_ids": [1], "token_ids": LOOP, "task": "loops"}))
     given = ["simulate", str(path), "-k", "1,3", "--costs", '{"1": 0.01, "4": 0.016}']
     assert main([*given, "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "acceptance length" in shown and "loops" in shown and "2.46" in shown
-    told = json.loads(out.read_text())
-    assert [o["k"] for o in told["outcomes"]] == [1, 3] and told["tokens"] == 32
-    assert told["outcomes"][1]["speed_up"] == pytest.approx(0.32 / 0.168, abs=1e-3)
+    report = json.loads(out.read_text())
+    assert [o["k"] for o in report["outcomes"]] == [1, 3] and report["tokens"] == 32
+    assert report["outcomes"][1]["speed_up"] == pytest.approx(0.32 / 0.168, abs=1e-3)
     assert main([*given, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["outcomes"][0]["tasks"] == {"loops": 1.6842}
     for extra in ('"adaptive": true', '"accept_policy": "reject_all"', '"verify_strategy": "topp"'):

@@ -1,4 +1,4 @@
-"""AsyncLLM: many callers, loops and threads on one engine, and every answer is what LLM gives alone."""
+"""AsyncLLM: many callers, loops and threads on one engine; outputs equal those of LLM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from async_serving import (
     CASES,
@@ -23,7 +24,7 @@ from async_serving import (
     run,
     serve_all,
 )
-from draftproof import AsyncLLM, EngineClosedError
+from draftproof import AsyncLLM, EngineClosedError, SamplingParams
 from draftproof.frontend.engine_thread import EngineThread
 from draftproof.frontend.request_tracker import RequestTracker
 from draftproof.frontend.stream_queue import LoopWaker, StreamQueue
@@ -32,21 +33,19 @@ from exact import check_empty
 from text_pieces import CONFIG, Pieces
 from words import Words
 
-# --- the promise ------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_answers_are_those_of_llm_from_any_loop_and_thread(make: Any, alone: Any, spec: str) -> None:
+def test_outputs_from_several_loops_and_threads_equal_llm(make: Any, alone: Any, spec: str) -> None:
     llm, failures = make(spec), []
 
-    def elsewhere(engine: AsyncLLM, seed: int) -> None:
+    def serve_in_loop(engine: AsyncLLM, seed: int) -> None:
         try:
             asyncio.run(serve_all(engine, alone, random.Random(seed)))
         except BaseException as error:
             failures.append(error)
 
     async def main(engine: AsyncLLM) -> None:
-        threads = [threading.Thread(target=elsewhere, args=(engine, seed)) for seed in (1, 2)]
+        threads = [threading.Thread(target=serve_in_loop, args=(engine, seed)) for seed in (1, 2)]
         for thread in threads:
             thread.start()
         await serve_all(engine, alone, random.Random(3))
@@ -58,23 +57,23 @@ def test_answers_are_those_of_llm_from_any_loop_and_thread(make: Any, alone: Any
     assert not failures
     tokens = sum(r.usage["completion_tokens"] for r in alone)
     assert llm.stats.num_emitted_tokens - before == 6 * tokens
-    assert facts(llm.generate(*CASES[0])[0]) == facts(alone[0])  # it is the LLM's again
+    assert facts(llm.generate(*CASES[0])[0]) == facts(alone[0])  # the LLM can be used again
 
 
-def test_control_events_of_a_neighbour(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_swapped_events_are_detected(make: Any, alone: Any, monkeypatch: MonkeyPatch) -> None:
     put, last = StreamQueue.put, []
 
-    def mixed_up(self: StreamQueue, events: Any) -> None:
+    def wrong(self: StreamQueue, events: Any) -> None:
         put(last[-1] if last and len(last) % 7 == 0 else self, events)
         last.append(self)
 
-    monkeypatch.setattr(StreamQueue, "put", mixed_up)
+    monkeypatch.setattr(StreamQueue, "put", wrong)
     with pytest.raises(AssertionError):
         run(make("plain"), lambda engine: serve_all(engine, alone, random.Random(3)))
 
 
-def test_a_name_used_again_for_the_same_request(make: Any, alone: Any) -> None:
-    """It equals the one before in every field, and is another."""
+def test_reused_request_id_is_another_request(make: Any, alone: Any) -> None:
+    """Send requests that are equal in every field, one after the other."""
 
     async def main(engine: AsyncLLM) -> None:
         for _ in range(3):
@@ -84,38 +83,40 @@ def test_a_name_used_again_for_the_same_request(make: Any, alone: Any) -> None:
     run(make("plain", overlap=False), main)
 
 
-def test_control_who_was_in_the_last_step_is_remembered(
-    make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then the second of two equal requests is taken for the first."""
+def test_control_reused_group_of_a_step_is_detected(make: Any, alone: Any, monkeypatch: MonkeyPatch) -> None:
+    """Take the second of two equal requests for the first."""
     add = RequestTracker.add
 
-    def remembers(self: RequestTracker, job: Any) -> None:
+    def keep_group(self: RequestTracker, job: Any) -> None:
         group = self._group
         add(self, job)
         self._group = group
 
-    monkeypatch.setattr(RequestTracker, "add", remembers)
+    monkeypatch.setattr(RequestTracker, "add", keep_group)
     monkeypatch.setattr(logging.getLogger("draftproof"), "disabled", True)
     with pytest.raises((AssertionError, EngineClosedError)):
-        test_a_name_used_again_for_the_same_request(make, alone)
+        test_reused_request_id_is_another_request(make, alone)
 
 
-def test_grammars_are_compiled_elsewhere(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on the caller's loop nor on the engine's thread; the answers are those of LLM."""
+def test_grammars_are_compiled_in_another_thread(make: Any, monkeypatch: MonkeyPatch) -> None:
+    """Neither the caller's loop nor the engine's thread compiles them; outputs equal those of LLM."""
     llm, threads = make("ngram"), []
-    pieces, wanted = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
+    pieces, guided = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
     words = Words(["abba", "bab"], [pieces.token_bytes(i) for i in range(CONFIG["vocab_size"])], {2}, 2)
-    grammar = lambda given_params: threads.append(threading.get_ident()) or (given_params.structure and words)  # noqa: E731
-    monkeypatch.setattr(llm._grammars, "compile", grammar)
-    want = llm.generate("ab", wanted)[0]
+
+    def compile_grammar(options: SamplingParams) -> Any:
+        threads.append(threading.get_ident())
+        return options.structure and words
+
+    monkeypatch.setattr(llm._grammars, "compile", compile_grammar)
+    want = llm.generate("ab", guided)[0]
     assert want.outputs[0].text in ("abba", "bab") and want.outputs[0].finish_reason == "stop"
     threads.clear()
 
     async def main(engine: AsyncLLM) -> None:
         free = asyncio.create_task(engine.generate(*CASES[1]))
-        assert facts(await engine.generate("ab", wanted)) == facts(want)
-        check_stream(await collect(engine.stream("ab", wanted)), want)
+        assert facts(await engine.generate("ab", guided)) == facts(want)
+        check_stream(await collect(engine.stream("ab", guided)), want)
         await free
         names = {t.ident: t.name for t in threading.enumerate()}
         mine = [names.get(ident, "") for ident in threads]
@@ -123,9 +124,6 @@ def test_grammars_are_compiled_elsewhere(make: Any, monkeypatch: pytest.MonkeyPa
         assert mine.count(threading.current_thread().name) == 1  # the one without a grammar
 
     run(llm, main)
-
-
-# --- readers ----------------------------------------------------------------------------------------------
 
 
 async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> set[str]:
@@ -139,7 +137,9 @@ async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> 
         if way == "stay":
             return check_stream(await collect(engine.stream(*CASES[i])), alone[i])
         if way.startswith("cancel"):
-            whole = engine.generate if way == "cancel generate" else lambda *ask: collect(engine.stream(*ask))
+            whole = (
+                engine.generate if way == "cancel generate" else lambda *case: collect(engine.stream(*case))
+            )
             task: asyncio.Task[Any] = asyncio.create_task(whole(*CASES[i]))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -172,8 +172,8 @@ async def leave_at_random(engine: AsyncLLM, alone: Any, draw: random.Random) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_readers_leave_at_any_moment(make: Any, alone: Any, seed: int) -> None:
-    """Readers in two loops of two threads."""
+def test_readers_that_leave_at_random_affect_no_other(make: Any, alone: Any, seed: int) -> None:
+    """Run readers in two loops of two threads."""
     llm = make(["plain", "ngram", "flaky"][seed % 3])
     draws = random.Random(seed), random.Random(100 + seed)
 
@@ -187,8 +187,8 @@ def test_readers_leave_at_any_moment(make: Any, alone: Any, seed: int) -> None:
     run(llm, main)
 
 
-def test_a_reader_that_left_has_its_request_aborted(make: Any) -> None:
-    """By `break` alone: no await, no loop needed. Its pages are back before anything else is served."""
+def test_reader_that_leaves_aborts_its_request(make: Any) -> None:
+    """Leave by `break` without an await; pages are free before another request is served."""
     llm = make("ngram")
 
     async def main(engine: AsyncLLM) -> None:
@@ -208,32 +208,32 @@ def test_a_reader_that_left_has_its_request_aborted(make: Any) -> None:
     run(llm, main)
 
 
-def test_control_a_reader_that_leaves_and_is_not_noticed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_unnoticed_leave_is_detected(make: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(EngineThread, "_on_leave", lambda *_: None)
     with pytest.raises(AssertionError):
-        test_a_reader_that_left_has_its_request_aborted(make)
+        test_reader_that_leaves_aborts_its_request(make)
 
 
 async def abort_another(engine: AsyncLLM, want: RequestOutput) -> None:
     stream = engine.stream("ab", params(**LONG), request_id="x")
     events = [await anext(stream)]
-    assert await engine.abort("x") and not await engine.abort("x") and not await engine.abort("nobody")
+    assert await engine.abort("x") and not await engine.abort("x") and not await engine.abort("unknown")
     events += await collect(stream)
     assert stream.output is not None and not stream.output.finished
-    answer = stream.output.outputs[0]
-    assert [e.token_id for e in events] == [*answer.token_ids, None]
-    assert events[-1].finish_reason == answer.finish_reason == "abort"
-    assert "".join(e.text for e in events) == answer.text
+    output = stream.output.outputs[0]
+    assert [e.token_id for e in events] == [*output.token_ids, None]
+    assert events[-1].finish_reason == output.finish_reason == "abort"
+    assert "".join(e.text for e in events) == output.text
     check_prefix(events, want)
 
 
-def test_no_token_after_an_abort(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_ends_a_stream_without_further_tokens(make: Any, monkeypatch: MonkeyPatch) -> None:
     llm = make("ngram")
     want = llm.generate("ab", params(**LONG))[0]
     run(llm, lambda engine: abort_another(engine, want))
     end_job = EngineThread._end_job
 
-    def late(self: EngineThread, job: Any, *rest: Any) -> None:  # control: what it had is told after its end
+    def late(self: EngineThread, job: Any, *rest: Any) -> None:  # control: events after the end
         queue, pending = self._open[job.id][1], list(self._delivery._pending)
         end_job(self, job, *rest)
         for events in [*(part for _, part in pending), *list(queue.parts)[-2:]]:
@@ -245,7 +245,7 @@ def test_no_token_after_an_abort(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def slow_reader(
-    make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, over: threading.Event, seconds: float = 120
+    make: Any, alone: Any, monkeypatch: MonkeyPatch, over: threading.Event, seconds: float = 120
 ) -> None:
     """Serve with one slot: if a reader could hold it, no other request would run."""
     llm, made = make("ngram", max_num_seqs=1), []
@@ -265,19 +265,19 @@ def slow_reader(
             over.set()
         assert engine.num_open == 0
         check_empty(llm.engine)
-        assert len(made) < 40  # what is not read yet is not made into events
+        assert len(made) < 40  # unread events are not built yet
         events += await collect(slow)
         check_stream(events, want)
 
     run(llm, main)
 
 
-def test_a_slow_reader_slows_itself_alone(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_delays_no_other_request(make: Any, alone: Any, monkeypatch: MonkeyPatch) -> None:
     slow_reader(make, alone, monkeypatch, threading.Event())
 
 
-def test_control_the_engine_waits_for_a_slow_reader(
-    make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+def test_control_engine_waiting_for_a_reader_is_detected(
+    make: Any, alone: Any, monkeypatch: MonkeyPatch
 ) -> None:
     put, over = StreamQueue.put, threading.Event()
 
@@ -291,24 +291,23 @@ def test_control_the_engine_waits_for_a_slow_reader(
         slow_reader(make, alone, monkeypatch, over, seconds=0.5)
 
 
-def test_one_wake_up_a_step(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many streams a loop reads."""
-    llm, steps, rings = make("ngram", max_num_seqs=8), [], []
+def test_loop_with_streams_wakes_up_once_per_step(make: Any, alone: Any, monkeypatch: MonkeyPatch) -> None:
+    llm, steps, wakes = make("ngram", max_num_seqs=8), [], []
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: steps.append(1) or step())
 
     async def main(engine: AsyncLLM) -> None:
         loop = asyncio.get_running_loop()
         whole = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: rings.append(1) or whole(*a))
-        wanted = params(**LONG)
-        assert len(await asyncio.gather(*(collect(engine.stream("ab", wanted)) for _ in range(8)))) == 8
-        assert 3 < len(rings) <= len(steps) + 2
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: wakes.append(1) or whole(*a))
+        streams = (engine.stream("ab", params(**LONG)) for _ in range(8))
+        assert len(await asyncio.gather(*map(collect, streams))) == 8
+        assert 3 < len(wakes) <= len(steps) + 2
 
     run(llm, main)
 
 
-def test_a_loop_that_is_stuck_collects_nothing(make: Any) -> None:
+def test_blocked_loop_accumulates_one_wake_up(make: Any) -> None:
     llm = make("plain")
     want = llm.generate("ab", params(**LONG))[0]
 
@@ -325,18 +324,18 @@ def test_a_loop_that_is_stuck_collects_nothing(make: Any) -> None:
     run(llm, main)
 
 
-def test_control_a_wake_up_that_is_lost(make: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ring, rung = LoopWaker.wake, []
+def test_control_lost_wake_up_is_detected(make: Any, alone: Any, monkeypatch: MonkeyPatch) -> None:
+    wake, calls = LoopWaker.wake, []
 
     def lost(self: LoopWaker) -> bool:
-        rung.append(1)
-        return ring(self) if len(rung) < 3 else True
+        calls.append(1)
+        return wake(self) if len(calls) < 3 else True
 
     async def main(engine: AsyncLLM) -> None:
         try:
             await collect(engine.stream("ab", params(**LONG)))
         finally:
-            monkeypatch.setattr(LoopWaker, "wake", ring)
+            monkeypatch.setattr(LoopWaker, "wake", wake)
 
     monkeypatch.setattr(LoopWaker, "wake", lost)
     with pytest.raises(TimeoutError):

@@ -1,8 +1,9 @@
-"""The LLM face: what vLLM's users expect, on the default model."""
+"""LLM on the default model, with the interface of vLLM."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from draftproof import LLM, ConfigError, EngineClosedError, LoadError, RequestError, SamplingParams
 from draftproof.text.bulk.output_columns import OutputColumns
@@ -22,7 +24,11 @@ COPY = "one two three four five six seven eight one two three four five six seve
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path: object) -> LLM:
-    spec = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}  # a clock decides otherwise
+    spec = {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "adaptive": False,
+    }  # adaptive counts depend on measured times
     return LLM("smollm2-135m", speculative_config=spec, max_num_seqs=8, debug=True)
 
 
@@ -30,34 +36,26 @@ def greedy(**options: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 12, **options})
 
 
-def test_prompts_in_every_form(llm: LLM) -> None:
+def test_prompt_forms_give_the_same_output(llm: LLM) -> None:
     ids = llm.tokenizer.encode("The capital of France is")
-    forms = [
-        "The capital of France is",
-        {"prompt": "The capital of France is"},
-        {"prompt_token_ids": ids},
-        ids,
-        np.asarray(ids),
-        list(np.asarray(ids)),
-        torch.tensor(ids),
-        {"prompt_token_ids": torch.tensor(ids)},
-    ]
-    answers = [llm.generate(form, greedy())[0] for form in forms]
-    assert "Paris" in answers[0].outputs[0].text
-    assert {a.outputs[0].text for a in answers} == {answers[0].outputs[0].text}
-    assert answers[0].prompt == forms[0] and answers[2].prompt is None
+    text, array = "The capital of France is", np.asarray(ids)
+    forms = [text, {"prompt": text}, {"prompt_token_ids": ids}, ids, array, list(array), torch.tensor(ids)]
+    forms.append({"prompt_token_ids": torch.tensor(ids)})
+    results = [llm.generate(form, greedy())[0] for form in forms]
+    assert "Paris" in results[0].outputs[0].text
+    assert {each.outputs[0].text for each in results} == {results[0].outputs[0].text}
+    assert results[0].prompt == forms[0] and results[2].prompt is None
     assert len(llm.generate(torch.tensor([ids, ids]), greedy(max_tokens=1), use_tqdm=False)) == 2
     together = llm.generate(forms[:4], [greedy(max_tokens=n) for n in (3, 4, 5, 6)], use_tqdm=False)
     assert [len(a.outputs[0].token_ids) for a in together] == [3, 4, 5, 6]
 
 
-def test_speculation_shows_in_the_metrics_and_nowhere_else(llm: LLM) -> None:
+def test_speculation_changes_metrics_and_no_output(llm: LLM) -> None:
     params = greedy(max_tokens=30, logprobs=5)
     drafted = llm.generate(COPY, params)[0]
     plain = llm.generate(COPY, greedy(max_tokens=30, logprobs=5, speculative=False))[0]
-    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert drafted.outputs[0].logprobs == plain.outputs[0].logprobs
-    assert drafted.outputs[0].text == plain.outputs[0].text
+    for name in ("token_ids", "logprobs", "text"):
+        assert getattr(drafted.outputs[0], name) == getattr(plain.outputs[0], name)
     assert drafted.metrics.acceptance_length > 2 and plain.metrics.acceptance_length == 1
     assert plain.metrics.num_draft_tokens == 0 and set(plain.outputs[0].provenance) == {"plain"}
     origins = drafted.outputs[0].provenance
@@ -65,61 +63,46 @@ def test_speculation_shows_in_the_metrics_and_nowhere_else(llm: LLM) -> None:
     assert len(origins) == drafted.metrics.num_emitted_tokens == 30
 
 
-def test_logprobs_mapping(llm: LLM) -> None:
+def test_logprobs_hold_the_token_and_the_best_with_ranks(llm: LLM) -> None:
     out = llm.generate("Hello", greedy(logprobs=3, prompt_logprobs=1, max_tokens=4))[0]
-    answer = out.outputs[0]
-    assert len(answer.logprobs) == 4
-    for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+    output = out.outputs[0]
+    assert len(output.logprobs) == 4
+    for token, entries in zip(output.token_ids, output.logprobs, strict=True):
         assert next(iter(entries)) == token and len(entries) == 3
         assert entries[token].rank == 1 and entries[token].decoded_token == llm.tokenizer.token_text(token)
-    total = sum(entries[t].logprob for t, entries in zip(answer.token_ids, answer.logprobs, strict=True))
-    assert answer.cumulative_logprob == pytest.approx(total)
+    total = sum(entries[t].logprob for t, entries in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total)
     assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == len(out.prompt_token_ids)
 
 
-def test_stop_string_across_token_borders_cuts_everything_alike(llm: LLM) -> None:
+def test_stop_string_across_tokens_cuts_text_tokens_and_logprobs(llm: LLM) -> None:
     free = llm.generate(COPY, greedy(max_tokens=30, logprobs=0))[0].outputs[0]
-    stop = free.text[7:15]  # wherever that falls in tokens
+    stop = free.text[7:15]  # not aligned with tokens
     cut = free.text.index(stop)
-    for include in (False, True):
-        for speculative in (False, True):
-            params = greedy(
-                max_tokens=30,
-                logprobs=0,
-                stop=stop,
-                include_stop_str_in_output=include,
-                speculative=speculative,
-            )
-            answer = llm.generate(COPY, params)[0].outputs[0]
-            assert answer.text == free.text[: cut + len(stop) if include else cut]
-            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
-            n = len(answer.token_ids)
-            assert answer.token_ids == free.token_ids[:n] and n < 30
-            assert n == len(answer.logprobs) == len(answer.provenance) == len(answer.text_offsets)
-            assert n == answer.metrics.num_emitted_tokens
-            assert max(answer.text_offsets) <= len(answer.text)
-            shown = answer.provenance.count("accepted:ngram")
-            assert shown == answer.metrics.num_accepted_tokens
+    for include, speculative in itertools.product((False, True), repeat=2):
+        options = {"include_stop_str_in_output": include, "speculative": speculative}
+        output = llm.generate(COPY, greedy(max_tokens=30, logprobs=0, stop=stop, **options))[0].outputs[0]
+        assert output.text == free.text[: cut + len(stop) if include else cut]
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+        n = len(output.token_ids)
+        assert output.token_ids == free.token_ids[:n] and n < 30
+        assert n == len(output.logprobs) == len(output.provenance) == len(output.text_offsets)
+        assert n == output.metrics.num_emitted_tokens
+        assert max(output.text_offsets) <= len(output.text)
+        assert output.provenance.count("accepted:ngram") == output.metrics.num_accepted_tokens
     assert not llm.engine.has_work
 
 
-def test_stream_is_the_answer_token_by_token(llm: LLM) -> None:
-    whole = llm.generate(COPY, greedy(max_tokens=20, logprobs=2, stop=["zzz"]))[0].outputs[0]
-    events = list(llm.stream(COPY, greedy(max_tokens=20, logprobs=2, stop=["zzz"])))
+def test_stream_events_join_to_the_whole_output(llm: LLM) -> None:
+    params = greedy(max_tokens=20, logprobs=2, stop=["zzz"])
+    whole, events = llm.generate(COPY, params)[0].outputs[0], list(llm.stream(COPY, params))
     assert "".join(e.text for e in events) == whole.text
     assert [e.token_id for e in events] == whole.token_ids
     assert [e.logprobs for e in events] == whole.logprobs
     assert [e.finish_reason for e in events[:-1]] == [None] * 19 and events[-1].finish_reason == "length"
 
 
-def test_a_stream_is_refused_at_once(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="empty"):
-        llm.stream({"prompt_token_ids": []})
-    with pytest.raises(RequestError, match="must be SamplingParams"):
-        llm.stream("a", {"temperature": 0})  # type: ignore[arg-type]
-
-
-def test_two_streams_at_once_and_one_left_early(llm: LLM) -> None:
+def test_closed_stream_frees_its_pages_and_leaves_another_unchanged(llm: LLM) -> None:
     alone = [e.token_id for e in llm.stream("Once upon a time", greedy(max_tokens=15))]
     first = llm.stream("Once upon a time", greedy(max_tokens=15))
     second = llm.stream(COPY, greedy(max_tokens=200))
@@ -134,7 +117,7 @@ def test_two_streams_at_once_and_one_left_early(llm: LLM) -> None:
     assert pages.num_free == pages.capacity
 
 
-def test_n_answers_and_their_seeds(llm: LLM) -> None:
+def test_n_outputs_have_consecutive_seeds(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=7, max_tokens=8, temperature=1.0)
     out = llm.generate("My favourite food is", params)[0]
     assert [o.seed for o in out.outputs] == [7, 8, 9]
@@ -144,82 +127,83 @@ def test_n_answers_and_their_seeds(llm: LLM) -> None:
     assert out.usage["completion_tokens"] == 24
 
 
-def test_a_request_without_seed_gets_one_and_reports_it(llm: LLM) -> None:
+def test_request_without_a_seed_reports_a_random_one(llm: LLM) -> None:
     first = llm.generate("Hi", SamplingParams(max_tokens=8))[0].outputs[0]
     second = llm.generate("Hi", SamplingParams(max_tokens=8, seed=first.seed))[0].outputs[0]
     assert first.token_ids == second.token_ids
     assert llm.generate("Hi", SamplingParams(max_tokens=8))[0].outputs[0].seed != first.seed
 
 
-def test_the_seed_of_the_engine_makes_requests_without_one_repeatable(smollm2_path: object) -> None:
+def test_engine_seed_makes_random_seeds_repeatable(smollm2_path: object) -> None:
     def seeds(seed: int | None) -> list[int]:
         llm = LLM("smollm2-135m", max_num_seqs=2, max_model_len=64, seed=seed)
-        answers = llm.generate(["a", "b"], SamplingParams(max_tokens=1, n=2), use_tqdm=False)
-        return [o.seed for answer in answers for o in answer.outputs]
+        results = llm.generate(["a", "b"], SamplingParams(max_tokens=1, n=2), use_tqdm=False)
+        return [output.seed for result in results for output in result.outputs]
 
     first = seeds(7)
     assert first == seeds(7) != seeds(8)
     assert seeds(None) != seeds(None) and len(set(first)) == 4
 
 
-def test_bad_words_are_not_written(llm: LLM) -> None:
+def test_bad_words_are_not_generated(llm: LLM) -> None:
     free = llm.generate("The capital of France is", greedy())[0].outputs[0].text
     assert "Paris" in free
     kept = llm.generate("The capital of France is", greedy(bad_words=["Paris"]))[0].outputs[0].text
     assert "Paris" not in kept
 
 
-def test_chat(llm: LLM) -> None:
-    talk = [{"role": "user", "content": "What is 2 + 2? Answer with a number."}]
-    both = llm.chat([talk, talk], greedy(max_tokens=20), use_tqdm=False)
+def test_chat_generates_the_next_message_of_each_conversation(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is 2 + 2? Answer with a number."}]
+    both = llm.chat([messages, messages], greedy(max_tokens=20), use_tqdm=False)
     assert len(both) == 2 and both[0].outputs[0].text == both[1].outputs[0].text
     assert "4" in both[0].outputs[0].text
 
 
-def test_chat_template_options_of_vllm_are_used(llm: LLM) -> None:
-    talk = [{"role": "user", "content": "Hi"}]
+def test_chat_template_options_are_passed_to_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
     template = "{{ messages[0].content }} there{{ mark }}"
-    ids = llm.chat_token_ids(talk, chat_template=template, chat_template_kwargs={"mark": "!"})
+    ids = llm.chat_token_ids(messages, chat_template=template, chat_template_kwargs={"mark": "!"})
     assert llm.get_tokenizer().decode(ids) == "Hi there!"
-    out = llm.chat(talk, greedy(max_tokens=1), chat_template=template)[0]
+    out = llm.chat(messages, greedy(max_tokens=1), chat_template=template)[0]
     assert llm.tokenizer.decode(out.prompt_token_ids) == "Hi there" and out.outputs[0].finished()
     with pytest.raises(RequestError, match="cannot be compiled"):
-        llm.chat(talk, greedy(), chat_template="{% if")
+        llm.chat(messages, greedy(), chat_template="{% if")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "add_generation_promt", "mark"])
-def test_an_option_that_chat_does_not_have_is_refused(llm: LLM, name: str) -> None:
-    with pytest.raises(
-        RequestError, match=f"no option '{name}'.*SamplingParams.*chat_template_kwargs"
-    ) as reported:
+def test_unknown_chat_option_is_rejected_by_name(llm: LLM, name: str) -> None:
+    message = f"no option '{name}'.*SamplingParams.*chat_template_kwargs"
+    with pytest.raises(RequestError, match=message) as caught:
         llm.chat([{"role": "user", "content": "Hi"}], greedy(max_tokens=1), **{name: 5})
-    assert reported.value.param == name
-    wanted = {"add_generation_prompt": False, "continue_final_message": True}
-    assert llm.chat_token_ids([{"role": "assistant", "content": "Hi"}], **wanted)
+    assert caught.value.param == name
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert llm.chat_token_ids([{"role": "assistant", "content": "Hi"}], **options)
 
 
-@pytest.mark.parametrize("messages", ["hello", [], [["hello"]], [{"role": "user"}, "hello"]])
-def test_messages_that_are_none(llm: LLM, messages: object) -> None:
-    with pytest.raises(RequestError, match="messages must be a list"):
-        llm.chat(messages, greedy())
+MESSAGES = ["hello", [], [["hello"]], [{"role": "user"}, "hello"]]
+PROMPTS = [5, None, [None], b"abc", {"prompt_token_ids": 5}, {"prompt": None}, torch.tensor(5)]
+INVALID_CALLS = [
+    *(("chat", (messages,), "messages must be a list") for messages in MESSAGES),
+    *(("generate", (prompt,), "a text or a list of token ids") for prompt in PROMPTS),
+    ("generate", (["a"], {"temperature": 0}), "must be SamplingParams"),
+    ("generate", (["a"], [{"temperature": 0}]), "must be SamplingParams"),
+    ("generate", (["a", "b"], [SamplingParams()]), "one each"),
+    ("generate", ({"promt": "x"},), "prompt_token_ids"),
+    ("generate", (["fine", {"prompt_token_ids": []}],), "empty"),
+    ("stream", ({"prompt_token_ids": []},), "empty"),
+    ("stream", ("a", {"temperature": 0}), "must be SamplingParams"),
+]
 
 
-@pytest.mark.parametrize(
-    "prompt", [5, None, [None], b"abc", {"prompt_token_ids": 5}, {"prompt": None}, torch.tensor(5)]
-)
-def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
-    with pytest.raises(RequestError, match="a text or a list of token ids"):
-        llm.generate(prompt, greedy())
+@pytest.mark.parametrize(("method", "arguments", "message"), INVALID_CALLS, ids=lambda value: str(value)[:40])
+def test_invalid_arguments_are_rejected(llm: LLM, method: str, arguments: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        getattr(llm, method)(*arguments)
+    assert not llm.engine.has_work
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}]])
-def test_sampling_params_that_are_none(llm: LLM, params: object) -> None:
-    with pytest.raises(RequestError, match="must be SamplingParams"):
-        llm.generate(["a"], params)
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the model cannot say needs no ban and ends nothing; it is no reason to refuse everyone."""
+def test_eos_and_bad_words_outside_the_vocabulary_are_ignored(llm: LLM, monkeypatch: MonkeyPatch) -> None:
+    """Give the tokenizer more tokens than the model."""
     vocab = llm.engine.model_config.vocab_size
     monkeypatch.setattr(llm.tokenizer, "eos_token_ids", (*llm.tokenizer.eos_token_ids, vocab + 3))
     want = llm.generate("Hi", greedy())[0].outputs[0].token_ids
@@ -231,7 +215,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(llm: LLM, monkeypatch: pyte
     assert llm.generate("Hi", greedy(bad_words=["odd"]))[0].outputs[0].token_ids == want
 
 
-def test_the_tokenizer_may_be_named_like_a_model(smollm2_path: object, tmp_path: Path) -> None:
+def test_tokenizer_of_a_named_model_is_used(smollm2_path: object, tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 16}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
@@ -241,7 +225,7 @@ def test_the_tokenizer_may_be_named_like_a_model(smollm2_path: object, tmp_path:
         LLM(str(tmp_path), load_format="dummy", tokenizer="smollm2")
 
 
-def test_an_answer_does_not_wait_for_a_stream_beside_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_does_not_wait_for_a_concurrent_stream(llm: LLM, monkeypatch: MonkeyPatch) -> None:
     stream = llm.stream("Once upon a time", greedy(max_tokens=60, ignore_eos=True, speculative=False))
     next(stream)
     step, calls = llm.tracker.step, []
@@ -252,18 +236,7 @@ def test_an_answer_does_not_wait_for_a_stream_beside_it(llm: LLM, monkeypatch: p
     assert sum(event.token_id is not None for event in stream) == 59
 
 
-def test_one_bad_request_loses_nothing(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="empty"):
-        llm.generate(["fine", {"prompt_token_ids": []}], greedy())
-    with pytest.raises(RequestError, match="one each"):
-        llm.generate(["a", "b"], [greedy()])
-    with pytest.raises(RequestError, match="prompt_token_ids"):
-        llm.generate({"promt": "x"}, greedy())
-    assert not llm.engine.has_work
-    assert llm.generate("fine", greedy())[0].finished
-
-
-def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_generate_leaves_no_request(llm: LLM, monkeypatch: MonkeyPatch) -> None:
     """Interrupt at several moments, also between the end of a request and the end of its output."""
     moments = (OutputTable, "add", 3), (OutputTable, "close_deferred", 3), (OutputColumns, "append", 1)
     for owner, moment, number in (*moments, (OutputTable, "_close_finished", 1)):
@@ -286,15 +259,14 @@ def test_an_interruption_at_any_moment_leaves_nothing(llm: LLM, monkeypatch: pyt
     assert llm.generate("fine", greedy())[0].finished
 
 
-def test_processor_error_is_the_requests_own(llm: LLM) -> None:
-    def angry(tokens: list[int], logits: object) -> object:
+def test_processor_error_ends_only_its_request(llm: LLM) -> None:
+    def failing(tokens: list[int], logits: object) -> object:
         raise RuntimeError("no")
 
-    answers = llm.generate(["a", "b"], [greedy(logits_processors=[angry]), greedy()], use_tqdm=False)
-    assert (
-        answers[0].outputs[0].finish_reason == "error" and "RuntimeError: no" in answers[0].outputs[0].error
-    )
-    assert answers[1].outputs[0].token_ids == llm.generate("b", greedy())[0].outputs[0].token_ids
+    both = llm.generate(["a", "b"], [greedy(logits_processors=[failing]), greedy()], use_tqdm=False)
+    failed, other = both[0].outputs[0], both[1].outputs[0]
+    assert failed.finish_reason == "error" and "RuntimeError: no" in failed.error
+    assert other.token_ids == llm.generate("b", greedy())[0].outputs[0].token_ids
 
 
 @pytest.fixture
@@ -345,17 +317,14 @@ def test_llm_as_context_manager_is_closed_at_the_end(tiny_llm: LLM) -> None:
         raise ZeroDivisionError
 
 
-def test_unknown_options_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="max_num_seqs"):
-        LLM("smollm2-135m", max_num_seq=3)
-    with pytest.raises(ConfigError, match="memory_utilization' twice"):
-        LLM("smollm2-135m", gpu_memory_utilization=0.5, memory_utilization=0.6)
-    with pytest.raises(ConfigError, match="memory_utilization must lie in 0..1"):
-        LLM("smollm2-135m", gpu_memory_utilization=2)
-    with pytest.raises(ConfigError, match="prompt_lookup_max"):
-        LLM("smollm2-135m", speculative_config={"method": "ngram", "prompt_lookup_maxx": 3})
-    with pytest.raises(ConfigError, match="twice"):
-        LLM(
-            "smollm2-135m",
-            speculative_config={"method": "ngram", "max_ngram_size": 3, "prompt_lookup_max": 4},
-        )
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("max_num_seqs", {"max_num_seq": 3}),
+        ("memory_utilization' twice", {"gpu_memory_utilization": 0.5, "memory_utilization": 0.6}),
+        ("memory_utilization must lie in 0..1", {"gpu_memory_utilization": 2}),
+    ],
+)
+def test_invalid_engine_option_is_a_config_error(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("smollm2-135m", **options)

@@ -1,4 +1,4 @@
-"""Progress is logged from time to time where no terminal shows a bar."""
+"""Progress bar without a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from draftproof.frontend import progress
 
 
-def test_lines_of_the_log_now_and_then(
+def test_progress_without_a_terminal_is_logged_every_ten_seconds(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]

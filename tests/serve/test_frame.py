@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 
 from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
@@ -45,14 +46,11 @@ def check_same(step: Step, data: bytes, at: list[int]) -> None:
     expected = [step.results[i] for i in at]
     assert [repr(one) for one in results] == [repr(one) for one in expected]
     assert frame.handles == [step.handles[i] for i in at] and frame.engine_stats(STATS.timings) == STATS
-    assert results.finishes == {
-        place: step.results.finishes[i] for place, i in enumerate(at) if i in step.results.finishes
-    }
+    finishes = step.results.finishes
+    assert results.finishes == {place: finishes[i] for place, i in enumerate(at) if i in finishes}
     for place, i in enumerate(at):
-        received, sent = (
-            results.host_logprobs.get(place, HostLogprobs()),
-            step.results.host_logprobs.get(i, HostLogprobs()),
-        )
+        received = results.host_logprobs.get(place, HostLogprobs())
+        sent = step.results.host_logprobs.get(i, HostLogprobs())
         has_drafts = step.results.requests[i].params.include_draft_logprobs and step.results.table[i, NUM_OUT]
         assert repr(received) == repr(sent) or (has_drafts and not received.drafts and not sent.drafts)
     assert frame.stats == [(place, step.stats[i]) for place, i in enumerate(at) if i in step.stats]
@@ -90,7 +88,7 @@ def test_encoded_step_decodes_to_the_same_results(step: Step, sequence: int, rng
 @pytest.mark.parametrize(
     "swap", [("num_draft", "num_accepted"), ("raw_id", "raw_rank"), ("cell_id", "cell_rank")]
 )
-def test_control_swapped_columns_are_detected(swap: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_swapped_columns_are_detected(swap: tuple[str, str], monkeypatch: MonkeyPatch) -> None:
     """Swap two columns in the encoder; the round trip or the decoder must fail."""
 
     def swapped(header: Any, columns: dict[str, Any]) -> bytes:
@@ -109,7 +107,7 @@ def test_control_swapped_columns_are_detected(swap: tuple[str, str], monkeypatch
 
 
 @pytest.mark.control
-def test_control_shifted_logprob_rows_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_shifted_logprob_rows_are_detected(monkeypatch: MonkeyPatch) -> None:
     """Shift the logprob rows in the encoder; the round trip must fail."""
 
     def shifted(header: Any, columns: dict[str, Any]) -> bytes:
@@ -188,8 +186,8 @@ def golden_step() -> Step:
         {"logprob_token_ids": [3]},
     ]
     requests = [
-        Request(id=str(i), prompt_token_ids=[1], params=SamplingParams(**ask), seed=i)
-        for i, ask in enumerate(options)
+        Request(id=str(i), prompt_token_ids=[1], params=SamplingParams(**each), seed=i)
+        for i, each in enumerate(options)
     ]
     table = np.zeros((4, TOKENS + 3), np.int64)
     # committed, drafted, accepted, (end, row,) pick, tokens
@@ -201,10 +199,7 @@ def golden_step() -> Step:
         np.array([[-0.5, -0.25], [-1, -2]], np.float32), np.array([[30], [39]]), np.array([2, 1])
     )
     processed = LogprobColumns(np.array([[-4]], np.float32), np.zeros((1, 0), np.int64), np.array([5]))
-    drafts = [
-        DraftRecord(34, 6, "two", True, None, -0.125),
-        DraftRecord(35, 7, "one", True, -0.75, None),
-    ]
+    drafts = [DraftRecord(34, 6, "two", True, None, -0.125), DraftRecord(35, 7, "one", True, -0.75, None)]
     extras = {
         2: HostLogprobs(prompt_logprobs=[LogprobRow([4, 5], [-1.5, -2.5], [7, 1])], drafts=drafts),
         3: HostLogprobs(logprobs=[LogprobRow([37, 3], [-3.5, -float("inf")], [1, 40])]),

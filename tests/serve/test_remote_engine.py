@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 import async_serving
 import proposers
@@ -33,7 +34,7 @@ SENDABLE = [(prompt, params) for prompt, params in CASES if not params.logits_pr
 
 
 @pytest.fixture
-def portable(alone: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestOutput]:
+def portable(alone: Any, monkeypatch: MonkeyPatch) -> list[RequestOutput]:
     """Limit the cases to those that can be sent to another process; return their outputs."""
     outputs = [one for one, (_, params) in zip(alone, CASES, strict=True) if not params.logits_processors]
     monkeypatch.setattr(async_serving, "CASES", SENDABLE)
@@ -48,9 +49,8 @@ def test_remote_outputs_equal_llm_outputs(make: Any, portable: Any, tmp_path: Pa
         async def main() -> None:
             clients = [connect(socket_address(tmp_path), tokenizer=Pieces()) for _ in range(2)]
             async with clients[0], clients[1], asyncio.timeout(120):
-                await asyncio.gather(
-                    *(serve_all(one, portable, random.Random(seed)) for seed, one in enumerate(clients))
-                )
+                calls = (serve_all(one, portable, random.Random(i)) for i, one in enumerate(clients))
+                await asyncio.gather(*calls)
                 tokens = sum(output.usage["completion_tokens"] for output in portable)
                 for one in clients:
                     assert one.stats.num_emitted_tokens == 2 * tokens
@@ -114,9 +114,7 @@ def test_preempted_requests_keep_outputs_and_report_counts(make: Any, tmp_path: 
     run_remote(make("plain", **options), tmp_path, main)
 
 
-def test_worker_compiles_grammars(
-    make: Any, portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_compiles_grammars(make: Any, portable: Any, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Outputs follow the grammar; an invalid grammar raises RequestError."""
     llm = make("ngram")
     pieces, guided = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
@@ -183,9 +181,7 @@ def test_full_queue_rejects_all_requests_of_a_prompt(make: Any, tmp_path: Path) 
         await first.aclose()
         assert (await waiting).finished
         assert len((await remote.generate("b", params(n=2))).outputs) == 2
-        with pytest.raises(
-            RequestError, match="n=5 is more than this engine takes at once, which is 4"
-        ) as no:
+        with pytest.raises(RequestError, match="n=5 is more than this engine takes at once") as no:
             await remote.generate("b", params(n=5))
         assert no.value.param == "n" and not isinstance(no.value, QueueFullError)
         assert len((await remote.generate("b", params(n=4))).outputs) == 4
@@ -216,7 +212,7 @@ def test_disconnect_aborts_the_requests_of_the_frontend(make: Any, portable: Any
 
 
 def test_stalled_frontend_receives_every_frame_when_it_reads_again(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Do not read until all queues are full; then read every frame."""
     monkeypatch.setattr(frontends, "MAX_QUEUED_FRAMES", 1)
@@ -269,7 +265,7 @@ def test_worker_end_delivers_frames_to_a_frontend_with_a_full_queue(make: Any, t
 
 @pytest.mark.parametrize("bound", ["SHARED_STALL_SECONDS", "MAX_OUTBOX_BYTES"])
 def test_stalled_frontend_does_not_delay_another_one(
-    make: Any, portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
+    make: Any, portable: Any, tmp_path: Path, monkeypatch: MonkeyPatch, bound: str
 ) -> None:
     """The other one is served; the requests of the stalled one are aborted, and it receives a goodbye."""
     monkeypatch.setattr(frontend_connection, "STALL_BYTES", 1)
@@ -302,7 +298,7 @@ def test_stalled_frontend_does_not_delay_another_one(
 
 
 def test_engine_failure_ends_open_requests_and_restart_serves_again(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Open requests end with the error, new ones raise EngineDownError until the next worker is ready."""
     monkeypatch.setattr(worker.log, "disabled", True)
@@ -349,7 +345,7 @@ def test_engine_failure_ends_open_requests_and_restart_serves_again(
 
 @pytest.mark.parametrize("how", ["flipped", "short", "skipped", "invalid timings"])
 def test_invalid_frame_ends_open_requests_and_reconnects(
-    make: Any, portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    make: Any, portable: Any, tmp_path: Path, monkeypatch: MonkeyPatch, how: str
 ) -> None:
     """Open requests end with an error, no token of the frame is used, and later requests are served."""
     monkeypatch.setattr(worker.log, "disabled", True)
@@ -380,7 +376,7 @@ def test_invalid_frame_ends_open_requests_and_reconnects(
 
 
 def test_invalid_messages_of_a_frontend_do_not_affect_another_one(
-    make: Any, portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, portable: Any, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """300 random messages; each invalid request has a failure with a message."""
     monkeypatch.setattr(worker.log, "disabled", True)
@@ -400,9 +396,7 @@ def test_invalid_messages_of_a_frontend_do_not_affect_another_one(
     run_remote(make("plain"), tmp_path, main)
 
 
-def test_draining_worker_rejects_new_requests_and_finishes_open_ones(
-    make: Any, portable: Any, tmp_path: Path
-) -> None:
+def test_draining_worker_rejects_new_requests_and_finishes_open_ones(make: Any, tmp_path: Path) -> None:
     """`drain` is what SIGTERM to the worker calls."""
     llm = make("plain")
     with run_worker(llm, tmp_path) as served:

@@ -162,9 +162,8 @@ def test_options_of_vllm_equal_llm(served: Served, plain: Any) -> None:
     assert choice.logprobs.tokens == [f"token_id:{i}" for i in output.token_ids]
     assert choice.prompt_logprobs[0] is None
     for entries, row in zip(choice.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
-        assert {int(i): (e["logprob"], e["rank"]) for i, e in entries.items()} == {
-            i: (e.logprob, e.rank) for i, e in row.items()
-        }
+        expected = {str(i): (e.logprob, e.rank) for i, e in row.items()}
+        assert {i: (e["logprob"], e["rank"]) for i, e in entries.items()} == expected
 
 
 def test_logprob_token_ids_return_those_tokens_in_order(served: Served, plain: Any) -> None:
@@ -210,9 +209,8 @@ def test_conversation_is_rendered_by_the_chat_template(served: Served, plain: An
         {"role": "assistant", "content": "three four", "refusal": None, "tool_calls": None},
     ]
     extra = {"add_generation_prompt": False, "continue_final_message": True, "return_token_ids": True}
-    got = served.client.chat.completions.create(
-        model=served.model, messages=messages, max_tokens=3, temperature=0, extra_body=extra
-    )
+    create, options = served.client.chat.completions.create, {"max_tokens": 3, "temperature": 0}
+    got = create(model=served.model, messages=messages, extra_body=extra, **options)
     text = (
         "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
         "<|im_start|>assistant\nthree four"
@@ -248,9 +246,8 @@ def test_response_format_and_structured_outputs_constrain_the_output(served: Ser
     assert got.message.content.lstrip().startswith("{")
     free: Any = {"type": "text"}
     assert served.chat("one", response_format=free, max_tokens=3).choices[0].message.content is not None
-    picked = served.complete(
-        "x", max_tokens=9, extra_body={"structured_outputs": {"choice": ["three", "seven"]}}
-    )
+    choice = {"structured_outputs": {"choice": ["three", "seven"]}}
+    picked = served.complete("x", max_tokens=9, extra_body=choice)
     assert picked.choices[0].text in ("three", "seven")
 
 
@@ -293,9 +290,8 @@ def test_prediction_is_drafted_and_counted(folder: Any, plain: Any) -> None:
     given = {"method": "given", "num_speculative_tokens": 4, "adaptive": False}
     expected: Any = {"type": "content", "content": want.text}
     with serving(tiny(folder, given)) as running:
-        got = running.chat(
-            "one", max_tokens=16, temperature=0, prediction=expected, extra_body={"ignore_eos": True}
-        )
+        options: Any = {"max_tokens": 16, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        got = running.chat("one", prediction=expected, **options)
         details = got.usage.completion_tokens_details
         assert got.choices[0].message.content == want.text
         assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens >= 0

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pytest import CaptureFixture
 
 from draftproof.cli.engine_options import offered_options, read_engine_options
 from draftproof.cli.main import _parse, main
@@ -35,7 +36,7 @@ def program(folder: Path, *options: str, **variables: str) -> AbstractContextMan
 
 
 def test_server_shows_banner_serves_and_drains_at_sigterm(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = "three four secret five"
     with program(folder, "--served-model-name", "tiny", "--served-model-name", "also") as running:
@@ -222,7 +223,7 @@ def test_config_file_options_yield_to_the_command_line(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_config_file_is_refused(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: Path
+    text: str, message: str, tmp_path: Path, capsys: CaptureFixture[str], folder: Path
 ) -> None:
     file = tmp_path / "server.toml"
     file.write_text(text)
@@ -239,8 +240,6 @@ def test_invalid_config_file_is_refused(
         (["chat", "--url", "ftp://x"], "not the address of a server"),
     ],
 )
-def test_invalid_address_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_address_is_refused(arguments: list[str], message: str, capsys: CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err

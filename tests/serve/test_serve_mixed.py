@@ -98,9 +98,8 @@ def joined_outputs(chunks: list[Any]) -> list[dict[str, Any]]:
 async def send(client: httpx.AsyncClient, body: dict[str, Any], disconnect_after: int | None = None) -> Any:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     if not body["stream"]:
-        response = await client.post(
-            path, json=body, timeout=None if disconnect_after is None else 0.001 * disconnect_after
-        )
+        timeout = None if disconnect_after is None else 0.001 * disconnect_after
+        response = await client.post(path, json=body, timeout=timeout)
         assert response.status_code == 200, response.text
         return fixed_fields(response.json())
     chunks: list[Any] = []

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from async_serving import CASES, LONG, collect, facts, params
 from draftproof import ConfigError, EngineDeadError, EngineDownError, LoadError, RequestOutput
@@ -69,13 +70,12 @@ async def wait_until_ready(llm: RemoteLLM) -> None:
 
 
 def test_killed_worker_ends_streams_with_errors_and_is_restarted(
-    folder: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+    folder: Path, alone: list[RequestOutput], monkeypatch: MonkeyPatch
 ) -> None:
     """Kill a worker with 32 streams and a whole request; then remove the model, so that restarts fail."""
     monkeypatch.setattr(supervising.log, "disabled", True)
-    supervisor = Supervisor(
-        str(folder), max_restarts=2, first_delay=0.05, speculative_config={"method": "ngram"}, **OPTIONS
-    )
+    options = {"speculative_config": {"method": "ngram"}, **OPTIONS}
+    supervisor = Supervisor(str(folder), max_restarts=2, first_delay=0.05, **options)
     socket = Path(supervisor.address.removeprefix("ipc://"))
 
     async def main(llm: RemoteLLM) -> None:
@@ -127,9 +127,7 @@ def test_killed_worker_ends_streams_with_errors_and_is_restarted(
     supervisor.stop()
 
 
-def test_hung_worker_is_killed_and_terminated_worker_finishes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_worker_is_killed_and_terminated_worker_finishes(folder: Path, monkeypatch: MonkeyPatch) -> None:
     """SIGSTOP, then SIGTERM: the second worker finishes its request before it ends."""
     monkeypatch.setattr(supervising.log, "disabled", True)
     with Supervisor(str(folder), first_delay=0.05, hang_seconds=3600, **OPTIONS) as supervisor:
@@ -182,7 +180,7 @@ time.sleep(600)
     wait_for(lambda: not is_alive(int(pid)) and not Path(run_folder).exists())
 
 
-def test_invalid_options_or_model_raise_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_or_model_raise_at_start(folder: Path, monkeypatch: MonkeyPatch) -> None:
     """ConfigError before a process is started, LoadError from the worker."""
     with pytest.raises(ConfigError, match="unknown option 'devise'"):
         Supervisor(str(folder), devise="cpu")
