@@ -116,7 +116,6 @@ WRONG_REQUESTS = [
 
 @pytest.fixture(scope="module")
 def busy():
-    """Return an engine that serves other requests while wrong ones are added."""
     return tiny.engine(speculative={"method": "ngram"})
 
 
@@ -226,7 +225,6 @@ def test_invalid_requests_do_not_change_running_ones():
 
 @pytest.mark.parametrize("strategy", ["rejection", "topp", "target_match", "greedy"])
 def test_drafts_outside_the_vocabulary_are_ignored(strategy):
-    """Drafts outside the vocabulary are cut off before any lookup."""
     engine = tiny.engine(
         speculative={"method": "proposers:Junk", "verify_strategy": strategy, "adaptive": False}
     )
@@ -237,7 +235,6 @@ def test_drafts_outside_the_vocabulary_are_ignored(strategy):
 
 
 def test_extreme_valid_values_are_served():
-    """Serve every bound that is allowed."""
     engine = tiny.engine(max_logprobs=-1)
     extremes = [
         *({"temperature": 1e6}, {"temperature": 1e-9}, {"temperature": 1e-5}, {"top_k": 2**70}),

@@ -99,7 +99,6 @@ def test_hybrid_counts_the_drafts_of_each_proposer():
 
 
 def test_hybrid_choice_does_not_depend_on_earlier_requests_of_a_slot():
-    """Compare slots of their own with one slot for all requests."""
     rng = random.Random(1)
     prompts = [[rng.randrange(50) for _ in range(40)] for _ in range(12)]
     noise = [[rng.randrange(8) for _ in range(80)] for _ in range(6)]

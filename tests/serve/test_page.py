@@ -21,7 +21,6 @@ PAGE = Path(__file__).parents[2] / "src" / "draftproof" / "serve" / "http" / "pa
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROMPT = "one two three one two three one two three"
 SAME, DIFFERENT = ".comparison.same", ".comparison.different"
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +31,8 @@ def served(folder: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -90,7 +91,6 @@ def test_page_files_are_packaged_and_load_nothing_else(served: Served) -> None:
         assert "://" not in text and "innerHTML" not in text and "eval(" not in text
 
 
-@needs_browser
 def test_output_tokens_steps_and_figures_equal_the_api(page: Any, served: Served) -> None:
     """Use the keyboard only."""
     page.keyboard.press("Tab")
@@ -128,7 +128,6 @@ def test_output_tokens_steps_and_figures_equal_the_api(page: Any, served: Served
     assert "Token 1 of" in page.locator("#token").text_content()
 
 
-@needs_browser
 def test_pointing_at_a_token_or_step_shows_its_details(page: Any) -> None:
     send_prompt(page)
     wait_for_end(page)
@@ -140,14 +139,12 @@ def test_pointing_at_a_token_or_step_shows_its_details(page: Any) -> None:
     assert page.locator(".turn").count() == 0 and page.locator("#empty").is_visible()
 
 
-@needs_browser
 def test_comparison_without_speculation_is_identical(page: Any) -> None:
     send_prompt(page, compare=True, temperature=1, seed="")
     page.wait_for_selector(f"{SAME}, {DIFFERENT}")
     assert "Identical: 24 tokens" in page.locator(SAME).text_content()
 
 
-@needs_browser
 def test_control_changed_logprob_is_shown_as_a_difference(page: Any) -> None:
     """Change one logprob of the response without speculation on its way."""
 
@@ -167,14 +164,12 @@ def test_control_changed_logprob_is_shown_as_a_difference(page: Any) -> None:
     assert page.locator(".t.different").count() == 1
 
 
-@needs_browser
 def test_api_error_is_shown(page: Any) -> None:
     send_prompt(page, temperature=-3)
     page.wait_for_selector("#error:not([hidden])")
     assert "temperature" in page.locator("#error").text_content() and page.locator("#send").is_enabled()
 
 
-@needs_browser
 def test_missing_api_key_moves_focus_to_its_field(browser: Any, folder: Path) -> None:
     with serving(tiny(folder, NGRAM), Settings(api_keys=ApiKeys(("sesame",)))) as locked:
         for page in opened(browser, locked.url):
@@ -188,7 +183,6 @@ def test_missing_api_key_moves_focus_to_its_field(browser: Any, folder: Path) ->
             assert page.locator("#error").is_hidden()
 
 
-@needs_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_themes_have_readable_contrast(browser: Any, served: Served, theme: str) -> None:
     """Check a contrast of at least 4.5 between every text and its background."""
@@ -204,7 +198,6 @@ def test_themes_have_readable_contrast(browser: Any, served: Served, theme: str)
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
-@needs_browser
 def test_page_fits_a_phone(browser: Any, served: Served) -> None:
     for page in opened(browser, served.url, has_touch=True):
         page.set_viewport_size({"width": 360, "height": 740})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def test_remote_outputs_equal_llm_outputs(make: Any, portable: Any, tmp_path: Pa
         asyncio.run(main())
 
 
+def run_client(folder: Path, body: Callable[[RemoteLLM], Awaitable[None]]) -> None:
+    """Run `body` with a RemoteLLM on the worker that runs already."""
+
+    async def main() -> None:
+        remote = connect(socket_address(folder), tokenizer=Pieces())
+        async with remote, asyncio.timeout(120):
+            await body(remote)
+
+    asyncio.run(main())
+
+
 def all_fields(output: RequestOutput) -> str:
     """Return every field but times as text, in which every bit of a number shows."""
     fields = {name: getattr(output, name) for name in output.__dataclass_fields__}
@@ -97,7 +109,6 @@ def test_remote_provenance_and_statistics_equal_llm(make: Any, alone: Any, tmp_p
 
 
 def test_preempted_requests_keep_outputs_and_report_counts(make: Any, tmp_path: Path) -> None:
-    """Run with too few pages for all requests."""
     options = {"kv_cache_tokens": 160, "overlap": False, "max_model_len": 128}
     cases = [("ab" * 8, params(i, max_tokens=60, ignore_eos=True, logprobs=1)) for i in range(4)]
     local = make("plain", **options)
@@ -115,7 +126,6 @@ def test_preempted_requests_keep_outputs_and_report_counts(make: Any, tmp_path: 
 
 
 def test_worker_compiles_grammars(make: Any, portable: Any, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """Outputs follow the grammar; an invalid grammar raises RequestError."""
     llm = make("ngram")
     pieces, guided = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
     words = Words(["abba", "bab"], [pieces.token_bytes(i) for i in range(CONFIG["vocab_size"])], {2}, 2)
@@ -144,8 +154,6 @@ def test_worker_compiles_grammars(make: Any, portable: Any, tmp_path: Path, monk
 
 
 def test_unsendable_or_invalid_request_raises_request_error(make: Any, tmp_path: Path) -> None:
-    """Each invalid option is reported; the next request is served."""
-
     async def main(remote: RemoteLLM) -> None:
         with pytest.raises(RequestError, match="another process") as caught:
             await remote.generate("ab", params(logits_processors=[lambda ids, row: row]))
@@ -164,7 +172,6 @@ def test_unsendable_or_invalid_request_raises_request_error(make: Any, tmp_path:
 
 
 def test_full_queue_rejects_all_requests_of_a_prompt(make: Any, tmp_path: Path) -> None:
-    """QueueFullError while the queue is full; RequestError for an n that never fits."""
     llm = make("plain", max_num_seqs=2, max_num_waiting=2)
 
     async def main(remote: RemoteLLM) -> None:
@@ -196,7 +203,6 @@ def request(**options: Any) -> Request:
 
 
 def test_disconnect_aborts_the_requests_of_the_frontend(make: Any, portable: Any, tmp_path: Path) -> None:
-    """Another HTTP process is served, and nothing of the first is left in the engine."""
     llm = make("plain")
 
     async def main(remote: RemoteLLM) -> None:
@@ -282,15 +288,14 @@ def test_stalled_frontend_does_not_delay_another_one(
         stalled.add(7, request(max_tokens=240))
         (client,) = wait_for(lambda: [c for c in list(served.frontends.connections.values()) if c.is_stalled])
 
-        async def main() -> None:
-            async with asyncio.timeout(60), connect(socket_address(tmp_path), tokenizer=Pieces()) as remote:
-                assert facts(await remote.generate(*SENDABLE[0])) == facts(portable[0])
-                assert client.entries and client.is_stalled
-                monkeypatch.setattr(frontend_connection, bound, 0)
-                assert facts(await remote.generate(*SENDABLE[0])) == facts(portable[0])
-                assert not client.entries and remote.engine_stats().num_running == 0
+        async def main(remote: RemoteLLM) -> None:
+            assert facts(await remote.generate(*SENDABLE[0])) == facts(portable[0])
+            assert client.entries and client.is_stalled
+            monkeypatch.setattr(frontend_connection, bound, 0)
+            assert facts(await remote.generate(*SENDABLE[0])) == facts(portable[0])
+            assert not client.entries and remote.engine_stats().num_running == 0
 
-        asyncio.run(main())
+        run_client(tmp_path, main)
         reads.append(True)  # from now on it receives: the goodbye message and nothing else
         assert stalled.recv().startswith(GOODBYE)
         stalled.abort(7)  # a message after the goodbye gets another one
@@ -300,7 +305,6 @@ def test_stalled_frontend_does_not_delay_another_one(
 def test_engine_failure_ends_open_requests_and_restart_serves_again(
     make: Any, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    """Open requests end with the error, new ones raise EngineDownError until the next worker is ready."""
     monkeypatch.setattr(worker.log, "disabled", True)
     llm, calls = make("plain"), []
     step = llm.engine.step
@@ -311,35 +315,33 @@ def test_engine_failure_ends_open_requests_and_restart_serves_again(
             raise RuntimeError("planted device error")
         return step()
 
-    async def main() -> None:
-        remote = connect(socket_address(tmp_path), tokenizer=Pieces())
-        async with remote, asyncio.timeout(120):
-            tasks = [asyncio.create_task(collect(remote.stream("ab", params(i, **LONG)))) for i in range(3)]
-            whole = asyncio.create_task(remote.generate("ab", params(9, **LONG)))
-            for task in tasks:
-                events = await task
-                assert events[-1].finish_reason == "error" and "planted device error" in events[-1].error
-            output = await whole
-            assert not output.finished and output.outputs[0].finish_reason == "error"
-            write_status(tmp_path, WorkerStatus("restarting", 1, "planted device error"))
-            with pytest.raises(EngineDownError, match="try again"):
-                await remote.generate("ab", params())
-            assert not remote.dead and remote.worker_status().state == "restarting" and not remote.num_open
-            with run_worker(make("plain"), tmp_path):
-                while remote.worker_status().state != "ready":
-                    await asyncio.sleep(0.01)
-                assert (await remote.generate("ab", params())).finished
-            write_status(tmp_path, WorkerStatus("failed", 5, "too many restarts"))
-            while remote.worker_status().state != "failed":
+    async def main(remote: RemoteLLM) -> None:
+        tasks = [asyncio.create_task(collect(remote.stream("ab", params(i, **LONG)))) for i in range(3)]
+        whole = asyncio.create_task(remote.generate("ab", params(9, **LONG)))
+        for task in tasks:
+            events = await task
+            assert events[-1].finish_reason == "error" and "planted device error" in events[-1].error
+        output = await whole
+        assert not output.finished and output.outputs[0].finish_reason == "error"
+        write_status(tmp_path, WorkerStatus("restarting", 1, "planted device error"))
+        with pytest.raises(EngineDownError, match="try again"):
+            await remote.generate("ab", params())
+        assert not remote.dead and remote.worker_status().state == "restarting" and not remote.num_open
+        with run_worker(make("plain"), tmp_path):
+            while remote.worker_status().state != "ready":
                 await asyncio.sleep(0.01)
-            with pytest.raises(EngineClosedError, match="too many restarts"):
-                while True:
-                    await remote.generate("ab", params())
-            assert remote.dead and "too many restarts" in str(remote.dead_error)
+            assert (await remote.generate("ab", params())).finished
+        write_status(tmp_path, WorkerStatus("failed", 5, "too many restarts"))
+        while remote.worker_status().state != "failed":
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineClosedError, match="too many restarts"):
+            while True:
+                await remote.generate("ab", params())
+        assert remote.dead and "too many restarts" in str(remote.dead_error)
 
     monkeypatch.setattr(llm.engine, "step", failing)
     with run_worker(llm, tmp_path):
-        asyncio.run(main())
+        run_client(tmp_path, main)
         monkeypatch.setattr(llm.engine, "step", step)
 
 
@@ -398,19 +400,16 @@ def test_invalid_messages_of_a_frontend_do_not_affect_another_one(
 
 def test_draining_worker_rejects_new_requests_and_finishes_open_ones(make: Any, tmp_path: Path) -> None:
     """`drain` is what SIGTERM to the worker calls."""
-    llm = make("plain")
-    with run_worker(llm, tmp_path) as served:
+    with run_worker(make("plain"), tmp_path) as served:
 
-        async def main() -> None:
-            remote = connect(socket_address(tmp_path), tokenizer=Pieces())
-            async with remote, asyncio.timeout(120):
-                stream = remote.stream("ab", params(**{**LONG, "max_tokens": 80}))
-                events = [await anext(stream)]
-                served.drain()
-                with pytest.raises(EngineDownError, match="draining|restarted"):
-                    while True:
-                        await remote.generate("b", params())
-                events += await collect(stream)
-                assert events[-1].finish_reason == "length" and len(events) == 80
+        async def main(remote: RemoteLLM) -> None:
+            stream = remote.stream("ab", params(**{**LONG, "max_tokens": 80}))
+            events = [await anext(stream)]
+            served.drain()
+            with pytest.raises(EngineDownError, match="draining|restarted"):
+                while True:
+                    await remote.generate("b", params())
+            events += await collect(stream)
+            assert events[-1].finish_reason == "length" and len(events) == 80
 
-        asyncio.run(main())
+        run_client(tmp_path, main)

@@ -75,7 +75,6 @@ def test_server_shows_banner_serves_and_drains_at_sigterm(
 
 
 def test_cleared_row_no_longer_counts_as_open_requests() -> None:
-    """Counts are summed over processes; the row of an ended process is cleared."""
     settings = Settings(api_keys=ApiKeys(["alpha", "beta"]))
     alpha, beta = settings.api_keys.names
     fd, parent = create_shared_counts(settings, 2)

@@ -383,7 +383,6 @@ def test_generation_error_has_a_status_by_cause() -> None:
 
 
 def test_logprobs_limit_is_the_engines_max_logprobs(folder: Path) -> None:
-    """An engine with max_logprobs 50 serves 50 logprobs over HTTP, and rejects 51."""
     with serving(tiny(folder, max_logprobs=50)) as running:
         body = {"prompt": "one two", "max_tokens": 2, "seed": 1}
         got = running.post("/v1/completions", {**body, "logprobs": 50})
@@ -399,7 +398,6 @@ def test_logprobs_limit_is_the_engines_max_logprobs(folder: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["accept_all", "normal"])
 def test_accept_policy_is_labelled_in_response_and_metrics(folder: Path, policy: str) -> None:
-    """`accept_all` is lossy in the response's metrics and in /metrics; `normal` is lossless."""
     with serving(tiny(folder, {**NGRAM, "accept_policy": policy})) as running:
         body = {"prompt": "one two three one two", "max_tokens": 4, "seed": 1}
         metrics = running.post("/v1/completions", body).json()["metrics"]

@@ -79,7 +79,6 @@ def test_routes_without_a_body_match_the_document(api: Any, path: str) -> None:
 
 
 def test_control_response_of_the_wrong_type_is_detected(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a field of the wrong type fails the check."""
     case = api["/detokenize"]["POST"].Case(body={"tokens": [5]}, media_type="application/json")
     case.call_and_validate(checks=CHECKS)
     monkeypatch.setattr(

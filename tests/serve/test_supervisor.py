@@ -38,7 +38,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_process_or_thread_is_left() -> Iterator[None]:
-    """Check that the test leaves no worker process and no thread."""
     yield
     wait_for(lambda: not worker_pids())
     assert not [t for t in threading.enumerate() if t.name.startswith("draftproof-")]
@@ -64,7 +63,6 @@ def is_alive(pid: int) -> bool:
 
 
 async def wait_until_ready(llm: RemoteLLM) -> None:
-    """Wait until the worker serves."""
     while llm.worker_status().state != "ready":
         await asyncio.sleep(0.02)
 
@@ -161,7 +159,6 @@ def test_hung_worker_is_killed_and_terminated_worker_finishes(folder: Path, monk
 
 
 def test_worker_and_folder_end_with_a_killed_server(folder: Path) -> None:
-    """The worker, its folder and its grammar process end with the server."""
     program = f"""
 import time
 from draftproof.serve.supervisor import Supervisor
@@ -195,7 +192,6 @@ def test_invalid_options_or_model_raise_at_start(folder: Path, monkeypatch: Monk
 
 
 def test_http_process_does_not_import_torch() -> None:
-    """Imports of an HTTP process stay small."""
     program = """
 import sys
 import draftproof.serve.ipc.remote_llm, draftproof.serve.supervisor
