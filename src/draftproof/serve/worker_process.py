@@ -36,13 +36,8 @@ class WorkerProcess:
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
 
-    def read_reports(
-        self, on_report: Callable[[dict[str, Any]], None], on_silence: Callable[[float], None]
-    ) -> None:
-        """Call `on_report` with each report until the process closes the pipe.
-
-        `on_silence` is called every second without one, with the seconds since the last.
-        """
+    def read_reports(self, on_report: Callable[[Any], None], on_silence: Callable[[float], None]) -> None:
+        """Call `on_report` with each report, `on_silence` every second without one, until the pipe ends."""
         rest, last = b"", time.monotonic()
         with os.fdopen(self._reader, "rb", 0) as pipe:
             while True:

@@ -84,10 +84,7 @@ class LogprobFormatter:
         )
 
     def _offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """Return where each token begins in `text`.
-
-        `text` may show all special tokens, all but the leading ones, or none.
-        """
+        """Return where each token begins in `text`; special tokens may be hidden, all or leading ones."""
         for skip in (False, True):
             detokenizer = Detokenizer(self._strings.tokenizer, skip_special_tokens=skip)
             decoded = "".join(detokenizer.push(ids)) + detokenizer.finish()

@@ -89,10 +89,7 @@ def encode_step(
     group: RequestGroup,
     new_stats: Iterable[tuple[int, RequestStats]] = (),
 ) -> bytes:
-    """Encode one step for one HTTP process.
-
-    `new_stats`: (index in `group`, statistics) of requests whose statistics changed, ascending.
-    """
+    """Encode one step for one HTTP process. `new_stats`: changed ones, ascending by index in `group`."""
     table = results.table if group.at is None else results.table[group.at]
     out = table[:, NUM_OUT]
     size = len(group.handles)

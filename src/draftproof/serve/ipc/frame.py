@@ -268,10 +268,8 @@ def _check_below(name: str, found: Columns, limit: int) -> None:
 
 
 def _check_requests(header: Header, found: Columns, bounds: Bounds) -> None:
-    _require(
-        header.max_drafts == bounds.max_drafts,
-        f"max_drafts is {header.max_drafts}, expected {bounds.max_drafts}",
-    )
+    drafts, expected = header.max_drafts, bounds.max_drafts
+    _require(drafts == expected, f"max_drafts is {drafts}, expected {expected}")
     if not header.requests:
         return
     _check_below("status", found, len(RequestStatus))

@@ -82,10 +82,7 @@ class FrontendConnection:
             raise FrontendStalled
 
     def flush(self, socket: zmq.Socket[bytes], is_sole: bool) -> None:
-        """Send buffered frames while the queue has room. Raises FrontendDisconnected or FrontendStalled.
-
-        `is_sole`: no other HTTP process has requests.
-        """
+        """Send buffered frames while the queue has room; raises as `send`. `is_sole`: no other is busy."""
         while self.outbox and self.try_send(socket, self.outbox[0]):
             self.outbox_bytes -= len(self.outbox.popleft())
             self.stalled_since = time.monotonic() if self.is_stalled else None
