@@ -41,9 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for plan, title in ((TextPlan, "text"), (TrainPlan, "training")):
         group = parser.add_argument_group(title)
         for option in fields(plan):
-            if text := option.metadata.get("help"):
+            if "help" in option.metadata:
                 name, default = "--" + option.name.replace("_", "-"), option.default
-                text = f"{text} (default: {default})"
+                text = f"{option.metadata['help']} (default: {default})"
                 group.add_argument(name, type=type(default), default=default, help=text)
     parser.set_defaults(run=run)
 

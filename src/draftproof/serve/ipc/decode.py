@@ -58,7 +58,8 @@ class DecodedFrame:
 
     def engine_stats(self, timings: Timings) -> EngineStats:
         """Return the engine statistics of the header, with `timings`."""
-        return EngineStats(*self.header[STATS_FIELDS], timings=timings)
+        counters: Any = self.header[STATS_FIELDS]
+        return EngineStats(*counters, timings=timings)
 
 
 def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> DecodedFrame:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from draftproof.async_llm import STOP_SECONDS, AsyncLLM
 from draftproof.config import EngineConfig
@@ -27,7 +27,7 @@ from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar
 from draftproof.verify.guarantee import Guarantee
 
-REMOTE_GRAMMAR: Any = object()  # in place of a grammar; only the worker has its states
+REMOTE_GRAMMAR = cast(Grammar, object())  # in place of a grammar; only the worker has its states
 
 
 class RemoteFrontend(InputProcessor):
