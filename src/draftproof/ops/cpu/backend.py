@@ -21,11 +21,10 @@ try:
 
     from draftproof.ops.cpu.draft_rounds import CpuRounds
     from draftproof.ops.cpu.draft_search import CpuSearch
-    from draftproof.ops.cpu.executor import Executor
+    from draftproof.ops.cpu.executor import Captured, Executor
     from draftproof.ops.cpu.forward import CpuForward
     from draftproof.ops.cpu.gemm.formats import CpuFeatures
     from draftproof.ops.cpu.jit import amx as amx_tiles
-    from draftproof.ops.cpu.jit.captured import Captured
     from draftproof.ops.cpu.sampling.ops import CpuSampling
     from draftproof.ops.cpu.step import CpuStep
 except ModuleNotFoundError as error:

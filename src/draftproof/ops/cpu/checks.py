@@ -18,7 +18,7 @@ def is_bf16(dtype: torch.dtype) -> bool:
 def check_tensor(
     name: str, x: Tensor, dims: int, width: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x, contiguous, after a look at everything that a kernel takes for granted."""
+    """Return x, contiguous, after checking what the kernels rely on."""
     is_bf16(x.dtype)
     if x.dim() != dims or (width is not None and x.shape[-1] != width) or x.device.type != "cpu":
         wanted = f"{dims} dimensions" + ("" if width is None else f", the last of {width}")

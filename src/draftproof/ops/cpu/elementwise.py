@@ -8,18 +8,8 @@ from typing import Any
 import numpy as np
 
 from draftproof.ops.cpu.attention.kv import kv_offset, store_kv
-from draftproof.ops.cpu.jit.compile import (
-    Kernel,
-    copy_bytes,
-    device,
-    f64_of_bits,
-    kernel,
-    load_i64,
-    share,
-)
-from draftproof.ops.cpu.jit.load_store import tload, tround, tstore
-from draftproof.ops.cpu.jit.simd import splat, vadd, vfma, vmul, vsub, vsum
-from draftproof.ops.cpu.jit.vmath import vsilu
+from draftproof.ops.cpu.jit import simd as v
+from draftproof.ops.cpu.jit.compile import Kernel, copy_bytes, device, f64_of_bits, kernel, load_i64, share
 
 _ZERO = np.float32(0.0)
 
@@ -51,14 +41,14 @@ def concat_columns(args: int, rows: int, thread: int, threads: int, scratch: int
 @device
 def _normalise(src: int, out: int, weight: int, width: int, eps: float, bf16: bool) -> None:
     """Write src / rms(src), rounded, times weight to out [width]."""
-    total = splat(_ZERO)
+    total = v.splat(_ZERO)
     for i in range(0, width, 16):
-        x = tload(src, i, width - i, bf16)
-        total = vfma(x, x, total)
-    inverse = splat(np.float32(1.0 / math.sqrt(np.float64(vsum(total)) / width + eps)))
+        x = v.tload(src, i, width - i, bf16)
+        total = v.fma(x, x, total)
+    inverse = v.splat(np.float32(1.0 / math.sqrt(np.float64(v.sum_lanes(total)) / width + eps)))
     for i in range(0, width, 16):
-        x = tround(vmul(tload(src, i, width - i, bf16), inverse), bf16)
-        tstore(out, i, vmul(x, tload(weight, i, width - i, bf16)), width - i, bf16)
+        x = v.tround(v.mul(v.tload(src, i, width - i, bf16), inverse), bf16)
+        v.tstore(out, i, v.mul(x, v.tload(weight, i, width - i, bf16)), width - i, bf16)
 
 
 def _rms_norm(bf16: bool) -> Kernel:
@@ -91,8 +81,8 @@ def _add_rms_norm(bf16: bool) -> Kernel:
             at = row * width * size
             for i in range(0, width, 16):
                 n = width - i
-                y = vadd(tload(x + at, i, n, bf16), tload(residual + at, i, n, bf16))
-                tstore(total + at, i, y, n, bf16)
+                y = v.add(v.tload(x + at, i, n, bf16), v.tload(residual + at, i, n, bf16))
+                v.tstore(total + at, i, y, n, bf16)
             _normalise(total + at, out + at, weight, width, eps, bf16)
 
     return add_rms_norm
@@ -113,8 +103,8 @@ def _silu_mul(bf16: bool) -> Kernel:
             first, last = unit - row * pieces, min(pieces, end - row * pieces)
             gates, ups = gate_up + 2 * row * width * size, gate_up + (2 * row + 1) * width * size
             for i in range(first * 16, last * 16, 16):
-                gate, up = tload(gates, i, width - i, bf16), tload(ups, i, width - i, bf16)
-                tstore(out + row * width * size, i, vmul(vsilu(gate), up), width - i, bf16)
+                gate, up = v.tload(gates, i, width - i, bf16), v.tload(ups, i, width - i, bf16)
+                v.tstore(out + row * width * size, i, v.mul(v.silu(gate), up), width - i, bf16)
             unit += last - first
 
     return silu_mul
@@ -125,11 +115,11 @@ def _rotate(src: int, out: int, angles: int, half: int, bf16: bool) -> None:
     """Rotate the two halves of one head by cos [half], sin [half]."""
     for i in range(0, half, 16):
         n = half - i
-        cos, sin = tload(angles, i, n, False), tload(angles, half + i, n, False)
-        low, high = tload(src, i, n, bf16), tload(src, half + i, n, bf16)
-        turned = vsub(vmul(low, cos), vmul(high, sin))
-        tstore(out, half + i, vadd(vmul(high, cos), vmul(low, sin)), n, bf16)
-        tstore(out, i, turned, n, bf16)
+        cos, sin = v.tload(angles, i, n, False), v.tload(angles, half + i, n, False)
+        low, high = v.tload(src, i, n, bf16), v.tload(src, half + i, n, bf16)
+        turned = v.sub(v.mul(low, cos), v.mul(high, sin))
+        v.tstore(out, half + i, v.add(v.mul(high, cos), v.mul(low, sin)), n, bf16)
+        v.tstore(out, i, turned, n, bf16)
 
 
 def _rope_store(bf16: bool) -> Kernel:

@@ -1,4 +1,4 @@
-"""Execution of CPU kernels on the thread pool, or their recording into a program."""
+"""Execution of CPU kernels on the thread pool: one by one, or recorded once as a program and replayed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.ops.contract.runtime import Forward
 from draftproof.ops.cpu.jit.compile import Kernel
-from draftproof.ops.cpu.jit.program import Argument, Recorder, as_word
-from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team
+from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
+from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team, aligned_bytes
+from draftproof.types import Rows
 
 SINGLE_THREAD_ELEMENTS = 4096  # elements below which waking the thread pool costs more than it saves
 
@@ -52,3 +54,42 @@ class Executor:
             line[0] = each.address
             line[1 : len(words) + 1] = words
         self.team.run(table, rows, scratch, alone=small)
+
+
+class Captured:
+    """Forward pass that is recorded at its first call and replayed from then on."""
+
+    def __init__(self, run: Executor, forward: Forward, max_rows: int) -> None:
+        self._run, self._forward, self._max_rows = run, forward, max_rows
+        self._ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
+        self._ints = self._ints.view(4, max_rows)  # tokens, positions, slots, kv_index
+        self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call besides the rows
+        self._table: Tensor | None = None
+        self._program: Program | None = None
+
+    def _record(self, page_table: Tensor) -> Program:
+        """Record the pass on static tensors."""
+        tokens, positions, slots, kv_index = self._ints.unbind()
+        recorder = Recorder(self._max_rows, [tokens, positions, slots, kv_index, *self._inputs])
+        self._run.recorder = recorder
+        try:
+            results = self._forward(Rows(tokens, positions, slots, kv_index, page_table), *self._inputs)
+        finally:
+            self._run.recorder = None
+        return recorder.finish(results)
+
+    def __call__(self, rows: Rows, *inputs: Tensor) -> tuple[Tensor, ...]:
+        count = rows.tokens.shape[0]
+        if count > self._max_rows:
+            raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
+        table, known = rows.page_table, self._table
+        if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
+            self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
+            self._program = self._record(table)
+            self._table = table
+        if count:
+            parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
+            for target, part in zip((*self._ints, *self._inputs), parts, strict=True):
+                target[:count].copy_(part)
+            self._run.team.run(self._program.table, count, self._program.scratch)
+        return tuple(result[:count] for result in self._program.results)

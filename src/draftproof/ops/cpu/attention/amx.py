@@ -36,47 +36,9 @@ from draftproof.ops.cpu.attention.fma import (
 )
 from draftproof.ops.cpu.attention.kv import copy_kv_bf16, key_stride, kv_offset, plane_bytes, token_index
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose
+from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.amx import TILE_BYTES, tiles_dot, tiles_dot_pair
-from draftproof.ops.cpu.jit.compile import (
-    device,
-    f64_of_bits,
-    inlined,
-    load_i64,
-    store_f32,
-    store_i64,
-)
-from draftproof.ops.cpu.jit.load_store import copy_bf16
-from draftproof.ops.cpu.jit.simd import (
-    as_float,
-    as_int,
-    iadd,
-    iand,
-    ieq,
-    iload_u16,
-    iload_u16_n,
-    ior,
-    iselect,
-    ishl,
-    isplat,
-    istore,
-    istore_high,
-    mask_and,
-    mask_bits,
-    mask_first,
-    mask_not_first,
-    mask_or,
-    splat,
-    vadd,
-    vload,
-    vmax,
-    vmax_lane,
-    vmul,
-    vselect,
-    vstore,
-    vsub,
-    vsum,
-)
-from draftproof.ops.cpu.jit.vmath import vexp
+from draftproof.ops.cpu.jit.compile import device, f64_of_bits, inlined, load_i64, store_f32, store_i64
 
 _ZERO, _LOWEST, _NAN = np.float32(0.0), np.float32(-3.0e38), np.float32(np.nan)
 _UPPER = 0xFFFF0000
@@ -118,8 +80,8 @@ def _pack_keys(args: int, places: int, keys: int, padded: int, lines: int, packe
 @inlined
 def _bits(address: int, count: int) -> Any:
     if count >= 16:
-        return iload_u16(address)
-    return iload_u16_n(address, count)
+        return v.iload_u16(address)
+    return v.iload_u16_n(address, count)
 
 
 @device
@@ -134,7 +96,7 @@ def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flag
     cache += plane_bytes(arg(args, NUM_PAGES), arg(args, PAGE_SIZE), arg(args, NUM_KV), dim, 2)
     steps = (keys + 31) // 32
     any_bad = False
-    exponents, none = isplat(_EXPONENT), isplat(0)
+    exponents, none = v.isplat(_EXPONENT), v.isplat(0)
     for key in range(0, 32 * steps, 2):
         even = cache + load_i64(places + 8 * min(key, keys - 1))
         odd = cache + load_i64(places + 8 * min(key + 1, keys - 1))
@@ -144,19 +106,19 @@ def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flag
         for d in range(0, wide, 16):
             a = _bits(even + 2 * d, even_dim - d)
             b = _bits(odd + 2 * d, odd_dim - d)
-            a_bad, b_bad = ieq(iand(a, exponents), exponents), ieq(iand(b, exponents), exponents)
-            if mask_bits(mask_or(a_bad, b_bad)) != 0:
+            a_bad, b_bad = v.ieq(v.iand(a, exponents), exponents), v.ieq(v.iand(b, exponents), exponents)
+            if v.mask_bits(v.mask_or(a_bad, b_bad)) != 0:
                 if not any_bad:
                     any_bad = True
                     for i in range(SPLIT):
                         store_i64(flags + 8 * i, 0)
-                if mask_bits(a_bad) != 0:
+                if v.mask_bits(a_bad) != 0:
                     store_i64(flags + 8 * key, 1)
-                if mask_bits(b_bad) != 0:
+                if v.mask_bits(b_bad) != 0:
                     store_i64(flags + 8 * (key + 1), 1)
-                a, b = iselect(a_bad, none, a), iselect(b_bad, none, b)
+                a, b = v.iselect(a_bad, none, a), v.iselect(b_bad, none, b)
             to = line + (d // 64 * steps * 4 + d % 64 // 16) * TILE_BYTES
-            istore(to, ior(a, ishl(b, isplat(16))))
+            v.istore(to, v.ior(a, v.ishl(b, v.isplat(16))))
     return any_bad
 
 
@@ -166,53 +128,46 @@ def _softmax(scores: int, high: int, low: int, begin: int, end: int, keys: int, 
 
     Weights are split into bf16 `high` + `low` [keys], with zeros elsewhere.
     """
-    best = splat(_LOWEST)
+    best = v.splat(_LOWEST)
     for i in range(begin // 16 * 16, end, 16):
-        x = vmul(vload(scores + 4 * i), scale)
+        x = v.mul(v.load(scores + 4 * i), scale)
         if i < begin or i + 16 > end:
-            valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
-            x = vselect(valid, x, splat(_LOWEST))
-        best = vmax(x, best)
-    top = vmax_lane(best)
-    total, none = splat(_ZERO), isplat(0)
+            valid = v.mask_and(v.mask_first(end - i), v.mask_not_first(begin - i))
+            x = v.select(valid, x, v.splat(_LOWEST))
+        best = v.maximum(x, best)
+    top = v.max_lane(best)
+    total, none = v.splat(_ZERO), v.isplat(0)
     for i in range(0, keys, 16):
         if i >= end or i + 16 <= begin:
-            istore_high(high + 2 * i, none)
-            istore_high(low + 2 * i, none)
+            v.istore_high(high + 2 * i, none)
+            v.istore_high(low + 2 * i, none)
             continue
-        weight = vexp(vsub(vmul(vload(scores + 4 * i), scale), splat(top)))
+        weight = v.exp(v.sub(v.mul(v.load(scores + 4 * i), scale), v.splat(top)))
         if i < begin or i + 16 > end:
-            valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
-            weight = vselect(valid, weight, splat(_ZERO))
-        total = vadd(total, weight)
-        upper = iand(as_int(weight), isplat(_UPPER))  # the first 8 bits; `low` has the next 8, rounded
-        istore_high(high + 2 * i, upper)
-        rest = vsub(weight, as_float(upper))
-        istore_high(low + 2 * i, iadd(as_int(rest), isplat(0x8000)))
-    return top, vsum(total)
+            valid = v.mask_and(v.mask_first(end - i), v.mask_not_first(begin - i))
+            weight = v.select(valid, weight, v.splat(_ZERO))
+        total = v.add(total, weight)
+        upper = v.iand(v.as_int(weight), v.isplat(_UPPER))  # the first 8 bits; `low` has the next 8, rounded
+        v.istore_high(high + 2 * i, upper)
+        rest = v.sub(weight, v.as_float(upper))
+        v.istore_high(low + 2 * i, v.iadd(v.as_int(rest), v.isplat(0x8000)))
+    return top, v.sum_lanes(total)
 
 
 @device
 def split_amx(
-    args: int,
-    first: int,
-    rows: int,
-    head: int,
-    slot: int,
-    split: int,
-    part: int,
-    part_state: int,
-    scratch: int,
+    args: int, first: int, rows: int, head: int, slot: int, split: int, part: int, scratch: int
 ) -> None:
-    """Compute sums and states of one split and one kv head for adjacent rows of a request."""
+    """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
     num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
     positions = arg(args, POSITIONS) + 8 * first
-    scale = splat(np.float32(f64_of_bits(arg(args, SCALE))))
+    scale = v.splat(np.float32(f64_of_bits(arg(args, SCALE))))
     group = num_q // arg(args, NUM_KV)
     queries = rows * group
     tall = (queries + 15) // 16 * 16
     padded = (dim + 31) // 32 * 32
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    part_state = part + queries * wide * 4
 
     scratch = (scratch + 63) // 64 * 64
     qs = scratch  # [tall, padded] bf16
@@ -237,12 +192,12 @@ def split_amx(
         return
     if padded > dim:  # padding must be 0: 0 * NaN is not 0
         for at in range(qs, scores, 64):
-            vstore(at, splat(_ZERO))
+            v.store(at, v.splat(_ZERO))
         for at in range(lines, lines + 64 * padded * 2, 64):
-            vstore(at, splat(_ZERO))
+            v.store(at, v.splat(_ZERO))
     for i in range(queries):
         src = arg(args, Q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
-        copy_bf16(qs + i * padded * 2, src, dim)
+        v.copy_bf16(qs + i * padded * 2, src, dim)
 
     _find_keys(args, slot, head, lowest, highest, places)
     _pack_keys(args, places, highest - lowest, padded, lines, packed)
@@ -271,15 +226,15 @@ def split_amx(
             tiles_dot_pair(high + line, low + line, SPLIT * 2, tiles, keys // 32, to, wide * 4)
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
-        spoilt = False
+        sees_bad = False
         if any_bad:
             begin = clip(first_key(position, window), lowest, highest) - lowest
             end = clip(position + 1, lowest, highest) - lowest
             for key in range(begin, end):
-                spoilt |= load_i64(flags + 8 * key) != 0
-        if spoilt:
+                sees_bad |= load_i64(flags + 8 * key) != 0
+        if sees_bad:
             for d in range(0, wide, 16):
-                vstore(part + (i * wide + d) * 4, splat(_NAN))
+                v.store(part + (i * wide + d) * 4, v.splat(_NAN))
         else:
             for d in range(0, wide, 16):
-                vstore(part + (i * wide + d) * 4, vload(sums + (i * wide + d) * 4))
+                v.store(part + (i * wide + d) * 4, v.load(sums + (i * wide + d) * 4))

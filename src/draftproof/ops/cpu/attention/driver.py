@@ -31,8 +31,8 @@ from draftproof.ops.cpu.attention.fma import (
     write,
 )
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS
-from draftproof.ops.cpu.jit.amx import configure_full, tiles_release
-from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
+from draftproof.ops.cpu.jit.amx import configure_rows, tiles_release
+from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load_i64, share
 
 
 @device
@@ -80,6 +80,15 @@ def _shared(args: int, rows: int, threads: int) -> Any:
 
 
 def _attention(bf16: bool, amx: bool) -> Kernel:
+    @inlined
+    def split_keys(
+        args: int, first: int, end: int, head: int, slot: int, split: int, part: int, scratch: int
+    ) -> None:
+        if amx:
+            split_amx(args, first, end - first, head, slot, split * SPLIT, part, scratch)
+        else:
+            split_fma(args, first, end - first, head, slot, split * SPLIT, part, scratch, bf16)
+
     @kernel
     def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         """Compute every (row run, kv head), or with few of them every split, which `merge` completes."""
@@ -91,7 +100,7 @@ def _attention(bf16: bool, amx: bool) -> Kernel:
         unit, first, run = 0, 0, 0
         where = arg(args, WORKSPACE)
         if amx:
-            configure_full(scratch)
+            configure_rows(scratch, 32)
         while first < rows:
             end = _run_end(args, first, rows)
             slot, low, high = _splits(args, first, end)
@@ -100,31 +109,7 @@ def _attention(bf16: bool, amx: bool) -> Kernel:
                 if shared:
                     for split in range(low, high):
                         if begin <= unit < stop:
-                            if amx:
-                                split_amx(
-                                    args,
-                                    first,
-                                    end - first,
-                                    head,
-                                    slot,
-                                    split * SPLIT,
-                                    where,
-                                    where + queries * wide * 4,
-                                    scratch,
-                                )
-                            else:
-                                split_fma(
-                                    args,
-                                    first,
-                                    end - first,
-                                    head,
-                                    slot,
-                                    split * SPLIT,
-                                    where,
-                                    where + queries * wide * 4,
-                                    scratch,
-                                    bf16,
-                                )
+                            split_keys(args, first, end, head, slot, split, where, scratch)
                         unit += 1
                         where += queries * (wide + 2) * 4
                 elif run % threads == thread:
@@ -136,23 +121,7 @@ def _attention(bf16: bool, amx: bool) -> Kernel:
                     for i in range(queries):
                         clear(total + i * wide * 4, state + 8 * i, wide)
                     for split in range(low, high):
-                        if amx:
-                            split_amx(
-                                args, first, end - first, head, slot, split * SPLIT, part, part_state, rest
-                            )
-                        else:
-                            split_fma(
-                                args,
-                                first,
-                                end - first,
-                                head,
-                                slot,
-                                split * SPLIT,
-                                part,
-                                part_state,
-                                rest,
-                                bf16,
-                            )
+                        split_keys(args, first, end, head, slot, split, part, rest)
                         for i in range(queries):
                             at = i * wide * 4
                             merge(total + at, state + 8 * i, part + at, part_state + 8 * i, wide)

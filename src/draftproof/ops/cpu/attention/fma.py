@@ -17,33 +17,8 @@ import numpy as np
 
 from draftproof.ops.cpu.attention.kv import key_stride, kv_offset, load_kv, plane_bytes, token_index
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_f32, transpose
-from draftproof.ops.cpu.jit.compile import (
-    device,
-    f64_of_bits,
-    inlined,
-    load_f32,
-    load_i64,
-    store_f32,
-)
-from draftproof.ops.cpu.jit.load_store import tload, tstore
-from draftproof.ops.cpu.jit.simd import (
-    mask_and,
-    mask_first,
-    mask_not_first,
-    splat,
-    vadd,
-    vdiv,
-    vfma,
-    vload,
-    vmax,
-    vmax_lane,
-    vmul,
-    vselect,
-    vstore,
-    vsub,
-    vsum,
-)
-from draftproof.ops.cpu.jit.vmath import vexp
+from draftproof.ops.cpu.jit import simd as v
+from draftproof.ops.cpu.jit.compile import device, f64_of_bits, inlined, load_f32, load_i64, store_f32
 
 SPLIT = 128  # keys per split
 BLOCK = COLUMNS  # keys that are unpacked at a time
@@ -94,7 +69,7 @@ def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, 
         while key < stop:
             dst = out + (key - first) * wide * 4
             for i in range(0, dim, 16):
-                vstore(dst + 4 * i, load_kv(src, i, dim - i, bf16))
+                v.store(dst + 4 * i, load_kv(src, i, dim - i, bf16))
             src += key_stride(num_kv, dim, size)
             key += 1
 
@@ -103,18 +78,18 @@ def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, 
 def _softmax(scores: int, begin: int, end: int) -> Any:
     """Replace scores [begin, end) by exp(score - max), zero-padded; return (max, sum)."""
     first = begin // 16 * 16
-    best = splat(_LOWEST)
+    best = v.splat(_LOWEST)
     for i in range(first, end, 16):
-        valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
-        best = vmax(vselect(valid, vload(scores + 4 * i), splat(_LOWEST)), best)
-    top = vmax_lane(best)
-    total = splat(_ZERO)
+        valid = v.mask_and(v.mask_first(end - i), v.mask_not_first(begin - i))
+        best = v.maximum(v.select(valid, v.load(scores + 4 * i), v.splat(_LOWEST)), best)
+    top = v.max_lane(best)
+    total = v.splat(_ZERO)
     for i in range(first, end, 16):
-        valid = mask_and(mask_first(end - i), mask_not_first(begin - i))
-        e = vselect(valid, vexp(vsub(vload(scores + 4 * i), splat(top))), splat(_ZERO))
-        vstore(scores + 4 * i, e)
-        total = vadd(total, e)
-    return top, vsum(total)
+        valid = v.mask_and(v.mask_first(end - i), v.mask_not_first(begin - i))
+        e = v.select(valid, v.exp(v.sub(v.load(scores + 4 * i), v.splat(top))), v.splat(_ZERO))
+        v.store(scores + 4 * i, e)
+        total = v.add(total, e)
+    return top, v.sum_lanes(total)
 
 
 @device
@@ -125,21 +100,21 @@ def merge(total: int, state: int, part: int, part_state: int, wide: int) -> None
         return
     top, old_top = load_f32(part_state), load_f32(state)
     new_top = max(top, old_top)
-    keep = vexp(splat(np.float32(old_top - new_top)))
-    gain = vexp(splat(np.float32(top - new_top)))
-    masses = vfma(splat(mass), gain, vmul(splat(load_f32(state + 4)), keep))
+    keep = v.exp(v.splat(np.float32(old_top - new_top)))
+    gain = v.exp(v.splat(np.float32(top - new_top)))
+    masses = v.fma(v.splat(mass), gain, v.mul(v.splat(load_f32(state + 4)), keep))
     store_f32(state, new_top)
-    store_f32(state + 4, vmax_lane(masses))
+    store_f32(state + 4, v.max_lane(masses))
     for i in range(0, wide, 16):
-        x = vmul(vload(total + 4 * i), keep)
-        vstore(total + 4 * i, vfma(vload(part + 4 * i), gain, x))
+        x = v.mul(v.load(total + 4 * i), keep)
+        v.store(total + 4 * i, v.fma(v.load(part + 4 * i), gain, x))
 
 
 @device
 def clear(total: int, state: int, wide: int) -> None:
     """Reset sums and state (maximum, mass)."""
     for d in range(0, wide, 16):
-        vstore(total + d * 4, splat(_ZERO))
+        v.store(total + d * 4, v.splat(_ZERO))
     store_f32(state, _LOWEST)
     store_f32(state + 4, _ZERO)
 
@@ -148,10 +123,10 @@ def clear(total: int, state: int, wide: int) -> None:
 def write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) -> None:
     """Divide the sums by the mass, round and store them."""
     dim = arg(args, DIM)
-    mass = splat(load_f32(state + 4))
+    mass = v.splat(load_f32(state + 4))
     at = (row * arg(args, NUM_Q) + q_head) * dim
     for d in range(0, dim, 16):
-        tstore(arg(args, OUT), at + d, vdiv(vload(total + 4 * d), mass), dim - d, bf16)
+        v.tstore(arg(args, OUT), at + d, v.div(v.load(total + 4 * d), mass), dim - d, bf16)
 
 
 @inlined
@@ -205,40 +180,26 @@ def _add_weighted_values(
                         lo = max(lo, both_hi)
                 if lo < hi:
                     for column in range(0, wide, COLUMNS):
-                        panel_f32(
-                            rows,
-                            weights + (j * SPLIT + lo - split) * 4,
-                            SPLIT * 4,
-                            values + ((lo - start) * wide + column) * 4,
-                            wide * 4,
-                            sums + (j * wide + column) * 4,
-                            wide * 4,
-                            hi - lo,
-                        )
+                        a = weights + (j * SPLIT + lo - split) * 4
+                        b = values + ((lo - start) * wide + column) * 4
+                        c = sums + (j * wide + column) * 4
+                        panel_f32(rows, a, SPLIT * 4, b, wide * 4, c, wide * 4, hi - lo)
 
 
 @device
 def split_fma(
-    args: int,
-    first: int,
-    rows: int,
-    head: int,
-    slot: int,
-    split: int,
-    part: int,
-    part_state: int,
-    scratch: int,
-    bf16: bool,
+    args: int, first: int, rows: int, head: int, slot: int, split: int, part: int, scratch: int, bf16: bool
 ) -> None:
-    """Compute sums and states of one split and one kv head for adjacent rows of a request."""
+    """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
     size = 2 if bf16 else 4
     num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
     rows_per_pass = arg(args, ROWS_PER_PASS)
     positions = arg(args, POSITIONS) + 8 * first
-    scale = splat(np.float32(f64_of_bits(arg(args, SCALE))))
+    scale = v.splat(np.float32(f64_of_bits(arg(args, SCALE))))
     group = num_q // arg(args, NUM_KV)
     queries = rows * group
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    part_state = part + queries * wide * 4
     cache = arg(args, CACHE)
     values = cache + plane_bytes(arg(args, NUM_PAGES), arg(args, PAGE_SIZE), arg(args, NUM_KV), dim, size)
 
@@ -256,8 +217,8 @@ def split_fma(
             i = row * group + g
             src = arg(args, Q) + ((first + row) * num_q + head * group + g) * dim * size
             for d in range(0, dim, 16):
-                x = vmul(tload(src, d, dim - d, bf16), scale)
-                vstore(qs + (i * wide + d) * 4, x)
+                x = v.mul(v.tload(src, d, dim - d, bf16), scale)
+                v.store(qs + (i * wide + d) * 4, x)
     lowest = lowest // BLOCK * BLOCK
     for start in range(lowest, highest, BLOCK):
         _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16)
@@ -268,7 +229,7 @@ def split_fma(
         at = scores + (start - split) * 4
         for i in range(queries):
             for key in range(0, BLOCK, 16):
-                vstore(at + (i * SPLIT + key) * 4, splat(_ZERO))
+                v.store(at + (i * SPLIT + key) * 4, v.splat(_ZERO))
         for i in range(0, queries, rows_per_pass):
             n = min(rows_per_pass, queries - i)
             panel_f32(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import copy_bytes, inlined, load_i32
-from draftproof.ops.cpu.jit.load_store import copy_bf16, tload
 
 
 @inlined
@@ -43,13 +43,13 @@ def plane_bytes(num_pages: int, page_size: int, num_kv: int, dim: int, size: int
 @inlined
 def load_kv(address: int, first: int, count: int, bf16: bool) -> Any:
     """Load elements [first, first + min(count, 16)) of a stored vector as fp32, then zeros."""
-    return tload(address, first, count, bf16)
+    return v.tload(address, first, count, bf16)
 
 
 @inlined
 def copy_kv_bf16(target: int, source: int, dim: int) -> None:
     """Copy a stored vector of `dim` bf16 without conversion."""
-    copy_bf16(target, source, dim)
+    v.copy_bf16(target, source, dim)
 
 
 @inlined

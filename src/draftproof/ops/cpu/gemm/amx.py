@@ -12,19 +12,9 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish
-from draftproof.ops.cpu.gemm.weight_format import CpuFeatures, WeightFormat
-from draftproof.ops.cpu.jit.amx import (
-    configure_rows,
-    run_1,
-    run_1_stream,
-    run_2,
-    run_2_stream,
-    tiles_release,
-    tiles_store,
-    tiles_zero,
-)
+from draftproof.ops.cpu.gemm.weight_format import WeightFormat
+from draftproof.ops.cpu.jit import amx
 from draftproof.ops.cpu.jit.compile import Kernel, copy_bytes, kernel, load_i64, share, store_i64
-from draftproof.ops.cpu.jit.program import Argument
 
 WIDTH = 32  # columns per block: two tiles
 DEPTH = 32  # K per step
@@ -62,19 +52,19 @@ def _linear(out_bf16: bool) -> Kernel:
             for row in range(first, last, 32):
                 count = min(32, last - row)
                 if count != configured:
-                    configure_rows(config, count)
+                    amx.configure_rows(config, count)
                     configured = count
-                tiles_zero()
+                amx.tiles_zero()
                 a = x + row * depth * 2
                 if count <= 16:
                     if row == 0:
-                        run_1_stream(a, depth * 2, w, steps)
+                        amx.run_1_stream(a, depth * 2, w, steps)
                     else:
-                        run_1(a, depth * 2, w, steps)
+                        amx.run_1(a, depth * 2, w, steps)
                 elif row == 0:
-                    run_2_stream(a, depth * 2, w, steps)
+                    amx.run_2_stream(a, depth * 2, w, steps)
                 else:
-                    run_2(a, depth * 2, w, steps)
+                    amx.run_2(a, depth * 2, w, steps)
                 if tail:
                     for i in range(count):
                         at = rest + 64 * i
@@ -82,24 +72,15 @@ def _linear(out_bf16: bool) -> Kernel:
                             store_i64(at + 8 * word, 0)
                         copy_bytes(at, a + (i * depth + steps * DEPTH) * 2, 2 * tail)
                     if count <= 16:
-                        run_1(rest, 64, w + steps * STEP_BYTES, 1)
+                        amx.run_1(rest, 64, w + steps * STEP_BYTES, 1)
                     else:
-                        run_2(rest, 64, w + steps * STEP_BYTES, 1)
-                tiles_store(c, 1 if count <= 16 else 2)
+                        amx.run_2(rest, 64, w + steps * STEP_BYTES, 1)
+                amx.tiles_store(c, 1 if count <= 16 else 2)
                 for i in range(count):
-                    finish(
-                        c + i * 4 * WIDTH,
-                        out,
-                        bias,
-                        row + i,
-                        block * WIDTH,
-                        columns,
-                        WIDTH,
-                        True,
-                        out_bf16,
-                    )
+                    line, column = c + i * 4 * WIDTH, block * WIDTH
+                    finish(line, out, bias, row + i, column, columns, WIDTH, True, out_bf16)
         if configured:
-            tiles_release()
+            amx.tiles_release()
 
     return linear_amx
 
@@ -107,17 +88,8 @@ def _linear(out_bf16: bool) -> Kernel:
 LINEAR_AMX = [_linear(False), _linear(True)]  # by output dtype: [fp32, bf16]
 
 
-class AmxFormat(WeightFormat):
-    """Weights in bf16 tiles for AMX."""
-
-    def supports(self, dtype: torch.dtype, features: CpuFeatures) -> bool:
-        return features.amx and dtype == torch.bfloat16
-
-    def pack(self, weight: Tensor, features: CpuFeatures) -> tuple[Tensor, tuple[Argument, ...]]:
-        return pack_tiles(weight), ()
-
-    def kernel(self, dtype: torch.dtype, out_bf16: bool) -> Kernel:
-        return LINEAR_AMX[out_bf16]
-
-
-FORMAT = AmxFormat()
+FORMAT = WeightFormat(
+    supports=lambda dtype, features: features.amx and dtype == torch.bfloat16,
+    pack=lambda weight, features: (pack_tiles(weight), ()),
+    kernel=lambda dtype, out_bf16: LINEAR_AMX[out_bf16],
+)

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_bf16, panel_f32
-from draftproof.ops.cpu.gemm.weight_format import CpuFeatures, WeightFormat
+from draftproof.ops.cpu.gemm.weight_format import WeightFormat
+from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
-from draftproof.ops.cpu.jit.load_store import tload, tstore
-from draftproof.ops.cpu.jit.program import Argument
-from draftproof.ops.cpu.jit.simd import splat, vadd, vload, vstore
 
 _ZERO = np.float32(0.0)
 DEPTH_BLOCK = 128
@@ -34,24 +32,16 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 @device
 def finish(
-    c: int,
-    out: int,
-    bias: int,
-    row: int,
-    column: int,
-    columns: int,
-    width: int,
-    bf16: bool,
-    out_bf16: bool,
+    c: int, out: int, bias: int, row: int, column: int, columns: int, width: int, bf16: bool, out_bf16: bool
 ) -> None:
     """Round c [width] (fp32) plus bias to `out` [rows, columns] at (row, column)."""
     for i in range(0, width, 16):
         n = columns - column - i
         if n > 0:
-            x = vload(c + 4 * i)
+            x = v.load(c + 4 * i)
             if bias != 0:
-                x = vadd(x, tload(bias, column + i, n, bf16))
-            tstore(out, row * columns + column + i, x, n, out_bf16)
+                x = v.add(x, v.tload(bias, column + i, n, bf16))
+            v.tstore(out, row * columns + column + i, x, n, out_bf16)
 
 
 def _linear(bf16: bool, out_bf16: bool) -> Kernel:
@@ -75,11 +65,11 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
                 count = min(block, last - row)
                 total = scratch + count * COLUMNS * 4
                 for i in range(0, count * COLUMNS, 16):
-                    vstore(total + 4 * i, splat(_ZERO))
+                    v.store(total + 4 * i, v.splat(_ZERO))
                 for k in range(0, depth, DEPTH_BLOCK):
                     length = min(DEPTH_BLOCK, depth - k)
                     for i in range(0, count * COLUMNS, 16):
-                        vstore(scratch + 4 * i, splat(_ZERO))
+                        v.store(scratch + 4 * i, v.splat(_ZERO))
                     a, a_stride = x + (row * depth + k) * size, depth * size
                     b = w + k * COLUMNS * size
                     if bf16:
@@ -88,19 +78,10 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
                         panel_f32(count, a, a_stride, b, 4 * COLUMNS, scratch, 4 * COLUMNS, length)
                     for i in range(0, count * COLUMNS, 16):
                         at = total + 4 * i
-                        vstore(at, vadd(vload(at), vload(scratch + 4 * i)))
+                        v.store(at, v.add(v.load(at), v.load(scratch + 4 * i)))
                 for i in range(count):
-                    finish(
-                        total + i * 4 * COLUMNS,
-                        out,
-                        bias,
-                        row + i,
-                        panel * COLUMNS,
-                        columns,
-                        COLUMNS,
-                        bf16,
-                        out_bf16,
-                    )
+                    line, column = total + i * 4 * COLUMNS, panel * COLUMNS
+                    finish(line, out, bias, row + i, column, columns, COLUMNS, bf16, out_bf16)
 
     return linear
 
@@ -109,17 +90,8 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
 LINEAR_FMA = [[_linear(False, False), _linear(False, True)], [_linear(True, False), _linear(True, True)]]
 
 
-class FmaFormat(WeightFormat):
-    """Weights in panels of 64 columns, fp32 or bf16, for fused multiply-add."""
-
-    def supports(self, dtype: torch.dtype, features: CpuFeatures) -> bool:
-        return dtype in (torch.float32, torch.bfloat16)
-
-    def pack(self, weight: Tensor, features: CpuFeatures) -> tuple[Tensor, tuple[Argument, ...]]:
-        return pack_panels(weight), (features.rows_per_pass,)
-
-    def kernel(self, dtype: torch.dtype, out_bf16: bool) -> Kernel:
-        return LINEAR_FMA[dtype == torch.bfloat16][out_bf16]
-
-
-FORMAT = FmaFormat()
+FORMAT = WeightFormat(
+    supports=lambda dtype, features: dtype in (torch.float32, torch.bfloat16),
+    pack=lambda weight, features: (pack_panels(weight), (features.rows_per_pass,)),
+    kernel=lambda dtype, out_bf16: LINEAR_FMA[dtype == torch.bfloat16][out_bf16],
+)

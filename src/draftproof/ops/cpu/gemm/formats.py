@@ -17,11 +17,7 @@ from draftproof.ops.cpu.gemm.weight_format import WeightFormat
 from draftproof.ops.cpu.jit.compile import Kernel
 
 # in order of preference; the first format that supports the weight is used
-FORMATS: dict[str, WeightFormat] = {
-    "int8_amx": int8.FORMAT,
-    "bf16_amx": amx.FORMAT,
-    "fma": fma.FORMAT,
-}
+FORMATS: dict[str, WeightFormat] = {"int8_amx": int8.FORMAT, "bf16_amx": amx.FORMAT, "fma": fma.FORMAT}
 
 
 def pack(

@@ -11,32 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.ops.cpu.gemm.weight_format import CpuFeatures, WeightFormat
-from draftproof.ops.cpu.jit.amx import (
-    configure_rows,
-    run_bytes_1,
-    run_bytes_2,
-    tiles_release,
-    tiles_store,
-    tiles_zero,
-)
+from draftproof.ops.cpu.gemm.weight_format import WeightFormat
+from draftproof.ops.cpu.jit import amx
+from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_f32, load_i64, share, store_f32
-from draftproof.ops.cpu.jit.load_store import tload, tstore
-from draftproof.ops.cpu.jit.program import Argument
-from draftproof.ops.cpu.jit.simd import (
-    iload,
-    isplat,
-    istore_bytes,
-    splat,
-    to_float,
-    to_int,
-    vadd,
-    vmax,
-    vmax_lane,
-    vmul,
-    vround,
-    vsub,
-)
 
 WIDTH = 32  # columns per block: two tiles
 DEPTH = 64  # K per step
@@ -46,31 +24,31 @@ INT8_MAX = 127
 _ZERO = np.float32(0.0)
 
 
-def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack [N, K] to int8 [N / 32, K / 64, 2, 16 fours of k, 16 n, 4], zero-padded, and fp32 scales [N]."""
+def pack_int8(weight: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+    """Pack [N, K] to int8 [N / 32, K / 64, 2, 16 fours of k, 16 n, 4], zero-padded; (fp32 scales [N],)."""
     columns, depth = weight.shape
     blocks, steps = -(-columns // WIDTH), -(-depth // DEPTH)
     exact = weight.float()
     scales = (exact.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     padded = torch.zeros(blocks * WIDTH, steps * DEPTH, dtype=torch.int8)
     padded[:columns, :depth] = (exact / scales[:, None]).round().to(torch.int8)
-    return padded.view(blocks, 2, 16, steps, 16, 4).permute(0, 3, 1, 4, 2, 5).contiguous(), scales
+    return padded.view(blocks, 2, 16, steps, 16, 4).permute(0, 3, 1, 4, 2, 5).contiguous(), (scales,)
 
 
 @device
 def _quantize_row(x: int, depth: int, to: int) -> float:
     """Write x [depth] bf16 as int8, zero-padded to a whole step; return its scale."""
-    top = splat(_ZERO)
+    top = v.splat(_ZERO)
     for i in range(0, depth, 16):
-        value = tload(x, i, depth - i, True)
-        top = vmax(top, vmax(value, vsub(splat(_ZERO), value)))
-    largest = vmax_lane(top)
+        value = v.tload(x, i, depth - i, True)
+        top = v.maximum(top, v.maximum(value, v.sub(v.splat(_ZERO), value)))
+    largest = v.max_lane(top)
     inverse = np.float32(INT8_MAX) / largest if largest > _ZERO else _ZERO
     for i in range(0, (depth + DEPTH - 1) // DEPTH * DEPTH, 16):
         if i < depth:
-            istore_bytes(to + i, to_int(vround(vmul(tload(x, i, depth - i, True), splat(inverse)))))
+            v.istore_bytes(to + i, v.to_int(v.rint(v.mul(v.tload(x, i, depth - i, True), v.splat(inverse)))))
         else:
-            istore_bytes(to + i, isplat(0))
+            v.istore_bytes(to + i, v.isplat(0))
     return np.float32(largest / np.float32(INT8_MAX))
 
 
@@ -91,29 +69,29 @@ def _linear(out_bf16: bool) -> Kernel:
             for i in range(count):
                 scale = _quantize_row(x + (row + i) * depth * 2, depth, bytes_of + i * steps * DEPTH)
                 store_f32(own + 4 * i, scale)
-            configure_rows(config, count)
+            amx.configure_rows(config, count)
             for block in range(begin, end):
-                tiles_zero()
+                amx.tiles_zero()
                 w = weight + block * steps * STEP_BYTES
                 if count <= 16:
-                    run_bytes_1(bytes_of, steps * DEPTH, w, steps)
-                    tiles_store(c, 1)
+                    amx.run_bytes_1(bytes_of, steps * DEPTH, w, steps)
+                    amx.tiles_store(c, 1)
                 else:
-                    run_bytes_2(bytes_of, steps * DEPTH, w, steps)
-                    tiles_store(c, 2)
+                    amx.run_bytes_2(bytes_of, steps * DEPTH, w, steps)
+                    amx.tiles_store(c, 2)
                 for i in range(count):
-                    scale = splat(load_f32(own + 4 * i))
+                    scale = v.splat(load_f32(own + 4 * i))
                     for j in range(0, WIDTH, 16):
                         column = block * WIDTH + j
                         n = columns - column
                         if n > 0:
-                            y = to_float(iload(c + 4 * (i * WIDTH + j)))
-                            y = vmul(y, tload(scales, column, n, False))
-                            y = vmul(y, scale)
+                            y = v.to_float(v.iload(c + 4 * (i * WIDTH + j)))
+                            y = v.mul(y, v.tload(scales, column, n, False))
+                            y = v.mul(y, scale)
                             if bias != 0:
-                                y = vadd(y, tload(bias, column, n, True))
-                            tstore(out, (row + i) * columns + column, y, n, out_bf16)
-            tiles_release()
+                                y = v.add(y, v.tload(bias, column, n, True))
+                            v.tstore(out, (row + i) * columns + column, y, n, out_bf16)
+            amx.tiles_release()
 
     return linear_int8
 
@@ -121,20 +99,9 @@ def _linear(out_bf16: bool) -> Kernel:
 LINEAR_INT8 = [_linear(False), _linear(True)]  # by output dtype: [fp32, bf16]
 
 
-class Int8Format(WeightFormat):
-    """Weights in int8 tiles for AMX, with one scale per column; for draft models."""
-
-    draft_only = True
-
-    def supports(self, dtype: torch.dtype, features: CpuFeatures) -> bool:
-        return features.amx_int8 and dtype == torch.bfloat16
-
-    def pack(self, weight: Tensor, features: CpuFeatures) -> tuple[Tensor, tuple[Argument, ...]]:
-        packed, scales = pack_int8(weight)
-        return packed, (scales,)
-
-    def kernel(self, dtype: torch.dtype, out_bf16: bool) -> Kernel:
-        return LINEAR_INT8[out_bf16]
-
-
-FORMAT = Int8Format()
+FORMAT = WeightFormat(
+    supports=lambda dtype, features: features.amx_int8 and dtype == torch.bfloat16,
+    pack=lambda weight, features: pack_int8(weight),
+    kernel=lambda dtype, out_bf16: LINEAR_INT8[out_bf16],
+    draft_only=True,
+)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,19 +34,11 @@ class PackedLinear:
     extra: tuple[Argument, ...] = ()  # further arguments of the kernels
 
 
-class WeightFormat(ABC):
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
     """Packing of a weight and the kernels that multiply by it."""
 
-    draft_only: ClassVar[bool] = False  # lower precision, for draft models
-
-    @abstractmethod
-    def supports(self, dtype: torch.dtype, features: CpuFeatures) -> bool:
-        """Return whether weights of this dtype can be packed on this machine."""
-
-    @abstractmethod
-    def pack(self, weight: Tensor, features: CpuFeatures) -> tuple[Tensor, tuple[Argument, ...]]:
-        """Return the packed weight [N, K] and the further arguments of the kernels."""
-
-    @abstractmethod
-    def kernel(self, dtype: torch.dtype, out_bf16: bool) -> Kernel:
-        """Return the kernel for activations of `dtype` and bf16 or fp32 output."""
+    supports: Callable[[torch.dtype, CpuFeatures], bool]  # whether weights of this dtype can be packed here
+    pack: Callable[[Tensor, CpuFeatures], tuple[Tensor, tuple[Argument, ...]]]  # the rest: kernel arguments
+    kernel: Callable[[torch.dtype, bool], Kernel]  # for activations of this dtype, and bf16 or fp32 output
+    draft_only: bool = False  # lower precision, for draft models

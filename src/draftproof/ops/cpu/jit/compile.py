@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 # (address of int64 arguments, rows, thread, threads, address of the thread's scratch)
-KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64, types.int64)
+KERNEL_SIGNATURE = types.void(*[types.int64] * 5)
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
@@ -45,11 +45,8 @@ class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
 
     def _name(self, key: Any) -> str:
         made_from = repr((self._version, self._source_stamp, key))
-        return (
-            self._index_name.removesuffix("nbi")
-            + hashlib.sha256(made_from.encode()).hexdigest()[:24]
-            + ".nbc"
-        )
+        digest = hashlib.sha256(made_from.encode()).hexdigest()[:24]
+        return f"{self._index_name.removesuffix('nbi')}{digest}.nbc"
 
     def save(self, key: Any, data: Any) -> None:
         self._save_data(self._name(key), data)
@@ -80,10 +77,7 @@ class Kernel:
     """C-callable function, compiled or read from the disk cache when its address is first needed."""
 
     def __init__(self, fn: Callable[..., None], signature: Any = KERNEL_SIGNATURE) -> None:
-        self.fn = fn
-        self.signature = signature
-        self.__name__ = fn.__name__
-        self.__doc__ = fn.__doc__
+        self.fn, self.signature = fn, signature
         self._compiled: CFunc | None = None
         self._lock = threading.Lock()
 
@@ -100,158 +94,107 @@ class Kernel:
             return int(self._compiled.address)
 
 
-def kernel(fn: Callable[..., None]) -> Kernel:
-    """Mark `fn(args, rows, thread, threads, scratch)` as a kernel of a program."""
-    return Kernel(fn)
+kernel = Kernel  # as a decorator of `fn(args, rows, thread, threads, scratch)`
 
 
-# --- scalar memory --------------------------------------------------------------------------------
+# --- intrinsics -----------------------------------------------------------------------------------
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 PTR = ir.PointerType()
+i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 
 
-def _loader(elem: ir.Type, result: Any, widen: str | None = None) -> Any:
-    @intrinsic
-    def load(typingctx: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            value = builder.load(builder.inttoptr(args[0], PTR), typ=elem)
-            return getattr(builder, widen)(value, I64) if widen else value
+def op(result: Any, params: Sequence[Any], build: Callable[[Any, Any], Any]) -> Any:
+    """Return an intrinsic of fixed types; `build(builder, args)` emits it."""
+    sig = result(*params)
 
-        return result(types.int64), codegen
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = build(builder, args)
+        return context.get_dummy_value() if result is void else value
 
-    return load
-
-
-def _storer(elem: ir.Type, value_type: Any, narrow: bool = False) -> Any:
-    @intrinsic
-    def store(typingctx: Any, addr: Any, value: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            value = builder.trunc(args[1], elem) if narrow else args[1]
-            builder.store(value, builder.inttoptr(args[0], PTR))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, value_type), codegen
-
-    return store
+    # intrinsic() reads the number of parameters from the function's signature
+    names = ", ".join(["typingctx", *(f"a{i}" for i in range(len(params)))])
+    scope: dict[str, Any] = {"sig": sig, "codegen": codegen}
+    exec(f"def op({names}):\n    return sig, codegen", scope)
+    return intrinsic(scope["op"])
 
 
-load_i64 = _loader(I64, types.int64)
-load_i32 = _loader(I32, types.int64, "sext")
-load_f32 = _loader(F32, types.float32)
-load_f64 = _loader(F64, types.float64)
-store_i64 = _storer(I64, types.int64)
-store_i16 = _storer(I16, types.int64, narrow=True)
-store_f32 = _storer(F32, types.float32)
-store_f64 = _storer(F64, types.float64)
+def llvm(name: str, result: ir.Type, params: Sequence[ir.Type]) -> Callable[[Any, Any], Any]:
+    """Return a builder of a call to an LLVM intrinsic."""
+
+    def build(builder: Any, args: Any) -> Any:
+        fn = builder.module.declare_intrinsic(name, (), ir.FunctionType(result, params))
+        return builder.call(fn, args)
+
+    return build
 
 
-@intrinsic
-def bits_of_f32(typingctx: Any, x: Any) -> Any:
-    """Return the bits of a float32, zero-extended to int64."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.zext(builder.bitcast(args[0], I32), I64)
-
-    return types.int64(types.float32), codegen
+def pointer(builder: Any, addr: Any) -> Any:
+    return builder.inttoptr(addr, PTR)
 
 
-@intrinsic
-def f32_of_bits(typingctx: Any, x: Any) -> Any:
-    """Return the float32 whose bits are the low half of an int64."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(builder.trunc(args[0], I32), F32)
-
-    return types.float32(types.int64), codegen
+def emit_prefetch(builder: Any, where: Any) -> None:
+    """Emit a prefetch for reading, to all cache levels, of the line at a pointer."""
+    llvm("llvm.prefetch.p0", ir.VoidType(), [PTR, I32, I32, I32])(builder, [where, I32(0), I32(3), I32(1)])
 
 
-@intrinsic
-def f64_of_bits(typingctx: Any, x: Any) -> Any:
-    """Return the float64 with these bits; float arguments are stored in an int64 table."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], F64)
-
-    return types.float64(types.int64), codegen
+def _load(elem: ir.Type) -> Callable[[Any, Any], Any]:
+    return lambda b, a: b.load(pointer(b, a[0]), typ=elem)
 
 
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
-    """Copy bytes."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        fnty = ir.FunctionType(ir.VoidType(), [PTR, PTR, I64, I1])
-        fn = builder.module.declare_intrinsic("llvm.memcpy.p0.p0.i64", (), fnty)
-        target, source = (builder.inttoptr(addr, PTR) for addr in args[:2])
-        builder.call(fn, [target, source, args[2], I1(0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+def _store(builder: Any, args: Any) -> None:
+    builder.store(args[1], pointer(builder, args[0]))
 
 
-# --- threads --------------------------------------------------------------------------------------
+_SCALARS = ((i64, I64), (f32, F32), (f64, F64))
+load_i64, load_f32, load_f64 = (op(kind, [i64], _load(elem)) for kind, elem in _SCALARS)
+load_i32 = op(i64, [i64], lambda b, a: b.sext(_load(I32)(b, a), I64))
+store_i64, store_f32, store_f64 = (op(void, [i64, kind], _store) for kind, _ in _SCALARS)
+store_i16 = op(void, [i64, i64], lambda b, a: _store(b, [a[0], b.trunc(a[1], I16)]))
+
+bits_of_f32 = op(i64, [f32], lambda b, a: b.zext(b.bitcast(a[0], I32), I64))
+f32_of_bits = op(f32, [i64], lambda b, a: b.bitcast(b.trunc(a[0], I32), F32))
+f64_of_bits = op(f64, [i64], lambda b, a: b.bitcast(a[0], F64))  # float arguments are stored as int64
 
 
-@intrinsic
-def atomic_add(typingctx: Any, addr: Any, value: Any) -> Any:
-    """Add to the int64 at `addr` atomically and return its old value."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+def _copy_bytes(builder: Any, args: Any) -> None:
+    target, source = (pointer(builder, addr) for addr in args[:2])
+    copy = llvm("llvm.memcpy.p0.p0.i64", ir.VoidType(), [PTR, PTR, I64, I1])
+    copy(builder, [target, source, args[2], I1(0)])
 
 
-@intrinsic
-def atomic_load(typingctx: Any, addr: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], PTR)
-        return builder.load_atomic(pointer, "acquire", 8, typ=I64)
-
-    return types.int64(types.int64), codegen
+copy_bytes = op(void, [i64, i64, i64], _copy_bytes)  # target, source, count
 
 
-@intrinsic
-def atomic_store(typingctx: Any, addr: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+def _atomic_pointer(builder: Any, addr: Any) -> Any:
+    return builder.inttoptr(addr, I64.as_pointer())
 
 
-@intrinsic
-def cpu_pause(typingctx: Any) -> Any:
+# returns the old value
+atomic_add = op(i64, [i64, i64], lambda b, a: b.atomic_rmw("add", _atomic_pointer(b, a[0]), a[1], "seq_cst"))
+atomic_load = op(i64, [i64], lambda b, a: b.load_atomic(pointer(b, a[0]), "acquire", 8, typ=I64))
+atomic_store = op(void, [i64, i64], lambda b, a: b.store_atomic(a[1], _atomic_pointer(b, a[0]), "seq_cst", 8))
+
+
+def _cpu_pause(builder: Any, args: Any) -> None:
     """Emit the spin-loop hint of the CPU, if it has one."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        machine = builder.module.triple.split("-")[0]
-        if machine in ("x86_64", "i686", "i386"):
-            fnty = ir.FunctionType(ir.VoidType(), [])
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), fnty), [])
-        elif machine in ("aarch64", "arm64"):
-            fnty = ir.FunctionType(ir.VoidType(), [I32])
-            builder.call(builder.module.declare_intrinsic("llvm.aarch64.hint", (), fnty), [I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    machine = builder.module.triple.split("-")[0]
+    if machine in ("x86_64", "i686", "i386"):
+        llvm("llvm.x86.sse2.pause", ir.VoidType(), [])(builder, [])
+    elif machine in ("aarch64", "arm64"):
+        llvm("llvm.aarch64.hint", ir.VoidType(), [I32])(builder, [I32(1)])
 
 
-@intrinsic
-def call_kernel(
-    typingctx: Any, address: Any, args: Any, rows: Any, thread: Any, threads: Any, scratch: Any
-) -> Any:
-    """Call the kernel at `address`."""
+cpu_pause = op(void, [], _cpu_pause)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        fnty = ir.FunctionType(ir.VoidType(), [I64] * 5)
-        pointer = builder.inttoptr(args[0], ir.PointerType(fnty))
-        builder.call(pointer, args[1:])
-        return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), codegen
+def _call_kernel(builder: Any, args: Any) -> None:
+    kernel_type = ir.FunctionType(ir.VoidType(), [I64] * 5)
+    builder.call(builder.inttoptr(args[0], ir.PointerType(kernel_type)), args[1:])
+
+
+call_kernel = op(void, [i64] * 6, _call_kernel)  # address, args, rows, thread, threads, scratch
 
 
 @device

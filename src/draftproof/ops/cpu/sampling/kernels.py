@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import (
     copy_bytes,
     device,
@@ -20,32 +21,6 @@ from draftproof.ops.cpu.jit.compile import (
     store_f64,
     store_i64,
 )
-from draftproof.ops.cpu.jit.simd import (
-    count_ones,
-    dadd,
-    dsum,
-    dzero,
-    first_one,
-    iadd,
-    iload,
-    interleave_high,
-    interleave_low,
-    isplat,
-    istore,
-    mask_bits,
-    splat,
-    to_double,
-    unsigned_to_float,
-    vadd,
-    vge,
-    vgt,
-    vmax,
-    vmax_lane,
-    vmul,
-    vstore,
-    vsub,
-)
-from draftproof.ops.cpu.jit.vmath import vexp
 from draftproof.ops.cpu.sampling.philox import gumbel, noise_word, unit, vphilox
 from draftproof.ops.cpu.sampling.row_select import (
     MINUS_INF,
@@ -95,29 +70,29 @@ def _gumbel_row(logits: int, vocab: int, seed: int, position: int, stream: int, 
     best = np.float32(load_f32(logits + 4 * found) + noise)
     for lane in range(0, 16, 2):  # lanes 0 to 15
         store_i64(work + 4 * lane, lane | (lane + 1) << 32)
-    lanes = iload(work)
+    lanes = v.iload(work)
     for i in range(0, vocab, 64):
         # covers the rounding of the sums and of the vector arithmetic below
         margin = np.float32(np.float32(1e-3) + abs(best) * np.float32(1e-6))
         top = lload(logits, i, vocab)
         for part in range(16, 64, 16):
-            top = vmax(lload(logits, i + part, vocab), top) if i + part < vocab else top
-        if vmax_lane(top) + _MAX_NOISE + margin < best:
+            top = v.maximum(lload(logits, i + part, vocab), top) if i + part < vocab else top
+        if v.max_lane(top) + _MAX_NOISE + margin < best:
             continue
-        w0, w1, w2, w3 = vphilox(iadd(lanes, isplat(i // 4)), position, stream, k0, k1)
-        even_low, even_high = interleave_low(w0, w2), interleave_high(w0, w2)
-        odd_low, odd_high = interleave_low(w1, w3), interleave_high(w1, w3)
-        istore(work, interleave_low(even_low, odd_low))
-        istore(work + 64, interleave_high(even_low, odd_low))
-        istore(work + 128, interleave_low(even_high, odd_high))
-        istore(work + 192, interleave_high(even_high, odd_high))
+        w0, w1, w2, w3 = vphilox(v.iadd(lanes, v.isplat(i // 4)), position, stream, k0, k1)
+        even_low, even_high = v.interleave_low(w0, w2), v.interleave_high(w0, w2)
+        odd_low, odd_high = v.interleave_low(w1, w3), v.interleave_high(w1, w3)
+        v.istore(work, v.interleave_low(even_low, odd_low))
+        v.istore(work + 64, v.interleave_high(even_low, odd_low))
+        v.istore(work + 128, v.interleave_low(even_high, odd_high))
+        v.istore(work + 192, v.interleave_high(even_high, odd_high))
         for part in range(0, min(64, vocab - i), 16):
-            words = iload(work + 4 * part)
-            u = vmul(unsigned_to_float(words), splat(_UNIT))
-            x = vadd(vsub(lload(logits, i + part, vocab), splat(best)), splat(margin))
-            bits = mask_bits(vge(vexp(x), u))
+            words = v.iload(work + 4 * part)
+            u = v.mul(v.unsigned_to_float(words), v.splat(_UNIT))
+            x = v.add(v.sub(lload(logits, i + part, vocab), v.splat(best)), v.splat(margin))
+            bits = v.mask_bits(v.ge(v.exp(x), u))
             while bits != 0:
-                token = i + part + first_one(bits)
+                token = i + part + v.first_one(bits)
                 bits &= bits - 1
                 if token < vocab:
                     word = load_i32(work + 4 * (token - i)) & _LOW
@@ -155,13 +130,13 @@ def uniform(args: int, rows: int, thread: int, threads: int, scratch: int) -> No
 @device
 def _masses(row: int, vocab: int, top: Any, out: int) -> float:
     """Return the sum of exp(logit - top) in fp64; write the terms to `out` [vocab, padded] unless it is 0."""
-    total = dzero(0)
+    total = v.dzero(0)
     for i in range(0, vocab, 16):
-        mass = vexp(vsub(lload(row, i, vocab), splat(top)))
+        mass = v.exp(v.sub(lload(row, i, vocab), v.splat(top)))
         if out != 0:
-            vstore(out + 4 * i, mass)
-        total = dadd(total, to_double(mass))
-    return dsum(total)
+            v.store(out + 4 * i, mass)
+        total = v.dadd(total, v.to_double(mass))
+    return v.dsum_lanes(total)
 
 
 @kernel
@@ -188,15 +163,15 @@ def rank(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
     for row in range(begin, end):
         line = logits + row * vocab * 4
         token = min(max(load_i64(ids + 8 * row), 0), vocab - 1)
-        own = splat(load_f32(line + 4 * token))
+        own = v.splat(load_f32(line + 4 * token))
         count = np.int64(1)
         for i in range(0, vocab, 16):
             x = lload(line, i, vocab)
-            before = mask_bits(vgt(x, own))
+            before = v.mask_bits(v.gt(x, own))
             if i < token:  # equal values precede it only with a lower id
-                equal = mask_bits(vge(x, own))
+                equal = v.mask_bits(v.ge(x, own))
                 before |= equal & ((1 << min(token - i, 16)) - 1)
-            count += count_ones(before)
+            count += v.count_ones(before)
         store_i64(out + 8 * row, count)
 
 

@@ -36,8 +36,7 @@ class CpuSampling(ComposedSampling):
         scaled, rows, vocab = check_logits(scaled)
         keys = [check_ints("seeds", seeds, rows), check_ints("positions", positions, rows)]
         out = torch.empty(rows, dtype=torch.int64)
-        sizes = (vocab, stream)
-        self._run.call(kernels.gumbel_argmax, rows, [out], [scaled, *keys], sizes, small=rows == 1)
+        self._run.call(kernels.gumbel_argmax, rows, [out], [scaled, *keys], [vocab, stream], small=rows == 1)
         return out
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
@@ -65,21 +64,17 @@ class CpuSampling(ComposedSampling):
         logits, rows, vocab = check_logits(logits)
         if not 0 <= k <= vocab:
             raise ValueError(f"top {k} of {vocab}")
-        values = torch.empty(rows, k, dtype=torch.float32)
-        ids = torch.empty(rows, k, dtype=torch.int64)
+        values, ids = torch.empty(rows, k, dtype=torch.float32), torch.empty(rows, k, dtype=torch.int64)
         if k:
             scratch = kernels.scratch_bytes(vocab)
-            outputs = [values, ids]
-            self._run.call(kernels.top, rows, outputs, [logits], [vocab, k], scratch, rows == 1)
+            self._run.call(kernels.top, rows, [values, ids], [logits], [vocab, k], scratch, rows == 1)
         return values, ids
 
     def truncate(self, scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         scaled, rows, vocab = check_logits(scaled)
         limits = [check_ints("top_k", top_k, rows), check_doubles(top_p, rows), check_doubles(min_p, rows)]
-        out = torch.empty_like(scaled)
-        scratch = kernels.scratch_bytes(vocab)
-        inputs = [scaled, *limits]
-        self._run.call(kernels.truncate, rows, [out], inputs, [vocab], scratch, rows == 1)
+        out, scratch = torch.empty_like(scaled), kernels.scratch_bytes(vocab)
+        self._run.call(kernels.truncate, rows, [out], [scaled, *limits], [vocab], scratch, rows == 1)
         return out
 
     def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
@@ -89,8 +84,7 @@ class CpuSampling(ComposedSampling):
 
     def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns = windows.columns
-        temperatures = np.zeros(len(logits), np.float32)
-        seeds = np.zeros(len(logits), np.int64)
+        temperatures, seeds = np.zeros(len(logits), np.float32), np.zeros(len(logits), np.int64)
         inputs = [x.numpy() for x in (windows.slot, columns.temperature, columns.seed)]
         any_sampled = _keys(*inputs, temperatures, seeds)
         tokens = self.argmax(logits)

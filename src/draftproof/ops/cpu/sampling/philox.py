@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import device, inlined
-from draftproof.ops.cpu.jit.simd import imul, imul_high, isplat, ixor
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -31,12 +31,12 @@ def philox(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, i
 @device
 def vphilox(c0: Any, c1: int, c2: int, k0: int, k1: int) -> Any:
     """Return 16 blocks: c0 is a vector of counters, the other words are common, c3 = 0."""
-    a, b, c, d = c0, isplat(c1), isplat(c2), isplat(0)
+    a, b, c, d = c0, v.isplat(c1), v.isplat(c2), v.isplat(0)
     for _ in range(10):
-        high_0, low_0 = imul_high(a, isplat(MULTIPLIER_0)), imul(a, isplat(MULTIPLIER_0))
-        high_1, low_1 = imul_high(c, isplat(MULTIPLIER_1)), imul(c, isplat(MULTIPLIER_1))
-        a, b = ixor(ixor(high_1, b), isplat(k0)), low_1
-        c, d = ixor(ixor(high_0, d), isplat(k1)), low_0
+        high_0, low_0 = v.imul_high(a, v.isplat(MULTIPLIER_0)), v.imul(a, v.isplat(MULTIPLIER_0))
+        high_1, low_1 = v.imul_high(c, v.isplat(MULTIPLIER_1)), v.imul(c, v.isplat(MULTIPLIER_1))
+        a, b = v.ixor(v.ixor(high_1, b), v.isplat(k0)), low_1
+        c, d = v.ixor(v.ixor(high_0, d), v.isplat(k1)), low_0
         k0, k1 = (k0 + WEYL_0) & _LOW, (k1 + WEYL_1) & _LOW
     return a, b, c, d
 

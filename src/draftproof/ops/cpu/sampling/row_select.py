@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import (
     bits_of_f32,
     device,
@@ -20,30 +21,6 @@ from draftproof.ops.cpu.jit.compile import (
     load_i64,
     store_i64,
 )
-from draftproof.ops.cpu.jit.simd import (
-    count_ones,
-    dadd,
-    dselect,
-    dsum,
-    dzero,
-    first_one,
-    iadd,
-    iselect,
-    isplat,
-    istore,
-    mask_bits,
-    mask_first,
-    splat,
-    to_double,
-    vge,
-    vgt,
-    vload,
-    vload_n,
-    vmax,
-    vmax_lane,
-    vselect,
-    vstore,
-)
 
 MINUS_INF = np.float32(-np.inf)
 
@@ -52,23 +29,23 @@ MINUS_INF = np.float32(-np.inf)
 def lload(row: int, i: int, vocab: int) -> Any:
     """Load 16 logits from id i on; -inf after the last."""
     if vocab - i >= 16:
-        return vload(row + 4 * i)
-    return vselect(mask_first(vocab - i), vload_n(row + 4 * i, vocab - i), splat(MINUS_INF))
+        return v.load(row + 4 * i)
+    return v.select(v.mask_first(vocab - i), v.load_n(row + 4 * i, vocab - i), v.splat(MINUS_INF))
 
 
 @device
 def best_id(row: int, vocab: int, scratch: int) -> int:
     """Return the lowest id with the greatest value."""
-    best, ids = splat(MINUS_INF), isplat(0)
-    at, step = iadd(isplat(0), isplat(0)), isplat(1)
+    best, ids = v.splat(MINUS_INF), v.isplat(0)
+    at, step = v.iadd(v.isplat(0), v.isplat(0)), v.isplat(1)
     for i in range(0, vocab, 16):
         x = lload(row, i, vocab)
-        better = vgt(x, best)
-        best = vselect(better, x, best)
-        ids = iselect(better, at, ids)
-        at = iadd(at, step)
-    vstore(scratch, best)
-    istore(scratch + 64, ids)
+        better = v.gt(x, best)
+        best = v.select(better, x, best)
+        ids = v.iselect(better, at, ids)
+        at = v.iadd(at, step)
+    v.store(scratch, best)
+    v.istore(scratch + 64, ids)
     top, found = MINUS_INF, np.int64(0)
     for lane in range(16):
         value = load_f32(scratch + 4 * lane)
@@ -80,30 +57,30 @@ def best_id(row: int, vocab: int, scratch: int) -> int:
 
 @device
 def best_value(row: int, vocab: int) -> Any:
-    best = splat(MINUS_INF)
+    best = v.splat(MINUS_INF)
     for i in range(0, vocab, 16):
-        best = vmax(lload(row, i, vocab), best)
-    return vmax_lane(best)
+        best = v.maximum(lload(row, i, vocab), best)
+    return v.max_lane(best)
 
 
 @device
 def count_from(row: int, vocab: int, limit: Any) -> int:
     """Count the values that are at least `limit`."""
-    count, bound = np.int64(0), splat(limit)
+    count, bound = np.int64(0), v.splat(limit)
     for i in range(0, vocab, 16):
-        valid = mask_bits(vge(lload(row, i, vocab), bound))
+        valid = v.mask_bits(v.ge(lload(row, i, vocab), bound))
         if vocab - i < 16:
             valid &= (1 << (vocab - i)) - 1
-        count += count_ones(valid)
+        count += v.count_ones(valid)
     return count
 
 
 @device
 def count_above(row: int, vocab: int, limit: Any) -> int:
     """Count the values greater than `limit`."""
-    count, bound = np.int64(0), splat(limit)
+    count, bound = np.int64(0), v.splat(limit)
     for i in range(0, vocab, 16):
-        count += count_ones(mask_bits(vgt(lload(row, i, vocab), bound)))
+        count += v.count_ones(v.mask_bits(v.gt(lload(row, i, vocab), bound)))
     return count
 
 
@@ -139,11 +116,11 @@ def kth_value(row: int, vocab: int, k: int) -> Any:
 @device
 def mass_above(row: int, masses: int, vocab: int, limit: Any) -> float:
     """Sum the masses [vocab] of the ids whose value is greater than `limit`."""
-    total, bound = dzero(0), splat(limit)
+    total, bound = v.dzero(0), v.splat(limit)
     for i in range(0, vocab, 16):
-        mass = to_double(vload(masses + 4 * i))
-        total = dadd(total, dselect(vgt(lload(row, i, vocab), bound), mass, dzero(0)))
-    return dsum(total)
+        mass = v.to_double(v.load(masses + 4 * i))
+        total = v.dadd(total, v.dselect(v.gt(lload(row, i, vocab), bound), mass, v.dzero(0)))
+    return v.dsum_lanes(total)
 
 
 @device
@@ -165,11 +142,11 @@ def gather_above(row: int, vocab: int, limit: Any, keys: int) -> int:
 
     Sorted keys are in the order (value down, id up).
     """
-    count, bound = np.int64(0), splat(limit)
+    count, bound = np.int64(0), v.splat(limit)
     for i in range(0, vocab, 16):
-        bits = mask_bits(vgt(lload(row, i, vocab), bound))
+        bits = v.mask_bits(v.gt(lload(row, i, vocab), bound))
         while bits != 0:
-            token = i + first_one(bits)
+            token = i + v.first_one(bits)
             # adding 0 makes -0 into +0: equal values must have equal keys
             value = load_f32(row + 4 * token) + np.float32(0.0)
             store_i64(keys + 8 * count, (0x7FFFFFFF - key_of(value)) << 31 | token)
