@@ -31,7 +31,7 @@ from draftproof.engine.slots import Slots
 from draftproof.ops import Ops, resolve
 from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.propose.suffix_pool import Pool
-from draftproof.types import Request
+from draftproof.types import DeviceBatch, Request
 
 BATCHES = (1, 8, 64, 256)
 K, VOCAB, LENGTH = 8, 49152, 500
@@ -77,10 +77,10 @@ def search(ops: Ops, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for batch in BATCHES:
         at = torch.arange(batch, device=ops.device)
-        given = slots.columns, at, torch.full_like(at, K)
+        batched = DeviceBatch(slots.columns, at, torch.full_like(at, K))
         for name, call in (
-            ("suffix", lambda g=given: ops.search.search_suffix(*g, pool.device, RULE)),
-            ("ngram", lambda g=given: ops.search.search_ngram(*g, 2, 5)),
+            ("suffix", lambda given=batched: ops.search.search_suffix(given, pool.device, RULE)),
+            ("ngram", lambda given=batched: ops.search.search_ngram(given, 2, 5)),
         ):
             call()
             on_device = ops.device.type != "cpu"

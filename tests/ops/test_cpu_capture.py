@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from draftproof.ops import AttentionShape, Rows
+from draftproof.ops import Attention, AttentionShape, Rows
 
 pytest.importorskip("numba")
 
-from cpu_cases import CPU, KINDS, PAGE, Paged, make, poison, rand, same
+from cpu_cases import CPU, KINDS, PAGE, make, poison, rand, same
 from draftproof.ops.cpu.backend import CpuOps
+from opcheck import Paged
 
 
 class Tiny:
@@ -23,38 +25,31 @@ class Tiny:
     def __init__(self, ops: CpuOps, dtype: torch.dtype) -> None:
         self.ops, self.heads = ops, AttentionShape(4, 2, 16, 0.25, 0)
         self.table = rand(97, 48, dtype=dtype)
-        width = 8 * 16
-        self.layers = [
-            {
-                "n1": rand(48, dtype=dtype, seed=i),
-                "n2": rand(48, dtype=dtype, seed=10 + i),
-                "qkv": ops.forward.pack_linear(rand(width, 48, dtype=dtype, seed=20 + i) / 7),
-                "o": ops.forward.pack_linear(rand(48, 64, dtype=dtype, seed=30 + i) / 8),
-                "gu": ops.forward.pack_linear(rand(160, 48, dtype=dtype, seed=40 + i) / 7),
-                "down": ops.forward.pack_linear(rand(48, 80, dtype=dtype, seed=50 + i) / 9),
-            }
-            for i in range(2)
-        ]
+        shapes = {"qkv": (128, 48), "o": (48, 64), "gu": (160, 48), "down": (48, 80)}
+        self.layers: list[dict[str, Any]] = [{}, {}]
+        for i, layer in enumerate(self.layers):
+            layer.update(n1=rand(48, dtype=dtype, seed=i), n2=rand(48, dtype=dtype, seed=10 + i))
+            for n, (name, shape) in enumerate(shapes.items()):
+                layer[name] = ops.forward.pack_linear(rand(*shape, dtype=dtype, seed=20 + 10 * n + i) / 8)
         self.head = ops.forward.pack_linear(self.table)
         angles = torch.outer(torch.arange(512.0), 0.5 ** torch.arange(8))
         self.rope = torch.cat([angles.cos(), angles.sin()], dim=1)
         self.caches = [torch.full((2, 40, PAGE, 2, 16), float("nan")).to(dtype) for _ in range(2)]
 
     def forward(self, rows: Rows) -> Tensor:
-        ops, heads = self.ops, self.heads
+        ops, heads, attention = self.ops, self.heads, Attention(self.heads, None, None)
         x = ops.forward.embed(rows.tokens, self.table)
         h = ops.forward.rms_norm(x, self.layers[0]["n1"], 1e-5)
         for i, layer in enumerate(self.layers):
             if i:
                 h, x = ops.forward.add_rms_norm(h, x, layer["n1"], 1e-5)
             qkv = ops.forward.linear(h, layer["qkv"])
-            q = ops.forward.rope_store(qkv, rows, heads, self.rope, self.caches[i], None, None, 1e-5)
+            q = ops.forward.rope_store(qkv, rows, attention, self.rope, self.caches[i], 1e-5)
             h = ops.forward.linear(ops.forward.attention(q, rows, heads, self.caches[i]), layer["o"])
             h, x = ops.forward.add_rms_norm(h, x, layer["n2"], 1e-5)
             h = ops.forward.linear(ops.forward.silu_mul(ops.forward.linear(h, layer["gu"])), layer["down"])
-        return ops.forward.linear(
-            ops.forward.add_rms_norm(h, x, self.layers[0]["n1"], 1e-5)[0], self.head, torch.float32
-        )
+        normed, _ = ops.forward.add_rms_norm(h, x, self.layers[0]["n1"], 1e-5)
+        return ops.forward.linear(normed, self.head, torch.float32)
 
 
 def tokens_of(places: list[tuple[int, int]], paged: Paged) -> Rows:
@@ -69,7 +64,7 @@ def test_captured_pass_equals_eager_pass_at_any_thread_count(kind: str) -> None:
     for threads in (1, 2, 3):
         ops, dtype = make(kind, threads)
         model = Tiny(ops, dtype)
-        paged = Paged(model.heads, [290, 30], dtype)
+        paged = Paged(model.heads, [290, 30], dtype, PAGE)
         captured = ops.runtime.capture(lambda rows, model=model: (model.forward(rows),), 300)
         chunk = [(0, p) for p in range(280)] + [(1, p) for p in range(20)]
         step = [(0, p) for p in range(280, 288)] + [(1, 20)]
@@ -93,7 +88,7 @@ def test_capture_records_again_for_a_new_page_table_and_rejects_torch_ops() -> N
     ops, dtype = make("fp32")
     model = Tiny(ops, dtype)
     captured = ops.runtime.capture(lambda rows: (model.forward(rows),), 4)
-    first, second = (Paged(model.heads, [30], dtype) for _ in range(2))
+    first, second = (Paged(model.heads, [30], dtype, PAGE) for _ in range(2))
     a = captured(tokens_of([(0, 0), (0, 1)], first))[0].clone()
     b = captured(tokens_of([(0, 0), (0, 1)], second))[0].clone()
     assert same(a, b)
@@ -101,11 +96,8 @@ def test_capture_records_again_for_a_new_page_table_and_rejects_torch_ops() -> N
         captured(tokens_of([(0, p) for p in range(5)], first))
 
     def foreign(rows: Rows) -> tuple[Tensor, ...]:
-        return (
-            ops.forward.rms_norm(
-                ops.forward.embed(rows.tokens, model.table) * 2, model.layers[0]["n1"], 1e-5
-            ),
-        )
+        doubled = ops.forward.embed(rows.tokens, model.table) * 2
+        return (ops.forward.rms_norm(doubled, model.layers[0]["n1"], 1e-5),)
 
     with pytest.raises(Exception, match="ops only"):
         ops.runtime.capture(foreign, 4)(tokens_of([(0, 0)], first))
@@ -117,7 +109,7 @@ def test_captured_pass_reads_changed_input_rows(kind: str) -> None:
     """Feed the pass its own result, as draft rounds do."""
     ops, dtype = make(kind)
     model = Tiny(ops, dtype)
-    paged = Paged(model.heads, [30], dtype)
+    paged = Paged(model.heads, [30], dtype, PAGE)
     norm = torch.cat([model.layers[0]["n1"]] * 2)
 
     def forward(rows: Rows, left: Tensor) -> tuple[Tensor, ...]:
@@ -154,9 +146,6 @@ def test_arena_buffers_do_not_overlap_while_in_use() -> None:
 
 def test_two_thread_pools_run_in_parallel_threads() -> None:
     """Run several pools at once: ctypes releases the GIL, and pools do not block each other."""
-    import threading
-
-    assert ctypes.sizeof(ctypes.c_void_p) == 8
     weight, x = rand(200, 64), rand(9, 64, seed=1)
     results: list[Tensor] = []
 

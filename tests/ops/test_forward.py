@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.ops import AttentionShape, Ops, resolve
+from draftproof.ops import Attention, AttentionShape, Ops, resolve
 from draftproof.ops.torch.backend import TorchOps
 from draftproof.ops.torch.forward import TorchForward
 from opcheck import CPU, POOL, Paged, assert_close, bits, importable, rows_that_differ
@@ -61,7 +61,9 @@ SHAPES = ((53, 72), (1, 8), (97, 200))  # (N, K): nothing a power of two
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", (False, True))
-def test_linear(ops: Ops, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool) -> None:
+def test_linear_equals_reference(
+    ops: Ops, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
+) -> None:
     weight = (randn(*shape, seed=1) / shape[1] ** 0.5).to(dtype)
     bias = randn(shape[0], seed=2, dtype=dtype) if with_bias else None
     packed, want = ops.forward.pack_linear(weight, bias), REFERENCE.forward.pack_linear(weight, bias)
@@ -113,7 +115,7 @@ def test_control_row_leaking_into_the_next_is_detected() -> None:
 
 @others
 @dtypes
-def test_embed(ops: Ops, dtype: torch.dtype) -> None:
+def test_embed_equals_reference(ops: Ops, dtype: torch.dtype) -> None:
     table = randn(53, 24, dtype=dtype)
     for rows in SIZES:
         tokens = torch.arange(rows) * 7 % 53
@@ -123,7 +125,7 @@ def test_embed(ops: Ops, dtype: torch.dtype) -> None:
 @others
 @dtypes
 @pytest.mark.parametrize("width", (8, 45, 576))
-def test_norms_and_silu(ops: Ops, dtype: torch.dtype, width: int) -> None:
+def test_norms_and_silu_equal_reference(ops: Ops, dtype: torch.dtype, width: int) -> None:
     weight = randn(width, seed=1, dtype=dtype)
     for rows in SIZES:
         x = 3 * randn(rows, width, seed=rows, dtype=dtype)
@@ -140,7 +142,7 @@ def test_norms_and_silu(ops: Ops, dtype: torch.dtype, width: int) -> None:
 
 
 @others
-def test_rms_norm_of_zeros_and_of_large_values(ops: Ops) -> None:
+def test_rms_norm_of_zeros_and_of_large_values_equals_reference(ops: Ops) -> None:
     x = torch.stack([torch.zeros(24), torch.full((24,), 1e4), torch.full((24,), -1e-6)])
     ones = torch.ones(24)
     assert_close(
@@ -149,9 +151,11 @@ def test_rms_norm_of_zeros_and_of_large_values(ops: Ops) -> None:
 
 
 @others
-def test_silu_at_extreme_values(ops: Ops) -> None:
-    gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
-    both = torch.cat([gate, torch.ones(8)])[None]
+def test_silu_at_extreme_values_equals_reference(ops: Ops) -> None:
+    gate = torch.tensor(
+        [-1e30, -1e4, -200.0, -88.0, -30.0, -0.0, 0.0, 30.0, 88.0, 200.0, 1e4, 1e30, 1.0, -1.0]
+    )
+    both = torch.cat([gate, torch.ones_like(gate)])[None]
     assert_close(ops.forward.silu_mul(both), REFERENCE.forward.silu_mul(both), torch.float32)
 
 
@@ -195,18 +199,16 @@ def rope(heads: AttentionShape, length: int = 160) -> Tensor:
 @dtypes
 @heads_kinds
 @pytest.mark.parametrize("norm", (False, True))
-def test_rope_store(ops: Ops, dtype: torch.dtype, heads: AttentionShape, norm: bool) -> None:
+def test_rope_store_equals_reference(ops: Ops, dtype: torch.dtype, heads: AttentionShape, norm: bool) -> None:
     width = (heads.num_q + 2 * heads.num_kv) * heads.dim
     weights = [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)] if norm else [None, None]
     for where in ([], [(2, 32)], [(0, 0), (3, 17), (3, 18), (3, 19), (4, 63), (5, 2)]):
-        caches = []
+        caches, attention = [], Attention(heads, None, None, *weights)
+        qkv = randn(len(where), width, seed=3, dtype=dtype)
         for backend in (ops, REFERENCE):
             paged = Paged(heads, LENGTHS, dtype)
             paged.cache.zero_()
-            qkv = randn(len(where), width, seed=3, dtype=dtype)
-            q = backend.forward.rope_store(
-                qkv, paged.rows(where), heads, rope(heads), paged.cache, *weights, 1e-6
-            )
+            q = backend.forward.rope_store(qkv, paged.rows(where), attention, rope(heads), paged.cache, 1e-6)
             caches.append((q, paged.cache))
         assert_close(caches[0][0], caches[1][0], dtype)
         assert_close(caches[0][1], caches[1][1], dtype)
@@ -216,7 +218,7 @@ def test_rope_store(ops: Ops, dtype: torch.dtype, heads: AttentionShape, norm: b
 @others
 @dtypes
 @heads_kinds
-def test_attention(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
+def test_attention_equals_reference(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
     """Use ragged slots, pages out of order, and NaN at every position that no row may read."""
     paged = Paged(heads, LENGTHS, dtype)
     for where in (
@@ -240,7 +242,9 @@ def test_attention(ops: Ops, dtype: torch.dtype, heads: AttentionShape) -> None:
 @dtypes
 @pytest.mark.parametrize("page_size", (8, 16, 64))
 @pytest.mark.parametrize("window", (0, 300))
-def test_attention_at_late_positions(ops: Ops, dtype: torch.dtype, page_size: int, window: int) -> None:
+def test_attention_at_late_positions_equals_reference(
+    ops: Ops, dtype: torch.dtype, page_size: int, window: int
+) -> None:
     """Compare positions beyond every block and split, for each page size, with the reference.
 
     A verify window there has the bits of its rows computed one by one.
@@ -336,17 +340,18 @@ def test_control_attention_order_by_longest_row_is_detected() -> None:
 
 @every
 @dtypes
-def test_rope_store_rows_are_independent(ops: Ops, dtype: torch.dtype) -> None:
-    heads = HEADS["grouped"]
+@pytest.mark.parametrize("name", ("grouped", "one_kv", "smollm2"))
+def test_rope_store_rows_are_independent(ops: Ops, dtype: torch.dtype, name: str) -> None:
+    heads = HEADS[name]
     qkv = randn(POOL, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
-    weights = [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]
+    attention = Attention(heads, None, None, *(randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)))
     table = rope(heads)
 
     def call(at: list[int]) -> Tensor:
         paged = Paged(heads, [1] * POOL, dtype)
         rows = paged.rows([(i, 0) for i in at])
         rows.positions[:] = torch.tensor(at)
-        q = ops.forward.rope_store(qkv[at], rows, heads, table, paged.cache, *weights, 1e-6)
+        q = ops.forward.rope_store(qkv[at], rows, attention, table, paged.cache, 1e-6)
         stored = paged.cache.view(2, -1, heads.num_kv * heads.dim)[:, rows.kv_index]
         return torch.cat([q, stored[0], stored[1]], dim=1)
 

@@ -27,6 +27,7 @@ from draftproof.types import (
     NUM_DRAFT,
     NUM_OUT,
     TOKENS,
+    DeviceBatch,
     FinishStatus,
     LogprobKind,
     Outcome,
@@ -54,7 +55,7 @@ def test_op_equals_reference(backend: str, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    """Name of a check -> what went wrong in the triton backend, or nothing."""
+    """Return the error of each check of the triton backend, empty if it passed."""
     path = [str(Path(__file__).parents[1] / "support"), *sys.path]
     code = f"import sys; sys.path[:0] = {path!r}; import triton_step_checks as t; t.main({SEEDS}, [])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
@@ -78,7 +79,7 @@ WRONG = {
     "commit": lambda given, result: given[4].pick_rows.clamp_(min=0),
     "logprobs": lambda given, result: result.ranks.clamp_(max=10),
     "search_ngram": lambda given, result: result[1].clamp_(max=3),
-    "select_drafts": lambda given, result: given[3].rejected.mul_(2),
+    "select_drafts": lambda given, result: given[1].rejected.mul_(2),
     "search_suffix": lambda given, result: result[2].clamp_(max=1 << 15),
     "store_drafts": lambda given, result: given[0].draft_source.clamp_(min=0),
     "shift_rows": lambda given, result: result[1].clamp_(min=0),
@@ -88,7 +89,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_control_defect_in_an_op_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a defect in an op is detected."""
+    """Apply a defect to the result of one op."""
     ops = TorchOps(CPU)
     family = next(f for f in (ops.sampling, ops.step, ops.search, ops.rounds) if hasattr(f, name))
     right = getattr(family, name)
@@ -115,7 +116,7 @@ def features(seed: int) -> Counter[str]:
         torch.zeros((len(plan.slots), TOKENS + step.size.k + 1), dtype=torch.int64), bad.clone(), bad.clone()
     )
     REF.step.commit(plan, before, choice, bad, out)
-    _, count = REF.search.search_ngram(columns, plan.slots, plan.budget, 1, 3)
+    _, count = REF.search.search_ngram(DeviceBatch(columns, plan.slots, plan.budget), 1, 3)
     for b, slot in enumerate(plan.slots.tolist()):
         if slot < 0:
             found["no entry"] += 1
@@ -123,7 +124,7 @@ def features(seed: int) -> Counter[str]:
         line, window = out.table[b].tolist(), int(before.slots[b]) >= 0
         chunk, ended = int(plan.chunk[b]), int(columns.ended[slot])
         found["ended before"] += ended != FinishStatus.RUNNING
-        found["prompt goes on"] += chunk > 0 and not window and not ended
+        found["prompt continues"] += chunk > 0 and not window and not ended
         found["prompt ends"] += chunk > 0 and window
         found["no budget"] += int(plan.budget[b]) == 0
         if count[b] and not ended:
@@ -136,20 +137,17 @@ def features(seed: int) -> Counter[str]:
         rows = bad[int(before.first[b]) :][: line[NUM_DRAFT] + 1]
         found["drafts cut by the plan"] += int(columns.num_draft[slot]) > line[NUM_DRAFT]
         found[f"ends: {FinishStatus(line[ENDED]).name}"] += 1
-        found["ends within its drafts"] += (
-            line[ENDED] == FinishStatus.STOP and line[NUM_OUT] == line[NUM_ACCEPTED]
-        )
-        found["full within its drafts"] += (
-            line[ENDED] == FinishStatus.LENGTH and line[NUM_OUT] == line[NUM_ACCEPTED]
-        )
-        found["a bad row that does not matter"] += line[ENDED] < FinishStatus.NO_ALLOWED_TOKEN and bool(
-            (rows > 0).any()
-        )
+        ends_in_drafts = line[NUM_OUT] == line[NUM_ACCEPTED]
+        found["stop within its drafts"] += line[ENDED] == FinishStatus.STOP and ends_in_drafts
+        found["length within its drafts"] += line[ENDED] == FinishStatus.LENGTH and ends_in_drafts
+        found["a bad row after the last committed token"] += line[
+            ENDED
+        ] < FinishStatus.NO_ALLOWED_TOKEN and bool((rows > 0).any())
         found["nothing committed"] += line[NUM_OUT] == 0
-        found["all stood"] += line[NUM_ACCEPTED] == line[NUM_DRAFT] > 0
-        found["one fell"] += line[NUM_ACCEPTED] < line[NUM_DRAFT]
-        found[f"wants {LogprobKind(int(columns.logprob_kind[slot])).name}"] += 1
-        found["hot" if columns.temperature[slot] > 0 else "cold"] += 1
+        found["all accepted"] += line[NUM_ACCEPTED] == line[NUM_DRAFT] > 0
+        found["one rejected"] += line[NUM_ACCEPTED] < line[NUM_DRAFT]
+        found[f"logprobs {LogprobKind(int(columns.logprob_kind[slot])).name}"] += 1
+        found["sampled" if columns.temperature[slot] > 0 else "greedy"] += 1
     return found
 
 
@@ -160,7 +158,7 @@ def test_cases_cover_all_features() -> None:
     rare = {name: n for name, n in found.items() if n < 2}
     assert not rare, rare
     assert {f"ends: {end.name}" for end in FinishStatus if end != FinishStatus.FAILED} <= set(found)
-    assert {f"wants {w.name}" for w in LogprobKind} | {"hot", "cold"} <= set(found)
+    assert {f"logprobs {kind.name}" for kind in LogprobKind} | {"sampled", "greedy"} <= set(found)
 
 
 def test_cases_draft_from_the_pool() -> None:
@@ -168,8 +166,7 @@ def test_cases_draft_from_the_pool() -> None:
     for seed in range(SEEDS):
         step = Step(seed)
         pool = step_cases.pool_of(step)
-        REF.search.search_suffix(
-            step.columns, step.plan.slots, step.plan.budget, pool, SuffixOptions(1, 1.0, 0.05)
-        )
+        batch = DeviceBatch(step.columns, step.plan.slots, step.plan.budget)
+        REF.search.search_suffix(batch, pool, SuffixOptions(1, 1.0, 0.05))
         drafts += int((pool.used == pool.clock).sum())
     assert drafts >= 5

@@ -60,9 +60,9 @@ def test_the_better_one_is_soon_heard(members, overlap):
 
 
 def test_control_the_worse_one_is_heard(monkeypatch):
-    def worse(whole, ops, columns, slots, budget, record, offers, search):
+    def worse(whole, ops, batch, record, offers, search):
         wrong = [replace(offer, expected_tokens=m + 0 * offer.count) for m, offer in enumerate(offers)]
-        return whole(ops, columns, slots, budget, record, wrong, search)
+        return whole(ops, batch, record, wrong, search)
 
     plant(monkeypatch, "select_drafts", worse)
     steps = served(hybrid(PERFECT, JUNK, num_speculative_tokens=4))

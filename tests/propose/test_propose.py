@@ -96,9 +96,8 @@ def test_random_histories_against_the_definition(ops):
         columns = lines(ops, 6, told, max_len=40)  # the longest fills its line
         order = chance.sample(range(30), 30)
         at = torch.tensor(order)
-        drafts, count = ops.search.search_ngram(
-            columns, at, torch.tensor([budget[i] for i in order]), smallest, largest
-        )
+        batch = DeviceBatch(columns, at, torch.tensor([budget[i] for i in order]))
+        drafts, count = ops.search.search_ngram(batch, smallest, largest)
         for i, line, n in zip(order, drafts.tolist(), count.tolist(), strict=True):
             assert line[:n] == from_scratch(told[i], budget[i], smallest, largest), told[i]
 
@@ -108,7 +107,7 @@ def test_nobody_and_those_who_ended_are_given_nothing(ops):
     columns = lines(ops, 4, [[7, 8, 7, 8, 7]] * 3)
     columns.ended[1] = int(FinishStatus.STOP)
     slots, budget = torch.tensor([-1, 0, 1, 2, -1]), torch.tensor([4, 4, 4, 0, 4])
-    drafts, count = ops.search.search_ngram(columns, slots, budget, 2, 5)
+    drafts, count = ops.search.search_ngram(DeviceBatch(columns, slots, budget), 2, 5)
     assert count.tolist() == [0, 4, 0, 0, 0] and drafts[1].tolist() == [8, 7, 8, 7]
 
 

@@ -55,8 +55,8 @@ class PoolHarness:
         had = torch.tensor([len(begun)])
         drafts = torch.zeros((1, k), dtype=torch.int64)
         drafts[0, : len(begun)] = torch.tensor(begun, dtype=torch.int64)
-        given = columns, torch.tensor([1]), torch.tensor([k]), self.pool.device, rule, (drafts, had)
-        tokens, count, worth = OPS.search.search_suffix(*given)
+        batch = DeviceBatch(columns, torch.tensor([1]), torch.tensor([k]))
+        tokens, count, worth = OPS.search.search_suffix(batch, self.pool.device, rule, (drafts, had))
         assert (int(worth) > 0) == (int(count) > len(begun))
         return tokens[0, : int(count)].tolist()
 

@@ -8,6 +8,7 @@ import tiny
 from draftproof.engine.slots import Slots
 from draftproof.ops import resolve
 from draftproof.propose import ProposerEnv
+from draftproof.types import DeviceBatch
 
 CPU = torch.device("cpu")
 
@@ -31,9 +32,8 @@ class Talk:
     def guess(self, *new, budget=4):
         self.tokens += new
         columns = lines(self.ops, self.k, [[7, 8, 7, 8, 7], self.tokens])
-        drafts, count = self.ops.search.search_ngram(
-            columns, torch.tensor([1]), torch.tensor([budget]), *self.sizes
-        )
+        batch = DeviceBatch(columns, torch.tensor([1]), torch.tensor([budget]))
+        drafts, count = self.ops.search.search_ngram(batch, *self.sizes)
         assert drafts.shape == (1, self.k) and count.shape == (1,)
         return drafts[0, : int(count[0])].tolist()
 

@@ -31,7 +31,17 @@ from draftproof.ops.reference.sampling import gumbel
 from draftproof.ops.torch.draft_rounds import TorchRounds
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.ops.torch.step import TorchStep
-from draftproof.types import TOKENS, Choice, Draft, LogitAdjust, Outcome, PlanColumns, SlotColumns, Windows
+from draftproof.types import (
+    TOKENS,
+    Choice,
+    DeviceBatch,
+    Draft,
+    LogitAdjust,
+    Outcome,
+    PlanColumns,
+    SlotColumns,
+    Windows,
+)
 
 POISON = -(2**40)
 INF = math.inf
@@ -421,9 +431,9 @@ def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     columns, held = copied(step.columns, ops.device), copied(step.columns, ref.device)
     for smallest, largest in ((1, 1), (2, 2), (1, 3), (2, 5)):
         given = [step.plan.slots.clone().to(ops.device), step.plan.budget.clone().to(ops.device)]
-        tokens, count = ops.search.search_ngram(columns, *given, smallest, largest)
+        tokens, count = ops.search.search_ngram(DeviceBatch(columns, *given), smallest, largest)
         theirs = [x.to(ref.device) for x in (step.plan.slots, step.plan.budget)]
-        wanted, want = ref.search.search_ngram(held, *theirs, smallest, largest)
+        wanted, want = ref.search.search_ngram(DeviceBatch(held, *theirs), smallest, largest)
         same(count, want, f"count, {smallest} to {largest}")
         is_draft = torch.arange(size.k, device=ops.device) < count[:, None]
         wanted = torch.where(is_draft.to(ref.device), wanted, 0)  # beyond: any token
@@ -470,9 +480,8 @@ def search_suffix(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         for by in (ref, ops):
             columns, mine, plan = (copied(x, by.device) for x in (step.columns, pool, step.plan))
             given = None if drafts is None else tuple(x.clone().to(by.device) for x in drafts)
-            tokens, number, expected = by.search.search_suffix(
-                columns, plan.slots, plan.budget, mine, rule, given
-            )
+            batch = DeviceBatch(columns, plan.slots, plan.budget)
+            tokens, number, expected = by.search.search_suffix(batch, mine, rule, given)
             made = torch.arange(size.k, device=by.device) < number[:, None]
             done.append((torch.where(made, tokens, 0), number, expected, mine.used))
             all_same(columns, step.columns, "columns")
@@ -510,7 +519,9 @@ def select_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         for by, record in records.items():
             columns, plan = copied(step.columns, by.device), copied(step.plan, by.device)
             offers = offered(by.device, tokens, count, expected)
-            got = by.search.select_drafts(columns, plan.slots, plan.budget, record, offers, search)
+            got = by.search.select_drafts(
+                DeviceBatch(columns, plan.slots, plan.budget), record, offers, search
+            )
             made = torch.arange(size.k, device=by.device) < got[1][:, None]
             done.append((torch.where(made, got[0], 0), *got[1:]))
             all_same(columns, step.columns, "columns")
@@ -568,7 +579,8 @@ def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         shifted, last = by.rounds.shift_rows(mine, columns, plan.slots)
         made = [shifted, PlanColumns(last, last, last, last)]
         for rounds, lag in ((0, 1), (1, 0), (k, 1), (max(1, k // 2), 0)):
-            made.append(by.rounds.plan_draft_rows(columns, plan.slots, plan.budget, last, rounds, lag, PAGE))
+            batch = DeviceBatch(columns, plan.slots, plan.budget)
+            made.append(by.rounds.plan_draft_rows(batch, last, rounds, lag, PAGE))
         all_same(columns, step.columns, "columns")
         all_same(mine, rows, "rows")
         done.append(made)

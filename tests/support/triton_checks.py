@@ -24,7 +24,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
-from draftproof.ops import AttentionShape, Rows, resolve
+from draftproof.ops import Attention, AttentionShape, Rows, resolve
 from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.triton import graphs, kl_grad
 from draftproof.ops.triton.attention import prefill, worklist
@@ -216,8 +216,9 @@ def rope_store() -> None:
             qkv = randn(6, (heads.num_q + 2 * heads.num_kv) * heads.dim, seed=3, dtype=dtype)
             for norms in ([None, None], [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]):
                 paged = [Paged(heads, LENGTHS, dtype) for _ in range(2)]
+                attention = Attention(heads, None, None, *norms)
                 q = [
-                    backend.forward.rope_store(qkv, p.rows(where), heads, rope, p.cache.zero_(), *norms, 1e-6)
+                    backend.forward.rope_store(qkv, p.rows(where), attention, rope, p.cache.zero_(), 1e-6)
                     for backend, p in zip((ops, ref), paged, strict=True)
                 ]
                 assert_close(q[0], q[1], dtype)
@@ -226,7 +227,7 @@ def rope_store() -> None:
     rows = paged[0].rows(where)
     rows.slots[2:4] = -1  # padding stores nothing
     cache = torch.full_like(paged[0].cache, 7.0)
-    ops.forward.rope_store(qkv, rows, heads, rope, cache, None, None, 1e-6)
+    ops.forward.rope_store(qkv, rows, Attention(heads, None, None), rope, cache, 1e-6)
     flat = cache.view(2, -1, heads.num_kv, heads.dim)
     assert bool((flat[:, rows.kv_index[2:4]] == 7).all()) and bool((flat[:, rows.kv_index[:2]] != 7).any())
 
@@ -382,9 +383,10 @@ def two_ops_in_one() -> None:
             x, weight = (randn(n, 136, seed=n, dtype=torch.bfloat16) for n in (21, width))
             packed = ops.forward.pack_linear(weight, bias)
             caches = [paged.cache.clone(), paged.cache.clone()]
-            rest = (None, None, 1e-6)
-            got = ops.forward.linear_rope_store(x, packed, rows, heads, rope, caches[0], *rest)
-            want = ops.forward.rope_store(ops.forward.linear(x, packed), rows, heads, rope, caches[1], *rest)
+            attention = Attention(heads, packed, None)
+            got = ops.forward.linear_rope_store(x, rows, attention, rope, caches[0], 1e-6)
+            product = ops.forward.linear(x, packed)
+            want = ops.forward.rope_store(product, rows, attention, rope, caches[1], 1e-6)
             assert bits(got) == bits(want) and bits(caches[0]) == bits(caches[1])
             got, want = (
                 ops.forward.linear_silu_mul(x, packed),

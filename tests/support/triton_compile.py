@@ -26,7 +26,7 @@ from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import weight as gemm_kernels
 from draftproof.ops.triton.graphs import TritonRuntime
-from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
+from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
 
 CPU = torch.device("cpu")
 TYPES = {
@@ -98,10 +98,10 @@ def forward(
     ops.forward.silu_mul(x)
     rope = torch.empty((64, heads.dim))
     qkv = torch.empty((rows, width), dtype=dtype)
-    ops.forward.rope_store(qkv, these, heads, rope, cache, None, None, 1e-6)
-    ops.forward.rope_store(qkv, these, heads, rope, cache, norm, norm, 1e-6)
+    for norms in ((None, None), (norm, norm)):
+        ops.forward.rope_store(qkv, these, Attention(heads, None, None, *norms), rope, cache, 1e-6)
     packed = gemm_kernels.PackedLinear(torch.empty((width, hidden), dtype=dtype), None, 1)
-    ops.forward.linear_rope_store(x, packed, these, heads, rope, cache, None, None, 1e-6)
+    ops.forward.linear_rope_store(x, these, Attention(heads, packed, None), rope, cache, 1e-6)
     ops.forward.linear_silu_mul(x, packed)
     ops.forward.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
 
@@ -126,10 +126,11 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
         ops.step.commit(made.plan, windows, choice, ints, out)
     for top in (0, 5, 20, 64):
         ops.sampling.logprobs(logits, ints, ints, top)
-    tokens, count = ops.search.search_ngram(made.columns, made.plan.slots, made.plan.budget, 1, 4)
+    batch = DeviceBatch(made.columns, made.plan.slots, made.plan.budget)
+    tokens, count = ops.search.search_ngram(batch, 1, 4)
     pool, rule = pool_of(made), SuffixOptions(2, 1.0, 0.1)
     for begun in (None, (tokens, count)):
-        ops.search.search_suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
+        ops.search.search_suffix(batch, pool, rule, begun)
     offers = [
         DraftCandidate(tokens, count, count),
         DraftCandidate(torch.zeros_like(tokens.t()).t(), count, None),
@@ -137,9 +138,8 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     record = AcceptanceRecord(
         torch.zeros((4, entries), dtype=torch.int64), *torch.zeros((2, entries, 2), dtype=torch.int64)
     )
-    given = made.columns, made.plan.slots, made.plan.budget, record, offers
     for search in (-1, 0):
-        ops.search.select_drafts(*given, search)
+        ops.search.select_drafts(batch, record, offers, search)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.step.store_drafts(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
@@ -155,9 +155,8 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
         made.plan.slots,
     )
     for rounds in (0, k):
-        ahead = ops.rounds.plan_draft_rows(
-            made.columns, made.plan.slots, made.plan.budget, last, rounds, 1, PAGE
-        )
+        batch = DeviceBatch(made.columns, made.plan.slots, made.plan.budget)
+        ahead = ops.rounds.plan_draft_rows(batch, last, rounds, 1, PAGE)
     line = made.plan.slots
     windows = Windows(made.columns, line, line, line, line, line, line, line)
     x, norm = torch.empty((entries, hidden), dtype=torch.bfloat16), torch.empty(hidden, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftproof.ops import AttentionShape, Rows
+from draftproof.ops import Attention, AttentionShape, Rows
 from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.torch.backend import TorchOps
 from draftproof.ops.triton.backend import TritonOps
@@ -154,11 +154,10 @@ def rope_and_attention_are_right(ops: TritonOps) -> None:
             for norms in ([None, None], [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]):
                 caches = [torch.zeros_like(paged.cache), torch.zeros_like(paged.cache, device=CPU)]
                 table = rope(heads, 800)
-                got = ops.forward.rope_store(qkv, rows, heads, table, caches[0], *norms, 1e-6)
-                weights = [None if w is None else w.cpu() for w in norms]
-                want = ref.forward.rope_store(
-                    qkv.cpu(), on_cpu(rows), heads, table.cpu(), caches[1], *weights, 1e-6
-                )
+                normed = Attention(heads, None, None, *norms)
+                got = ops.forward.rope_store(qkv, rows, normed, table, caches[0], 1e-6)
+                normed = Attention(heads, None, None, *(None if w is None else w.cpu() for w in norms))
+                want = ref.forward.rope_store(qkv.cpu(), on_cpu(rows), normed, table.cpu(), caches[1], 1e-6)
                 close(got, want, dtype, f"rope {label}")
                 close(caches[0], caches[1], dtype, f"stored {label}")
 
@@ -357,11 +356,10 @@ def two_ops_in_one(ops: TritonOps) -> None:
         for count in (n for n in COUNTS if n <= 512):
             rows = paged.rows([(0, p) for p in range(count)])
             caches = [torch.zeros_like(paged.cache), torch.zeros_like(paged.cache)]
-            rest = (None, None, 1e-6)
-            got = ops.forward.linear_rope_store(x[:count], qkv, rows, heads, table, caches[0], *rest)
-            want = ops.forward.rope_store(
-                ops.forward.linear(x[:count], qkv), rows, heads, table, caches[1], *rest
-            )
+            attention = Attention(heads, qkv, None)
+            got = ops.forward.linear_rope_store(x[:count], rows, attention, table, caches[0], 1e-6)
+            product = ops.forward.linear(x[:count], qkv)
+            want = ops.forward.rope_store(product, rows, attention, table, caches[1], 1e-6)
             assert torch.equal(got, want) and torch.equal(*caches), f"linear_rope_store, {count} rows"
             got, want = (
                 ops.forward.linear_silu_mul(x[:count], gate_up),

@@ -41,6 +41,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import DenseDecoder
 from draftproof.models.load import load_checkpoint
 from draftproof.models.runner import Runner
+from draftproof.ops import Attention
 from draftproof.ops.triton.backend import TritonOps
 
 BEGUN = time.perf_counter()
@@ -129,7 +130,7 @@ def small_times(ops: TritonOps) -> dict[str, Any]:
                 "add_rms_norm": lambda: ops.forward.add_rms_norm(x, x, weight, 1e-6),
                 "silu_mul": lambda: ops.forward.silu_mul(both),
                 "rope_store": lambda: ops.forward.rope_store(
-                    qkv, at, heads, table, paged.cache, None, None, 1e-6
+                    qkv, at, Attention(heads, None, None), table, paged.cache, 1e-6
                 ),
             }
             for name, call in calls.items():

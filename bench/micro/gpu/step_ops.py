@@ -20,7 +20,7 @@ from draftproof.ops.torch.draft_search import TorchSearch
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.ops.torch.step import TorchStep
 from draftproof.ops.triton.backend import TritonOps
-from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
+from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
 from step_cases import CHECKS, Guarded, Size, Step, copied
 
 GPU = torch.device("cuda")
@@ -111,6 +111,7 @@ class Decoding:
         self.plan.chunk.fill_(0)
         self.plan.drafts.fill_(k)
         self.plan.budget.fill_(k)
+        self.batch = DeviceBatch(columns, self.plan.slots, self.plan.budget)
         rows = entries * (k + 1)
         self.out = made.out(Guarded(GPU), rows, rows, columns)
         ops.step.layout(self.plan, columns, 16, self.out)
@@ -132,7 +133,7 @@ class Decoding:
         self.ops.step.commit(self.plan, self.windows, Choice(self.token), self.bad, self.outcome)
 
     def draft(self) -> None:
-        tokens, count = self.ops.search.search_ngram(self.columns, self.plan.slots, self.plan.budget, 2, 4)
+        tokens, count = self.ops.search.search_ngram(self.batch, 2, 4)
         self.ops.step.store_drafts(self.columns, self.plan.slots, self.plan.budget, Draft(tokens, count))
 
     def chain(self) -> None:
@@ -159,8 +160,8 @@ def step_times(micros: Callable[..., float]) -> dict[str, Any]:
         columns, ops, slots, budget = one.columns, one.ops, one.plan.slots, one.plan.budget
         note(f"layout {where}", one.layout)
         note(f"choose {where}", one.choose)
-        tokens, count = ops.search.search_ngram(columns, slots, budget, 2, 4)
-        note(f"ngram {where}", lambda: ops.search.search_ngram(columns, slots, budget, 2, 4))  # noqa: B023
+        tokens, count = ops.search.search_ngram(one.batch, 2, 4)
+        note(f"ngram {where}", lambda: ops.search.search_ngram(one.batch, 2, 4))  # noqa: B023
         stored = partial(ops.step.store_drafts, columns, slots, budget, Draft(tokens, count))
         note(f"store_drafts {where}", stored)
         none = torch.full_like(one.every, -1)

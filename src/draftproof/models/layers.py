@@ -83,17 +83,7 @@ def store_kv(
     ops: Ops, attention: Attention, x: Tensor, rows: Rows, rope: Tensor, cache: Tensor, eps: float
 ) -> Tensor:
     """Project rows x [R, hidden], store their K and V in `cache`, and return q [R, num_q * dim]."""
-    return ops.forward.linear_rope_store(
-        x,
-        attention.qkv,
-        rows=rows,
-        heads=attention.heads,
-        rope=rope,
-        cache=cache,
-        q_norm=attention.q_norm,
-        k_norm=attention.k_norm,
-        eps=eps,
-    )
+    return ops.forward.linear_rope_store(x, rows, attention, rope, cache, eps)
 
 
 def mlp_forward(ops: Ops, mlp: Mlp, x: Tensor) -> Tensor:

@@ -42,9 +42,7 @@ class DraftRounds:
         assert batch.spec is not None
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
-        self.draft_rows = ops.rounds.plan_draft_rows(
-            batch.columns, batch.slots, batch.budget, last, batch.spec.rounds, lag, page_size
-        )
+        self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
         self._logprobs: list[Tensor] = []
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft

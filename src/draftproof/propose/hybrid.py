@@ -123,13 +123,9 @@ class HybridProposer(DeviceProposer):
             found = searching()
         if model >= 0:
             found[model] = self._model_drafts(replace(batch, begun=begun), found)
+        candidates = [_candidate(found[i]) for i in range(len(found))]
         tokens, made, sources, room = ops.search.select_drafts(
-            batch.columns,
-            batch.slots,
-            batch.budget,
-            self.record,
-            [_candidate(found[i]) for i in range(len(found))],
-            self.extending_source,
+            batch, self.record, candidates, self.extending_source
         )
         count, drafts = made, [found[i].draft for i in range(len(found))]
         is_only_search = others == [self.extending_source] and not self._may_fall_short(batch)
@@ -190,14 +186,8 @@ class HybridProposer(DeviceProposer):
         full = Draft(batch.columns.draft[: len(batch.slots)], batch.budget)
         members = {**found, self.model_source: MemberDrafts(full, None)}
         trial = AcceptanceRecord(*(part.clone() for part in self.state_tensors))
-        _, number, sources, _ = self.env.ops.search.select_drafts(
-            batch.columns,
-            batch.slots,
-            batch.budget,
-            trial,
-            [_candidate(members[i]) for i in sorted(members)],
-            -1,
-        )
+        candidates = [_candidate(members[i]) for i in sorted(members)]
+        _, number, sources, _ = self.env.ops.search.select_drafts(batch, trial, candidates, -1)
         return batch.budget * ((number > 0) & (sources[:, 0] == self.model_source))
 
     def _is_worth_a_round(

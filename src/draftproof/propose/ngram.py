@@ -30,9 +30,7 @@ class NgramProposer(DeviceProposer):
 
     def draft(self, batch: DeviceBatch) -> Draft:
         """Return the continuation of the longest match."""
-        tokens, count = self.env.ops.search.search_ngram(
-            batch.columns, batch.slots, batch.budget, self.min_match, self.max_match
-        )
+        tokens, count = self.env.ops.search.search_ngram(batch, self.min_match, self.max_match)
         return Draft(tokens, count)
 
 

@@ -78,8 +78,7 @@ class SuffixProposer(DeviceProposer):
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the drafts of a search from the committed tokens and the drafts in `begun`."""
-        given = batch.columns, batch.slots, batch.budget
-        return self.env.ops.search.search_suffix(*given, self.pool.device, self.rule, begun)
+        return self.env.ops.search.search_suffix(batch, self.pool.device, self.rule, begun)
 
 
 def _pool_tokens(options: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftproof.types import Rows, SlotColumns, Windows
+from draftproof.types import DeviceBatch, Rows, SlotColumns, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,11 @@ class DraftRoundOps(ABC):
 
     @abstractmethod
     def plan_draft_rows(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,  # [B] int64
-        budget: Tensor,  # [B] int64
-        last: Tensor,  # [B] int64: negative: the draft model has not processed all tokens of this entry
-        rounds: int,
-        lag: int,
-        page_size: int,
+        self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int
     ) -> DraftRows:
         """Compute the rows of all rounds.
+
+        last [B] int64 is negative where the draft model has not processed all tokens of an entry.
 
         The number of drafts is limited by budget, rounds and max_length (after one more token); it is 0 for
         entries that have ended or have a negative `last`. Draft j comes from the row at position

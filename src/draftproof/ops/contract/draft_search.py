@@ -12,11 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from draftproof.types import SlotColumns
+from draftproof.types import DeviceBatch
 
 HASHED_NGRAM_SIZES = (3, 6, 12)  # tokens per hashed n-gram, counted back from the newest token
 BUCKET_WAYS = 8  # positions per hash bucket
@@ -30,6 +31,9 @@ DECAY_SHIFT = 4  # the accepted and rejected counts shrink by 1 / 2^DECAY_SHIFT 
 MAX_CANDIDATES = 4  # proposers in one selection
 EXTEND_MIN_PROB = FIXED_ONE // 5  # drafts are extended by a search if all are accepted with this probability
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as an int64
+
+Number = TypeVar("Number", int, Tensor)
+BegunDrafts = tuple[Tensor, Tensor]  # drafts made so far [B, K] and their number [B]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,7 @@ class DraftSearchOps(ABC):
     """Op family that drafts from tokens generated before, without a model."""
 
     @abstractmethod
-    def search_ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, min_match: int, max_match: int
-    ) -> tuple[Tensor, Tensor]:
+    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
         """Return drafts copied from after an earlier occurrence of the newest n tokens.
 
         Result: tokens [B, K] and count [B]; tokens beyond count are undefined. The longest n in
@@ -91,13 +93,7 @@ class DraftSearchOps(ABC):
 
     @abstractmethod
     def search_suffix(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,  # [B] int64
-        budget: Tensor,  # [B] int64
-        pool: SuffixPool,
-        options: SuffixOptions,
-        begun: tuple[Tensor, Tensor] | None = None,  # existing drafts [B, K] and their number [B]
+        self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return drafts [B, K], their number [B], and the expected accepted tokens [B] in FIXED_ONE.
 
@@ -124,9 +120,7 @@ class DraftSearchOps(ABC):
     @abstractmethod
     def select_drafts(
         self,
-        columns: SlotColumns,
-        slots: Tensor,  # [B] int64
-        budget: Tensor,  # [B] int64
+        batch: DeviceBatch,
         record: AcceptanceRecord,
         candidates: Sequence[DraftCandidate],  # one per proposer of the record, at most MAX_CANDIDATES
         search: int,  # index of the candidate whose proposer can extend another's drafts; -1: none
@@ -148,6 +142,12 @@ class DraftSearchOps(ABC):
         won with at least one draft and all of its drafts are accepted with EXTEND_MIN_PROB, else 0. Padding
         has no drafts.
         """
+
+
+def acceptance_rate(accepted: Number, rejected: Number) -> Number:
+    """Return the estimated acceptance rate of recorded counts; all in FIXED_ONE."""
+    total = accepted + rejected + (PRIOR_ACCEPTED + PRIOR_REJECTED) * FIXED_ONE
+    return (accepted + PRIOR_ACCEPTED * FIXED_ONE) * FIXED_ONE // total
 
 
 def stack_candidates(candidates: Sequence[DraftCandidate]) -> tuple[Tensor, Tensor, Tensor]:

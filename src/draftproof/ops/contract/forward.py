@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import AttentionShape, FusedLayers
+from draftproof.ops.contract.types import Attention, AttentionShape, FusedLayers
 from draftproof.types import Rows
 
 
@@ -20,9 +20,8 @@ class ForwardOps(ABC):
     """Op family of the forward pass."""
 
     fused_rows_limit: ClassVar[int] = 16  # rows up to which one pass costs less than two passes on fewer rows
-    gather_last_layer_from_rows: ClassVar[int] = (
-        0  # rows from which the last layer keeps only output rows; 0: off
-    )
+    # rows from which the last layer keeps only output rows; 0: off
+    gather_last_layer_from_rows: ClassVar[int] = 0
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -70,11 +69,9 @@ class ForwardOps(ABC):
         self,
         qkv: Tensor,  # [R, (num_q + 2 num_kv) * dim]: all q heads, then k, then v
         rows: Rows,
-        heads: AttentionShape,
+        attention: Attention,  # its heads and the per-head norms before rope
         rope: Tensor,  # [max_len, dim] fp32: cos of the dim/2 frequencies, then sin
         cache: Tensor,  # [2, pages, page_size, num_kv, dim]: K, then V, of this layer; written
-        q_norm: Tensor | None,  # [dim] per-head RMS norm before rope, or None
-        k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
         """Norm and rotate q and k (halves convention), store k and v, and return q [R, num_q * dim]."""
@@ -86,20 +83,10 @@ class ForwardOps(ABC):
     # Two ops in one. A backend may use fewer kernels, with the same bits.
 
     def linear_rope_store(
-        self,
-        x: Tensor,  # [R, K]
-        packed: Any,  # weight [(num_q + 2 num_kv) * dim, K]
-        rows: Rows,
-        heads: AttentionShape,
-        rope: Tensor,
-        cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        self, x: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
-        """Compute `rope_store` of `linear`."""
-        qkv = self.linear(x, packed)
-        return self.rope_store(qkv, rows, heads, rope, cache, q_norm, k_norm, eps)
+        """Compute `rope_store` of `linear` with the weight `attention.qkv`, x [R, hidden]."""
+        return self.rope_store(self.linear(x, attention.qkv), rows, attention, rope, cache, eps)
 
     def linear_silu_mul(self, x: Tensor, packed: Any) -> Tensor:
         """Compute `silu_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""

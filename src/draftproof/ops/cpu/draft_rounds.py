@@ -11,7 +11,7 @@ from torch import Tensor
 from draftproof.numba_jit import native
 from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.torch.draft_rounds import TorchRounds
-from draftproof.types import FinishStatus, Rows, SlotColumns, Windows
+from draftproof.types import DeviceBatch, FinishStatus, Rows, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so constants of other files are repeated here
 RUNNING = 0
@@ -31,15 +31,9 @@ class CpuRounds(TorchRounds):
         return Rows(tokens, positions, row_slots, kv_index, rows.page_table), torch.from_numpy(last)
 
     def plan_draft_rows(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        last: Tensor,
-        rounds: int,
-        lag: int,
-        page_size: int,
+        self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int
     ) -> DraftRows:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         size = len(slots)
         each = np.zeros((2, size), np.int64)  # count, last token
         lines = np.zeros((4, rounds, size), np.int64)  # slots, output index, positions, KV index
@@ -93,20 +87,9 @@ def _shift_rows(positions, row_slots, kv_index, tokens, length, slots, out, last
 
 @compiled
 def _plan_draft_rows(  # type: ignore[no-untyped-def]
-    tokens,
-    length,
-    prompt_len,
-    max_length,
-    ended,
-    page_table,
-    slots,
-    budget,
-    last,
-    lag,
-    page_size,
-    each,
-    lines,
-):
+    tokens, length, prompt_len, max_length, ended, page_table, slots, budget, last, lag, page_size,
+    each, lines,
+):  # fmt: skip
     """Write the rows of all rounds; see `DraftRoundOps.plan_draft_rows`."""
     rounds = lines.shape[1]
     for b in range(len(slots)):

@@ -12,13 +12,14 @@ from draftproof.numba_jit import native
 from draftproof.ops.contract import draft_search
 from draftproof.ops.contract.draft_search import (
     AcceptanceRecord,
+    BegunDrafts,
     DraftCandidate,
     DraftSearchOps,
     SuffixOptions,
     SuffixPool,
     stack_candidates,
 )
-from draftproof.types import FinishStatus, SlotColumns
+from draftproof.types import DeviceBatch, FinishStatus
 
 # numba caches compiled loops by this file alone, so constants of other files are repeated here
 SMALL, MIDDLE, LARGE = 3, 6, 12
@@ -27,20 +28,10 @@ HASH_MULTIPLIER = -7046029254386353131
 FIXED_ONE = 65536
 PRIOR_ACCEPTED, PRIOR_REJECTED, DECAY_SHIFT, EXTEND_MIN_PROB = 2, 1, 4, 13107
 RUNNING = 0
-_REPEATED = (
-    "BUCKET_WAYS",
-    "MAX_OWN_MATCHES",
-    "MAX_RANKED_MATCH",
-    "MAX_MATCH_TOKENS",
-    "MAX_LINE_WEIGHT",
-    "HASH_MULTIPLIER",
-    "FIXED_ONE",
-    "PRIOR_ACCEPTED",
-    "PRIOR_REJECTED",
-    "DECAY_SHIFT",
-    "EXTEND_MIN_PROB",
-)
-assert all(getattr(draft_search, name) == globals()[name] for name in _REPEATED)
+_REPEATED = {
+    name: value for name, value in globals().items() if name in vars(draft_search) and name.isupper()
+}
+assert len(_REPEATED) == 11 and all(vars(draft_search)[name] == value for name, value in _REPEATED.items())
 assert draft_search.HASHED_NGRAM_SIZES == (SMALL, MIDDLE, LARGE)
 assert FinishStatus.RUNNING == RUNNING
 compiled = native(boundscheck=False)
@@ -49,9 +40,8 @@ compiled = native(boundscheck=False)
 class CpuSearch(DraftSearchOps):
     """Draft search that reads and writes tensors in place."""
 
-    def search_ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, min_match: int, max_match: int
-    ) -> tuple[Tensor, Tensor]:
+    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens = np.zeros((len(slots), columns.draft.shape[1]), np.int64)
         count = np.zeros(len(slots), np.int64)
         inputs = [x.numpy() for x in (columns.tokens, columns.length, columns.ended, slots, budget)]
@@ -59,14 +49,9 @@ class CpuSearch(DraftSearchOps):
         return torch.from_numpy(tokens), torch.from_numpy(count)
 
     def search_suffix(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        pool: SuffixPool,
-        options: SuffixOptions,
-        begun: tuple[Tensor, Tensor] | None = None,
+        self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         number, k = len(slots), columns.draft.shape[1]
         tokens = np.zeros((number, k), np.int64) if begun is None else begun[0].numpy().copy()
         count = np.zeros(number, np.int64) if begun is None else begun[1].numpy().copy()
@@ -82,14 +67,9 @@ class CpuSearch(DraftSearchOps):
         return torch.from_numpy(tokens), torch.from_numpy(count), torch.from_numpy(expected)
 
     def select_drafts(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        record: AcceptanceRecord,
-        candidates: Sequence[DraftCandidate],
-        search: int,
+        self, batch: DeviceBatch, record: AcceptanceRecord, candidates: Sequence[DraftCandidate], search: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens, count, expected = stack_candidates(candidates)
         _, entries, k = tokens.shape
         out = np.zeros((entries, k), np.int64)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import AttentionShape
+from draftproof.ops.contract.types import Attention, AttentionShape
 from draftproof.ops.cpu import elementwise
 from draftproof.ops.cpu.attention import driver
 from draftproof.ops.cpu.attention import fma as attention_parts
@@ -68,14 +68,8 @@ class CpuForward(ForwardOps):
             raise ValueError(f"{left.shape[0]} rows beside {right.shape[0]}")
         rows, widths = left.shape[0], [part.shape[1] * part.element_size() for part in (left, right)]
         out = self._run.new((rows, left.shape[1] + right.shape[1]), left.dtype)
-        self._run.call(
-            elementwise.concat_columns,
-            rows,
-            [out],
-            [left, right],
-            widths,
-            small=out.numel() < SINGLE_THREAD_ELEMENTS,
-        )
+        small = out.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(elementwise.concat_columns, rows, [out], [left, right], widths, small=small)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -111,28 +105,20 @@ class CpuForward(ForwardOps):
         return out
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        rows: Rows,
-        heads: AttentionShape,
-        rope: Tensor,
-        cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
-        width = (heads.num_q + 2 * heads.num_kv) * heads.dim
-        qkv = check_tensor("qkv", qkv, 2, width)
+        heads = attention.heads
+        qkv = check_tensor("qkv", qkv, 2, (heads.num_q + 2 * heads.num_kv) * heads.dim)
         rope = check_tensor("rope", rope, 2, heads.dim, torch.float32)
         check_cache(cache, heads, qkv.dtype)
-        for norm in (q_norm, k_norm):
+        for norm in (attention.q_norm, attention.k_norm):
             if norm is not None:
                 check_tensor("norm", norm, 1, heads.dim, qkv.dtype)
         count = qkv.shape[0]
         positions, kv_index = check_rows(rows, count, "positions", "kv_index")
         q = self._run.new((count, heads.num_q * heads.dim), qkv.dtype)
         sizes = (heads.num_q, heads.num_kv, heads.dim, rope.shape[0], cache[0, :, :, 0, 0].numel())
-        constants = (rope, cache, q_norm, k_norm, *sizes, float(eps))
+        constants = (rope, cache, attention.q_norm, attention.k_norm, *sizes, float(eps))
         kernel = elementwise.ROPE_STORE[is_bf16(qkv.dtype)]
         small = qkv.numel() < SINGLE_THREAD_ELEMENTS
         self._run.call(kernel, count, [q], [qkv, positions, kv_index], constants, small=small)
@@ -147,9 +133,8 @@ class CpuForward(ForwardOps):
         positions, slots = check_rows(rows, q.shape[0], "positions", "slots")
         out = self._run.new(tuple(q.shape), q.dtype)
         constants: list[Argument] = [table, cache, self._workspace, WORKSPACE_BYTES]
-        constants += [heads.num_q, heads.num_kv, heads.dim, heads.window, table.shape[0]]
-        constants += [table.shape[1], cache.shape[1], cache.shape[2], self._features.rows_per_pass]
-        constants.append(float(heads.scale))
+        constants += [heads.num_q, heads.num_kv, heads.dim, heads.window, *table.shape, *cache.shape[1:3]]
+        constants += [self._features.rows_per_pass, float(heads.scale)]
         bf16 = is_bf16(q.dtype)
         attend = driver.ATTENTION_AMX if self._features.amx else driver.ATTENTION
         kernels = [attend[bf16], driver.ATTENTION_MERGE[bf16]]

@@ -51,12 +51,9 @@ class CpuStep(StepOps):
         )
 
     def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
-        logprobs = draft.tokens.new_full((0, 0), 0, dtype=torch.float32)
-        sources = draft.tokens.new_full((0, 0), 0, dtype=torch.int8)
-        if draft.logprobs is not None:
-            logprobs = draft.logprobs.float().contiguous()
-        if draft.sources is not None:
-            sources = draft.sources.to(torch.int8).contiguous()
+        none = draft.tokens[:0]
+        logprobs = (none if draft.logprobs is None else draft.logprobs).float().contiguous()
+        sources = (none if draft.sources is None else draft.sources).to(torch.int8).contiguous()
         _store_drafts(
             *_arrays(columns.length, columns.max_length, columns.ended, columns.num_draft, columns.draft),
             *_arrays(columns.draft_logprob, columns.draft_source, slots, budget),

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftproof.ops.contract.draft_rounds import DraftRoundOps, DraftRows
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.sampling import SamplingOps
-from draftproof.types import FinishStatus, Rows, SlotColumns, Windows
+from draftproof.types import DeviceBatch, FinishStatus, Rows, SlotColumns, Windows
 
 
 class ReferenceRounds(DraftRoundOps):
@@ -36,15 +36,9 @@ class ReferenceRounds(DraftRoundOps):
         return Rows(tokens, positions, owners, kv_index, rows.page_table), last
 
     def plan_draft_rows(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        last: Tensor,
-        rounds: int,
-        lag: int,
-        page_size: int,
+        self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int
     ) -> DraftRows:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         size = len(slots)
         count, last_token = torch.zeros_like(slots), torch.zeros_like(slots)
         owners = slots.new_full((rounds, size), -1)

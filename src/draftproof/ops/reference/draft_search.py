@@ -19,16 +19,16 @@ from draftproof.ops.contract.draft_search import (
     MAX_MATCH_TOKENS,
     MAX_OWN_MATCHES,
     MAX_RANKED_MATCH,
-    PRIOR_ACCEPTED,
-    PRIOR_REJECTED,
     AcceptanceRecord,
+    BegunDrafts,
     DraftCandidate,
     DraftSearchOps,
     SuffixOptions,
     SuffixPool,
+    acceptance_rate,
     stack_candidates,
 )
-from draftproof.types import FinishStatus, SlotColumns
+from draftproof.types import DeviceBatch, FinishStatus, SlotColumns
 
 
 @dataclass
@@ -45,9 +45,8 @@ class _Match:
 class ReferenceSearch(DraftSearchOps):
     """Draft search as loops over entries and matches."""
 
-    def search_ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, min_match: int, max_match: int
-    ) -> tuple[Tensor, Tensor]:
+    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens = torch.zeros((len(slots), columns.draft.shape[1]), dtype=torch.int64)
         count = torch.zeros(len(slots), dtype=torch.int64)
         for b, (slot, wanted) in enumerate(zip(slots.tolist(), budget.tolist(), strict=True)):
@@ -64,14 +63,9 @@ class ReferenceSearch(DraftSearchOps):
         return tokens, count
 
     def search_suffix(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        pool: SuffixPool,
-        options: SuffixOptions,
-        begun: tuple[Tensor, Tensor] | None = None,
+        self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         shape = len(slots), columns.draft.shape[1]
         tokens = torch.zeros(shape, dtype=torch.int64) if begun is None else begun[0].clone()
         count, expected = torch.zeros((2, len(slots)), dtype=torch.int64)
@@ -89,14 +83,9 @@ class ReferenceSearch(DraftSearchOps):
         return tokens, count, expected
 
     def select_drafts(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        record: AcceptanceRecord,
-        candidates: Sequence[DraftCandidate],
-        search: int,
+        self, batch: DeviceBatch, record: AcceptanceRecord, candidates: Sequence[DraftCandidate], search: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens, count, expected = stack_candidates(candidates)
         members, entries, k = tokens.shape
         out = torch.zeros((entries, k), dtype=torch.int64)
@@ -141,11 +130,7 @@ def _rates(columns: SlotColumns, record: AcceptanceRecord, slot: int) -> list[in
             accepted += num_accepted * FIXED_ONE
             rejected += (num_accepted < given) * FIXED_ONE
         record.accepted[slot, m], record.rejected[slot, m] = accepted, rejected
-        rates.append(
-            (accepted + PRIOR_ACCEPTED * FIXED_ONE)
-            * FIXED_ONE
-            // (accepted + rejected + (PRIOR_ACCEPTED + PRIOR_REJECTED) * FIXED_ONE)
-        )
+        rates.append(acceptance_rate(accepted, rejected))
     return rates
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import AttentionShape
+from draftproof.ops.contract.types import Attention, AttentionShape
 from draftproof.ops.reference.kv import load_kv, store_kv
 from draftproof.types import Rows
 
@@ -18,10 +18,7 @@ class ReferenceForward(ForwardOps):
         return weight.double(), None if bias is None else bias.double()
 
     def linear(
-        self,
-        x: Tensor,
-        packed: tuple[Tensor, Tensor | None],
-        out_dtype: torch.dtype | None = None,
+        self, x: Tensor, packed: tuple[Tensor, Tensor | None], out_dtype: torch.dtype | None = None
     ) -> Tensor:
         weight, bias = packed
         rows = []
@@ -46,22 +43,14 @@ class ReferenceForward(ForwardOps):
         return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        rows: Rows,
-        heads: AttentionShape,
-        rope: Tensor,
-        cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
-        out = []
+        heads, out = attention.heads, []
         for r in range(len(qkv)):
             q, k, v = qkv[r].view(-1, heads.dim).split([heads.num_q, heads.num_kv, heads.num_kv])
             at = rope[int(rows.positions[r])]
-            q = torch.stack([_rotate(_norm(h, q_norm, eps), at) for h in q])
-            k = torch.stack([_rotate(_norm(h, k_norm, eps), at) for h in k])
+            q = torch.stack([_rotate(_norm(h, attention.q_norm, eps), at) for h in q])
+            k = torch.stack([_rotate(_norm(h, attention.k_norm, eps), at) for h in k])
             store_kv(cache, int(rows.kv_index[r]), k, v)
             out.append(q.reshape(-1))
         return _stack(out, (len(qkv), heads.num_q * heads.dim), qkv.dtype)

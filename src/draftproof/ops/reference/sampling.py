@@ -20,12 +20,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     k0, k1 = key
     for _ in range(10):
         left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (
-            (right >> 32) ^ c1 ^ k0,
-            right & _MASK,
-            (left >> 32) ^ c3 ^ k1,
-            left & _MASK,
-        )
+        c0, c1, c2, c3 = ((right >> 32) ^ c1 ^ k0, right & _MASK, (left >> 32) ^ c3 ^ k1, left & _MASK)
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
 

@@ -6,24 +6,10 @@ import math
 
 from torch import Tensor
 
+from draftproof import types
 from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
-from draftproof.types import (
-    ENDED,
-    FIRST_ROW,
-    NUM_ACCEPTED,
-    NUM_DRAFT,
-    NUM_OUT,
-    PICK,
-    TOKENS,
-    Choice,
-    Draft,
-    FinishStatus,
-    Outcome,
-    PlanColumns,
-    SlotColumns,
-    Windows,
-)
+from draftproof.types import Choice, Draft, FinishStatus, Outcome, PlanColumns, SlotColumns, Windows
 
 
 class ReferenceStep(StepOps):
@@ -90,7 +76,7 @@ class ReferenceStep(StepOps):
                     ended = FinishStatus(int(bad[first + depth]))
                     break
                 columns.tokens[slot, old + kept] = token
-                table[b, TOKENS + kept] = token
+                table[b, types.TOKENS + kept] = token
                 kept += 1
                 if columns.ends[slot, token]:
                     ended = FinishStatus.STOP
@@ -101,14 +87,11 @@ class ReferenceStep(StepOps):
             columns.computed[slot] = old + kept - 1
             columns.num_draft[slot] = 0
             columns.ended[slot] = ended
-            table[b, NUM_OUT], table[b, NUM_DRAFT], table[b, NUM_ACCEPTED] = (
-                kept,
-                num_draft,
-                min(accepted, kept),
-            )
-            table[b, ENDED], table[b, FIRST_ROW] = ended, first
+            table[b, types.NUM_OUT], table[b, types.NUM_DRAFT] = kept, num_draft
+            table[b, types.NUM_ACCEPTED] = min(accepted, kept)
+            table[b, types.ENDED], table[b, types.FIRST_ROW] = ended, first
             if columns.logprob_kind[slot] > 0 and kept:
-                table[b, PICK] = picks
+                table[b, types.PICK] = picks
                 for depth in range(kept):
                     out.pick_rows[picks], out.pick_tokens[picks] = first + depth, tokens[depth]
                     picks += 1

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from draftproof.ops.contract.draft_rounds import DraftRoundOps, DraftRows
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.sampling import SamplingOps
-from draftproof.types import FinishStatus, Rows, SlotColumns, Windows
+from draftproof.types import DeviceBatch, FinishStatus, Rows, SlotColumns, Windows
 
 ALIGNMENT_INT64 = 16  # int64 values; each row of `DraftRows` starts at an address aligned for any kernel
 
@@ -42,15 +42,9 @@ class TorchRounds(DraftRoundOps):
         return shifted, torch.where(slots >= 0, last[slots.clamp(min=0)], -1)
 
     def plan_draft_rows(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        last: Tensor,
-        rounds: int,
-        lag: int,
-        page_size: int,
+        self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int
     ) -> DraftRows:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         size = len(slots)
         slots, budget, last = (
             pad(column, (0, -size % ALIGNMENT_INT64), value=-1) for column in (slots, budget, last)

@@ -18,35 +18,27 @@ from draftproof.ops.contract.draft_search import (
     MAX_MATCH_TOKENS,
     MAX_OWN_MATCHES,
     MAX_RANKED_MATCH,
-    PRIOR_ACCEPTED,
-    PRIOR_REJECTED,
     AcceptanceRecord,
+    BegunDrafts,
     DraftCandidate,
     DraftSearchOps,
     SuffixOptions,
     SuffixPool,
+    acceptance_rate,
     stack_candidates,
 )
-from draftproof.types import FinishStatus, SlotColumns
+from draftproof.types import DeviceBatch, FinishStatus, SlotColumns
 
 
 class TorchSearch(DraftSearchOps):
     """Draft search on whole columns."""
 
-    def search_ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, min_match: int, max_match: int
-    ) -> tuple[Tensor, Tensor]:
+    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         line = slots.clamp(min=0)
         tokens, length = columns.tokens[line], columns.length[line]
         width = tokens.shape[1]
-        index = torch.arange(width, device=line.device)
-        # matched[e]: number of tokens before e that equal the newest ones, for every index e
-        matched = torch.zeros_like(tokens)
-        still = (index >= 1) & (index < length[:, None])
-        for n in range(1, max_match + 1):
-            last = tokens.gather(1, (length - n).clamp(min=0)[:, None])
-            still = still & (index >= n) & (tokens.roll(n, 1) == last)
-            matched += still
+        index, matched = _matched_before(tokens, length, max_match)
         best, _ = matched.max(1)
         at = (torch.where(matched == best[:, None], index, 0)).amax(1)  # the latest of the longest matches
         found = (best >= min_match) & (slots >= 0) & (columns.ended[line] == FinishStatus.RUNNING)
@@ -57,14 +49,9 @@ class TorchSearch(DraftSearchOps):
         return tokens.gather(1, source.clamp(max=width - 1)), count
 
     def search_suffix(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        pool: SuffixPool,
-        options: SuffixOptions,
-        begun: tuple[Tensor, Tensor] | None = None,
+        self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         slot = slots.clamp(min=0)
         k = columns.draft.shape[1]
         out = torch.zeros((len(slots), k), dtype=torch.int64, device=slots.device)
@@ -78,22 +65,16 @@ class TorchSearch(DraftSearchOps):
         line, there, other = _pool_matches(text, size, pool, pool.slot_owner[slot])
         lanes = torch.cat([torch.full_like(at, -1), line], 1)
         at, matched = torch.cat([at, there], 1), torch.cat([matched, other], 1)
-        found = _extend(text, size, pool, options, lanes, at, matched, room)
-        tokens, made, expected, first = found
+        tokens, made, expected, first = _extend(text, size, pool, options, lanes, at, matched, room)
         pool.used[lanes[first & (lanes >= 0)]] = pool.clock
         index = torch.arange(k, device=slots.device)
         moved = tokens.gather(1, (index - had[:, None]).clamp(min=0))
         return torch.where(index < had[:, None], out, moved), had + made, expected
 
     def select_drafts(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        record: AcceptanceRecord,
-        candidates: Sequence[DraftCandidate],
-        search: int,
+        self, batch: DeviceBatch, record: AcceptanceRecord, candidates: Sequence[DraftCandidate], search: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens, count, expected = stack_candidates(candidates)
         real, slot, k = slots >= 0, slots.clamp(min=0), tokens.shape[2]
         rates = _rates(columns, record, real, slot)  # [M, B]
@@ -130,12 +111,7 @@ def _rates(columns: SlotColumns, record: AcceptanceRecord, real: Tensor, slot: T
     accepted = accepted - (accepted >> DECAY_SHIFT) + its * num_accepted[:, None]
     rejected = rejected - (rejected >> DECAY_SHIFT) + its * (num_accepted < given)[:, None]
     record.accepted[slot[real]], record.rejected[slot[real]] = accepted[real], rejected[real]
-    rates: Tensor = (
-        (accepted + PRIOR_ACCEPTED * FIXED_ONE)
-        * FIXED_ONE
-        // (accepted + rejected + (PRIOR_ACCEPTED + PRIOR_REJECTED) * FIXED_ONE)
-    )
-    return rates.T
+    return acceptance_rate(accepted, rejected).T
 
 
 def _texts(columns: SlotColumns, slot: Tensor, begun: Tensor, had: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,21 +131,24 @@ def _depth(text: Tensor, size: Tensor, before: Tensor, at: Tensor) -> Tensor:
     return ((before == last) & inside).long().cumprod(2).sum(2)
 
 
-def _own_matches(text: Tensor, size: Tensor, min_match: int) -> tuple[Tensor, Tensor]:
-    """Return position and matched tokens [B, MAX_OWN_MATCHES] in the text; matched 0: no match."""
+def _matched_before(text: Tensor, size: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Return every index of the text, and how many tokens before it equal the newest ones, up to `limit`."""
     index = torch.arange(text.shape[1], device=size.device)
-    near = torch.zeros_like(text)
+    matched = torch.zeros_like(text)
     still = (index >= 1) & (index < size[:, None])
-    for n in range(1, MAX_RANKED_MATCH + 1):
+    for n in range(1, limit + 1):
         last = text.gather(1, (size - n).clamp(min=0)[:, None])
         still = still & (index >= n) & (text.roll(n, 1) == last)
-        near += still
+        matched += still
+    return index, matched
+
+
+def _own_matches(text: Tensor, size: Tensor, min_match: int) -> tuple[Tensor, Tensor]:
+    """Return position and matched tokens [B, MAX_OWN_MATCHES] in the text; matched 0: no match."""
+    index, near = _matched_before(text, size, MAX_RANKED_MATCH)
     key = torch.where(near >= min(min_match, MAX_RANKED_MATCH), near * text.shape[1] + index, -1)
-    key = (
-        torch.nn.functional.pad(key, (0, max(0, MAX_OWN_MATCHES - key.shape[1])), value=-1)
-        .topk(MAX_OWN_MATCHES, 1)
-        .values
-    )
+    key = torch.nn.functional.pad(key, (0, max(0, MAX_OWN_MATCHES - key.shape[1])), value=-1)
+    key = key.topk(MAX_OWN_MATCHES, 1).values
     at = key.clamp(min=0) % text.shape[1]
     back = torch.arange(1, MAX_MATCH_TOKENS + 1, device=size.device)
     before = text.gather(1, (at[..., None] - back).clamp(min=0).flatten(1)).view(*at.shape, MAX_MATCH_TOKENS)
@@ -194,8 +173,8 @@ def _pool_matches(
         here, there = entry.clamp(min=0) // width, entry.clamp(min=0) % width
         before = pool.tokens[here[..., None], (there[..., None] - back).clamp(min=0)]
         depth = _depth(text, size, before, there)
-        sound = (entry >= 0) & (pool.owner[here] == owner[:, None]) & (there <= pool.filled[here])
-        depth = torch.where(sound & (depth >= n), depth, 0)
+        is_valid = (entry >= 0) & (pool.owner[here] == owner[:, None]) & (there <= pool.filled[here])
+        depth = torch.where(is_valid & (depth >= n), depth, 0)
         better = (depth > 0).any(1, keepdim=True)
         line, at = torch.where(better, here, line), torch.where(better, there, at)
         matched = torch.where(better, depth, matched)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import AttentionShape
+from draftproof.ops.contract.types import Attention, AttentionShape
 from draftproof.ops.torch.kv import load_kv, store_kv
-from draftproof.ops.torch.rowwise import map_rows
 from draftproof.types import Rows
 
 BLOCK_ROWS = 8  # rows in one matrix product
 BLOCK_KEYS = 64  # keys in one attention block
 
 PackedWeight = tuple[Tensor, Tensor | None]
+
+
+def map_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply `function` to each row alone; the copy puts every row at the same alignment."""
+    return torch.stack([function(row.clone()) for row in x]) if len(x) else x.new_zeros(0)
 
 
 class TorchForward(ForwardOps):
@@ -58,24 +63,16 @@ class TorchForward(ForwardOps):
         return (map_rows(torch.nn.functional.silu, gate).view_as(up) * up).to(gate_up.dtype)
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        rows: Rows,
-        heads: AttentionShape,
-        rope: Tensor,
-        cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
-        num_rows = len(qkv)
+        num_rows, heads = len(qkv), attention.heads
         split = [heads.num_q, heads.num_kv, heads.num_kv]
         q, k, v = qkv.view(num_rows, sum(split), heads.dim).split(split, dim=1)
         cos, sin = rope[rows.positions][:, None].chunk(2, dim=-1)
-        if q_norm is not None:
-            q = self.rms_norm(q.reshape(-1, heads.dim), q_norm, eps).view_as(q)
-        if k_norm is not None:
-            k = self.rms_norm(k.reshape(-1, heads.dim), k_norm, eps).view_as(k)
+        if attention.q_norm is not None:
+            q = self.rms_norm(q.reshape(-1, heads.dim), attention.q_norm, eps).view_as(q)
+        if attention.k_norm is not None:
+            k = self.rms_norm(k.reshape(-1, heads.dim), attention.k_norm, eps).view_as(k)
         store_kv(cache, rows.kv_index, _rotate(k, cos, sin), v)
         return _rotate(q, cos, sin).reshape(num_rows, heads.num_q * heads.dim)
 

@@ -11,16 +11,10 @@ import math
 import torch
 from torch import Tensor
 
+from draftproof import types
 from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
 from draftproof.types import (
-    ENDED,
-    FIRST_ROW,
-    NUM_ACCEPTED,
-    NUM_DRAFT,
-    NUM_OUT,
-    PICK,
-    TOKENS,
     Choice,
     Draft,
     FinishStatus,
@@ -115,11 +109,11 @@ class TorchStep(StepOps):
         picked = torch.where(columns.logprob_kind[safe_slot] > LogprobKind.NONE, num_out, 0)
         table = out.table
         table.zero_()
-        table[:, NUM_OUT], table[:, NUM_DRAFT] = num_out, torch.where(real, windows.num_draft, 0)
-        table[:, NUM_ACCEPTED], table[:, ENDED] = torch.minimum(accepted, num_out), ended
-        table[:, FIRST_ROW] = torch.where(real, windows.first, 0)
-        table[:, PICK] = torch.where(picked > 0, picked.cumsum(0) - picked, 0)
-        table[:, TOKENS:] = torch.where(kept, tokens, 0)
+        table[:, types.NUM_OUT], table[:, types.NUM_DRAFT] = num_out, torch.where(real, windows.num_draft, 0)
+        table[:, types.NUM_ACCEPTED], table[:, types.ENDED] = torch.minimum(accepted, num_out), ended
+        table[:, types.FIRST_ROW] = torch.where(real, windows.first, 0)
+        table[:, types.PICK] = torch.where(picked > 0, picked.cumsum(0) - picked, 0)
+        table[:, types.TOKENS :] = torch.where(kept, tokens, 0)
         owner, depth, real, _ = _ragged(picked, len(out.pick_rows))
         depth = torch.where(real, depth, 0)
         out.pick_rows.copy_(torch.where(real, windows.first[owner] + depth, -1))
@@ -127,10 +121,8 @@ class TorchStep(StepOps):
 
     def store_drafts(self, columns: SlotColumns, slots: Tensor, budget: Tensor, draft: Draft) -> None:
         device, vocab = columns.draft.device, columns.ends.shape[1]
-        tokens, count = (
-            draft.tokens.to(device),
-            draft.count.to(device),
-        )  # drafts of a host proposer are on the host
+        # drafts of a host proposer are on the host
+        tokens, count = draft.tokens.to(device), draft.count.to(device)
         real = (slots >= 0).nonzero()[:, 0]
         safe_slot, tokens = slots[real], tokens[real]
         legal = ((tokens >= 0) & (tokens < vocab)).long().cumprod(1).sum(1)

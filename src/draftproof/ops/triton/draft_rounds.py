@@ -13,7 +13,7 @@ from draftproof.ops.torch.draft_rounds import TorchRounds
 from draftproof.ops.triton import draft_rounds_kernels, runtime
 from draftproof.ops.triton.gemm import lm_head_sample
 from draftproof.ops.triton.launch import INTS, LaunchContext, check_columns
-from draftproof.types import Rows, SlotColumns, Windows
+from draftproof.types import DeviceBatch, Rows, SlotColumns, Windows
 
 
 class TritonRounds(TorchRounds):
@@ -32,15 +32,9 @@ class TritonRounds(TorchRounds):
         return found
 
     def plan_draft_rows(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        last: Tensor,
-        rounds: int,
-        lag: int,
-        page_size: int,
+        self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int
     ) -> DraftRows:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         check_columns("slots and budget", (slots, budget, last), len(slots))
         found = draft_rounds_kernels.plan_draft_rows(
             columns, slots, budget, last, rounds, lag, page_size, self._launch.pdl

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.draft_search import (
     AcceptanceRecord,
+    BegunDrafts,
     DraftCandidate,
     DraftSearchOps,
     SuffixOptions,
@@ -18,7 +19,7 @@ from draftproof.ops.contract.draft_search import (
 from draftproof.ops.triton import draft_search_kernels
 from draftproof.ops.triton.launch import LaunchContext, check_columns
 from draftproof.ops.triton.step import ngram
-from draftproof.types import SlotColumns
+from draftproof.types import DeviceBatch, SlotColumns
 
 
 class TritonSearch(DraftSearchOps):
@@ -27,23 +28,17 @@ class TritonSearch(DraftSearchOps):
     def __init__(self, launch: LaunchContext) -> None:
         self._launch = launch
 
-    def search_ngram(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, smallest: int, largest: int
-    ) -> tuple[Tensor, Tensor]:
+    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         check_columns("slots and budget", (slots, budget), len(slots))
-        found = ngram.search_ngram(columns, slots, budget, smallest, largest, self._launch.pdl)
+        found = ngram.search_ngram(columns, slots, budget, min_match, max_match, self._launch.pdl)
         self._launch.done("search_ngram")
         return found
 
     def search_suffix(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        pool: SuffixPool,
-        options: SuffixOptions,
-        begun: tuple[Tensor, Tensor] | None = None,
+        self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         check_columns("slots and budget", (slots, budget), len(slots))
         if begun is not None:
             begun = begun[0].contiguous(), begun[1].contiguous()
@@ -56,17 +51,12 @@ class TritonSearch(DraftSearchOps):
         return found
 
     def select_drafts(
-        self,
-        columns: SlotColumns,
-        slots: Tensor,
-        budget: Tensor,
-        record: AcceptanceRecord,
-        offers: Sequence[DraftCandidate],
-        search: int,
+        self, batch: DeviceBatch, record: AcceptanceRecord, candidates: Sequence[DraftCandidate], search: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _offered(columns, slots, budget, offers)
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
+        _offered(columns, slots, budget, candidates)
         found = draft_search_kernels.select_drafts(
-            columns, slots, budget, record, offers, self._launch.pdl, search
+            columns, slots, budget, record, candidates, self._launch.pdl, search
         )
         self._launch.done("select_drafts")
         return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import AttentionShape, FusedLayers, Layer
+from draftproof.ops.contract.types import Attention, AttentionShape, FusedLayers, Layer
 from draftproof.ops.triton import elementwise, runtime
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
@@ -145,44 +145,26 @@ class TritonForward(ForwardOps):
             raise ConfigError(f"cache must be {list(shape)} {dtype}, not {list(cache.shape)} {cache.dtype}")
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        rows: Rows,
-        heads: AttentionShape,
-        rope: Tensor,
-        cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
+        heads, norms = attention.heads, (attention.q_norm, attention.k_norm)
         qkv = runtime.matrix("qkv", qkv, (heads.num_q + 2 * heads.num_kv) * heads.dim)
         rope = runtime.matrix("rope", rope, heads.dim, FP32)
         self._check_rows(rows, len(qkv), heads, cache, qkv.dtype)
         out = self._launch.empty((len(qkv), heads.num_q * heads.dim), qkv.dtype)
         if len(qkv):
-            rope_kernels.rope_store(
-                qkv, rows, heads, rope, cache, q_norm, k_norm, eps, out, self._launch.early(qkv)
-            )
+            rope_kernels.rope_store(qkv, rows, heads, rope, cache, *norms, eps, out, self._launch.early(qkv))
         self._launch.done("rope_store")
         return out
 
     def linear_rope_store(
-        self,
-        x: Tensor,
-        packed: PackedLinear,
-        rows: Rows,
-        heads: AttentionShape,
-        rope: Tensor,
-        cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        self, x: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
-        separate = super().linear_rope_store
-        norms = (q_norm, k_norm, eps)
-        epilogue, has_norms = Epilogue.ROPE_STORE, q_norm is not None or k_norm is not None
+        separate, packed, heads = super().linear_rope_store, attention.qkv, attention.heads
+        epilogue = Epilogue.ROPE_STORE
+        has_norms = attention.q_norm is not None or attention.k_norm is not None
         if has_norms or not supports_fused(packed, len(x), epilogue, heads.dim):
-            return separate(x, packed, rows, heads, rope, cache, *norms)
+            return separate(x, rows, attention, rope, cache, eps)
         x, _ = check_input(x, packed, None)
         rope = runtime.matrix("rope", rope, heads.dim, FP32)
         self._check_rows(rows, len(x), heads, cache, x.dtype)
@@ -196,7 +178,7 @@ class TritonForward(ForwardOps):
             fused.linear_rope_store(x, packed, rows, heads, rope, cache, out, pdl, tile)
 
         def run_separate() -> Tensor:
-            return separate(x, packed, rows, heads, rope, cache, *norms)
+            return separate(x, rows, attention, rope, cache, eps)
 
         path = self.selector.select_gemm(packed, x, epilogue, heads.dim, run_fused, run_separate, pdl)
         if path is GemmPath.CUBLAS:
