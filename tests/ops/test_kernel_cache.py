@@ -1,16 +1,24 @@
-"""Disk cache of compiled kernels, which several processes may write at once."""
+"""Disk cache of compiled kernels: several writers, and no writable folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("numba")
 
+from numba import njit
+from numba.core import caching
 from numba.core.caching import IndexDataCacheFile
 
+from draftproof.numba_jit import native
 from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache
+
+
+def twice(x: int) -> int:
+    return 2 * x
 
 
 def test_two_writers_use_separate_files(tmp_path: Path) -> None:
@@ -20,10 +28,8 @@ def test_two_writers_use_separate_files(tmp_path: Path) -> None:
     two.save("fp32", "code of fp32")
     for files in (one, two, KernelFiles(str(tmp_path), "linear", "stamp")):
         assert files.load("bf16") == "code of bf16" and files.load("fp32") == "code of fp32"
-    for other in (
-        KernelFiles(str(tmp_path), "linear", "edited"),
-        KernelFiles(str(tmp_path), "norm", "stamp"),
-    ):
+    for name, stamp in (("linear", "edited"), ("norm", "stamp")):
+        other = KernelFiles(str(tmp_path), name, stamp)
         assert other.load("bf16") is None
         other.save("bf16", "other code")
     assert one.load("bf16") == "code of bf16"
@@ -31,7 +37,7 @@ def test_two_writers_use_separate_files(tmp_path: Path) -> None:
 
 
 def test_control_numbered_files_of_two_writers_collide(tmp_path: Path) -> None:
-    """What numba's own files would do: both have read the index before either has written it."""
+    """Let both read the index of numba's own files before either has written it."""
     one, two = (IndexDataCacheFile(str(tmp_path), "linear", "stamp") for _ in range(2))
     number = one._data_name(1)
     one._save_index({"bf16": number})
@@ -42,7 +48,19 @@ def test_control_numbered_files_of_two_writers_collide(tmp_path: Path) -> None:
 
 
 def test_kernels_use_the_kernel_cache() -> None:
-    def kernel() -> None:
-        """Do nothing."""
+    assert isinstance(SourceCache(twice)._cache_file, KernelFiles)
 
-    assert isinstance(SourceCache(kernel)._cache_file, KernelFiles)
+
+def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile in a read-only image whose user has no home."""
+
+    def nowhere(self: Any) -> None:
+        raise OSError("read-only file system")
+
+    for kind in (caching._CacheLocator, *caching._CacheLocator.__subclasses__()):
+        monkeypatch.setattr(kind, "ensure_cache_path", nowhere)
+    with pytest.raises(RuntimeError, match="no locator"):  # control
+        njit(cache=True)(twice)
+    with pytest.raises(RuntimeError, match="no locator"):
+        SourceCache(twice)
+    assert native()(twice)(4) == 8 and native("i8(i8)", boundscheck=False)(twice)(4) == 8
