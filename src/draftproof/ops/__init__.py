@@ -12,7 +12,6 @@ import torch as pytorch  # the subpackage `torch` takes that name here once it i
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.backend import Ops as Ops
-from draftproof.ops.contract.runtime import Forward as Forward
 from draftproof.ops.contract.runtime import Runtime as Runtime
 from draftproof.ops.contract.sampling import STREAM_ACCEPT as STREAM_ACCEPT
 from draftproof.ops.contract.sampling import STREAM_RESIDUAL as STREAM_RESIDUAL
@@ -20,7 +19,6 @@ from draftproof.ops.contract.sampling import STREAM_SAMPLE as STREAM_SAMPLE
 from draftproof.ops.contract.sampling import STREAM_SYNTHETIC as STREAM_SYNTHETIC
 from draftproof.ops.contract.types import Attention as Attention
 from draftproof.ops.contract.types import AttentionShape as AttentionShape
-from draftproof.ops.contract.types import FusedLayers as FusedLayers
 from draftproof.ops.contract.types import KVLayout as KVLayout
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout

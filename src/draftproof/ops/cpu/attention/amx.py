@@ -15,25 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.attention.fma import (
-    CACHE,
-    DIM,
-    MAX_PAGES,
-    NUM_KV,
-    NUM_PAGES,
-    NUM_Q,
-    PAGE_SIZE,
-    PAGE_TABLE,
-    POSITIONS,
-    SCALE,
-    SPLIT,
-    WINDOW,
-    Q,
-    arg,
-    clear,
-    clip,
-    first_key,
-)
+from draftproof.ops.cpu.attention.fma import ARG, SPLIT, arg, clear, clip, first_key
 from draftproof.ops.cpu.attention.kv import copy_kv_bf16, key_stride, kv_offset, plane_bytes, token_index
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose
 from draftproof.ops.cpu.jit import simd as v
@@ -48,12 +30,12 @@ _EXPONENT = 0x7F80  # exponent bits of a bf16; all ones in NaN and infinity
 @device
 def _find_keys(args: int, slot: int, head: int, start: int, end: int, places: int) -> None:
     """Write places [end - start] int64: offsets in bytes of the head's vectors in a plane of the cache."""
-    page_size, max_pages = arg(args, PAGE_SIZE), arg(args, MAX_PAGES)
-    num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
-    pages = arg(args, PAGE_TABLE) + slot * max_pages * 4
+    page_size, max_pages = arg(args, ARG.page_size), arg(args, ARG.max_pages)
+    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+    pages = arg(args, ARG.page_table) + slot * max_pages * 4
     key = start
     while key < end:
-        index = token_index(pages, key, page_size, arg(args, NUM_PAGES))
+        index = token_index(pages, key, page_size, arg(args, ARG.num_pages))
         place = kv_offset(index, head, num_kv, dim, 2)
         stop = (key // page_size + 1) * page_size
         for i in range(key, min(end, stop)):
@@ -65,7 +47,7 @@ def _find_keys(args: int, slot: int, head: int, start: int, end: int, places: in
 @device
 def _pack_keys(args: int, places: int, keys: int, padded: int, lines: int, packed: int) -> None:
     """Write packed [keys / 64, padded / 32, 4]: tiles of 16 pairs x 16 keys."""
-    dim, cache = arg(args, DIM), arg(args, CACHE)
+    dim, cache = arg(args, ARG.dim), arg(args, ARG.cache)
     for block in range(0, keys, 64):
         for key in range(block, min(block + 64, keys)):
             copy_kv_bf16(lines + (key - block) * padded * 2, cache + load_i64(places + 8 * key), dim)
@@ -91,9 +73,9 @@ def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flag
     Values that are not finite are packed as 0, and `flags` [keys] int64 is 1 at their keys; returns
     whether there are any (if not, the flags are not written).
     """
-    dim = arg(args, DIM)
-    cache = arg(args, CACHE)
-    cache += plane_bytes(arg(args, NUM_PAGES), arg(args, PAGE_SIZE), arg(args, NUM_KV), dim, 2)
+    dim = arg(args, ARG.dim)
+    cache = arg(args, ARG.cache)
+    cache += plane_bytes(arg(args, ARG.num_pages), arg(args, ARG.page_size), arg(args, ARG.num_kv), dim, 2)
     steps = (keys + 31) // 32
     any_bad = False
     exponents, none = v.isplat(_EXPONENT), v.isplat(0)
@@ -159,10 +141,10 @@ def split_amx(
     args: int, first: int, rows: int, head: int, slot: int, split: int, part: int, scratch: int
 ) -> None:
     """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
-    num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
-    positions = arg(args, POSITIONS) + 8 * first
-    scale = v.splat(np.float32(f64_of_bits(arg(args, SCALE))))
-    group = num_q // arg(args, NUM_KV)
+    num_q, dim, window = arg(args, ARG.num_q), arg(args, ARG.dim), arg(args, ARG.window)
+    positions = arg(args, ARG.positions) + 8 * first
+    scale = v.splat(np.float32(f64_of_bits(arg(args, ARG.scale))))
+    group = num_q // arg(args, ARG.num_kv)
     queries = rows * group
     tall = (queries + 15) // 16 * 16
     padded = (dim + 31) // 32 * 32
@@ -196,7 +178,7 @@ def split_amx(
         for at in range(lines, lines + 64 * padded * 2, 64):
             v.store(at, v.splat(_ZERO))
     for i in range(queries):
-        src = arg(args, Q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
+        src = arg(args, ARG.q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
         v.copy_bf16(qs + i * padded * 2, src, dim)
 
     _find_keys(args, slot, head, lowest, highest, places)

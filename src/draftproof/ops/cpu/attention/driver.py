@@ -10,19 +10,9 @@ from typing import Any
 
 from draftproof.ops.cpu.attention.amx import split_amx
 from draftproof.ops.cpu.attention.fma import (
-    DIM,
-    MAX_PAGES,
+    ARG,
     MAX_QUERIES,
-    NUM_KV,
-    NUM_Q,
-    NUM_SLOTS,
-    PAGE_SIZE,
-    POSITIONS,
-    SLOTS,
     SPLIT,
-    WINDOW,
-    WORKSPACE,
-    WORKSPACE_BYTES,
     arg,
     clear,
     first_key,
@@ -38,8 +28,8 @@ from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load
 @device
 def _run_end(args: int, first: int, rows: int) -> int:
     """Return the end of the rows from `first` on that can share a pass over K and V."""
-    slots = arg(args, SLOTS)
-    most = max(1, MAX_QUERIES // (arg(args, NUM_Q) // arg(args, NUM_KV)))
+    slots = arg(args, ARG.slots)
+    most = max(1, MAX_QUERIES // (arg(args, ARG.num_q) // arg(args, ARG.num_kv)))
     end = first + 1
     slot = load_i64(slots + 8 * first)
     while end < rows and end - first < most and load_i64(slots + 8 * end) == slot:
@@ -50,22 +40,22 @@ def _run_end(args: int, first: int, rows: int) -> int:
 @device
 def _splits(args: int, first: int, end: int) -> Any:
     """Return (slot, first split, end of splits) of rows [first, end)."""
-    positions, window = arg(args, POSITIONS), arg(args, WINDOW)
-    slot = min(max(load_i64(arg(args, SLOTS) + 8 * first), 0), arg(args, NUM_SLOTS) - 1)
+    positions, window = arg(args, ARG.positions), arg(args, ARG.window)
+    slot = min(max(load_i64(arg(args, ARG.slots) + 8 * first), 0), arg(args, ARG.num_slots) - 1)
     low, high = load_i64(positions + 8 * first), 0
     for row in range(first, end):
         position = load_i64(positions + 8 * row)
         low = min(low, first_key(position, window))
         high = max(high, position + 1)
     # positions beyond the page table are clamped to it
-    high = min(high, arg(args, MAX_PAGES) * arg(args, PAGE_SIZE))
+    high = min(high, arg(args, ARG.max_pages) * arg(args, ARG.page_size))
     return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT
 
 
 @device
 def _shared(args: int, rows: int, threads: int) -> Any:
     """Return whether the splits of a row are distributed, and the number of (row run, head, split)."""
-    num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
+    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
     runs, units, words, first = 0, 0, 0, 0
     while first < rows:
@@ -73,9 +63,9 @@ def _shared(args: int, rows: int, threads: int) -> Any:
         slot, low, high = _splits(args, first, end)
         runs += num_kv
         units += num_kv * (high - low)
-        words += (high - low) * (end - first) * arg(args, NUM_Q) * (wide + 2)
+        words += (high - low) * (end - first) * arg(args, ARG.num_q) * (wide + 2)
         first = end
-    fits = 4 * words <= arg(args, WORKSPACE_BYTES)
+    fits = 4 * words <= arg(args, ARG.workspace_bytes)
     return threads > 1 and runs < 8 * threads and fits, units
 
 
@@ -92,13 +82,13 @@ def _attention(bf16: bool, amx: bool) -> Kernel:
     @kernel
     def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         """Compute every (row run, kv head), or with few of them every split, which `merge` completes."""
-        num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
-        group = arg(args, NUM_Q) // num_kv
+        num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+        group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
         shared, units = _shared(args, rows, threads)
         begin, stop = share(units, thread, threads)
         unit, first, run = 0, 0, 0
-        where = arg(args, WORKSPACE)
+        where = arg(args, ARG.workspace)
         if amx:
             configure_rows(scratch, 32)
         while first < rows:
@@ -140,14 +130,14 @@ def _attention_merge(bf16: bool) -> Kernel:
     @kernel
     def attention_merge(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         """Merge the splits that `attention` left in the workspace, if any."""
-        num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
-        group = arg(args, NUM_Q) // num_kv
+        num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+        group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
         shared, units = _shared(args, rows, threads)
         if not shared:
             return
         first, unit = 0, 0
-        where = arg(args, WORKSPACE)
+        where = arg(args, ARG.workspace)
         total, state = scratch, scratch + wide * 4
         while first < rows:
             end = _run_end(args, first, rows)

@@ -11,6 +11,7 @@ the kernels that iterate over rows, heads and splits.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,12 @@ _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-3.0e38)
 
 
-# indices of the kernels' int64 arguments
-OUT, Q, POSITIONS, SLOTS, PAGE_TABLE, CACHE, WORKSPACE, WORKSPACE_BYTES = range(8)
-NUM_Q, NUM_KV, DIM, WINDOW, NUM_SLOTS, MAX_PAGES, NUM_PAGES, PAGE_SIZE = range(8, 16)
-ROWS_PER_PASS, SCALE = 16, 17
+Arguments = namedtuple(
+    "Arguments",
+    "out q positions slots page_table cache workspace workspace_bytes num_q num_kv dim window num_slots "
+    "max_pages num_pages page_size rows_per_pass scale",
+)
+ARG = Arguments(*range(18))  # indices of the kernels' int64 arguments
 
 
 def scratch_bytes(group: int, dim: int) -> int:
@@ -57,10 +60,10 @@ def first_key(position: int, window: int) -> int:
 def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool) -> None:
     """Write out [last - first, wide] fp32: the head's vectors of keys [first, last) of one request."""
     size = 2 if bf16 else 4
-    num_kv, dim = arg(args, NUM_KV), arg(args, DIM)
-    max_pages, num_pages, page_size = (arg(args, MAX_PAGES), arg(args, NUM_PAGES), arg(args, PAGE_SIZE))
+    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    pages = arg(args, PAGE_TABLE) + slot * max_pages * 4
+    pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
     key = first
     while key < last:
         index = token_index(pages, key, page_size, num_pages)
@@ -122,11 +125,11 @@ def clear(total: int, state: int, wide: int) -> None:
 @device
 def write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) -> None:
     """Divide the sums by the mass, round and store them."""
-    dim = arg(args, DIM)
+    dim = arg(args, ARG.dim)
     mass = v.splat(load_f32(state + 4))
-    at = (row * arg(args, NUM_Q) + q_head) * dim
+    at = (row * arg(args, ARG.num_q) + q_head) * dim
     for d in range(0, dim, 16):
-        v.tstore(arg(args, OUT), at + d, v.div(v.load(total + 4 * d), mass), dim - d, bf16)
+        v.tstore(arg(args, ARG.out), at + d, v.div(v.load(total + 4 * d), mass), dim - d, bf16)
 
 
 @inlined
@@ -192,16 +195,18 @@ def split_fma(
 ) -> None:
     """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
     size = 2 if bf16 else 4
-    num_q, dim, window = arg(args, NUM_Q), arg(args, DIM), arg(args, WINDOW)
-    rows_per_pass = arg(args, ROWS_PER_PASS)
-    positions = arg(args, POSITIONS) + 8 * first
-    scale = v.splat(np.float32(f64_of_bits(arg(args, SCALE))))
-    group = num_q // arg(args, NUM_KV)
+    num_q, dim, window = arg(args, ARG.num_q), arg(args, ARG.dim), arg(args, ARG.window)
+    rows_per_pass = arg(args, ARG.rows_per_pass)
+    positions = arg(args, ARG.positions) + 8 * first
+    scale = v.splat(np.float32(f64_of_bits(arg(args, ARG.scale))))
+    group = num_q // arg(args, ARG.num_kv)
     queries = rows * group
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
     part_state = part + queries * wide * 4
-    cache = arg(args, CACHE)
-    values = cache + plane_bytes(arg(args, NUM_PAGES), arg(args, PAGE_SIZE), arg(args, NUM_KV), dim, size)
+    cache = arg(args, ARG.cache)
+    values = cache + plane_bytes(
+        arg(args, ARG.num_pages), arg(args, ARG.page_size), arg(args, ARG.num_kv), dim, size
+    )
 
     qs = scratch  # [queries, wide] fp32, scaled
     scores = qs + queries * wide * 4  # [queries, SPLIT]
@@ -215,7 +220,7 @@ def split_fma(
         highest = max(highest, min(split + SPLIT, position + 1))
         for g in range(group):
             i = row * group + g
-            src = arg(args, Q) + ((first + row) * num_q + head * group + g) * dim * size
+            src = arg(args, ARG.q) + ((first + row) * num_q + head * group + g) * dim * size
             for d in range(0, dim, 16):
                 x = v.mul(v.tload(src, d, dim - d, bf16), scale)
                 v.store(qs + (i * wide + d) * 4, x)
