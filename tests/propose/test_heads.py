@@ -174,7 +174,7 @@ def drafts_of(head: str, temperature: float, **how: Any) -> tuple[int, int]:
     [
         {"chunk": 512},
         {"chunk": 16, "arrivals": [0, 0, 2], "overlap": True},
-        {"chunk": 16, "preempted": True, "sizes": {"kv_cache_tokens": 96}},
+        {"chunk": 16, "preempts_all": True, "sizes": {"kv_cache_tokens": 96}},
         {"chunk": 32, "sizes": {"kv_cache_tokens": 96}, "overlap": True, "k": 7, "adaptive": True},
     ],
 )
