@@ -131,7 +131,7 @@ def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
     assert {many for many, _ in seen} == lost and (2 if name == "sample" else 0) in {n for _, n in seen}
 
 
-# --- the prefix cache -----------------------------------------------------------------------------------
+# --- the prefix cache ---
 
 
 def first_prefill_fails(**options):
@@ -188,7 +188,7 @@ def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
         assert served(target, make_requests()) == alone
 
 
-# --- captures -------------------------------------------------------------------------------------------
+# --- captures ---
 
 
 def test_a_step_that_cannot_be_captured_runs_op_by_op(alone, caplog):
@@ -210,7 +210,7 @@ def test_an_engine_in_which_nothing_works_gives_up(name):
         target.step()
 
 
-# --- a device that is gone ------------------------------------------------------------------------------
+# --- a device that is gone ---
 
 
 @steps

@@ -88,7 +88,7 @@ def test_any_order_of_coming_and_going():
     lives()
 
 
-# --- controls: what the machine and the check would find ------------------------------------------------
+# --- controls: what the machine and the check would find ---
 
 
 def test_control_a_double_free(monkeypatch):
@@ -193,7 +193,7 @@ def test_the_check_sees_what_is_wrong(spoil, message):
         pages.check()
 
 
-# --- digests ------------------------------------------------------------------------------------------
+# --- digests ---
 
 
 def test_a_digest_is_of_all_that_comes_before():
@@ -208,7 +208,7 @@ def test_a_digest_is_of_all_that_comes_before():
     assert len({*digests(page, SIZE, "a"), *digests(page, SIZE, "b"), *digests(page, SIZE, "\ud800")}) == 3
 
 
-# --- who gives way ------------------------------------------------------------------------------------
+# --- who gives way ---
 
 
 def hold(pages: Pages, tokens: list[int]) -> list[int]:

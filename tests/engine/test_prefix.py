@@ -121,7 +121,7 @@ def test_counts_reach_the_answers(tmp_path):
     assert stats.num_queried_tokens == 14 * 17 and stats.num_used_pages == 0
 
 
-# --- controls -------------------------------------------------------------------------------------------
+# --- controls ---
 
 
 def overtaken() -> list[str]:

@@ -105,7 +105,7 @@ def test_a_request_that_fills_the_pool_is_served():
         check_empty(engine)
 
 
-# --- priorities and preemption --------------------------------------------------------------------------
+# --- priorities and preemption ---
 
 
 def ranked(priorities, lengths, **options):
@@ -178,7 +178,7 @@ def test_an_abort_of_one_that_was_put_aside():
     check_empty(engine)
 
 
-# --- a bounded queue ------------------------------------------------------------------------------------
+# --- a bounded queue ---
 
 
 def test_a_full_queue_says_try_later_and_loses_nothing():

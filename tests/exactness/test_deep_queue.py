@@ -124,7 +124,7 @@ def needs_host(wish: SamplingParams) -> bool:
     return bool(hosted) or wish.prompt_logprobs is not None
 
 
-# --- copies come in their turn ---------------------------------------------------------------------------
+# --- copies come in their turn ---
 
 
 class InTurnRuntime(CpuRuntime):

@@ -69,7 +69,7 @@ def test_power() -> None:
         assert stats.ncx2.sf(critical, outcomes - 1, noncentrality) > 0.99
 
 
-# --- what is lossless passes, what is not fails ---------------------------------------------------------
+# --- what is lossless passes, what is not fails ---
 
 DRAFTERS: dict[str, Drafter | None] = {
     "shared_noise": sampled_drafts(),
@@ -130,7 +130,7 @@ def test_shared_noise_is_accepted_more_often() -> None:
     assert rates[0] > rates[1] + 0.1
 
 
-# --- negative controls ----------------------------------------------------------------------------------
+# --- negative controls ---
 
 
 def replace_in_3_percent(token: int) -> Callable[[Choice, Windows], Choice]:
@@ -187,7 +187,7 @@ def test_control_a_draft_law_that_is_not_the_drafts_is_caught() -> None:
     assert biased(p_values(tokens, params))
 
 
-# --- the whole engine -----------------------------------------------------------------------------------
+# --- the whole engine ---
 
 REQUESTS = 20_000
 

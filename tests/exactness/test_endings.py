@@ -161,7 +161,7 @@ def test_reject_all_and_accept_all_still_end():
     check_empty(engine)
 
 
-# --- errors inside a window ---------------------------------------------------------------------------
+# --- errors inside a window ---
 
 
 def failing_at(count: int):
@@ -225,7 +225,7 @@ def test_nothing_left_to_sample(spec):
     assert record.finish[0] == "error" and record.token_ids == []
 
 
-# --- leaving ------------------------------------------------------------------------------------------
+# --- leaving ---
 
 
 @pytest.mark.parametrize("when", range(7))
@@ -237,7 +237,7 @@ def test_an_abort_leaves_a_beginning_and_no_trace(when):
     assert batch.differences() == []
 
 
-# --- slack --------------------------------------------------------------------------------------------
+# --- slack ---
 
 
 def poisoned(engine):
@@ -298,7 +298,7 @@ def _starts(record):
         at += len(step.token_ids)
 
 
-# --- controls: an engine that ends wrongly is found out -------------------------------------------------
+# --- controls: an engine that ends wrongly is found out ---
 
 
 def test_control_an_end_looked_for_at_the_windows_end_alone(monkeypatch):

@@ -1,7 +1,7 @@
-"""The promise, bitwise: tokens and logprobs with speculation equal those of a solo plain run.
+"""Exactness: tokens and logprobs with speculation equal, bit by bit, those of the request alone without it.
 
-Every pair of levels of all factors, and the full product of the most dangerous ones. What the comparison
-would find if the engine were wrong is shown in test_exact_controls.py.
+Covers every pair of levels of all factors and the full product of the most important ones. Defects that the
+comparison detects are in test_exact_controls.py.
 """
 
 from __future__ import annotations
@@ -18,87 +18,87 @@ from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from exact import OPTIONS, Batch, Case, Setup, reference_run
 from exact_matrix import (
+    DEVICE_TEST_METHODS,
     EXACT,
     FACTORS,
-    FREE,
-    GUIDED,
-    MADE_UP,
+    GRAMMAR_MATRIX,
     MATRIX,
-    SCRIPTED,
+    OVERLAP_OPTIONS,
+    TEST_METHODS,
     check,
     named,
 )
 
-METHODS = [*PROPOSERS, *MADE_UP]
-DANGEROUS = {name: FACTORS[name] for name in ("strategy", "k", "temperature")}
-FOLLOW = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").runs_every_step]
-FOLLOW += ["hybrid"]  # with models of their own
-DEVICE = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").graph_safe] + SCRIPTED
-AHEAD = pairwise({**FACTORS, "option": FREE, "method": DEVICE, "overlap": [True]})
+METHODS = [*PROPOSERS, *TEST_METHODS]
+FULL_FACTORS = {name: FACTORS[name] for name in ("strategy", "k", "temperature")}
+MODEL_METHODS = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").runs_every_step]
+MODEL_METHODS += ["hybrid"]
+DEVICE_METHODS = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").graph_safe]
+DEVICE_METHODS += DEVICE_TEST_METHODS
+OVERLAP_MATRIX = pairwise({**FACTORS, "option": OVERLAP_OPTIONS, "method": DEVICE_METHODS, "overlap": [True]})
 
 
 @pytest.mark.parametrize("case", MATRIX, ids=named)
-def test_every_pair_of_factors(case):
+def test_every_pair_of_factors_is_exact(case):
     check(case)
 
 
-# with a model every round is like the second: few lengths are enough
-IN_FULL = [x for x in product(METHODS, *DANGEROUS.values()) if x[0] not in FOLLOW or x[2] in (1, 5)]
+# A model computes every round after the first alike, so two draft lengths suffice.
+FULL_PRODUCT = [
+    levels
+    for levels in product(METHODS, *FULL_FACTORS.values())
+    if levels[0] not in MODEL_METHODS or levels[2] in (1, 5)
+]
 
 
-@pytest.mark.parametrize("levels", IN_FULL, ids=str)
-def test_method_strategy_length_and_heat_in_full(levels):
-    case = dict(zip(("method", *DANGEROUS), levels, strict=True))
+@pytest.mark.parametrize("levels", FULL_PRODUCT, ids=str)
+def test_every_method_strategy_length_and_temperature_is_exact(levels):
+    case = dict(zip(("method", *FULL_FACTORS), levels, strict=True))
     rest = {"option": "mix", "arch": "qwen3", "batch": 2, "chunk": 16, "traffic": "arriving"}
     rest |= {"dtype": "bfloat16", "adaptive": False, "overlap": False}
     check({**rest, **case, "prefix": "hit", "pages": "preempted", "priority": "equal"})
 
 
-@pytest.mark.parametrize("case", AHEAD, ids=named)
-def test_steps_that_overlap(case):
+@pytest.mark.parametrize("case", OVERLAP_MATRIX, ids=named)
+def test_overlapping_steps_are_exact(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", GUIDED, ids=named)
-def test_grammars(case):
+@pytest.mark.parametrize("case", GRAMMAR_MATRIX, ids=named)
+def test_grammars_are_exact(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", [*MATRIX[::9], *GUIDED[::9]], ids=named)
-def test_a_sample_on_the_torch_backend(case):
-    check(case, "torch")
-
-
-@pytest.mark.parametrize("case", AHEAD[2::6], ids=named)
-def test_a_sample_of_overlap_on_the_torch_backend(case):
+@pytest.mark.parametrize("case", [*MATRIX[::9], *GRAMMAR_MATRIX[::9], *OVERLAP_MATRIX[2::6]], ids=named)
+def test_torch_backend_is_exact(case):
     check(case, "torch")
 
 
 @pytest.mark.parametrize("case", MATRIX[4::9], ids=named)
-def test_a_sample_with_two_threads(case):
+def test_two_threads_are_exact(case):
     check(case, threads=2)
 
 
 @pytest.mark.parametrize("method", ["proposers:Flaky", "proposers:SelfModel"])
-def test_a_little_on_the_reference_backend(method):
+def test_reference_backend_is_exact(method):
     case = {"option": "mix", "arch": "mistral", "batch": 2, "chunk": 64, "traffic": "together"}
     rest = {"strategy": "target_match", "k": 3, "temperature": 0.7, "dtype": "float32", "adaptive": True}
     rest |= {"method": method, "overlap": False, "prefix": "hit", "pages": "many", "priority": "shuffled"}
     check({**case, **rest}, "reference")
 
 
-# --- put aside and cached -----------------------------------------------------------------------------
+# --- preemption and prefix cache ---
 
 
 @pytest.mark.parametrize(
     ("method", "strategy"),
     [
-        *product([None, *(m for m in METHODS if m not in FOLLOW), *SCRIPTED], EXACT),
-        *product(FOLLOW, EXACT[:1]),
+        *product([None, *(m for m in METHODS if m not in MODEL_METHODS), *DEVICE_TEST_METHODS], EXACT),
+        *product(MODEL_METHODS, EXACT[:1]),
     ],
 )
-def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
-    """By hand, the first too; then because pages run out, where the one in front is spared."""
+def test_requests_preempted_several_times_are_exact(method, strategy, monkeypatch):
+    """Preempt all requests by force, then by a lack of pages, which never preempts the first request."""
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})
     monkeypatch.setitem(OPTIONS, "frequency", {**OPTIONS["frequency"], "max_tokens": 30, "ignore_eos": True})
     options = ["none", "frequency", "none", "frequency"]
@@ -107,12 +107,11 @@ def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
         for i, option in enumerate(options)
     ]
     spec = {"method": method, "verify_strategy": strategy, "num_speculative_tokens": 2, "adaptive": False}
-    ahead = (False, True) if method in (None, *DEVICE) else (False,)  # a proposer on the host is waited for
-    for preempts_all, overlap in product((True, False), ahead):
-        setup = Setup("qwen3", "bfloat16")
-        sizes = {"page_size": 8, "kv_cache_tokens": 96}
-        how = {"overlap": overlap, "sizes": sizes, "preempted": preempts_all, "later": 0}
-        batch = Batch(cases, setup, spec if method else None, chunk=32, **how)
+    overlaps = (False, True) if method in (None, *DEVICE_METHODS) else (False,)  # not with a host proposer
+    sizes = {"page_size": 8, "kv_cache_tokens": 96}
+    for preempts_all, overlap in product((True, False), overlaps):
+        how = {"overlap": overlap, "sizes": sizes, "preempts_all": preempts_all, "interval_growth": 0}
+        batch = Batch(cases, Setup("qwen3", "bfloat16"), spec if method else None, chunk=32, **how)
         if overlap:
             batch.cases = [replace(case, prompt=False) for case in cases]
         assert batch.differences() == []
@@ -123,24 +122,22 @@ def test_everybody_is_put_aside_several_times(method, strategy, monkeypatch):
             assert counts[0] == 0 and sum(counts) >= 1, counts
 
 
-def test_hits_are_hits(monkeypatch):
-    """What the matrix calls one: of the prompt all full pages but that of the newest token, or none."""
-    cases = [Case(i, "no_logprobs", 0.7, length=40) for i in range(4)]  # prompts with logprobs are computed
-    for salts, other, hits in (((None,) * 4, (None,) * 4, 4), (("a",) * 4, ("b",) * 4, 0)):
-        known = [replace(case, salt=salt) for case, salt in zip(cases, salts, strict=True)]
+def test_prefix_hits_cover_all_full_pages_but_the_last():
+    cases = [Case(i, "no_logprobs", 0.7, length=40) for i in range(4)]  # prompt logprobs prevent hits
+    for first, second, cached in ((None, None, 32), ("a", "b", 0)):
         engine = Setup().engine(page_size=8)
+        known = [replace(case, salt=first) for case in cases]
         Batch(known, engine=engine).serve({str(i): [] for i in range(4)})
-        batch = Batch([replace(a, salt=s) for a, s in zip(cases, other, strict=True)], engine=engine)
+        batch = Batch([replace(case, salt=second) for case in cases], engine=engine)
         assert batch.differences() == []
-        assert [batch.stats[str(i)].num_cached_tokens for i in range(4)] == [32] * hits + [0] * (4 - hits)
+        assert [batch.stats[str(i)].num_cached_tokens for i in range(4)] == [cached] * 4
 
 
-# --- one batch, many wishes ---------------------------------------------------------------------------
+# --- different options in one batch ---
 
 
 @pytest.mark.parametrize("method", ["ngram", "proposers:Flaky"])
-def test_wishes_of_single_requests(method):
-    """Speculation off, another length, another strategy, side by side."""
+def test_speculative_options_of_single_requests_are_exact(method):
     cases = [
         Case(0, "none", 0.7, length=20, enabled=False),
         Case(1, "frequency", 0.7, length=20, k=1),
@@ -153,7 +150,7 @@ def test_wishes_of_single_requests(method):
     assert batch.differences() == []
 
 
-def test_off_means_off():
+def test_disabled_speculation_makes_no_drafts():
     setup = Setup()
     case = Case(0, "none", 0.0, length=20, enabled=False)
     batch = Batch([case], setup, {"method": "proposers:Perfect"})
@@ -162,19 +159,18 @@ def test_off_means_off():
 
 
 @pytest.mark.parametrize("place", range(5))
-def test_any_slot(place):
-    """The same request, seated first, last or between, in a used engine too."""
+def test_any_slot_is_exact(place):
     cases = [Case(i, "mix", 1.3, length=9 + i) for i in range(1, 5)]
     cases.insert(place, Case(0, "frequency", 0.7, length=20))
     batch = Batch(cases, Setup(), {"method": "proposers:Flaky"})
     assert batch.differences() == []
     batch.cases = cases[::-1]
-    assert batch.differences() == []  # the same engine again: slots and pages are second-hand
+    assert batch.differences() == []  # the same engine again, with used slots and pages
 
 
 @pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_reject_all_is_exact_too(strategy, adaptive):
+def test_reject_all_is_exact(strategy, adaptive):
     cases = [Case(0, "mix", 0.7, strategy, length=20), Case(1, "eos", 1.3, strategy, length=40)]
     spec = {
         "method": "proposers:Perfect",
@@ -186,7 +182,7 @@ def test_reject_all_is_exact_too(strategy, adaptive):
     assert batch.differences() == []
 
 
-def test_small_pages_and_a_long_answer(monkeypatch):
+def test_long_output_on_small_pages_is_exact(monkeypatch):
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 90, "ignore_eos": True})
     setup = Setup("mistral", "bfloat16")
     cases = [Case(7, "none", 0.0, length=30), Case(8, "none", 0.7, length=17)]
@@ -195,7 +191,7 @@ def test_small_pages_and_a_long_answer(monkeypatch):
     assert len(reference_run(cases[0], setup).token_ids) == 90
 
 
-# --- drafts do what they are for ----------------------------------------------------------------------
+# --- accepted drafts ---
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
@@ -206,14 +202,14 @@ def test_perfect_drafts_save_steps(k, temperature):
     answer = reference_run(case, setup).token_ids
     spec = {"method": "proposers:Perfect", "num_speculative_tokens": k, "adaptive": False}
     record = Batch([case], setup, spec).serve({"0": answer})["0"]
-    # the first token comes without drafts, then k + 1 a step; the last token needs no draft
+    # The first step has no drafts, later ones commit k + 1 tokens, and the last token needs no draft.
     assert len(record.steps) == 1 + -(-(len(answer) - 1) // (k + 1))
     assert all(step.num_accepted == step.num_draft for step in record.steps)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_a_model_with_the_targets_weights_and_noise_is_always_right(temperature):
-    """Hidden rows, own KV on the same pages, coupled noise: a slip in any of them loses a draft."""
+def test_drafts_of_the_target_weights_are_all_accepted(temperature):
+    """Check hidden rows, own KV on shared pages and shared noise: an error in any loses a draft."""
     cases = [Case(i, "none", temperature, length=20 + 9 * i) for i in range(3)]
     before = proposers.SelfModel.hidden_rows_checked
     spec = {"method": "proposers:SelfModel", "num_speculative_tokens": 4}
@@ -227,7 +223,7 @@ def test_a_model_with_the_targets_weights_and_noise_is_always_right(temperature)
     assert proposers.SelfModel.hidden_rows_checked > before
 
 
-def test_a_model_with_other_weights_is_sometimes_right_and_exact():
+def test_drafts_of_other_weights_are_partly_accepted_and_exact():
     cases = [Case(0, "draft_logprobs", 0.7, length=40), Case(1, "none", 1.3, length=9)]
     spec = {"method": "proposers:SelfModel", "weights": "mistral/float32", "same": False, "adaptive": False}
     batch = Batch(cases, Setup("llama", "float32"), spec)
@@ -238,8 +234,7 @@ def test_a_model_with_other_weights_is_sometimes_right_and_exact():
     assert all(draft.draft_logprob is not None and draft.source == "self" for draft in drafts)
 
 
-def test_options_are_exercised():
-    """Every option of the matrix changes something against `none`, or it would test nothing."""
+def test_every_option_changes_the_output():
     setup = Setup()
     same = []
     for option in OPTIONS:

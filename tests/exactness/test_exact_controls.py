@@ -1,11 +1,12 @@
-"""Negative controls: an engine broken on purpose, in one way each, must be found out by the comparison.
+"""Negative controls: defects planted in the engine, each of which the comparison must detect.
 
-The solo run is done by the same broken engine, so what is found is that speculation or company changed
-the output, not merely that the engine is odd.
+The reference run uses the broken engine too, so a difference means that speculation or batching changed the
+output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -18,181 +19,161 @@ from draftproof.types import PICK, Choice, Windows
 from draftproof.verify import logits_processing
 from draftproof.verify.target_match import TargetMatch
 from exact import MANY_ENDS, OPTIONS, Batch, Case, Setup, plant
-from exact_faults import one_too_many
 
+pytestmark = pytest.mark.control
 PERFECT = {"method": "proposers:Perfect", "num_speculative_tokens": 5, "adaptive": False}
 FLAKY = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
 
 
-def found(case: Case, spec=FLAKY, setup=None, **batch) -> list[str]:
+def differences(case: Case, spec=FLAKY, setup=None, neighbours=(), chunk=64) -> list[str]:
     setup = setup or Setup()
-    neighbours = batch.pop("neighbours", [])
-    engine = setup.engine(spec, debug=False, max_num_batched_tokens=batch.pop("chunk", 64))
-    return Batch([*neighbours, case], setup, engine=engine, **batch).differences(fresh=True)
+    engine = setup.engine(spec, debug=False, max_num_batched_tokens=chunk)
+    return Batch([*neighbours, case], setup, engine=engine).differences(fresh=True)
 
 
-def at_the_window(windows: Windows) -> Windows:
-    """As if every row were its window's first: drafts before it are not seen."""
+def check_detected(plant_defect: Callable[[], None], expected: str, case: Case, *given, **options) -> None:
+    """Check that there is no difference before the defect is planted, and the expected one afterwards."""
+    assert not differences(case, *given, **options)
+    plant_defect()
+    assert any(expected in line for line in differences(case, *given, **options))
+
+
+def without_drafts(windows: Windows) -> Windows:
+    """Return windows in which every row is the first, so that no row has drafts before it."""
     none = torch.zeros_like(windows.depth)
     return replace(windows, depth=none, position=windows.position - windows.depth)
 
 
 @pytest.mark.parametrize("option", ["frequency", "presence", "repetition"])
-def test_penalties_that_ignore_drafts_in_the_window(monkeypatch, option):
+def test_penalties_that_ignore_drafts_are_detected(monkeypatch, option):
+    def broken(whole, ops, logits, windows):
+        return whole(ops, logits, without_drafts(windows))
+
     case = Case(0, option, 0.7, length=20)
-    assert not found(case, PERFECT)
-    plant(monkeypatch, "apply_penalties", lambda whole, ops, logits, w: whole(ops, logits, at_the_window(w)))
-    assert any("logprobs" in line for line in found(case, PERFECT))
+    check_detected(lambda: plant(monkeypatch, "apply_penalties", broken), "logprobs", case, PERFECT)
 
 
-def keyed_by_row(windows):
-    return torch.arange(len(windows.slot))
-
-
-def keyed_by_step(windows):
-    return windows.position - windows.depth
-
-
-def keyed_by_slot(windows):
-    return windows.position + 100 * windows.slot
-
-
-@pytest.mark.parametrize("key", [keyed_by_row, keyed_by_step, keyed_by_slot])
-def test_noise_with_the_wrong_key(monkeypatch, key):
-    case = Case(0, "none", 1.3, length=20)
-    neighbours = [Case(1, "none", 1.3)]
-    assert not found(case, neighbours=neighbours)
-
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(lambda windows: torch.arange(len(windows.slot)), id="row"),
+        pytest.param(lambda windows: windows.position - windows.depth, id="step"),
+        pytest.param(lambda windows: windows.position + 100 * windows.slot, id="slot"),
+    ],
+)
+def test_noise_with_the_wrong_key_is_detected(monkeypatch, key):
     def broken(layout, ops, plan, columns, page_size, out):
         layout(ops, plan, columns, page_size, out)
         out.windows.position.copy_(key(out.windows))
 
-    plant(monkeypatch, "layout", broken)
-    assert any("request 0: tokens" in line for line in found(case, neighbours=neighbours))
-
-
-def _off_by_rows(whole):
-    def linear(self, x, packed, out_dtype=None):
-        out = whole(self, x, packed, out_dtype)
-        return out * (1 + 2**-20 * (len(x) % 3))
-
-    return linear
+    case, neighbours = Case(0, "none", 1.3, length=20), [Case(1, "none", 1.3)]
+    defect = lambda: plant(monkeypatch, "layout", broken)  # noqa: E731
+    check_detected(defect, "request 0: tokens", case, neighbours=neighbours)
 
 
 @pytest.mark.parametrize("what", ["drafts", "chunks", "neighbours"])
-def test_a_gemm_whose_bits_depend_on_the_number_of_rows(monkeypatch, what):
-    """One part in a million in fp32: no token changes, the logprobs tell."""
-    case = Case(0, "none", 0.0, length=40)
+def test_gemm_whose_bits_depend_on_the_number_of_rows_is_detected(monkeypatch, what):
+    """An error of one part in a million in fp32 changes no token, only logprobs."""
+    whole = TorchForward.linear
+
+    def broken(self, x, packed, out_dtype=None):
+        return whole(self, x, packed, out_dtype) * (1 + 2**-20 * (len(x) % 3))
+
     spec, chunk = (FLAKY, 64) if what == "drafts" else (None, 16 if what == "chunks" else 64)
-    batch = {"neighbours": [Case(1, "none", 0.0)] if what == "neighbours" else [], "chunk": chunk}
-    setup = Setup(backend="torch")
-    assert not found(case, spec, setup, **batch)
-    monkeypatch.setattr(TorchForward, "linear", _off_by_rows(TorchForward.linear))
-    assert any("request 0: logprobs" in line for line in found(case, spec, setup, **batch))
+    neighbours = [Case(1, "none", 0.0)] if what == "neighbours" else []
+    defect = lambda: monkeypatch.setattr(TorchForward, "linear", broken)  # noqa: E731
+    options = {"setup": Setup(backend="torch"), "neighbours": neighbours, "chunk": chunk}
+    check_detected(defect, "request 0: logprobs", Case(0, "none", 0.0, length=40), spec, **options)
 
 
-def test_acceptance_of_one_draft_too_many(monkeypatch):
-    case = Case(0, "none", 0.7, length=20)
-    monkeypatch.setattr(TargetMatch, "decide", one_too_many(TargetMatch.decide))
-    assert any("tokens" in line for line in found(case))
-
-
-def test_the_token_after_the_drafts_from_the_wrong_row(monkeypatch):
-    case = Case(0, "none", 0.7, length=20)
+@pytest.mark.parametrize("what", ["one draft too many", "token of the wrong row"])
+def test_wrong_acceptance_is_detected(monkeypatch, what):
+    whole = TargetMatch.decide
 
     def broken(self, windows, scores):
+        choice = whole(self, windows, scores)
+        if what == "one draft too many":
+            accepted = windows.draft == choice.token
+            return replace(choice, accept=accepted | (accepted.roll(1) & (windows.depth > 0)))
         before = torch.where(windows.depth > 0, scores.sampled.roll(1), scores.sampled)
         return Choice(before, windows.draft == scores.sampled)
 
     monkeypatch.setattr(TargetMatch, "decide", broken)
-    assert any("tokens" in line for line in found(case))
+    assert any("tokens" in line for line in differences(Case(0, "none", 0.7, length=20)))
 
 
-def test_kv_of_rejected_drafts_that_stays(monkeypatch):
-    """Each position is stored once: after a rejection the KV of the fallen draft is read."""
-    case = Case(0, "none", 0.0, length=20)
-    assert not found(case)
-    seen = WeakKeyDictionary()
+def test_kv_of_rejected_drafts_is_detected(monkeypatch):
+    """Store each position once, so that after a rejection the KV of the rejected draft is read."""
+    newest_of = WeakKeyDictionary()
 
     def broken(layout, ops, plan, columns, page_size, out):
         layout(ops, plan, columns, page_size, out)
-        rows, newest = out.rows, seen.get(ops, -1)
+        rows, newest = out.rows, newest_of.get(ops, -1)
         rows.kv_index[rows.positions <= newest] = 0
-        seen[ops] = max(newest, int(rows.positions.max()))
+        newest_of[ops] = max(newest, int(rows.positions.max()))
 
-    plant(monkeypatch, "layout", broken)
-    assert any("logprobs" in line for line in found(case))
+    check_detected(lambda: plant(monkeypatch, "layout", broken), "logprobs", Case(0, "none", 0.0, length=20))
 
 
-def test_computed_that_runs_one_too_far(monkeypatch):
-    """After a window with drafts the newest token is taken to have KV already."""
-    case = Case(0, "none", 0.0, length=20, k=3)
-    assert not found(case)
+def _computed_one_too_far(windows, out):
+    real = windows.slots >= 0
+    windows.columns.computed[windows.slots[real]] += windows.num_draft[real] > 0
 
+
+def _logprobs_of_the_wrong_row(windows, out):
+    real = out.pick_rows >= 0
+    out.pick_rows[real] -= windows.depth[out.pick_rows[real]]
+
+
+def _logprobs_of_the_first_entry(windows, out):
+    out.table[:, PICK] = 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "spec", "case"),
+    [
+        (_computed_one_too_far, FLAKY, Case(0, "none", 0.0, length=20, k=3)),
+        (_logprobs_of_the_wrong_row, PERFECT, Case(0, "none", 0.7, length=20)),
+        (_logprobs_of_the_first_entry, PERFECT, Case(0, "none", 0.7, length=20)),
+    ],
+)
+def test_wrong_commit_is_detected(monkeypatch, spoil, spec, case):
     def broken(commit, ops, plan, windows, choice, bad, out):
         commit(ops, plan, windows, choice, bad, out)
-        real = windows.slots >= 0
-        windows.columns.computed[windows.slots[real]] += windows.num_draft[real] > 0
+        spoil(windows, out)
 
-    plant(monkeypatch, "commit", broken)
-    assert any("logprobs" in line for line in found(case))
-
-
-def test_logprobs_from_the_wrong_row(monkeypatch):
-    case = Case(0, "none", 0.7, length=20)
-    assert not found(case, PERFECT)
-
-    def broken(commit, ops, plan, windows, choice, bad, out):
-        commit(ops, plan, windows, choice, bad, out)
-        real = out.pick_rows >= 0
-        out.pick_rows[real] -= windows.depth[out.pick_rows[real]]
-
-    plant(monkeypatch, "commit", broken)
-    assert any("logprobs" in line for line in found(case, PERFECT))
+    neighbours = [Case(1, "none", 0.7, length=9)] if spoil is _logprobs_of_the_first_entry else []
+    defect = lambda: plant(monkeypatch, "commit", broken)  # noqa: E731
+    check_detected(defect, "request 0: logprobs", case, spec, neighbours=neighbours)
 
 
-def test_logprobs_handed_to_the_neighbour(monkeypatch):
-    """PICK counted from another entry's first."""
-    case, other = Case(0, "none", 0.7, length=20), Case(1, "none", 0.7, length=9)
-    assert not found(case, PERFECT, neighbours=[other])
+def test_min_tokens_counted_at_the_start_of_the_window_is_detected(monkeypatch):
+    options = {"min_tokens": 4, "stop_token_ids": MANY_ENDS, "logit_bias": {5: 30.0}}
+    monkeypatch.setitem(OPTIONS, "ends", options)
 
-    def broken(commit, ops, plan, windows, choice, bad, out):
-        commit(ops, plan, windows, choice, bad, out)
-        out.table[:, PICK] = 0
+    def broken(whole, ops, base, windows):
+        return whole(ops, base, without_drafts(windows))
 
-    plant(monkeypatch, "commit", broken)
-    assert any("request 0: logprobs" in line for line in found(case, PERFECT, neighbours=[other]))
-
-
-def test_min_tokens_looked_at_when_the_window_starts(monkeypatch):
-    monkeypatch.setitem(
-        OPTIONS, "ends", {"min_tokens": 4, "stop_token_ids": MANY_ENDS, "logit_bias": {5: 30.0}}
-    )
     case = Case(0, "ends", 0.7, length=20)
-    assert not found(case, PERFECT)
-    plant(monkeypatch, "apply_bans", lambda whole, ops, base, w: whole(ops, base, at_the_window(w)))
-    assert any("tokens" in line for line in found(case, PERFECT))
+    check_detected(lambda: plant(monkeypatch, "apply_bans", broken), "tokens", case, PERFECT)
 
 
 @pytest.mark.parametrize("option", ["bad_words", "processor"])
-def test_a_context_without_the_drafts(monkeypatch, option):
-    case = Case(0, option, 1.3, length=20)
-    assert not found(case, PERFECT)
+def test_context_without_drafts_is_detected(monkeypatch, option):
     whole = logits_processing._context
-    monkeypatch.setattr(
-        logits_processing, "_context", lambda windows, row: whole(at_the_window(windows), row)
-    )
-    assert any("logprobs" in line for line in found(case, PERFECT))
+
+    def defect():
+        monkeypatch.setattr(logits_processing, "_context", lambda w, row: whole(without_drafts(w), row))
+
+    check_detected(defect, "logprobs", Case(0, option, 1.3, length=20), PERFECT)
 
 
-def test_prompt_logprobs_that_forget_the_chunk(monkeypatch):
-    """Rows of a later chunk judged as if they were the prompt's first."""
-    case = Case(0, "none", 0.0, length=40)
-    assert not found(case, chunk=16)
+def test_prompt_logprobs_that_ignore_the_chunk_are_detected(monkeypatch):
+    """Score rows of a later chunk as if they were the first of the prompt."""
     whole = host_logprobs.prompt_logprobs
-    monkeypatch.setattr(
-        host_logprobs,
-        "prompt_logprobs",
-        lambda runner, request, computed, hidden: whole(runner, request, 0, hidden),
-    )
-    assert any("prompt logprobs" in line for line in found(case, chunk=16))
+
+    def broken(runner, request, computed, hidden):
+        return whole(runner, request, 0, hidden)
+
+    defect = lambda: monkeypatch.setattr(host_logprobs, "prompt_logprobs", broken)  # noqa: E731
+    check_detected(defect, "prompt logprobs", Case(0, "none", 0.0, length=40), chunk=16)

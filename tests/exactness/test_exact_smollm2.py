@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from exact_faults import one_too_many
 
 import proposers
 import tiny
@@ -17,8 +18,7 @@ from draftproof.speculative_config import SpeculativeConfig
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
 from draftproof.verify.target_match import TargetMatch
-from exact import WIDE, check_empty, compare, plant, using
-from exact_faults import one_too_many
+from exact import NUM_THREADS, check_empty, compare, num_threads, plant
 
 LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 17))
 PROMPTS = [
@@ -54,7 +54,7 @@ def model(smollm2, smollm2_path):
             debug=True,
             speculative=SpeculativeConfig.parse(spec) if speculates else None,
         )
-        with using(WIDE):
+        with num_threads(NUM_THREADS):
             return Engine(config, smollm2(dtype))
 
     @cache

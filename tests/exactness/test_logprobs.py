@@ -36,7 +36,7 @@ def rows_from_scratch(logits: Tensor, token: int, top: int) -> tuple[list[int], 
     return ids, [values[i] for i in ids], [1 + order.index(i) for i in ids]
 
 
-# --- the rows -------------------------------------------------------------------------------------------
+# --- the rows ---
 
 
 @every
@@ -99,7 +99,7 @@ def test_no_rows_no_work() -> None:
     assert logprob_rows(Nothing(), torch.zeros(3, 5), LogprobQuery([], [], 5, (3,))) == []  # type: ignore[arg-type]
 
 
-# --- what a request asks for ----------------------------------------------------------------------------
+# --- what a request asks for ---
 
 
 @both
@@ -176,7 +176,7 @@ def test_more_than_the_engine_allows_is_refused() -> None:
     assert not target.has_work
 
 
-# --- prompt logprobs --------------------------------------------------------------------------------------
+# --- prompt logprobs ---
 
 
 @pytest.mark.parametrize("name", ("llama", "mistral", "qwen3"))
@@ -212,7 +212,7 @@ def test_prompt_logprobs_kinds(k: int) -> None:
     assert len(one(None, prompt_logprobs=k, length=1, max_tokens=1).prompt_logprobs) == 0
 
 
-# --- raw and processed --------------------------------------------------------------------------------------
+# --- raw and processed ---
 
 PENALISED = {"temperature": 0.7, "top_k": 10, "repetition_penalty": 1.5, "presence_penalty": 0.5, "seed": 1}
 
@@ -254,7 +254,7 @@ def test_temperature_is_divided_by_once() -> None:
         torch.testing.assert_close(torch.tensor(b.logprobs[1:]).double(), want, rtol=1e-4, atol=1e-4)
 
 
-# --- drafts ---------------------------------------------------------------------------------------------
+# --- drafts ---
 
 
 @pytest.mark.parametrize("mode", ("raw", "processed"))
@@ -295,7 +295,7 @@ def test_draft_logprobs_of_a_proposer_that_samples() -> None:
     assert {d.source for d in records} == {"sampled"}
 
 
-# --- cost and control -------------------------------------------------------------------------------------
+# --- cost and control ---
 
 
 class Counting:

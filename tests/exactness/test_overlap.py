@@ -31,7 +31,7 @@ def free(index: int, option: str = "none", temperature: float = 0.7, **fields) -
     return Case(index, option, temperature, **{"length": 9 + index, "prompt": False, **fields})
 
 
-# --- it happens ---------------------------------------------------------------------------------------
+# --- it happens ---
 
 
 @methods
@@ -61,7 +61,7 @@ def test_a_proposer_on_the_host_is_waited_for():
     assert batch.differences() == [] and not batch.engine.loop.overlap
 
 
-# --- arrivals -----------------------------------------------------------------------------------------
+# --- arrivals ---
 
 HOSTED = ["processor", "bad_words", "named_logprobs", "all_logprobs", "draft_logprobs", "mix"]
 
@@ -127,7 +127,7 @@ def test_any_time_of_arrival(spec, seats):
         watch.check()
 
 
-# --- aborts -------------------------------------------------------------------------------------------
+# --- aborts ---
 
 
 @methods
@@ -165,7 +165,7 @@ def test_all_are_aborted_and_others_follow(spec, when):
     assert not engine.loop.pending or not engine.step()
 
 
-# --- a slot changes hands -----------------------------------------------------------------------------
+# --- a slot changes hands ---
 
 
 def inherited(spec) -> list[str]:
@@ -229,7 +229,7 @@ def test_control_a_newcomer_whose_count_is_moved_by_its_predecessor(monkeypatch)
     assert any("request 1" in line for line in inherited(None))
 
 
-# --- endings ------------------------------------------------------------------------------------------
+# --- endings ---
 
 
 @methods
@@ -303,7 +303,7 @@ def test_a_step_of_ended_requests_has_no_rows():
     assert seen == [(1, 12), (1, 1), (1, 1), (1, 0)]
 
 
-# --- when nothing is under way ------------------------------------------------------------------------
+# --- when nothing is under way ---
 
 
 def test_an_idle_engine_does_nothing(monkeypatch):

@@ -155,7 +155,7 @@ def test_prompt_logprobs_of_the_engine(name: str, tmp_path: Path) -> None:
         check_order(line.token_ids[1:], row)
 
 
-# --- negative controls ----------------------------------------------------------------------------------
+# --- negative controls ---
 
 
 def test_control_a_wrong_window_is_caught(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from draftproof.models.load import Checkpoint
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
-from exact import WIDE, using
+from exact import NUM_THREADS, num_threads
 from tiny import Record, request, run
 from transformers_order import check_order
 
@@ -95,7 +95,7 @@ def both(smollm2: Callable[[str], Checkpoint]) -> Both:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=20)
     cases = [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)]
     logprobs = []
-    with using(WIDE), torch.inference_mode():  # both sides
+    with num_threads(NUM_THREADS), torch.inference_mode():  # both sides
         served = run(Engine(config, checkpoint), cases)
         records = [served[str(i)] for i in range(len(prompts))]
         for ids, record in zip(prompts, records, strict=True):

@@ -16,12 +16,12 @@ import tiny
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
 from exact import Batch, Case, Setup
-from exact_matrix import GUIDED, MATRIX, check, named
+from exact_matrix import GRAMMAR_MATRIX, MATRIX, check, named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.mark.parametrize("case", [*MATRIX, *GUIDED], ids=named)
+@pytest.mark.parametrize("case", [*MATRIX, *GRAMMAR_MATRIX], ids=named)
 def test_every_pair_of_factors(case: dict[str, Any]) -> None:
     check(case, "triton", device="cuda")
 

@@ -31,7 +31,7 @@ from draftproof.types import DeviceBatch, Draft, DraftCosts, DraftSpec, Request,
 from exact import Batch, Case, Setup
 from scripted import OPS, PAGE, seated, simulate, strategy
 
-# --- what is known of drafts ----------------------------------------------------------------------------
+# --- what is known of drafts ---
 
 
 def columns_of(*said: list[int], seed: int = 7) -> Any:
@@ -98,7 +98,7 @@ def test_numbers_that_are_none() -> None:
     assert found == [(0, 0), (0, 0), (1, NUM_BINS - 1), (1, NUM_BINS - 1)]
 
 
-# --- round by round -------------------------------------------------------------------------------------
+# --- round by round ---
 
 
 def chains(
@@ -170,7 +170,7 @@ def test_control_leaving_out_the_draft_itself_is_caught() -> None:
     assert biased(p_values(drawn(1), PARAMS["hot"]))
 
 
-# --- in an engine ---------------------------------------------------------------------------------------
+# --- in an engine ---
 
 
 def served(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> set[int]:

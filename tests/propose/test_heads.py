@@ -129,7 +129,7 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
         audited(BASE)
 
 
-# --- a head that must be right ------------------------------------------------------------------------
+# --- a head that must be right ---
 
 
 ONE = {"architecture": "MistralForCausalLM", "num_layers": 1, "windows": (9,)}
@@ -230,7 +230,7 @@ def test_control_a_head_that_spoils_the_targets_storage_is_seen():
     assert Batch([case], setup, engine=engine).differences()
 
 
-# --- refusals -----------------------------------------------------------------------------------------
+# --- refusals ---
 
 
 def refused(

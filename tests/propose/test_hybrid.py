@@ -46,7 +46,7 @@ def accepted(steps, name):
     return sum(step.sources.count(name) for step in steps)
 
 
-# --- who is listened to -------------------------------------------------------------------------------
+# --- who is listened to ---
 
 
 @pytest.mark.parametrize("members", [(PERFECT, JUNK), (JUNK, PERFECT)], ids=["first", "last"])
@@ -98,7 +98,7 @@ def test_a_new_request_in_the_slot_begins_anew(seed):
     assert not proposer.record.rejected.any()
 
 
-# --- and who goes on ----------------------------------------------------------------------------------
+# --- and who goes on ---
 
 
 def test_a_match_goes_on_from_the_drafts_of_another():
@@ -216,7 +216,7 @@ def test_laws_of_drafts_are_those_of_whoever_made_them():
     assert torch.equal(torch.stack([probs[0, 1], probs[1, 0], probs[1, 1]]), certain)
 
 
-# --- what it says of itself ---------------------------------------------------------------------------
+# --- what it says of itself ---
 
 
 def test_it_is_what_its_members_are():

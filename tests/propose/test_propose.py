@@ -21,7 +21,7 @@ OPS = importable()
 every = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 
 
-# --- ngram --------------------------------------------------------------------------------------------
+# --- ngram ---
 
 
 @every
@@ -147,7 +147,7 @@ def test_a_planted_repetition_is_found_in_a_real_run():
     assert {name for step in record.steps for name in step.sources} == {"ngram"}
 
 
-# --- given --------------------------------------------------------------------------------------------
+# --- given ---
 
 
 class Told:

@@ -64,7 +64,7 @@ class PoolHarness:
 STORY = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
 
 
-# --- what is drafted ----------------------------------------------------------------------------------
+# --- what is drafted ---
 
 
 def test_what_another_has_said_is_drafted():
@@ -131,7 +131,7 @@ def test_a_long_response_takes_several_lines_and_is_found_everywhere():
         assert told.guess(text[at - 5 : at], k=4) == text[at : at + 4], at
 
 
-# --- whose it is --------------------------------------------------------------------------------------
+# --- whose it is ---
 
 
 def shared(salts):
@@ -207,7 +207,7 @@ def test_one_that_was_aborted_teaches_too():
     assert (target.loop.proposer.pool.owner != NO_OWNER).sum() >= 1
 
 
-# --- how much, and how long ---------------------------------------------------------------------------
+# --- how much, and how long ---
 
 
 def held(pool):
@@ -334,7 +334,7 @@ def test_control_a_clock_that_stands_still():
     assert told.guess([14, 15, 16]) != []
 
 
-# --- and none of it is heard --------------------------------------------------------------------------
+# --- and none of it is heard ---
 
 
 def poisoned(spec, overlap):
@@ -370,7 +370,7 @@ def test_control_the_poison_would_be_heard():
     assert any("tokens" in line for line in found)
 
 
-# --- options ------------------------------------------------------------------------------------------
+# --- options ---
 
 
 def test_options_are_checked():

@@ -1,4 +1,4 @@
-"""The comparison behind the promise: a request in company, with drafts, against its solo plain run."""
+"""Bitwise comparison of requests served in a batch with drafts against each request alone without drafts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from draftproof.types import Request
 V = tiny.VOCAB
 EOS = 2
 MANY_ENDS = tuple(range(5, V, 3))
-# every token has a few that must not follow it, so bans are met all the time
+# Every token has a few that must not follow it, so that bans apply in most steps.
 BAD_WORDS = [(40,), *((a, (a * 3 + s) % V) for a in range(3, V) for s in range(0, 40, 2))]
 
 
 def lean_on_context(tokens: Sequence[int], row: torch.Tensor) -> torch.Tensor:
-    """A processor whose answer changes with every one of the last three tokens."""
+    """Change logits by each of the last three tokens."""
     key = tokens[-1] + 3 * tokens[-2 % len(tokens)] + 5 * tokens[-3 % len(tokens)] + len(tokens)
     return row + 3.0 * ((torch.arange(len(row), device=row.device) * 7 + key) % 11 == 0)
 
 
-# the tokens of a tiny model seldom tell that a penalty was forgotten; its processed logprobs always do
+# A forgotten penalty seldom changes the tokens of a tiny model; it always changes processed logprobs.
 PROCESSED: dict[str, Any] = {"logprobs_mode": "processed"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request as a value, so that its solo run can be remembered."""
+    """Hashable description of a request, so that its reference run can be cached."""
 
     index: int
     option: str = "none"
@@ -90,8 +90,8 @@ class Case:
     length: int = 12
     enabled: bool = True  # speculation for this request
     k: int | None = None
-    prompt: bool = True  # its prompt's logprobs too: the host is then needed until they are there
-    grammar: str = "none"  # one of those in `grammars`
+    prompt: bool = True  # prompt logprobs; steps do not overlap until they are computed
+    grammar: str = "none"  # a key of `grammars.STRUCTURES`
     priority: int = 0
     salt: str | None = None
 
@@ -99,14 +99,14 @@ class Case:
         options = dict(OPTIONS[self.option])
         bad = options.pop("bad_word_ids", ())
         base = {"max_tokens": 14, "logprobs": 5, "prompt_logprobs": 3 if self.prompt else None}
-        wish: dict[str, Any] = {"verify_strategy": self.strategy}
+        speculative: dict[str, Any] = {"verify_strategy": self.strategy}
         if not plain:
-            wish |= {"enabled": self.enabled, "num_speculative_tokens": self.k}
+            speculative |= {"enabled": self.enabled, "num_speculative_tokens": self.k}
         bias = grammars.BIAS.get(self.grammar, {})
         options["logit_bias"] = {**options.get("logit_bias", {}), **bias}
         params = SamplingParams(
             **{"temperature": self.temperature, **base, **options},
-            speculative=wish,
+            speculative=speculative,
             priority=self.priority,
             cache_salt=self.salt,
         )
@@ -114,7 +114,7 @@ class Case:
         return tiny.request(self.index, params, self.length, bad_word_ids=bad, grammar=made)
 
 
-# unlike in options, heat, strategy, draft length and prompt length
+# Requests that differ in options, temperature, strategy, draft length and prompt length.
 NEIGHBOURS = (
     Case(1, "top_k", 0.7, length=5),
     Case(2, "frequency", 0.0, length=33),
@@ -126,7 +126,7 @@ NEIGHBOURS = (
 
 
 def warm(target: Engine, cases: Sequence[Case]) -> None:
-    """Others have said the beginnings of these prompts, each up to another place, and the whole of some."""
+    """Fill the prefix cache with prefixes of different lengths of these prompts."""
     params = [SamplingParams(max_tokens=3, ignore_eos=True, cache_salt=case.salt) for case in cases]
     others = []
     for i, case in enumerate(cases):
@@ -136,10 +136,10 @@ def warm(target: Engine, cases: Sequence[Case]) -> None:
     tiny.run(target, others)
 
 
-def force_preemptions(target: Engine, later: int, every: int = 2) -> None:
-    """As if pages ran out again and again: everybody is put aside, the one in front too.
+def force_preemptions(target: Engine, growth: int, interval: int = 2) -> None:
+    """Preempt every running request after each `interval` plans, which grows by `growth` each time.
 
-    Each time some plans `later`, so that in the end also a long prompt without a cache gets through.
+    The growth lets a long prompt without a cached prefix finish.
     """
     scheduler, plans = target.loop.scheduler, 0
     plan, short_of, fast_plan = scheduler.plan, scheduler._missing_pages, scheduler._fast_path.plan
@@ -150,27 +150,27 @@ def force_preemptions(target: Engine, later: int, every: int = 2) -> None:
         return plan(*given, **named)
 
     def short(*arguments: Any) -> Any:
-        nonlocal plans, every
+        nonlocal plans, interval
         found = short_of(*arguments)
-        if plans > every and len(found):
+        if plans > interval and len(found):
             return found + 10**9
-        if plans > every:
-            plans, every = 0, every + later
+        if plans > interval:
+            plans, interval = 0, interval + growth
         return found
 
     def closer(*arguments: Any) -> Any:
-        return None if plans > every else fast_plan(*arguments)  # the fast path does not look at pages
+        return None if plans > interval else fast_plan(*arguments)  # the fast path does not check pages
 
     scheduler.plan, scheduler._missing_pages = counts, short  # type: ignore[method-assign]
     scheduler._fast_path.plan = closer  # type: ignore[method-assign]
 
 
-WIDE = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # threads for a real model: the cores may be shared
+NUM_THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # for a real model
 
 
 @contextmanager
-def using(threads: int) -> Iterator[None]:
-    """The cpu backend takes its team's size from torch when it is built."""
+def num_threads(threads: int) -> Iterator[None]:
+    """Set the number of threads of torch, which the CPU backend reads when it is built."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     yield
@@ -201,12 +201,12 @@ class Setup:
         for key, value in heads.options(spec["method"], self.arch, self.dtype).items() if spec else ():
             spec.setdefault(key, value)
         sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, "overlap": False, **options}
-        with using(self.threads):
+        with num_threads(self.threads):
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 
 
 def compute_reference_run(case: Case, setup: Setup) -> tiny.Record:
-    """Alone, no speculation, the prompt in one piece."""
+    """Serve one request alone, without speculation, its prompt in one chunk."""
     request = case.request(plain=True)
     return tiny.run(setup.engine(), [request])[request.id]
 
@@ -217,13 +217,13 @@ def reference_run(case: Case, setup: Setup) -> tiny.Record:
 
 
 def edited(answer: list[int]) -> list[int]:
-    """A prediction: the answer with one token dropped, one changed, and a tail."""
+    """Return a prediction: the output with one token dropped, one changed, and a tail."""
     return [*answer[:3], *answer[4:7], 96, *answer[8:], 11, 12]
 
 
 @dataclass
 class Batch:
-    """One speculative run: who takes part, how it is driven, and what came of it."""
+    """Requests served together: engine options, arrivals, aborts, and their records."""
 
     cases: Sequence[Case]
     setup: Setup = field(default_factory=Setup)
@@ -234,11 +234,11 @@ class Batch:
     overlap: bool = False
     engine: Engine | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    warm: bool = False  # the cache knows beginnings of the prompts
-    preempts_all: bool = False  # everybody is put aside again and again
-    later: int = 1  # each time by so many plans
+    warm: bool = False  # the prefix cache holds prefixes of the prompts
+    preempts_all: bool = False  # see `force_preemptions`
+    interval_growth: int = 1
     stats: dict[str, RequestStats] = field(default_factory=dict)
-    records: dict[str, tiny.Record] = field(default_factory=dict)  # of the last time
+    records: dict[str, tiny.Record] = field(default_factory=dict)  # of the last call of `serve`
 
     def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
         proposers.set_answers(answers)
@@ -248,7 +248,7 @@ class Batch:
         if self.warm:
             warm(target, self.cases)
         if self.preempts_all:
-            force_preemptions(target, self.later)
+            force_preemptions(target, self.interval_growth)
         requests = [replace(a.request(), prediction_ids=edited(answers[str(a.index)])) for a in self.cases]
 
         def leave(step: int) -> None:
@@ -261,7 +261,7 @@ class Batch:
         return self.records
 
     def differences(self, fresh: bool = False) -> list[str]:
-        """What differs from the solo runs; `fresh` runs those anew (for a broken engine)."""
+        """Return differences from the reference runs; `fresh` computes these again, for a broken engine."""
         alone = {
             str(a.index): (compute_reference_run if fresh else reference_run)(a, self.setup)
             for a in self.cases
@@ -278,13 +278,13 @@ class Batch:
 
 
 def bits(rows: list[LogprobRow]) -> list[tuple[object, ...]]:
-    """Floats by their bits: -0.0 is not 0.0, and NaN is never right."""
+    """Return rows with floats as hexadecimal, so that -0.0 differs from 0.0; reject NaN."""
     assert all(x == x for row in rows for x in row.logprobs), "a logprob is NaN"
     return [(*row.token_ids, *(x.hex() for x in row.logprobs), *row.ranks) for row in rows]
 
 
 def compare(name: str, alone: tiny.Record, got: tiny.Record, cut: bool = False) -> list[str]:
-    """`cut`: the request was aborted, so it has a beginning of the solo run."""
+    """Return differences of two records; `cut`: the request was aborted, so its record is a prefix."""
     found = []
     pairs = {
         "tokens": (alone.token_ids, got.token_ids),
@@ -301,7 +301,7 @@ def compare(name: str, alone: tiny.Record, got: tiny.Record, cut: bool = False) 
 
 
 def count_errors(name: str, got: tiny.Record) -> list[str]:
-    """Counts that must agree in any run: tokens, logprobs, drafts."""
+    """Return inconsistencies between numbers of tokens, logprobs and drafts of each step."""
     found = []
     for step in got.steps:
         if step.logprobs is not None and len(step.logprobs) != len(step.token_ids):
@@ -318,7 +318,7 @@ def count_errors(name: str, got: tiny.Record) -> list[str]:
 
 
 def check_empty(target: Engine) -> None:
-    """Nothing is left behind: every slot and page is free."""
+    """Check that every slot and page is free."""
     scheduler = target.loop.scheduler
     assert not scheduler.running and not scheduler.waiting and not target.has_work
     assert scheduler.pages.num_free == scheduler.pages.capacity, "pages were lost"

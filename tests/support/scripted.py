@@ -185,7 +185,7 @@ def stepped(
     )
 
 
-# --- a Markov chain for a model ---------------------------------------------------------------------------
+# --- a Markov chain for a model ---
 
 Drafter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(previous token [B], seeds [B], output position [B]) -> (draft [B], its law [B, V])."""

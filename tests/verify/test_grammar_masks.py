@@ -179,7 +179,7 @@ def test_compiled_elsewhere_is_compiled_here() -> None:
             assert state.accept(token) and matcher.accept_token(token)
 
 
-# --- a guide: masks of a window -------------------------------------------------------------------------
+# --- a guide: masks of a window ---
 
 
 def window(guide: GrammarGuide, drafts: list[int]) -> Tensor:

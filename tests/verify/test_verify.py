@@ -21,7 +21,7 @@ from verify_cases import COLD, HOT, V, noise, ranked
 every = pytest.mark.parametrize("name", STRATEGIES)
 
 
-# --- the rules ------------------------------------------------------------------------------------------
+# --- the rules ---
 
 
 @every
@@ -106,7 +106,7 @@ def test_rejection_never_accepts_tokens_of_target_probability_0() -> None:
         assert kept[i, token] > probs[i, 0, token]
 
 
-# --- topp -----------------------------------------------------------------------------------------------
+# --- topp ---
 
 
 def topp(logits: Tensor, draft: list[int], params: SamplingParams = COLD, **options: Any) -> Result:
@@ -157,7 +157,7 @@ def test_topp_options_of_the_engine() -> None:
         engine(speculative={**spec, "verify_strategy": "target_match"})
 
 
-# --- policies -------------------------------------------------------------------------------------------
+# --- policies ---
 
 
 @every
@@ -282,7 +282,7 @@ def test_policy_that_commits_verified_tokens_keeps_the_label(
     assert made.strategy_label(SamplingParams()) == ("target_match: lossless and seed-exact", True)
 
 
-# --- one batch, many strategies ---------------------------------------------------------------------------
+# --- one batch, many strategies ---
 
 
 def test_mixed_strategies_equal_each_alone() -> None:

@@ -26,7 +26,7 @@ from scripted import OPS, decide, simulate, stepped, strategy
 from tiny import engine, prompt, request, run
 from verify_cases import COLD, HOT, V, noise, ranked
 
-# --- 2.5: verification ------------------------------------------------------------------------------------
+# --- 2.5: verification ---
 
 
 def test_skipped_position_after_bulk_accept() -> None:
@@ -152,7 +152,7 @@ def test_length_is_not_over_counted_on_eos() -> None:
     assert int(columns.tokens[0, 3]) < 0, "nothing is written beyond the end"
 
 
-# --- 1.2, 1.3: state ---------------------------------------------------------------------------------------
+# --- 1.2, 1.3: state ---
 
 
 @pytest.mark.parametrize("limit", (1, 2, 3, 4))
@@ -247,7 +247,7 @@ def test_end_tokens_are_each_requests_own() -> None:
     assert result.ended == [FinishStatus.STOP, FinishStatus.RUNNING, FinishStatus.RUNNING]
 
 
-# --- statistics and configuration ---------------------------------------------------------------------------
+# --- statistics and configuration ---
 
 
 @pytest.mark.parametrize("policy", ("accept_all", "normal"))
