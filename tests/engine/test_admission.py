@@ -1,4 +1,4 @@
-"""Token ids are checked quickly, and as strictly as one by one."""
+"""Token ids are checked at once, as strictly as one by one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Three(IntEnum):
     THREE = 3
 
 
-def one_by_one(name: str, ids: Any, vocab_size: int) -> None:
-    """The definition."""
+def check_one_by_one(name: str, ids: Any, vocab_size: int) -> None:
+    """Check each id by definition."""
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise RequestError(f"{name} must hold integers, got {token!r}", name)
@@ -31,7 +31,7 @@ def one_by_one(name: str, ids: Any, vocab_size: int) -> None:
             )
 
 
-def said(check: Any, ids: Any) -> str | None:
+def error_of(check: Any, ids: Any) -> str | None:
     try:
         check("prompt", ids, VOCAB)
     except RequestError as error:
@@ -39,23 +39,25 @@ def said(check: Any, ids: Any) -> str | None:
     return None
 
 
-odd = st.sampled_from([True, False, 1.0, "3", None, -1, VOCAB, 2**70, -(2**70), np.int64(3), Three.THREE])
-lists = st.lists(st.integers(0, VOCAB - 1) | odd, max_size=12)
+invalid = st.sampled_from([True, False, 1.0, "3", None, -1, VOCAB, 2**70, -(2**70), np.int64(3), Three.THREE])
+lists = st.lists(st.integers(0, VOCAB - 1) | invalid, max_size=12)
 
 
 @given(lists | lists.map(tuple))
-def test_the_same_is_refused_for_the_same_reason(ids: Any) -> None:
-    assert said(validation._check_ids, ids) == said(one_by_one, ids)
+def test_ids_are_refused_as_by_a_check_one_by_one(ids: Any) -> None:
+    assert error_of(validation._check_ids, ids) == error_of(check_one_by_one, ids)
 
 
 @pytest.mark.parametrize("ids", [[], [0], [VOCAB - 1], (3, 4), [Three.THREE, 4], {5: 1.0}])
-def test_right_ones_pass(ids: Any) -> None:
-    assert said(validation._check_ids, ids) is None
+def test_valid_ids_pass(ids: Any) -> None:
+    assert error_of(validation._check_ids, ids) is None
 
 
-def test_control_a_check_by_value_alone_would_take_truth_for_a_number() -> None:
+def test_control_check_by_value_accepts_bool() -> None:
     def by_value(name: str, ids: Any, vocab_size: int) -> None:
         if min(ids) < 0 or max(ids) >= vocab_size:
-            one_by_one(name, ids, vocab_size)
+            check_one_by_one(name, ids, vocab_size)
 
-    assert said(by_value, [3, True]) is None and "integers" in (said(validation._check_ids, [3, True]) or "")
+    assert error_of(by_value, [3, True]) is None and "integers" in (
+        error_of(validation._check_ids, [3, True]) or ""
+    )

@@ -24,7 +24,6 @@ class GraphRuntime(Runtime):
     num_graphs = 0
 
     def graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
-        """Capture `function`."""
         self.num_graphs += 1
 
         def replay() -> Any:

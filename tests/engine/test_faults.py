@@ -1,5 +1,4 @@
-"""A step that fails under way costs time alone; a device that is gone stops the engine, and nobody is told
-that something finished which did not."""
+"""Steps that fail cost time only; a lost device stops the engine and finishes no request."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ OPTIONS = [
 
 
 def make_requests(count=5, tokens=14):
-    """Prompts of one page and a bit to several, in chunks."""
+    """Return requests with prompts of one page to several chunks."""
     return [
         tiny.request(i, SamplingParams(max_tokens=tokens, **OPTIONS[i % len(OPTIONS)]), length=12 + 13 * i)
         for i in range(count)
@@ -38,7 +37,7 @@ def make_requests(count=5, tokens=14):
 
 
 def build(backend="faulty:FaultyOps", steps=0, **options):
-    """`steps`: so many are under way at most; 1: each is read before the next is planned."""
+    """Build an engine with at most `steps` in flight; 1: each is read before the next is planned."""
     options |= {"overlap": steps > 1} if steps else {}
     target = tiny.engine(backend=backend, **{"speculative": SPEC, "page_size": 8, **options})
     target.loop.policy.run_ahead.min_depth = max(2, steps)
@@ -49,8 +48,8 @@ steps = pytest.mark.parametrize("steps", [1, 2, 3])
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Each by itself, without drafts, in an engine that never fails."""
+def reference():
+    """Return each output alone, without drafts, from an engine that never fails."""
     target = tiny.engine(overlap=False, enable_prefix_caching=False)
     return {request.id: tiny.run(target, [request])[request.id].same() for request in make_requests()}
 
@@ -65,32 +64,30 @@ def served(target, requests, **options):
 @steps
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["layout", "sample", "commit", "logprobs", "store_drafts", "fetch", "read"])
-def test_steps_that_fail_change_nothing(name, late, steps, alone):
-    """At the first call, in the middle and twice running; before an op and after it."""
+def test_failed_steps_change_no_output(name, late, steps, reference):
+    """Fail at the first call, in the middle and twice in a row, before an op and after it."""
     target, ops = build(steps=steps, debug=name != "store_drafts")
-    counts = (1, 8, 15, 21) if name in ("fetch", "read") else (1, 8, 9, 19)  # or nothing can be taken back
+    counts = (1, 8, 15, 21) if name in ("fetch", "read") else (1, 8, 9, 19)  # some steps must be recovered
     ops.late, ops.when = late, lambda _, op, count: op == name and count in counts
-    assert served(target, make_requests(), arrivals=[0, 0, 2, 2, 5]) == alone
+    assert served(target, make_requests(), arrivals=[0, 0, 2, 2, 5]) == reference
     assert ops.raised >= 1 + (name != "store_drafts")
     proposer_failed = target.loop.device.drafting.failure is not None
-    assert proposer_failed == (name == "store_drafts")  # its own business: it is switched off
+    assert proposer_failed == (name == "store_drafts")  # the proposer is switched off
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4])
-def test_many_faults_with_preemption_and_shared_prefixes(steps, alone):
-    """Few pages, everything is put aside now and then, and steps fail all the while."""
+def test_many_faults_with_preemption_and_shared_prefixes_are_exact(steps, reference):
     target, ops = build(steps=steps, kv_cache_tokens=72, max_num_seqs=4)
     again = [replace(r, id=turn + r.id) for turn in "abc" for r in make_requests(2)]
     ops.when = lambda _, op, count: op == "sample" and count % 23 == 5
     got = served(target, again, arrivals=[0, 0, 1, 3, 9, 30])
-    assert {turn + name: alone[name] for turn in "abc" for name in "01"} == got
+    assert {turn + name: reference[name] for turn in "abc" for name in "01"} == got
     stats = target.stats()
     assert ops.raised > 1 and stats.num_preemptions and stats.num_cached_tokens
 
 
 @steps
-def test_what_never_works_fails_with_its_reason_and_nobody_else_does(steps, alone):
-    """One of two that run cannot be served; those who wait never notice."""
+def test_request_that_always_fails_ends_with_the_reason_and_others_are_exact(steps, reference):
     target, ops = build(steps=steps, max_num_seqs=2)
     columns = target.loop.slots.columns
 
@@ -102,40 +99,40 @@ def test_what_never_works_fails_with_its_reason_and_nobody_else_does(steps, alon
     got = served(target, make_requests())
     reason = "OutOfMemoryError in a step: planted: out of memory"
     assert got["1"][3] == ("error", None, reason) and got["1"][0] == []
-    assert got["0"][3] == ("error", None, reason)  # it was always in the same steps
+    assert got["0"][3] == ("error", None, reason)  # it shared all its steps
     tokens, logprobs = got["0"][:2]
-    assert tokens == alone["0"][0][: len(tokens)] and logprobs == alone["0"][1][: len(tokens)]
-    assert {name: got[name] for name in "234"} == {name: alone[name] for name in "234"}
+    assert tokens == reference["0"][0][: len(tokens)] and logprobs == reference["0"][1][: len(tokens)]
+    assert {name: got[name] for name in "234"} == {name: reference[name] for name in "234"}
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("name", "lost"), [("sample", {1}), ("read", {2, 3})])
-def test_faults_with_a_full_queue(name, late, lost, alone, monkeypatch):
-    """One that cannot be queued while two are under way; one that cannot be read, with two behind it."""
+def test_faults_with_a_full_queue_are_exact(name, late, num_lost, reference, monkeypatch):
+    """Fail to queue a step while two are in flight, or to read one with two behind it."""
     target, ops = build(steps=3, max_num_batched_tokens=16)
     seen, whole = set(), Loop._recover
 
     def recover(self, fault):
-        seen.add((len(fault.lost), len(self.pending)))
+        seen.add((len(fault.num_lost), len(self.pending)))
         return whole(self, fault)
 
     monkeypatch.setattr(Loop, "_recover", recover)
-    requests = [r for r in make_requests() if r.id in "014"]  # nobody keeps the host in the loop
+    requests = [r for r in make_requests() if r.id in "014"]  # none needs the host
     for nth in range(2, 14):
         ops.late, ops._counts[name] = late, 0
         ops.when = lambda _, op, count, nth=nth: op == name and count == nth
-        assert served(target, requests) == {r.id: alone[r.id] for r in requests}
+        assert served(target, requests) == {r.id: reference[r.id] for r in requests}
         ops.when = None
         while target.loop.pending:
             target.step()
-    assert {many for many, _ in seen} == lost and (2 if name == "sample" else 0) in {n for _, n in seen}
+    assert {many for many, _ in seen} == num_lost and (2 if name == "sample" else 0) in {n for _, n in seen}
 
 
 # --- the prefix cache ---
 
 
-def first_prefill_fails(**options):
-    """A prompt of several pages whose step never runs; then the same prompt again, and what it is given."""
+def serve_after_failed_prefill(**options):
+    """Serve a prompt of several pages whose first step fails."""
     target, ops = build(**options)
     ops.when = lambda _, op, count: op == "layout" and count == 1
     request, stats = make_requests()[4], {}
@@ -143,16 +140,16 @@ def first_prefill_fails(**options):
 
 
 @steps
-def test_pages_of_a_step_that_never_ran_are_not_found(steps, alone):
-    same, stats = first_prefill_fails(steps=steps)
-    assert same == alone["4"]
+def test_pages_of_a_failed_step_are_not_found(steps, reference):
+    same, stats = serve_after_failed_prefill(steps=steps)
+    assert same == reference["4"]
     assert stats.num_cached_tokens == 0 and stats.num_preemptions == 0
 
 
 @steps
 @pytest.mark.parametrize("when", ["queued", "aborted"])
-def test_nor_are_those_of_whoever_left_meanwhile(when, steps, alone):
-    """Its prompt is under way, or was to be; it is aborted; then that step turns out to be lost."""
+def test_pages_of_an_aborted_request_are_not_found_after_a_fault(when, steps, reference):
+    """Abort a request whose prompt is in flight or planned, then lose that step."""
     target, ops = build(steps=steps)
     request = make_requests()[4]
     target.add(replace(request, id="first", params=replace(request.params, max_tokens=40)))
@@ -164,42 +161,41 @@ def test_nor_are_those_of_whoever_left_meanwhile(when, steps, alone):
         target.step()
     target.abort("first")
     stats = {}
-    assert served(target, [replace(request, id="4")], stats=stats)["4"] == alone["4"]
+    assert served(target, [replace(request, id="4")], stats=stats)["4"] == reference["4"]
 
 
 @pytest.mark.parametrize("broken", ["unpublish", "computed"])
-def test_control_pages_that_were_never_filled_are_found(broken, monkeypatch, alone):
+def test_control_unfilled_pages_are_detected(broken, monkeypatch, reference):
     if broken == "unpublish":
         monkeypatch.setattr(Pages, "unpublish", lambda *_: None)
     else:
         whole = Scheduler._wait_again
         monkeypatch.setattr(Scheduler, "_wait_again", lambda self, s, computed: whole(self, s, computed + 24))
-    same, _ = first_prefill_fails()
-    assert same != alone["4"]
+    same, _ = serve_after_failed_prefill()
+    assert same != reference["4"]
 
 
-def test_control_a_lost_step_that_is_taken_for_done(monkeypatch, alone):
-    """Nobody is taken back: the tokens that were committed meanwhile are never told."""
+def test_control_lost_step_is_detected(monkeypatch, reference):
     monkeypatch.setattr(fault_recovery, "requeue_lost", lambda *_: [])
     monkeypatch.setattr("draftproof.engine.loop.requeue_lost", lambda *_: [])
     target, ops = build(debug=False)
     ops.when = lambda _, op, count: op == "read" and count == 10
     with pytest.raises(AssertionError):
-        assert served(target, make_requests()) == alone
+        assert served(target, make_requests()) == reference
 
 
 # --- captures ---
 
 
-def test_a_step_that_cannot_be_captured_runs_op_by_op(alone, caplog):
+def test_step_that_cannot_be_captured_runs_op_by_op(reference, caplog):
     target, ops = build("faulty:CapturedOps")
     ops.when = lambda _, op, count: op == "graph" and count % 3 != 1
-    assert served(target, make_requests()) == alone
+    assert served(target, make_requests()) == reference
     assert ops.raised and "it runs op by op" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["fetch", "sample"])
-def test_an_engine_in_which_nothing_works_gives_up(name):
+def test_engine_with_permanent_faults_stops(name):
     target, ops = build()
     ops.when = lambda _, op, count: op == name
     with pytest.raises((EngineDeadError, torch.OutOfMemoryError)):
@@ -210,37 +206,37 @@ def test_an_engine_in_which_nothing_works_gives_up(name):
         target.step()
 
 
-# --- a device that is gone ---
+# --- a lost device ---
 
 
 @steps
-def test_an_engine_whose_device_is_gone_says_so_and_stops(steps):
+def test_engine_with_a_lost_device_stops_with_the_reason(steps):
     target, ops = build(steps=steps)
-    told = []
+    outputs = []
     for request in make_requests():
         target.add(request)
     with pytest.raises(EngineDeadError, match="does not respond after RuntimeError in a step: CUDA"):
         for step in range(100):
             ops.gone = step == 4
-            told += target.step()
-    assert told and not any(out.finish_reason for out in told)
+            outputs += target.step()
+    assert outputs and not any(out.finish_reason for out in outputs)
     for call in (target.step, lambda: target.add(tiny.request(9, SamplingParams()))):
         with pytest.raises(
             EngineDeadError, match="this engine broke, build another: EngineDeadError: the dev"
         ):
             call()
-    assert target.abort("0") and not target.abort("0")  # whoever lets go of a request can
+    assert target.abort("0") and not target.abort("0")  # a dead engine accepts aborts
 
 
 def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
     llm = make("ngram", backend="faulty:FaultyOps")
 
-    def breaks(count, all_here):
-        """Not before all are let in: a dead engine takes nobody in."""
-        llm.engine.ops.gone |= count >= 5 and llm.tracker.num_requests == all_here
+    def lose_device(count, num_requests):
+        """Lose the device once all requests are added, since a dead engine accepts none."""
+        llm.engine.ops.gone |= count >= 5 and llm.tracker.num_requests == num_requests
         return False
 
-    llm.engine.ops.when = lambda ops, op, count: op == "sample" and breaks(count, 4)
+    llm.engine.ops.when = lambda ops, op, count: op == "sample" and lose_device(count, 4)
 
     async def main():
         engine = AsyncLLM.from_llm(llm)
@@ -257,7 +253,7 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
     ends = [(o.finish_reason, o.error) for answer in answers for o in answer.outputs]
     assert all(reason == "error" and "does not respond" in why for reason, why in ends)
     llm = make("ngram", backend="faulty:FaultyOps")
-    llm.engine.ops.when = lambda ops, op, count: op == "sample" and breaks(count, 2)
+    llm.engine.ops.when = lambda ops, op, count: op == "sample" and lose_device(count, 2)
     with pytest.raises(EngineDeadError, match="does not respond"):
         llm.generate(["ab", "ba"], SamplingParams(max_tokens=40, ignore_eos=True))
     with pytest.raises(EngineDeadError, match="build another"):

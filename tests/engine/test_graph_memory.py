@@ -1,4 +1,4 @@
-"""Graphs share memory: what one returns is valid until the next of its pool runs; nobody relies on more."""
+"""Graphs share memory: outputs of a graph are valid until the next graph of its pool runs."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 class PooledRuntime(Runtime):
-    """As on a GPU at its worst: a graph's memory is written over as soon as the next of its pool begins."""
+    """Runtime that overwrites the memory of a graph as soon as the next of its pool begins."""
 
     asynchronous = True
 
     def graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
-        # Both are kept here, so what they do not share was made by the graph: it lies in the pool.
+        # Memory that the two calls do not share was allocated by the graph, in the pool.
         first, second = function(), function()
-        lasting = {t.untyped_storage().data_ptr() for t in tensors(first)}
-        lasting &= {t.untyped_storage().data_ptr() for t in tensors(second)}
-        pools, kept = self.__dict__.setdefault("pools", ([], [])), (first, second)
+        persistent = {t.untyped_storage().data_ptr() for t in tensors(first)}
+        persistent &= {t.untyped_storage().data_ptr() for t in tensors(second)}
+        pools, first_outputs = self.__dict__.setdefault("pools", ([], [])), (first, second)
 
         def replay() -> Any:
-            assert kept
+            assert first_outputs
             for tensor in pools[own_pool]:
                 tensor.fill_(97 if tensor.dtype != torch.bool else True)
             out = function()
-            pools[own_pool][:] = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in lasting]
+            pools[own_pool][:] = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in persistent]
             return out
 
         return replay
@@ -73,16 +73,16 @@ def batch(method: str) -> Batch:
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle3", "proposers:SelfModel"])
-def test_nothing_is_read_from_a_graph_after_the_next(method: str) -> None:
+def test_no_graph_output_is_read_after_the_next_graph(method: str) -> None:
     assert batch(method).differences() == []
 
 
-def test_hidden_rows_in_the_pool_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the judging graph runs before prompt logprobs read the rows."""
+def test_control_hidden_rows_in_the_pool_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the verification graph runs before prompt logprobs read the rows."""
 
-    def in_the_pool(self: DeviceStep, size: int, ends: int) -> Tensor:
+    def forward_into_the_pool(self: DeviceStep, size: int, ends: int) -> Tensor:
         self._lay_out(size, self.max_logits)
         return self._forward(size, ends)
 
-    monkeypatch.setattr(DeviceStep, "_forward_only", in_the_pool)
+    monkeypatch.setattr(DeviceStep, "_forward_only", forward_into_the_pool)
     assert any("prompt logprobs" in found for found in batch("ngram").differences())

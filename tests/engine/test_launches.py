@@ -1,7 +1,6 @@
-"""What a head's drafts cost in launches, and that nothing in them waits for the device; no GPU is needed.
+"""Launches of a head's drafts, none of which waits for the device; no GPU is needed.
 
-Launches of Triton kernels are replaced by a count, and torch's own ops are counted as they are dispatched, so
-what the tensors hold is of no interest.
+Triton launches are replaced by a count, torch's ops are counted as dispatched; tensors hold anything.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 K = 4
 SMALL = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
-# ops of torch that launch nothing
+# Ops of torch that launch nothing.
 FREE = ("view", "slice", "select", "aten.t.", "split", "unsqueeze", "empty", "unbind", "detach", "alias")
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item", "equal.default")
 
 
 class Launches(TorchDispatchMode):
-    """Counts, by name. Kernels of Triton do nothing."""
+    """Counts of launches by name; Triton kernels do nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.fixture
 def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The backend as on a GPU of 132 processors."""
+    """Return the backend as on a GPU of 132 processors."""
     from triton.runtime.jit import JITFunction
 
     from draftproof.ops.triton import runtime
@@ -72,12 +71,12 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     launches = Launches()
     empty = torch.empty
 
-    def emptied(*given: Any, **options: Any) -> torch.Tensor:
+    def zeroed(*given: Any, **options: Any) -> torch.Tensor:
         made = empty(*given, **options)
         with _disable_current_modes():
-            return made.zero_()  # a place to look things up at
+            return made.zero_()  # tables must hold valid indices
 
-    monkeypatch.setattr(torch, "empty", emptied)
+    monkeypatch.setattr(torch, "empty", zeroed)
     monkeypatch.setattr(runtime, "check_device", lambda device: None)
     monkeypatch.setattr(runtime, "_usable", lambda name, x, dtypes: x)
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: launches.kernel(self, *a, **k))
@@ -109,7 +108,7 @@ def proposer(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> Eagle3Proposer
 
 
 def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **traits: Any) -> Launches:
-    """Of drafts behind a step in which `entries` verified K drafts each, `store_drafts` included."""
+    """Count launches of drafts behind a step in which `entries` requests verified K drafts each."""
     ops, size = proposer.env.ops, Size(entries=entries, k=K, vocab=tiny.VOCAB, wide=64)
     step, count = Step(1, size), entries * (K + 1)
     rows = Rows(*torch.zeros((4, count), dtype=torch.int64), step.columns.page_table)
@@ -117,7 +116,7 @@ def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **trait
     plan, wanted = step.plan, DraftSpec(rounds, **traits)
     batch = DeviceBatch(step.columns, plan.slots, plan.budget, plan.chunk, rows, features, wanted)
     launches: Launches = ops.launches  # type: ignore[attr-defined]
-    proposer.draft(batch)  # scratch and tables are made
+    proposer.draft(batch)  # allocates scratch and tables
     launches.found.clear()
     with launches:
         made: Draft = proposer.draft(batch)
@@ -126,7 +125,7 @@ def launches_of(proposer: Eagle3Proposer, entries: int, rounds: int = K, **trait
 
 
 @pytest.mark.parametrize("entries", [1, 16])
-def test_few_rows_take_two_launches_a_round(proposer: Eagle3Proposer, entries: int) -> None:
+def test_few_rows_need_two_launches_a_round(proposer: Eagle3Proposer, entries: int) -> None:
     found = launches_of(proposer, entries).found
     assert found == {
         "shift_rows_kernel": 1, "plan_draft_rows_kernel": 1, "linear_kernel": 1, "fused_layers_kernel": K,
@@ -135,15 +134,14 @@ def test_few_rows_take_two_launches_a_round(proposer: Eagle3Proposer, entries: i
     }  # fmt: skip
 
 
-def test_many_rows(proposer: Eagle3Proposer) -> None:
-    """K and V of all rows in two launches more, then rounds over one row an entry; then op by op."""
+def test_many_rows_need_few_launches_more(proposer: Eagle3Proposer) -> None:
     found = launches_of(proposer, 64).found
     assert found["fused_layers_kernel"] == K == found["lm_head_sample_kernel"] and found.total() <= 17, found
     many = launches_of(proposer, 256)
     assert many.found.total() <= 6 + 12 * K and not many.waits, many.found
 
 
-def test_keeping_up_takes_few(proposer: Eagle3Proposer) -> None:
+def test_drafting_without_rounds_needs_five_launches(proposer: Eagle3Proposer) -> None:
     found = launches_of(proposer, 64, rounds=0).found
     assert found.total() == 5 and "fused_layers_kernel" not in found, found
 
@@ -152,24 +150,24 @@ def test_keeping_up_takes_few(proposer: Eagle3Proposer) -> None:
     "traits", [{}, {"needs_processed": True}, {"needs_logprobs": True}, {"needs_probs": True}]
 )
 @pytest.mark.parametrize("entries", [1, 64])
-def test_nothing_waits_for_the_device(
+def test_drafting_never_waits_for_the_device(
     proposer: Eagle3Proposer, entries: int, traits: dict[str, bool]
 ) -> None:
     assert launches_of(proposer, entries, **traits).waits == []
 
 
-def test_control_a_wait_is_seen(proposer: Eagle3Proposer, monkeypatch: pytest.MonkeyPatch) -> None:
-    follow = type(proposer.env.ops.rounds).shift_rows
+def test_control_wait_is_detected(proposer: Eagle3Proposer, monkeypatch: pytest.MonkeyPatch) -> None:
+    shift_rows = type(proposer.env.ops.rounds).shift_rows
 
     def waits(self: Any, *given: Any) -> Any:
-        rows, last = follow(self, *given)
+        rows, last = shift_rows(self, *given)
         return rows, last[last >= 0] if bool((last > 5).any()) else last
 
     monkeypatch.setattr(type(proposer.env.ops.rounds), "shift_rows", waits)
     assert launches_of(proposer, 1).waits
 
 
-def test_taps_take_no_launch(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_need_no_launch(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny.ARCHITECTURES, "even", {"architecture": "LlamaForCausalLM", **SMALL})
     counts = []
     for taps in ((), (0, 1)):

@@ -1,5 +1,4 @@
-"""Page accounting: every page is empty, idle or used, never two of these, never lost; content is found by
-whoever said the same under the same salt, and the longest unused gives way first."""
+"""Page accounting: every page is empty, idle or used; content is found by digest and evicted by age."""
 
 from __future__ import annotations
 
@@ -15,16 +14,14 @@ from hypothesis.stateful import (
 )
 
 from draftproof.engine.page_pool import Pages, digests
-from page_configs import STEADY
+from scheduler_fuzz import HYPOTHESIS
 
 SIZE = 4
+CONTROL_EXAMPLES = 500  # a planted defect may need more examples
 
 
-CONTROL_EXAMPLES = 500  # a planted defect may need more tries; the first find ends the search
-
-
-class Shared(RuleBasedStateMachine):
-    """Texts over two letters, so that prefixes are shared all the time, against a plain model of users."""
+class SharedPages(RuleBasedStateMachine):
+    """Texts over two letters, so that prefixes are often shared, against a simple model of users."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +29,7 @@ class Shared(RuleBasedStateMachine):
         self.held: list[tuple[list[int], list[bytes]]] = []  # pages of a text, and its digests
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(["", "a"]))
-    def come(self, tokens: list[int], salt: str) -> None:
+    def acquire(self, tokens: list[int], salt: str) -> None:
         known = list(digests(tokens, SIZE, salt))
         found = self.pages.find(known)
         need = -(-len(tokens) // SIZE) - len(found)
@@ -52,16 +49,16 @@ class Shared(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def go(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         self.pages.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))[0])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def doubt(self, data: st.DataObject) -> None:
+    def unpublish(self, data: st.DataObject) -> None:
         pages, known = self.held[data.draw(st.integers(0, len(self.held) - 1))]
         self.pages.unpublish(pages)
         again = self.pages.find(known)
-        assert not set(again) & set(pages), "what is doubted was found"
+        assert not set(again) & set(pages), "an unpublished page was found"
         self.pages.release(again)
 
     @rule()
@@ -70,7 +67,7 @@ class Shared(RuleBasedStateMachine):
         assert self.pages.num_idle == 0
 
     @invariant()
-    def every_page_is_somewhere(self) -> None:
+    def every_page_is_counted(self) -> None:
         self.pages.check()
         used = {page for pages, _ in self.held for page in pages}
         assert self.pages.num_free == self.pages.capacity - len(used), "a page was lost"
@@ -80,64 +77,57 @@ class Shared(RuleBasedStateMachine):
             assert 0 not in pages and len(set(pages)) == len(pages)
 
 
-def lives(num_examples: int = STEADY.max_examples) -> None:
-    run_state_machine_as_test(Shared, settings=settings(STEADY, max_examples=num_examples))
+def run_machine(num_examples: int = HYPOTHESIS.max_examples) -> None:
+    run_state_machine_as_test(SharedPages, settings=settings(HYPOTHESIS, max_examples=num_examples))
 
 
-def test_any_order_of_coming_and_going():
-    lives()
+def test_pages_are_right_for_any_sequence_of_events():
+    run_machine()
 
 
-# --- controls: what the machine and the check would find ---
+# --- controls ---
 
 
-def test_control_a_double_free(monkeypatch):
-    """A planted one: a page that two use is free when the first of them goes."""
-    whole = Pages.release
-
-    def broken(self, pages):
-        for page in pages:
-            self._users[page] = min(self._users.get(page, 0), 1)
-        whole(self, pages)
-
-    monkeypatch.setattr(Pages, "release", broken)
-    with pytest.raises(AssertionError, match="released twice|lost|miscounted|two owners"):
-        lives(CONTROL_EXAMPLES)
+def free_a_shared_page(whole, self, pages):
+    for page in pages:
+        self._users[page] = min(self._users.get(page, 0), 1)
+    whole(self, pages)
 
 
-def test_control_a_lost_page(monkeypatch):
-    whole = Pages.release
-    monkeypatch.setattr(Pages, "release", lambda self, pages: whole(self, pages[:-1] if pages else pages))
-    with pytest.raises(AssertionError, match="lost|miscounted"):
-        lives(CONTROL_EXAMPLES)
+def lose_a_page(whole, self, pages):
+    whole(self, pages[:-1] if pages else pages)
 
 
-def test_control_a_user_that_is_not_counted(monkeypatch):
-    whole = Pages.find
-
-    def broken(self, prefix):
-        found = whole(self, prefix)
-        for page in found[:1]:
-            self._users[page] = 1
-        return found
-
-    monkeypatch.setattr(Pages, "find", broken)
-    with pytest.raises(AssertionError, match="lost|miscounted|released twice"):
-        lives(CONTROL_EXAMPLES)
-
-
-def test_control_content_that_stays_after_its_page_was_given_away(monkeypatch):
-    def broken(self):
-        page = self._empty.pop() if self._empty else self._idle.popitem(last=False)[0]
+def miscount_a_user(whole, self, prefix):
+    found = whole(self, prefix)
+    for page in found[:1]:
         self._users[page] = 1
-        return page
-
-    monkeypatch.setattr(Pages, "_take", broken)
-    with pytest.raises(AssertionError, match="two owners|another's text|misplaced"):
-        lives(CONTROL_EXAMPLES)
+    return found
 
 
-def test_a_page_given_back_twice_is_caught():
+def keep_content_of_an_evicted_page(whole, self):
+    page = self._empty.pop() if self._empty else self._idle.popitem(last=False)[0]
+    self._users[page] = 1
+    return page
+
+
+@pytest.mark.parametrize(
+    ("name", "defect", "match"),
+    [
+        ("release", free_a_shared_page, "released twice|lost|miscounted|two owners"),
+        ("release", lose_a_page, "lost|miscounted"),
+        ("find", miscount_a_user, "lost|miscounted|released twice"),
+        ("_take", keep_content_of_an_evicted_page, "two owners|another's text|misplaced"),
+    ],
+)
+def test_control_planted_defect_is_detected(monkeypatch, name, defect, match):
+    whole = getattr(Pages, name)
+    monkeypatch.setattr(Pages, name, lambda self, *given: defect(whole, self, *given))
+    with pytest.raises(AssertionError, match=match):
+        run_machine(CONTROL_EXAMPLES)
+
+
+def test_page_released_twice_is_an_error():
     pages = Pages(5)
     mine = pages.take(2)
     pages.release(mine)
@@ -145,7 +135,7 @@ def test_a_page_given_back_twice_is_caught():
         pages.release(mine)
 
 
-def test_what_is_unlearned_is_not_found_whoever_has_it():
+def test_unpublished_pages_are_not_found():
     pages = Pages(5)
     mine, yours = pages.take(2)
     pages.publish(mine, b"mine")
@@ -159,7 +149,7 @@ def test_what_is_unlearned_is_not_found_whoever_has_it():
     pages.check()
 
 
-def test_a_page_never_taken_is_caught():
+def test_page_never_allocated_is_an_error():
     pages = Pages(5)
     for page in (3, 0):
         with pytest.raises(AssertionError, match="never allocated"):
@@ -181,7 +171,7 @@ def test_a_page_never_taken_is_caught():
         (lambda pages: pages._users.update({next(iter(pages._users)): 0}), "count of zero"),
     ],
 )
-def test_the_check_sees_what_is_wrong(spoil, message):
+def test_check_detects_inconsistent_state(spoil, message):
     pages = Pages(8)
     first = pages.take(3)
     pages.publish(first[0], b"x")
@@ -196,22 +186,22 @@ def test_the_check_sees_what_is_wrong(spoil, message):
 # --- digests ---
 
 
-def test_a_digest_is_of_all_that_comes_before():
-    """The same page at another place, behind another page or under another salt is another page."""
+def test_digest_depends_on_salt_and_all_earlier_tokens():
+    """Digests differ at another place, behind another page and under another salt."""
     page, other = [1, 2, 3, 4], [5, 6, 7, 8]
     first = list(digests(page * 3, SIZE))
     assert len(set(first)) == 3
     assert list(digests(other + page, SIZE))[1] not in first
-    assert not set(first) & set(digests(page * 3, SIZE, "tenant"))
-    assert list(digests(page * 3 + [1, 2, 3], SIZE)) == first, "what does not fill a page has none"
+    assert not set(first) & set(digests(page * 3, SIZE, "salt"))
+    assert list(digests(page * 3 + [1, 2, 3], SIZE)) == first, "a partial page has no digest"
     assert list(digests([1, 2, 3], SIZE)) == []
     assert len({*digests(page, SIZE, "a"), *digests(page, SIZE, "b"), *digests(page, SIZE, "\ud800")}) == 3
 
 
-# --- who gives way ---
+# --- eviction ---
 
 
-def hold(pages: Pages, tokens: list[int]) -> list[int]:
+def publish_text(pages: Pages, tokens: list[int]) -> list[int]:
     mine = pages.take(len(tokens) // SIZE)
     for page, digest in zip(mine, digests(tokens, SIZE), strict=True):
         pages.publish(page, digest)
@@ -219,44 +209,44 @@ def hold(pages: Pages, tokens: list[int]) -> list[int]:
 
 
 def num_found(pages: Pages, tokens: list[int]) -> int:
-    """Without a lasting effect, but for the order."""
+    """Return the number of pages found, without a lasting effect but for the order."""
     found = pages.find(list(digests(tokens, SIZE)))
     pages.release(found)
     return len(found)
 
 
-def test_the_longest_unused_gives_way_and_of_a_text_its_end():
+def test_least_recently_used_text_is_evicted_from_its_end():
     pages = Pages(7)
     old, new = [1] * 3 * SIZE, [2] * 3 * SIZE
-    first, second = hold(pages, old), hold(pages, new)
+    first, second = publish_text(pages, old), publish_text(pages, new)
     pages.release(first)
     pages.release(second)
     assert [pages.take(1)[0] for _ in range(6)] == first[::-1] + second[::-1]
 
 
-def test_what_was_found_lately_stays():
+def test_recently_found_pages_stay():
     pages = Pages(5)
     old, new = [1] * 2 * SIZE, [2] * 2 * SIZE
     for text in (old, new):
-        pages.release(hold(pages, text))
-    assert num_found(pages, old) == 2  # used again: now `new` is the older one
+        pages.release(publish_text(pages, text))
+    assert num_found(pages, old) == 2  # now `new` is the least recently used
     pages.take(2)
     assert num_found(pages, old) == 2 and num_found(pages, new) == 0
 
 
-def test_pages_in_use_never_give_way():
+def test_pages_in_use_are_never_evicted():
     pages = Pages(5)
-    mine = hold(pages, [1] * 3 * SIZE)
+    mine = publish_text(pages, [1] * 3 * SIZE)
     pages.take(1)
     with pytest.raises(MemoryError, match="1 pages requested, 0 are free"):
         pages.take(1)
     assert pages.find(list(digests([1] * 3 * SIZE, SIZE))) == mine
 
 
-def test_the_same_text_computed_twice_is_known_once():
+def test_equal_text_is_published_once():
     pages = Pages(9)
-    first, second = hold(pages, [1] * SIZE), hold(pages, [1] * SIZE)
+    first, second = publish_text(pages, [1] * SIZE), publish_text(pages, [1] * SIZE)
     assert pages.find(list(digests([1] * SIZE, SIZE))) == first
     pages.release(second)
     pages.check()
-    assert pages.num_idle == 0, "nobody would find it"
+    assert pages.num_idle == 0, "an unpublished page is idle"

@@ -1,4 +1,4 @@
-"""Planning ahead is right whatever the step under way did: random lives, from chance and from hypothesis."""
+"""Plans made while steps are in flight are right whatever those steps did."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import random
 
 import pytest
 
-from lives import Life, machine
+from scheduler_fuzz import FuzzRun, run_state_machine
 
 
 @pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2), (True, 3)])
-def test_random_lives(overlap, depth):
+def test_plans_are_right_for_random_requests(overlap, depth):
     ends = set()
-    aside = cached = 0
+    preempted = cached = 0
     for seed in range(60):
-        life = Life(random.Random(seed), overlap, depth)
-        life.live()
-        ends |= set(life.done.values())
-        aside, cached = aside + life.num_aside, cached + life.scheduler.num_cached
-    assert ends == {"ended", "aborted"} and aside > 80 and cached > 500
+        fuzz = FuzzRun(random.Random(seed), overlap, depth)
+        fuzz.serve_all()
+        ends |= set(fuzz.done.values())
+        preempted, cached = preempted + fuzz.num_preempted, cached + fuzz.scheduler.num_cached
+    assert ends == {"ended", "aborted"} and preempted > 80 and cached > 500
 
 
-def test_whatever_comes_from_outside():
-    machine()
+def test_plans_are_right_for_any_sequence_of_events():
+    run_state_machine()

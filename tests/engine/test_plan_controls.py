@@ -1,105 +1,111 @@
-"""What is planted in the scheduler, the pages or the device is seen by the lives of tests/lives.py."""
+"""Negative controls: defects planted in scheduler, pages or device, which the fuzz must detect."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from draftproof.engine.fast_path import FastPath
-from draftproof.engine.page_pool import digests
 from draftproof.engine.scheduler import Scheduler
-from lives import K, Life, lives, machine
+from scheduler_fuzz import FuzzRun, K, run_fuzz, run_state_machine
+
+pytestmark = pytest.mark.control
 
 
-def test_control_steps_under_way_that_are_forgotten(monkeypatch):
-    whole = Scheduler._planned
-
-    def broken(self, *arguments):
-        planned = whole(self, *arguments)
-        self.mirror.in_flight[planned.slots] -= planned.samples
-        return planned
-
-    monkeypatch.setattr(Scheduler, "_planned", broken)
-    with pytest.raises(AssertionError, match="surely ended"):
-        lives()
+def forget_steps_in_flight(whole, self, *arguments):
+    planned = whole(self, *arguments)
+    self.mirror.in_flight[planned.slots] -= planned.samples
+    return planned
 
 
-def test_control_a_plan_that_goes_on_past_the_end(monkeypatch):
-    """Of a request whose last token is under way another step is planned."""
-    whole = Scheduler.plan
-
-    def broken(self, idle=True):
-        lines = self._lines.copy()
-        self.mirror.max_length[lines] += 1
-        planned = whole(self, idle)
-        self.mirror.max_length[lines] -= 1
-        return planned
-
-    monkeypatch.setattr(Scheduler, "plan", broken)
-    with pytest.raises(AssertionError, match="surely ended"):
-        lives()
+def plan_past_the_end(whole, self, idle=True):
+    lines = self._lines.copy()
+    self.mirror.max_length[lines] += 1
+    planned = whole(self, idle)
+    self.mirror.max_length[lines] -= 1
+    return planned
 
 
-def test_control_drafts_that_are_not_counted(monkeypatch):
-    """The host sets fewer rows aside than the device may have drafts."""
-    whole = Life.run
-
-    def broken(self, planned, budget):
-        table = whole(self, planned, budget)
-        budget[:] = np.maximum(budget - 1, 0)
-        return table
-
-    monkeypatch.setattr(Life, "run", broken)
-    with pytest.raises(AssertionError, match="more drafts than the host counts on"):
-        lives()
+def reserve_fewer_rows_than_drafts(whole, self, planned, budget):
+    table = whole(self, planned, budget)
+    budget[:] = np.maximum(budget - 1, 0)
+    return table
 
 
-def test_control_rows_beyond_the_budget(monkeypatch):
-    whole = Scheduler._planned
-
-    def broken(self, takes_part, chunk, drafts, *rest):
-        return whole(self, takes_part, chunk, np.where(drafts > 0, drafts + 1, 0), *rest)
-
-    monkeypatch.setattr(Scheduler, "_planned", broken)
-    with pytest.raises(AssertionError):
-        lives()
+def exceed_the_row_budget(whole, self, takes_part, chunk, drafts, *rest):
+    return whole(self, takes_part, chunk, np.where(drafts > 0, drafts + 1, 0), *rest)
 
 
-def test_control_room_that_is_used_twice(monkeypatch):
-    """Plans are taken again without counting what they may commit."""
-    whole = FastPath._again
-
-    def broken(self, *arguments):
-        room = self._room
-        planned = whole(self, *arguments)
-        self._room = room
-        return planned
-
-    monkeypatch.setattr(FastPath, "_again", broken)
-    with pytest.raises((AssertionError, IndexError)):  # a row beyond the last page
-        lives()
+def repeat_plans_without_counting_room(whole, self, *arguments):
+    room = self._room
+    planned = whole(self, *arguments)
+    self._room = room
+    return planned
 
 
-def test_control_the_last_plan_again_whoever_runs(monkeypatch):
-    whole = FastPath.plan
+def repeat_plans_of_other_requests(whole, self, running, lines, version):
+    if self._plan is not None:
+        self._plan.version = version
+    return whole(self, running, lines, version)
 
-    def broken(self, running, lines, version):
-        if self._plan is not None:
-            self._plan.version = version
-        return whole(self, running, lines, version)
 
-    monkeypatch.setattr(FastPath, "plan", broken)
-    with pytest.raises(AssertionError):
-        lives()
+def publish_pages_at_admission(whole, self, sequence):
+    """Publish a page before it is stored, so that another request in the same plan finds it."""
+    admitted = whole(self, sequence)
+    if admitted:
+        self.prefix_cache.publish_pages(sequence, len(sequence.ids))
+    return admitted
+
+
+def lose_a_page_of_a_preempted_request(whole, self, sequence):
+    sequence.pages = sequence.pages[:-1]
+    whole(self, sequence)
+
+
+def preempt_the_best_rank(whole, self, _):
+    return whole(self, min(self.running, key=lambda s: s.rank))
+
+
+def admit_from_the_end_of_the_queue(whole, self, rows):
+    self.waiting.reverse()
+    admitted = whole(self, rows)
+    self.waiting.sort(key=lambda s: s.rank)
+    return admitted
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "defect", "match"),
+    [
+        (Scheduler, "_planned", forget_steps_in_flight, "surely ended"),
+        (Scheduler, "plan", plan_past_the_end, "surely ended"),
+        (FuzzRun, "run", reserve_fewer_rows_than_drafts, "more drafts than the host counts on"),
+        (Scheduler, "_planned", exceed_the_row_budget, None),
+        (FastPath, "_again", repeat_plans_without_counting_room, None),
+        (FastPath, "plan", repeat_plans_of_other_requests, None),
+        (Scheduler, "_admit", publish_pages_at_admission, "KV of another text"),
+        (Scheduler, "_leave", lose_a_page_of_a_preempted_request, None),
+        (Scheduler, "_preempt", preempt_the_best_rank, "preempted"),
+        (Scheduler, "_admit_all", admit_from_the_end_of_the_queue, "before its turn"),
+    ],
+)
+def test_planted_defect_is_detected(
+    monkeypatch, owner: Any, name: str, defect: Callable[..., Any], match: str | None
+):
+    whole = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *given, **more: defect(whole, self, *given, **more))
+    past_the_last_page = (IndexError,) if defect is repeat_plans_without_counting_room else ()
+    with pytest.raises((AssertionError, *past_the_last_page), match=match):
+        run_fuzz()
 
 
 @pytest.mark.parametrize(
     ("column", "more"), [("num_pages", 1), ("max_length", 1), ("prompt_left", -99), ("num_draft", 1)]
 )
-def test_control_those_that_are_looked_at_all_at_once(monkeypatch, column, more):
-    """A page that is not there, a token past the end, a prompt that is not done, a draft that nobody has."""
+def test_wrong_column_of_the_fast_path_is_detected(monkeypatch, column, more):
+    """A page that is missing, a token past the end, an unfinished prompt, a draft that does not exist."""
     whole = FastPath._among_themselves
 
     def broken(self, running, lines, version):
@@ -113,72 +119,20 @@ def test_control_those_that_are_looked_at_all_at_once(monkeypatch, column, more)
 
     monkeypatch.setattr(FastPath, "_among_themselves", broken)
     with pytest.raises((AssertionError, IndexError)):
-        lives()
+        run_fuzz()
 
 
-def test_control_a_tenant_that_is_not_asked_for(monkeypatch):
-    whole = Scheduler.settle
-
-    def broken(self, planned, *columns):
-        return whole(self, replace(planned, generations=self.mirror.generation[planned.slots]), *columns)
-
-    monkeypatch.setattr(Scheduler, "settle", broken)
-    with pytest.raises(AssertionError):
-        lives()
-
-
-def test_control_pages_found_before_they_are_stored(monkeypatch):
-    """A page is made known when its request sits down, so another in the same plan finds it."""
-    whole = Scheduler._admit
-
-    def broken(self, sequence):
-        seated = whole(self, sequence)
-        if seated:
-            self.prefix_cache.publish_pages(sequence, len(sequence.ids))
-        return seated
-
-    monkeypatch.setattr(Scheduler, "_admit", broken)
-    with pytest.raises(AssertionError, match="KV of another text"):
-        lives()
-
-
-@pytest.mark.parametrize("page", ["chain", "salt"])
-def test_control_digests_that_say_too_little(monkeypatch, page):
-    """Without what comes before a page, or without the salt."""
-
-    def broken(tokens, size, salt="", known=()):
-        for at, found in enumerate(digests(tokens, size, "" if page == "salt" else salt, known), len(known)):
-            yield repr((salt, tokens[at * size : (at + 1) * size])).encode() if page == "chain" else found
-
-    monkeypatch.setattr("draftproof.engine.prefix_cache.digests", broken)
-    with pytest.raises(AssertionError, match="KV of another text"):
-        lives()
-
-
-def test_control_a_victim_whose_pages_are_forgotten(monkeypatch):
-    whole = Scheduler._leave
-
-    def broken(self, sequence):
-        sequence.pages = sequence.pages[:-1]
-        whole(self, sequence)
-
-    monkeypatch.setattr(Scheduler, "_leave", broken)
-    with pytest.raises(AssertionError):
-        lives()
-
-
-def test_control_drafts_that_outgrow_their_pages(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_room", lambda self: np.full(len(self._lines), K))
+def test_drafts_that_outgrow_their_pages_are_detected(monkeypatch):
     whole = Scheduler._missing_pages
+    monkeypatch.setattr(Scheduler, "_room", lambda self: np.full(len(self._lines), K))
     monkeypatch.setattr(
         Scheduler, "_missing_pages", lambda self, who, drafts, ahead=0: whole(self, who, 0 * drafts)
     )
     with pytest.raises(AssertionError, match="rows without a page"):
-        lives()
+        run_fuzz()
 
 
-def test_control_a_page_given_back_twice(monkeypatch):
-    """A planted double free: who is put aside gives a shared page back once more."""
+def test_page_released_twice_is_detected_by_the_state_machine(monkeypatch):
     whole = Scheduler._leave
 
     def broken(self, sequence):
@@ -188,28 +142,4 @@ def test_control_a_page_given_back_twice(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "_leave", broken)
     with pytest.raises(AssertionError, match="miscounted|released twice|KV of another text"):
-        machine()
-
-
-@pytest.mark.parametrize("name", ["first", "last"])
-def test_control_an_order_that_is_not_that_of_rank(monkeypatch, name):
-    """The best rank is put aside, or the queue is served from its end."""
-    if name == "first":
-        whole = Scheduler._preempt
-        monkeypatch.setattr(
-            Scheduler,
-            "_preempt",
-            lambda self, _: whole(self, min(self.running, key=lambda s: s.rank)),
-        )
-    else:
-        admit_all = Scheduler._admit_all
-
-        def broken(self, rows):
-            self.waiting.reverse()
-            newcomers = admit_all(self, rows)
-            self.waiting.sort(key=lambda s: s.rank)
-            return newcomers
-
-        monkeypatch.setattr(Scheduler, "_admit_all", broken)
-    with pytest.raises(AssertionError, match="put aside" if name == "first" else "before its turn"):
-        lives()
+        run_state_machine()

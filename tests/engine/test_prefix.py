@@ -1,4 +1,4 @@
-"""The prefix cache, seen from outside: what is found, what is not, and that a hit has the bits of a miss."""
+"""Prefix cache of an engine: hits, misses, and equal bits of both."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import pytest
 
 import tiny
 from draftproof import LLM
+from draftproof.engine import prefix_cache
+from draftproof.engine.page_pool import digests
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.sampling_params import SamplingParams
-from exact import Batch, Case, Setup, check_empty, compare, compute_reference_run
+from exact import check_empty, compare
+from text_pieces import CONFIG
 
 PAGE = 8
 
 
 def serve(engine, ids, index=0, tokens=4, **options):
-    """(record, cached tokens) of one request alone."""
+    """Return the record and the cached tokens of one request."""
     params = SamplingParams(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **options})
     stats = {}
     records = tiny.run(engine, [tiny.request(index, params, prompt_token_ids=ids)], stats=stats)
@@ -25,7 +28,7 @@ def serve(engine, ids, index=0, tokens=4, **options):
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 30])
-def test_full_pages_alone_and_never_the_newest_token(length):
+def test_full_pages_but_that_of_the_newest_token_are_found(length):
     engine, ids = tiny.engine(page_size=PAGE), tiny.prompt(0, length)
     first, none = serve(engine, ids)
     again, found = serve(engine, ids)
@@ -33,7 +36,7 @@ def test_full_pages_alone_and_never_the_newest_token(length):
     assert again.same() == first.same()
 
 
-def test_the_longest_common_beginning_is_found():
+def test_longest_common_prefix_is_found():
     engine, ids = tiny.engine(page_size=PAGE), tiny.prompt(0, 40)
     serve(engine, ids)
     assert serve(engine, [*ids[:20], 90, *ids[21:]])[1] == 16
@@ -41,8 +44,8 @@ def test_the_longest_common_beginning_is_found():
     assert serve(engine, ids[PAGE:])[1] == 0, "the same pages at another place"
 
 
-def test_what_was_said_is_found_by_a_follow_up():
-    """The next turn holds the answer; its last token has no KV yet."""
+def test_output_is_found_by_the_next_turn():
+    """The last token of the output has no KV yet."""
     for overlap in (False, True):
         engine, ids = tiny.engine(page_size=PAGE, overlap=overlap), tiny.prompt(0, 12)
         answer = serve(engine, ids, tokens=21)[0].token_ids
@@ -51,35 +54,35 @@ def test_what_was_said_is_found_by_a_follow_up():
         assert record.same() == serve(tiny.engine(), [*ids, *answer, 5, 6, 7])[0].same()
 
 
-def test_salts_keep_tenants_apart():
+def test_salts_share_no_pages():
     engine, ids = tiny.engine(page_size=PAGE), tiny.prompt(0, 40)
     assert [serve(engine, ids, cache_salt=salt)[1] for salt in (None, "a", "b", "a", None, "c")] == [
         *(0, 0, 0, 32, 32, 0)
     ]
 
 
-def test_switched_off():
+def test_disabled_cache_finds_nothing():
     engine, ids = tiny.engine(page_size=PAGE, enable_prefix_caching=False), tiny.prompt(0, 40)
     assert [serve(engine, ids)[1] for _ in range(3)] == [0, 0, 0]
     stats = engine.stats()
     assert (stats.num_queried_tokens, stats.num_cached_tokens, stats.num_cached_pages) == (0, 0, 0)
 
 
-def test_the_longest_unused_text_gives_way():
+def test_least_recently_used_text_is_evicted():
     engine = tiny.engine(page_size=PAGE, kv_cache_tokens=10 * PAGE)
     texts = [tiny.prompt(0, 24), tiny.prompt(1, 24), tiny.prompt(2, 48)]  # 3, 3 and more than 6 pages
     for ids in texts[:2]:
         serve(engine, ids, tokens=2)
     assert serve(engine, texts[0], tokens=2)[1] == 16
     serve(engine, texts[2], tokens=6)
-    assert serve(engine, texts[0], tokens=1)[1] == 16, "it was used lately"
+    assert serve(engine, texts[0], tokens=1)[1] == 16, "used recently"
     assert serve(engine, texts[1], tokens=1)[1] < 16
 
 
 @pytest.mark.parametrize("top", [0, 3, -1])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_prompt_logprobs_are_the_same_with_a_warm_cache(top, overlap):
-    """Their rows are wanted, so they are computed; what comes after is cached as ever."""
+def test_prompt_logprobs_are_exact_with_a_warm_cache(top, overlap):
+    """Rows with logprobs are computed, not found."""
     ids = tiny.prompt(0, 40)
     options = {"page_size": PAGE, "max_num_batched_tokens": 16, "max_logprobs": -1, "overlap": overlap}
     cold = serve(tiny.engine(**options), ids, prompt_logprobs=top, logprobs=2)[0]
@@ -89,25 +92,14 @@ def test_prompt_logprobs_are_the_same_with_a_warm_cache(top, overlap):
     assert compare("0", cold, warm) == [] and len(warm.prompt_logprobs) == 39 and found == 0
 
 
-def test_counts_reach_the_answers(tmp_path):
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 256,
-        "eos_token_id": 2,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_outputs_report_cached_tokens_and_preemptions(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": tiny.VOCAB}))
+    sizes = {"page_size": PAGE, "kv_cache_tokens": 96, "max_num_seqs": 4}
     llm = LLM(
         str(tmp_path),
         load_format="dummy",
-        page_size=PAGE,
-        kv_cache_tokens=96,
-        max_num_seqs=4,
-        max_num_waiting=1,  # the offline entry waits by itself
+        **sizes,
+        max_num_waiting=1,  # LLM waits by itself
     )
     prompts = [{"prompt_token_ids": tiny.prompt(i, 17)} for i in range(7)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -124,60 +116,45 @@ def test_counts_reach_the_answers(tmp_path):
 # --- controls ---
 
 
-def overtaken() -> list[str]:
-    """One is in the middle of its prompt when a better rank with the same prompt overtakes it."""
+def serve_overtaken_request() -> list[str]:
+    """Serve a request that one of better rank with the same prompt overtakes in the middle of its prompt."""
     ids = tiny.prompt(0, 40)
-    wish = {"max_tokens": 12, "ignore_eos": True, "logprobs": 3}
-    requests = [tiny.request(i, SamplingParams(**wish, priority=-i), prompt_token_ids=ids) for i in range(2)]
+    options = {"max_tokens": 12, "ignore_eos": True, "logprobs": 3}
+    requests = [
+        tiny.request(i, SamplingParams(**options, priority=-i), prompt_token_ids=ids) for i in range(2)
+    ]
     alone = {r.id: tiny.run(tiny.engine(), [r])[r.id] for r in requests}
     engine = tiny.engine(page_size=PAGE, max_num_batched_tokens=16, debug=False)
     stats = {}
     records = tiny.run(engine, requests, arrivals=[0, 1], stats=stats)
-    assert stats["1"].num_cached_tokens >= 16, "nothing was found"
+    assert stats["1"].num_cached_tokens >= 16, "no page was found"
     return [line for name in records for line in compare(name, alone[name], records[name])]
 
 
-def test_what_is_found_was_stored_before():
-    assert overtaken() == []
+def test_found_pages_are_stored():
+    assert serve_overtaken_request() == []
 
 
-def test_control_a_page_that_is_known_too_early(monkeypatch):
-    """All of a prompt, when the first chunk of it is planned."""
+def test_control_page_published_too_early_is_detected(monkeypatch):
+    """Publish the whole prompt when its first chunk is planned."""
     whole = PrefixCache.publish_pages
     monkeypatch.setattr(PrefixCache, "publish_pages", lambda self, s, computed: whole(self, s, len(s.ids)))
-    assert any("request 1" in line for line in overtaken())
+    assert any("request 1" in line for line in serve_overtaken_request())
 
 
-def plain_digests(salted=True, chained=True):
-    from draftproof.engine.page_pool import digests
-
-    def broken(tokens, size, salt="", known=()):
-        found = digests(tokens, size, salt if salted else "", known)
-        for at, digest in enumerate(found, len(known)):
-            page = tokens[at * size : (at + 1) * size]
-            yield digest if chained else repr((salt, list(page))).encode()
-
-    return broken
-
-
-def test_digests_go_on_where_they_ended():
-    from draftproof.engine.page_pool import digests
-
+def test_digests_continue_from_known_ones():
     ids = tiny.prompt(0, 50)
     whole = list(digests(ids, PAGE, "a"))
     for known in range(len(whole) + 1):
         assert list(digests(ids, PAGE, "a", whole[:known])) == whole[known:]
-    assert list(digests(ids, PAGE, "b", whole[:2])) == whole[2:]  # whose it is, is in what is known
+    assert list(digests(ids, PAGE, "b", whole[:2])) == whole[2:]  # the salt is in the first digest
     assert list(digests(ids, PAGE, "a", whole[1:2])) != whole[1:]
 
 
-def test_who_comes_next_is_read_while_there_is_time(monkeypatch):
-    """And is not read again when seated; what it has said later is read from there on."""
-    from draftproof.engine import prefix_cache
-
-    engine, asked, whole = tiny.engine(page_size=PAGE, max_num_seqs=1), [], prefix_cache.digests
+def test_digests_of_the_next_request_are_computed_while_idle(monkeypatch):
+    engine, num_known, whole = tiny.engine(page_size=PAGE, max_num_seqs=1), [], prefix_cache.digests
     monkeypatch.setattr(
-        prefix_cache, "digests", lambda ids, *more: asked.append(len(more[2])) or whole(ids, *more)
+        prefix_cache, "digests", lambda ids, *more: num_known.append(len(more[2])) or whole(ids, *more)
     )
     scheduler = engine.loop.scheduler
     for i in range(2):
@@ -185,23 +162,29 @@ def test_who_comes_next_is_read_while_there_is_time(monkeypatch):
     for _ in range(3):
         scheduler.meanwhile()
     first, second = scheduler.waiting
-    assert len(first.digests) == 40 // PAGE and not second.digests and asked == [0]
+    assert len(first.digests) == 40 // PAGE and not second.digests and num_known == [0]
     while engine.has_work:
         engine.step()
         scheduler.meanwhile()
     pages = 40 // PAGE
-    assert sorted(asked) == [0, 0, pages, pages]
+    assert sorted(num_known) == [0, 0, pages, pages]
     assert first.digests == list(whole(first.ids, PAGE)) and len(first.digests) > pages
 
 
 @pytest.mark.parametrize("what", ["salted", "chained"])
-def test_control_digests_that_say_too_little(monkeypatch, what):
-    """One after the other, so that what is found is there: the salt is ignored, or what comes before."""
+def test_control_digests_without_salt_or_chain_are_detected(monkeypatch, what):
     engine, ids = tiny.engine(page_size=PAGE), tiny.prompt(0, 40)
-    monkeypatch.setattr("draftproof.engine.prefix_cache.digests", plain_digests(**{what: False}))
+
+    def broken(tokens, size, salt="", known=()):
+        found = digests(tokens, size, "" if what == "salted" else salt, known)
+        for at, digest in enumerate(found, len(known)):
+            page = tokens[at * size : (at + 1) * size]
+            yield repr((salt, list(page))).encode() if what == "chained" else digest
+
+    monkeypatch.setattr(prefix_cache, "digests", broken)
     serve(engine, ids, cache_salt="a")
     if what == "salted":
-        assert serve(engine, ids, cache_salt="b")[1] == 32, "another's text was found"
+        assert serve(engine, ids, cache_salt="b")[1] == 32, "a page of another salt was found"
         return
     moved = ids[PAGE : 2 * PAGE] + ids[:32]
     record, found = serve(engine, moved, cache_salt="a", logprobs=2)
@@ -209,8 +192,7 @@ def test_control_digests_that_say_too_little(monkeypatch, what):
     assert found and compare("0", alone, record), "KV of other positions was used"
 
 
-def test_control_numbers_that_went_wrong_are_not_found(monkeypatch):
-    """A request whose logits were not finite leaves nothing behind for others to build on."""
+def test_pages_of_a_request_with_wrong_logits_are_not_found(monkeypatch):
     engine, ids = tiny.engine(page_size=PAGE), tiny.prompt(0, 40)
     runner = engine.runner
     with monkeypatch.context() as patch:
@@ -218,11 +200,3 @@ def test_control_numbers_that_went_wrong_are_not_found(monkeypatch):
         patch.setattr(runner, "logits", lambda hidden: whole(hidden) * float("nan"))
         assert serve(engine, ids)[0].finish[0] == "error"
     assert serve(engine, ids)[1] == 0 and serve(engine, ids)[1] == 32
-
-
-def test_a_solo_run_is_a_miss():
-    """What the exactness tests compare with has found nothing."""
-    case = Case(0, "no_logprobs", length=40)
-    batch = Batch([case], Setup())
-    assert batch.differences() == [] and compute_reference_run(case, Setup()).token_ids
-    assert batch.stats["0"].num_cached_tokens == 0

@@ -1,6 +1,8 @@
-"""Who runs, with how many rows: chunks, budgets, first come first served, slots and pages."""
+"""Plans of the scheduler: chunks, row budget, order, slots and pages."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ def make_requests(lengths, **options):
 
 
 def plans(engine, requests, arrivals=()):
-    """Serve; per step, request id -> (rows, drafts, samples)."""
+    """Serve the requests; return request id -> (rows, drafts, samples) of every step."""
     seen, whole = [], engine.loop.scheduler.plan
 
     def plan(*given, **named):
@@ -38,17 +40,17 @@ def plans(engine, requests, arrivals=()):
     return seen
 
 
-def test_a_long_prompt_comes_in_chunks():
+def test_long_prompt_is_split_into_chunks():
     seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([40]))
     assert [step["0"] for step in seen] == [(16, 0, False), (16, 0, False), (8, 0, True), *[(1, 0, True)] * 3]
 
 
-def test_a_prompt_that_fills_its_last_chunk():
+def test_prompt_that_fills_its_last_chunk_samples_there():
     seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([32]))
     assert [step["0"] for step in seen][:3] == [(16, 0, False), (16, 0, True), (1, 0, True)]
 
 
-def test_decoding_goes_before_prompts_and_prompts_share_what_is_left():
+def test_decoding_precedes_prompts_which_share_the_remaining_rows():
     seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([10, 40, 9]), arrivals=[0, 1, 1])
     assert seen[0] == {"0": (10, 0, True)}
     assert seen[1] == {"0": (1, 0, True), "1": (15, 0, False)}
@@ -56,7 +58,7 @@ def test_decoding_goes_before_prompts_and_prompts_share_what_is_left():
     assert seen[4] == {"1": (1, 0, True), "2": (4, 0, True)}
 
 
-def test_rows_never_pass_the_budget_and_drafts_give_way():
+def test_drafts_are_cut_to_the_row_budget():
     spec = {"method": "proposers:Perfect", "num_speculative_tokens": 8, "adaptive": False}
     engine = tiny.engine(speculative=spec, max_num_batched_tokens=16)
     seen = plans(engine, make_requests([2] * 6, max_tokens=12))
@@ -66,7 +68,7 @@ def test_rows_never_pass_the_budget_and_drafts_give_way():
     assert all(rows == 1 + drafts for step in crowded[1:] for rows, drafts, _ in step.values())
 
 
-def test_first_come_first_served_when_slots_are_few():
+def test_few_slots_are_given_in_order_of_arrival():
     engine = tiny.engine(max_num_seqs=2)
     seen = plans(engine, make_requests([5, 6, 7, 8]))
     first = {name: next(i for i, step in enumerate(seen) if name in step) for name in "0123"}
@@ -74,16 +76,16 @@ def test_first_come_first_served_when_slots_are_few():
     assert all(len(step) <= 2 for step in seen)
 
 
-def test_a_large_request_waits_for_pages_and_is_not_overtaken():
+def test_request_that_waits_for_pages_is_not_overtaken():
     engine = tiny.engine(kv_cache_tokens=64, page_size=16)  # four pages
     requests = make_requests([28, 40, 5])  # 2 pages, 3 pages, 1 page
     seen = plans(engine, requests)
     first = {name: next(i for i, step in enumerate(seen) if name in step) for name in "012"}
-    assert first["0"] == 0 and first["1"] == 4  # the third would have fitted, but is behind
-    assert first["2"] == 8  # a page is kept free for the one that runs
+    assert first["0"] == 0 and first["1"] == 4  # the third fits, but is behind
+    assert first["2"] == 8  # a page stays free for the running request
 
 
-def test_pages_are_taken_as_a_request_grows():
+def test_pages_are_allocated_as_a_request_grows():
     engine = tiny.engine(page_size=16, kv_cache_tokens=64)
     pages = engine.loop.scheduler.pages
     engine.add(make_requests([15], max_tokens=40)[0])
@@ -95,8 +97,7 @@ def test_pages_are_taken_as_a_request_grows():
     check_empty(engine)
 
 
-def test_a_request_that_fills_the_pool_is_served():
-    """Whatever ran before it, and with whatever the cache holds: alone it always fits."""
+def test_request_that_fills_the_pool_is_served():
     engine = tiny.engine(page_size=16, kv_cache_tokens=64, speculative={"method": "ngram"})
     for lengths in ([60], [20, 30, 40], [61], [63]):
         requests = make_requests(lengths, max_tokens=64 - max(lengths))
@@ -109,26 +110,21 @@ def test_a_request_that_fills_the_pool_is_served():
 
 
 def ranked(priorities, lengths, **options):
+    requests = make_requests(lengths, **options)
     return [
-        tiny.request(
-            i,
-            SamplingParams(
-                **{"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "priority": priority, **options}
-            ),
-            length,
-        )
-        for i, (priority, length) in enumerate(zip(priorities, lengths, strict=True))
+        replace(request, params=replace(request.params, priority=priority))
+        for request, priority in zip(requests, priorities, strict=True)
     ]
 
 
-def test_the_smaller_priority_is_seated_first_then_the_earlier():
+def test_smaller_priority_is_admitted_first_then_the_earlier():
     engine = tiny.engine(max_num_seqs=1)
     seen = plans(engine, ranked([1, 0, -3, 0], [5, 6, 7, 8]))
     order = list(dict.fromkeys(name for step in seen for name in step))
     assert order == ["2", "1", "3", "0"]
 
 
-def test_a_prompt_of_better_rank_goes_before_one_that_is_under_way():
+def test_prompt_of_better_rank_precedes_one_in_progress():
     engine = tiny.engine(max_num_batched_tokens=16)
     seen = plans(engine, ranked([0, -1, 0], [60, 20, 9]), arrivals=[0, 1, 1])
     assert seen[0] == {"0": (16, 0, False)}
@@ -137,8 +133,8 @@ def test_a_prompt_of_better_rank_goes_before_one_that_is_under_way():
     assert [next(i for i, step in enumerate(seen) if name in step) for name in "012"] == [0, 1, 5]
 
 
-def test_the_worst_rank_is_put_aside_and_goes_on_later():
-    """Three that fit at first and not to the end; the one in front is never put aside."""
+def test_worst_rank_is_preempted_and_resumed():
+    """Three requests fit at first and not to the end."""
     for priorities, loser in (([0, 0, 0], "2"), ([2, 0, 1], "0")):
         engine = tiny.engine(kv_cache_tokens=96, page_size=8)
         requests = ranked(priorities, [12, 12, 12], max_tokens=40)
@@ -155,8 +151,8 @@ def test_the_worst_rank_is_put_aside_and_goes_on_later():
         check_empty(engine)
 
 
-def test_drafts_give_way_before_anybody_is_put_aside():
-    """Two requests, each of whose pages would end in the middle of a full window."""
+def test_drafts_are_cut_before_a_request_is_preempted():
+    """The pages of two requests end inside a full window."""
     spec = {"method": "proposers:Junk", "num_speculative_tokens": 8, "adaptive": False}
     engine = tiny.engine(speculative=spec, page_size=8, kv_cache_tokens=64)
     tiny.run(engine, make_requests([15, 15], max_tokens=17))
@@ -164,8 +160,8 @@ def test_drafts_give_way_before_anybody_is_put_aside():
     check_empty(engine)
 
 
-def test_an_abort_of_one_that_was_put_aside():
-    spec = {"method": "proposers:Flaky"}  # on the host: it is told who comes and goes
+def test_abort_of_a_preempted_request():
+    spec = {"method": "proposers:Flaky"}  # a host proposer has `start` and `stop`
     engine = tiny.engine(kv_cache_tokens=96, page_size=8, speculative=spec)
     stats = [engine.add(request) for request in make_requests([12, 12, 12], max_tokens=40)]
     while not stats[2].num_preemptions:
@@ -181,7 +177,7 @@ def test_an_abort_of_one_that_was_put_aside():
 # --- a bounded queue ---
 
 
-def test_a_full_queue_says_try_later_and_loses_nothing():
+def test_full_queue_refuses_and_loses_nothing():
     engine = tiny.engine(max_num_seqs=2, max_num_waiting=3)
     requests = make_requests([5] * 9)
     for request in requests[:5]:  # two have a slot
@@ -203,8 +199,7 @@ def test_a_full_queue_says_try_later_and_loses_nothing():
 
 
 @pytest.mark.parametrize("when", range(6))
-def test_an_abort_at_any_step_frees_everything(when):
-    """Queued, in the middle of the prompt, decoding."""
+def test_abort_at_any_step_frees_everything(when):
     engine = tiny.engine(speculative={"method": "ngram"}, max_num_batched_tokens=16, max_num_seqs=1)
     requests = make_requests([40, 12])
     for request in requests:
@@ -229,7 +224,7 @@ def _host(name, add=1):
 
 
 def _share(engine, sequence):
-    """Its page in the place of its neighbour's."""
+    """Put its page in place of that of another request."""
     other = engine.loop.scheduler.running[1]
     other.pages[0] = sequence.pages[0]
     engine.loop.slots.columns.page_table[other.slot, 0] = sequence.pages[0]
@@ -259,7 +254,7 @@ def _share(engine, sequence):
         (lambda e, s: e.loop.scheduler.pages.release(s.pages[:1]), "has no user"),
     ],
 )
-def test_the_invariants_see_what_is_wrong(spoil, message):
+def test_invariant_check_detects_wrong_state(spoil, message):
     engine = tiny.engine()
     for request in make_requests([12, 9], max_tokens=20):
         engine.add(request)
@@ -272,7 +267,7 @@ def test_the_invariants_see_what_is_wrong(spoil, message):
         check_step(scheduler, engine.loop.slots)
 
 
-def test_a_slot_freed_twice_is_caught():
+def test_slot_freed_twice_is_an_error():
     engine = tiny.engine()
     engine.add(make_requests([5])[0])
     engine.step()
@@ -282,7 +277,7 @@ def test_a_slot_freed_twice_is_caught():
         engine.loop.slots.free(slot)
 
 
-def test_drafts_do_not_keep_a_prompt_out():
+def test_drafts_leave_rows_for_a_prompt():
     """Six requests with eight drafts each could fill all 16 rows of every step."""
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     spec = {"method": "proposers:Junk", "num_speculative_tokens": 8, "adaptive": False}

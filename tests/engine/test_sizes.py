@@ -1,4 +1,4 @@
-"""Sizes worked out from model, machine and configuration."""
+"""Sizes derived from model, machine and configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 
 
-class CardRuntime(Runtime):
+class FakeDeviceRuntime(Runtime):
     """Runtime of a device with a known amount of free memory."""
 
     def __init__(self, free: int) -> None:
@@ -27,7 +27,7 @@ class CardRuntime(Runtime):
         return self.free
 
 
-class Card(TorchOps):
+class FakeDevice(TorchOps):
     """Backend of a device with a known amount of free memory."""
 
     default_seqs = 64
@@ -35,15 +35,15 @@ class Card(TorchOps):
 
     def __init__(self, free: int) -> None:
         super().__init__(torch.device("cpu"))
-        self.runtime = CardRuntime(free)
+        self.runtime = FakeDeviceRuntime(free)
 
 
 def sizes(free: int, **options: object):
     config = EngineConfig(model="x", max_model_len=256, **options)
-    return resolve_sizes(config, tiny.checkpoint(), Card(free))
+    return resolve_sizes(config, tiny.checkpoint(), FakeDevice(free))
 
 
-def test_the_pool_fills_what_is_free_and_no_more() -> None:
+def test_kv_pool_fills_the_free_memory() -> None:
     made = tiny.checkpoint()
     each = KVLayout(2, 2, 8, torch.float32).bytes_per_token
     weights = sum(t.numel() * 4 for t in made.tensors.values())
@@ -57,38 +57,37 @@ def test_the_pool_fills_what_is_free_and_no_more() -> None:
     assert plenty.kv_tokens == 64 * 256  # no more than all slots can use
 
 
-def test_what_does_not_fit_is_said_with_numbers() -> None:
+def test_too_little_memory_is_an_error_with_numbers() -> None:
     with pytest.raises(ConfigError, match=r"does not fit: 0.0 GiB are free.*max_model_len"):
         sizes(1000)
 
 
-def test_rows_and_slots_follow_each_other() -> None:
+def test_rows_and_slots_limit_each_other() -> None:
     assert sizes(1 << 40, max_num_seqs=500).max_rows == 500
     assert sizes(1 << 40, max_num_batched_tokens=16).num_seqs == 16
     with pytest.raises(ConfigError, match="at least max_num_seqs"):
         sizes(1 << 40, max_num_batched_tokens=16, max_num_seqs=17)
 
 
-def test_a_drafter_takes_its_share() -> None:
-    """What it stores for each token, and its weights."""
+def test_draft_storage_reduces_the_pool() -> None:
     config, made = EngineConfig(model="x", max_model_len=256), tiny.checkpoint()
     each = KVLayout(2, 2, 8, torch.float32).bytes_per_token
-    card = Card(4 << 20)
-    plain = resolve_sizes(config, made, card)
-    twice = resolve_sizes(config, made, card, (each, 0))
+    device = FakeDevice(4 << 20)
+    plain = resolve_sizes(config, made, device)
+    twice = resolve_sizes(config, made, device, (each, 0))
     assert 256 < twice.num_pages == pytest.approx(plain.num_pages / 2, abs=1)
-    heavy = resolve_sizes(config, made, card, (0, 1 << 20))
+    heavy = resolve_sizes(config, made, device, (0, 1 << 20))
     assert plain.num_pages - heavy.num_pages == pytest.approx((1 << 20) / each / 16, abs=1)
 
 
 @pytest.mark.parametrize("method", heads.WITH_MODELS)
-def test_what_drafters_say_they_need_is_what_they_take(method: str) -> None:
+def test_reported_draft_storage_is_allocated(method: str) -> None:
     options = heads.options(method, "llama", "float32")
     kind = lookup(PROPOSERS, method, "method")
-    each, besides = kind.storage(options, tiny.model_config("llama"), torch.float32)
+    each, weight_bytes = kind.storage(options, tiny.model_config("llama"), torch.float32)
     target = tiny.engine(speculative={"method": method, **options}, page_size=8, kv_cache_tokens=256)
     proposer = target.loop.proposer
     caches = proposer.runner.caches if hasattr(proposer, "runner") else proposer.caches
     assert sum(cache.numel() * 4 for cache in caches) == each * (256 + 8)  # and page 0
-    assert besides > 4 * 1000
+    assert weight_bytes > 4 * 1000
     assert kind.storage({}, tiny.model_config("llama"), torch.float32) == (0, 0)

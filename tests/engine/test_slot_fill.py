@@ -1,4 +1,4 @@
-"""Sitting down never waits for the device. What a CPU can show of that: nothing is assigned that would."""
+"""Filling slots never assigns in a way that makes torch wait for a GPU."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ PARAMS = [
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was assigned that makes torch wait on a GPU: a number, to places that a tensor names."""
+    """Record assignments that wait on a GPU: a number to places named by a tensor."""
     found: list[Any] = []
-    right = torch.Tensor.__setitem__
+    assign = torch.Tensor.__setitem__
 
-    def noted(self: torch.Tensor, index: Any, value: Any) -> None:
+    def record(self: torch.Tensor, index: Any, value: Any) -> None:
         places = index if isinstance(index, tuple) else (index,)
         named = any(isinstance(place, torch.Tensor) for place in places)
         if named and (not isinstance(value, torch.Tensor) or (value.dim() == 0 and value.is_cpu)):
             found.append((index, value))
-        right(self, index, value)
+        assign(self, index, value)
 
-    monkeypatch.setattr(torch.Tensor, "__setitem__", noted)
+    monkeypatch.setattr(torch.Tensor, "__setitem__", record)
     return found
 
 
-def test_nobody_who_sits_down_makes_the_host_wait(waits: list[Any]) -> None:
+def test_filling_slots_never_waits_for_the_device(waits: list[Any]) -> None:
     engine = tiny.engine(speculative={"method": "ngram", "num_speculative_tokens": 3})
     slots = engine.loop.slots
     requests = [tiny.request(i, params) for i, params in enumerate(PARAMS)]
@@ -55,7 +55,7 @@ def test_nobody_who_sits_down_makes_the_host_wait(waits: list[Any]) -> None:
     assert (~slots.columns.banned[planned.admitted[1].slot]).nonzero().flatten().tolist() == [3, 5, 9]
 
 
-def test_a_number_that_is_assigned_is_noticed(waits: list[Any]) -> None:
+def test_control_assigned_number_is_detected(waits: list[Any]) -> None:
     line = torch.zeros(4)
     line[torch.tensor([1])] = torch.ones(1)
     line[1:2] = 3

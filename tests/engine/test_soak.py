@@ -1,4 +1,4 @@
-"""A short life of bench/soak.py: few pages, aborts, faults; nothing is left, everybody has its solo bits."""
+"""A short run of bench/soak.py with few pages, aborts and faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bench(monkeypatch):
     return soak
 
 
-def test_a_short_soak(bench):
+def test_short_soak_is_exact_and_leaves_nothing(bench):
     found = bench.soak(150)
     assert found["num_wrong"] == 0, found["wrong"]
     assert found["preemptions"] > 2 and found["cached_tokens"] > 100 and found["aborted"] > 3
@@ -28,8 +28,7 @@ def test_a_short_soak(bench):
     assert found["objects_end"] < found["objects_first_half"] + 500
 
 
-def test_control_what_the_soak_would_find(bench, monkeypatch):
-    """Pages of a request that was put aside are kept, or its text is cut: both are seen."""
+def test_control_leaked_page_is_detected(bench, monkeypatch):
     from draftproof.engine.scheduler import Scheduler
 
     whole = Scheduler._preempt

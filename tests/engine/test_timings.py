@@ -1,7 +1,4 @@
-"""Queue times, times to the first token and step times: what is timed, for whom, and that totals are theirs.
-
-No test here asks how long anything took: a clock that only counts is put in place of the machine's.
-"""
+"""Queue times, times to the first token and step times, with a clock that only counts."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from draftproof.sampling_params import SamplingParams
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Every look at it is a second later."""
+    """Advance time by a second at every read."""
     ticks = itertools.count(100)
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(f"time.{name}", lambda: float(next(ticks)))
 
 
-def test_a_histogram_counts_by_its_bounds():
+def test_histogram_counts_by_bounds():
     made = Histogram()
     for seconds in (0.0, BOUNDS[0], 0.002, 1.0, 1e9):
         made.observe(seconds)
@@ -37,19 +34,18 @@ def test_a_histogram_counts_by_its_bounds():
     assert Histogram().mean == 0.0
 
 
-def test_a_request_that_never_came_so_far_has_no_time():
+def test_unscheduled_request_has_no_times():
     stats = RequestStats()
     assert stats.queue_seconds is stats.first_token_seconds is stats.seconds is None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("spec", [None, {"method": "ngram", "num_speculative_tokens": 3}])
-def test_times_of_requests_and_of_all(spec, overlap, clock):
-    """Three seats, six requests, and one that is put aside: everybody is counted once."""
+def test_totals_are_sums_of_request_times(spec, overlap, clock):
     target = tiny.engine(speculative=spec, overlap=overlap, max_num_seqs=3, kv_cache_tokens=96, page_size=8)
-    asks = [tiny.request(i, SamplingParams(max_tokens=24, ignore_eos=True), length=10) for i in range(6)]
+    requests = [tiny.request(i, SamplingParams(max_tokens=24, ignore_eos=True), length=10) for i in range(6)]
     stats = {}
-    tiny.run(target, asks, stats=stats)
+    tiny.run(target, requests, stats=stats)
     timings = target.stats().timings
     assert target.stats().num_preemptions
     for one in stats.values():
@@ -58,14 +54,14 @@ def test_times_of_requests_and_of_all(spec, overlap, clock):
     assert timings.queue.count == timings.first_token.count == 6
     assert timings.queue.total == sum(one.queue_seconds for one in stats.values())
     assert timings.first_token.total == sum(one.first_token_seconds for one in stats.values())
-    assert stats["5"].queue_seconds > stats["0"].queue_seconds  # it had to wait for a seat
+    assert stats["5"].queue_seconds > stats["0"].queue_seconds  # it waited for a slot
     assert timings.prompt_steps.count >= 2 and timings.decode_steps.count >= 20
     before = timings.decode_steps.count
     tiny.run(target, [tiny.request(9, SamplingParams(max_tokens=4))])
     assert timings.decode_steps.count == before < target.stats().timings.decode_steps.count  # a snapshot
 
 
-def test_an_answer_and_both_faces_tell_them(make):
+def test_llm_and_async_llm_report_times(make):
     llm = make("ngram")
     out = llm.generate(["ab", "ba"], SamplingParams(max_tokens=6, n=2))
     assert all(0 < o.queue_seconds <= o.first_token_seconds for o in out)
@@ -80,7 +76,7 @@ def test_an_answer_and_both_faces_tell_them(make):
     assert answer.first_token_seconds > 0 and stats.timings.queue.count == 5
 
 
-def test_one_that_is_aborted_in_the_queue_has_no_first_token(clock):
+def test_request_aborted_in_the_queue_has_no_first_token(clock):
     target = tiny.engine(max_num_seqs=1)
     stats = [target.add(tiny.request(i, SamplingParams(max_tokens=5))) for i in range(2)]
     target.step()

@@ -1,4 +1,4 @@
-"""The covering arrays that the matrix is built from."""
+"""Covering arrays of the exactness matrix."""
 
 from covering import all_pairs, pairs_of, pairwise
 
@@ -14,13 +14,12 @@ def test_every_pair_of_levels_occurs():
     assert covered == all_pairs(FACTORS)
 
 
-def test_few_cases_and_the_same_ones_each_time():
+def test_covering_array_is_small_and_deterministic():
     cases = pairwise(FACTORS)
     assert 20 <= len(cases) <= 26  # 5 x 4 is the least
     assert cases == pairwise(FACTORS)
 
 
-def test_a_missing_case_is_noticed():
-    cases = pairwise(FACTORS)
-    covered = set().union(*(pairs_of(indices(case)) for case in cases[1:]))
+def test_control_missing_case_is_detected():
+    covered = set().union(*(pairs_of(indices(case)) for case in pairwise(FACTORS)[1:]))
     assert covered != all_pairs(FACTORS)

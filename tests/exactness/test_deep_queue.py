@@ -1,6 +1,6 @@
-"""More steps under way than a CPU would ever have: the promise is kept, and nobody waits for the queue.
+"""Exactness with more steps in flight than a CPU ever has, and no read that waits for the queue.
 
-Faults with a full queue are in test_faults.py, plans in test_plan.py, the clock in test_pacing.py.
+Faults with a full queue are in test_faults.py, plans in test_plan.py, depths in test_run_ahead.py.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from exact_matrix import TRAFFIC, named
 
 
 @pytest.fixture(autouse=True)
-def time_enough(monkeypatch):
-    """What is done when there is time is done in every step, however busy this machine is."""
+def device_always_busy(monkeypatch):
+    """Do idle work in every step, however busy this machine is."""
     monkeypatch.setattr(RunAhead, "is_device_busy", lambda self, now: True)
 
 
 @pytest.fixture(params=[3, 4])
 def depth(request, monkeypatch):
-    """All engines that are built meanwhile have so many under way."""
+    """Set the number of steps in flight of engines built by the test."""
     whole = RunAhead.__init__
 
-    def deep(self: RunAhead, *arguments: Any) -> None:
+    def set_depth(self: RunAhead, *arguments: Any) -> None:
         whole(self, *arguments)
         self.min_depth = self.max_depth = request.param
 
-    monkeypatch.setattr(RunAhead, "__init__", deep)
+    monkeypatch.setattr(RunAhead, "__init__", set_depth)
     return request.param
 
 
 @pytest.fixture
-def most(monkeypatch):
-    """How many were under way at once, by how often."""
+def depths(monkeypatch):
+    """Record the number of steps in flight at every read."""
     seen: list[int] = []
     whole = Loop._read_step
 
-    def settle(self: Loop, flight: Any) -> Any:
+    def record_depth(self: Loop, flight: Any) -> Any:
         seen.append(1 + len(self.pending))
         return whole(self, flight)
 
-    monkeypatch.setattr(Loop, "_read_step", settle)
+    monkeypatch.setattr(Loop, "_read_step", record_depth)
     return seen
 
 
-# seven asks, three seats; nobody keeps the host in the loop
+# Seven requests in three slots; none needs the host.
 CASES = pairwise(
     {
         "method": ["ngram", "suffix", "eagle3", "hybrid", "proposers:DeviceFlaky", None],
@@ -75,7 +75,7 @@ CASES = pairwise(
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_the_promise(case, depth, most):
+def test_deep_queue_is_exact(case, depth, depths):
     cases = [Case(0, case["option"], case["temperature"], length=40), *NEIGHBOURS]
     free = {"prompt": False, "grammar": "none"}
     cases = [replace(a, option="eos" if a.option == "mix" else a.option, **free) for a in cases]
@@ -95,7 +95,7 @@ def test_the_promise(case, depth, most):
         **TRAFFIC[case["traffic"]],
     )
     assert batch.differences() == []
-    assert max(most) == depth and most.count(depth) > 5
+    assert max(depths) == depth and depths.count(depth) > 5
     if case["pages"] == "preempted":
         assert batch.engine.stats().num_preemptions
     while batch.engine.loop.pending:
@@ -105,52 +105,51 @@ def test_the_promise(case, depth, most):
 
 
 @pytest.mark.parametrize("spec", ["ngram", "flaky"])
-def test_stop_strings_prompt_logprobs_and_processors(spec, make, alone, depth, most):
-    """Whoever needs the host finds nothing under way, whoever comes later has the queue again."""
+def test_requests_that_need_the_host_drain_the_queue(spec, make, alone, depth, depths):
     llm = make(spec, max_num_seqs=3)
     prompts, params = zip(*SERVED_CASES, strict=True)
     for _ in range(2):
         assert [facts(one) for one in llm.generate(prompts, params)] == [facts(one) for one in alone]
-    free = [i for i, wish in enumerate(params) if not needs_host(wish)]
-    most.clear()
+    free = [i for i, each in enumerate(params) if not needs_host(each)]
+    depths.clear()
     answers = llm.generate([prompts[i] for i in free], [params[i] for i in free])
     assert [facts(one) for one in answers] == [facts(alone[i]) for i in free]
-    assert max(most) == depth and any(isinstance(o.outputs[0].stop_reason, str) for o in answers)
+    assert max(depths) == depth and any(isinstance(o.outputs[0].stop_reason, str) for o in answers)
     check_left(llm)
 
 
-def needs_host(wish: SamplingParams) -> bool:
-    hosted = wish.logits_processors or wish.logprob_token_ids or wish.include_draft_logprobs
-    return bool(hosted) or wish.prompt_logprobs is not None
+def needs_host(params: SamplingParams) -> bool:
+    hosted = params.logits_processors or params.logprob_token_ids or params.include_draft_logprobs
+    return bool(hosted) or params.prompt_logprobs is not None
 
 
-# --- copies come in their turn ---
+# --- order of reads ---
 
 
-class InTurnRuntime(CpuRuntime):
-    """A CPU that has a queue, as a GPU has: a copy is there once all steps before it are."""
+class OrderedRuntime(CpuRuntime):
+    """CPU runtime with a queue, as on a GPU: a copy is ready once all steps before it are."""
 
     asynchronous = True
 
     def graph(self, function: Any, own_pool: bool = False) -> Any:
-        function()  # as a capture does, on an empty plan
+        function()  # a capture runs an empty plan
         return function
 
 
-class InTurn(CpuOps):
+class OrderedOps(CpuOps):
     """CPU backend with a queue."""
 
     def __init__(self, device: Any, **options: Any) -> None:
         super().__init__(device, **options)
-        self.runtime = InTurnRuntime(device, self.executor)
+        self.runtime = OrderedRuntime(device, self.executor)
 
 
-class Turns:
-    """Steps of an engine that were queued and read. Whoever wants a copy behind others is told off."""
+class ReadOrder:
+    """Count queued and read steps, and reject reads of a copy behind unread steps."""
 
     def __init__(self, engine: Any) -> None:
         self.loop, self.fetch = engine.loop, engine.ops.runtime.fetch
-        self.queued = self.read = self.early = self.kept = 0
+        self.queued = self.read = self.blocking_reads = self.ready_reads = 0
         run = engine.loop.device.run
 
         def counted(*arguments: Any) -> Any:
@@ -158,80 +157,78 @@ class Turns:
             self.queued += 1
             return ran
 
-        engine.loop.device.run, engine.ops.runtime.fetch = counted, self.fetched
+        engine.loop.device.run, engine.ops.runtime.fetch = counted, self._fetch
 
-    def fetched(self, tensor: Any) -> PendingCopy:
+    def _fetch(self, tensor: Any) -> PendingCopy:
         whole, behind = self.fetch(tensor), self.queued
         results = tensor.data_ptr() == self.loop.device.buffers.results.data_ptr()
 
         def read() -> Any:
             if results:
-                assert behind == self.read + 1, "steps are read in turn"
+                assert behind == self.read + 1, "steps are read in order"
                 self.read = behind
-            elif behind > self.read:  # it is waited for, and all steps before it
-                self.early += 1
+            elif behind > self.read:
+                self.blocking_reads += 1
                 scheduler = self.loop.scheduler
-                assert not (scheduler.running or scheduler.waiting), "a copy behind others was waited for"
+                assert not (scheduler.running or scheduler.waiting), "a read waited for later steps"
             elif self.loop.pending:
-                self.kept += 1
+                self.ready_reads += 1
             return whole()
 
         return PendingCopy(read, lambda: behind <= self.read)
 
 
-def taught(depth: int) -> Turns:
-    """Many short answers through few seats, all of them learned from and kept for the cache."""
+def serve_with_suffix_pool(depth: int) -> ReadOrder:
+    """Serve many short requests in few slots with a suffix pool and a prefix cache."""
     spec = {"method": "suffix", "num_speculative_tokens": 4}
-    engine = Setup(backend="test_deep_queue:InTurn").engine(
+    engine = Setup(backend="test_deep_queue:OrderedOps").engine(
         spec, overlap=True, max_num_seqs=2, page_size=8, max_num_batched_tokens=64
     )
     engine.loop.policy.run_ahead.min_depth = depth
-    turns = Turns(engine)
+    order = ReadOrder(engine)
     options = ["ignore_eos", "stop_ids", "eos", "max_tokens"]
     cases = [Case(i, options[i % 4], (0.0, 1.0)[i % 2], length=6 + i, prompt=False) for i in range(10)]
     batch = Batch(cases, Setup(), spec, engine=engine, arrivals=[0, 0, 0, 2, 9, 9, 11], aborts={4: 12})
     assert batch.differences() == []
     assert engine.loop.proposer.pool._lines and engine.loop.scheduler.pages.num_idle
-    return turns
+    return order
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_nobody_waits_for_what_lies_behind_steps(steps, most):
-    turns = taught(steps)
-    assert turns.kept > 10 and max(most) == steps and most.count(steps) > 20
-    assert turns.early <= 2  # when the last one had gone
+def test_no_read_waits_for_later_steps(steps, depths):
+    order = serve_with_suffix_pool(steps)
+    assert order.ready_reads > 10 and max(depths) == steps and depths.count(steps) > 20
+    assert order.blocking_reads <= 2  # after the last request
 
 
-@pytest.mark.parametrize("planted", ["buried", "taught", "sent"])
-def test_control_a_copy_that_is_read_at_once(planted, monkeypatch):
-    release, teach = RequestRelease.release_finished, TokenFeedback.deliver
-    if planted == "buried":
+@pytest.mark.parametrize("planted", ["release", "feedback", "pool"])
+def test_control_blocking_read_is_detected(defect, monkeypatch):
+    release, deliver = RequestRelease.release_finished, TokenFeedback.deliver
+    if defect == "release":
         monkeypatch.setattr(RequestRelease, "release_finished", lambda self, number=0: release(self))
-    elif planted == "taught":
+    elif defect == "feedback":
         monkeypatch.setattr(
-            TokenFeedback, "deliver", lambda self, proposer, number: teach(self, proposer, 1e9)
+            TokenFeedback, "deliver", lambda self, proposer, number: deliver(self, proposer, 1e9)
         )
     else:
         send = Pool.send
 
         def at_once(self):
             send(self)
-            self._pending_used = self._pending_used and PendingCopy(
-                self._pending_used.read
-            )  # as if it had come
+            self._pending_used = self._pending_used and PendingCopy(self._pending_used.read)
             self.store()
 
         monkeypatch.setattr(Pool, "send", at_once)
-    with pytest.raises(AssertionError, match="a copy behind others was waited for"):
-        taught(3)
+    with pytest.raises(AssertionError, match="a read waited for later steps"):
+        serve_with_suffix_pool(3)
 
 
-def test_an_engine_that_is_late_queues_three_by_itself(most):
-    """Copies of a CPU have always come: the host is late for every one."""
-    engine = Setup(backend="test_deep_queue:InTurn").engine({"method": "ngram"}, overlap=True)
+def test_late_host_queues_three_steps(depths):
+    """Copies of a CPU are always ready, so the host is late for each."""
+    engine = Setup(backend="test_deep_queue:OrderedOps").engine({"method": "ngram"}, overlap=True)
     cases = [Case(i, "ignore_eos", 1.0, length=9 + i, prompt=False) for i in range(3)]
     assert Batch(cases, Setup(), {"method": "ngram"}, engine=engine).differences() == []
-    assert engine.loop.policy.run_ahead.depth == 3 == max(most) and 2 in most
+    assert engine.loop.policy.run_ahead.depth == 3 == max(depths) and 2 in depths
 
 
 def test_loop_does_idle_work_while_steps_are_in_flight(depth, monkeypatch):

@@ -1,16 +1,15 @@
-"""Is the law of the output the model's? Chi-square tests with the real noise and really sampled drafts.
+"""Chi-square tests of the distribution of outputs, with the real noise and sampled drafts.
 
-Power. COUNT requests are sampled, each test has level ALPHA. Whatever way 3 points of probability are
-moved (in the worst case between two halves of the outcomes), the noncentrality is at least
-COUNT * 0.03^2 / (1/2 * 1/2), and `test_power` shows that such a bias is caught with probability over
-0.99, for the 4 outcomes of one token and for the 64 of three tokens together. Seeds are fixed: a test that
-passes today passes tomorrow.
+COUNT requests are sampled; each test has level ALPHA. However 3 points of probability are moved, the
+noncentrality is at least COUNT * 0.03^2 / (1/2 * 1/2). The first test shows that such a bias is detected with
+probability over 0.99, for the 4 outcomes of one token and the 64 of three. Seeds are fixed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from distribution import (
     K,
     V,
     biased,
-    engine_law,
+    engine_distribution,
     p_value,
     p_values,
 )
@@ -47,7 +46,7 @@ LOSSY = [name for name in STRATEGIES if name not in LOSSLESS]
 
 
 def sampled_drafts(stream: int = STREAM_SAMPLE) -> Drafter:
-    """Drafts as a draft model samples them: its own law, by default the target's noise."""
+    """Return a drafter that samples from its own distribution, by default with the noise of the target."""
 
     def draft(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         logits = GUESS[last]
@@ -57,19 +56,19 @@ def sampled_drafts(stream: int = STREAM_SAMPLE) -> Drafter:
 
 
 def certain_drafts(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As n-grams are: always the same guess."""
+    """Return the most likely token, as n-gram drafts are certain."""
     token = GUESS[last].argmax(-1)
     return token, torch.nn.functional.one_hot(token, V).float()
 
 
-def test_power() -> None:
+def test_bias_of_3_percent_has_a_power_over_99_percent() -> None:
     noncentrality = COUNT * BIAS**2 * 4
     for outcomes in (V, V**LENGTH):
         critical = stats.chi2.isf(ALPHA, outcomes - 1)
         assert stats.ncx2.sf(critical, outcomes - 1, noncentrality) > 0.99
 
 
-# --- what is lossless passes, what is not fails ---
+# --- strategies ---
 
 DRAFTERS: dict[str, Drafter | None] = {
     "shared_noise": sampled_drafts(),
@@ -79,38 +78,37 @@ DRAFTERS: dict[str, Drafter | None] = {
 }
 
 
+def simulated(name: str, params: str, drafter: Drafter | None = DRAFTERS["shared_noise"], **more: Any) -> Any:
+    """Return the p-values of simulated requests."""
+    tokens = simulate(TARGET, PARAMS[params], strategy(name), drafter, count=COUNT, k=K, **more)
+    return p_values(tokens, PARAMS[params])
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_lossless(name: str, params: SamplingParams) -> None:
-    tokens = simulate(TARGET, params, strategy(name), sampled_drafts(), count=COUNT, k=K)
-    assert not biased(p_values(tokens, params)), p_values(tokens, params)
+@pytest.mark.parametrize("params", PARAMS)
+def test_lossless_strategy_keeps_the_distribution(name: str, params: str) -> None:
+    values = simulated(name, params)
+    assert not biased(values), values
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("drafter", ("own_noise", "certain", "none"))
-def test_lossless_whoever_drafts(name: str, drafter: str) -> None:
-    params = PARAMS["mixed"]
-    tokens = simulate(TARGET, params, strategy(name), DRAFTERS[drafter], count=COUNT, k=K, seed=1)
-    assert not biased(p_values(tokens, params)), p_values(tokens, params)
+def test_lossless_strategy_keeps_the_distribution_with_any_drafter(name: str, drafter: str) -> None:
+    values = simulated(name, "mixed", DRAFTERS[drafter], seed=1)
+    assert not biased(values), values
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("params", [PARAMS["plain"], PARAMS["top_p"]], ids=("plain", "top_p"))
-def test_lossy_fails_the_same_test(name: str, params: SamplingParams) -> None:
-    """`topp` in every setting; `greedy` because the temperature is above 0: their labels say so."""
-    tokens = simulate(TARGET, params, strategy(name), sampled_drafts(), count=COUNT, k=K)
-    assert biased(p_values(tokens, params))
+@pytest.mark.parametrize("params", ["plain", "top_p"])
+def test_lossy_strategy_is_biased(name: str, params: str) -> None:
+    assert biased(simulated(name, params))
 
 
-def test_topp_is_biased_by_its_drafts_alone() -> None:
-    """Without drafts and with room for every candidate it samples from the nucleus as anyone does."""
-    params = PARAMS["top_p"]
-    tokens = simulate(TARGET, params, strategy("topp"), None, count=COUNT, k=K)
-    assert not biased(p_values(tokens, params))
+def test_topp_without_drafts_is_unbiased() -> None:
+    assert not biased(simulated("topp", "top_p", None))
 
 
-def test_target_match_takes_the_plain_tokens() -> None:
-    """Not only the law: the very tokens."""
+def test_target_match_commits_the_tokens_of_plain_decoding() -> None:
     for params in PARAMS.values():
         plain = simulate(TARGET, params, strategy("target_match"), None, count=2000, k=K)
         for drafter in DRAFTERS.values():
@@ -120,7 +118,6 @@ def test_target_match_takes_the_plain_tokens() -> None:
 
 
 def test_shared_noise_is_accepted_more_often() -> None:
-    """Why a drafter uses the target's noise: the first drafts that stand, with it and without."""
     plain = simulate(TARGET, PARAMS["plain"], strategy("target_match"), None, count=4000, k=K)
     last, seeds = torch.zeros(4000, dtype=torch.int64), torch.arange(4000)
     rates = [
@@ -137,13 +134,13 @@ def replace_in_3_percent(token: int) -> Callable[[Choice, Windows], Choice]:
     def wrong(choice: Choice, windows: Windows) -> Choice:
         seeds = windows.columns.seed[windows.slot]
         spoilt = (seeds * 7919) % 100 < 100 * BIAS
-        stands = windows.draft == choice.token if choice.accept is None else choice.accept
-        fallen = choice.token if choice.recovered is None else choice.recovered
+        accepted = windows.draft == choice.token if choice.accept is None else choice.accept
+        recovered = choice.token if choice.recovered is None else choice.recovered
         return replace(
             choice,
             token=torch.where(spoilt, token, choice.token),
-            accept=torch.where(spoilt, windows.draft == token, stands),
-            recovered=torch.where(spoilt, token, fallen),
+            accept=torch.where(spoilt, windows.draft == token, accepted),
+            recovered=torch.where(spoilt, token, recovered),
         )
 
     return wrong
@@ -151,40 +148,24 @@ def replace_in_3_percent(token: int) -> Callable[[Choice, Windows], Choice]:
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("token", range(V))
-def test_control_a_bias_of_3_percent_is_caught(name: str, token: int) -> None:
-    """3 requests of 100 get this token instead of what was decided."""
-    params = PARAMS["plain"]
-    tokens = simulate(
-        TARGET,
-        params,
-        strategy(name),
-        sampled_drafts(),
-        count=COUNT,
-        k=K,
-        wrong=replace_in_3_percent(token),
-    )
-    assert biased(p_values(tokens, params))
+def test_control_bias_of_3_percent_is_detected(name: str, token: int) -> None:
+    assert biased(simulated(name, "plain", wrong=replace_in_3_percent(token)))
 
 
 @pytest.mark.parametrize("shared", ("STREAM_RESIDUAL", "STREAM_ACCEPT"))
-def test_control_reused_noise_is_caught(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replacement, or the decision to keep, drawn from the noise that drew the draft."""
+def test_control_reused_noise_is_detected(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the replacement or the acceptance from the noise of the draft."""
     monkeypatch.setattr(f"draftproof.verify.rejection.{shared}", STREAM_SAMPLE)
-    params = PARAMS["plain"]
-    tokens = simulate(TARGET, params, strategy("rejection"), sampled_drafts(), count=COUNT, k=K)
-    assert biased(p_values(tokens, params))
+    assert biased(simulated("rejection", "plain"))
 
 
-def test_control_a_draft_law_that_is_not_the_drafts_is_caught() -> None:
-    """A drafter that says it guessed blindly although it did not."""
+def test_control_wrong_draft_probs_are_detected() -> None:
 
-    def lying(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong_probs(last: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         token, probs = sampled_drafts()(last, seeds, positions)
         return token, torch.full_like(probs, 1 / V)
 
-    params = PARAMS["plain"]
-    tokens = simulate(TARGET, params, strategy("rejection"), lying, count=COUNT, k=K)
-    assert biased(p_values(tokens, params))
+    assert biased(simulated("rejection", "plain", wrong_probs))
 
 
 # --- the whole engine ---
@@ -193,7 +174,7 @@ REQUESTS = 20_000
 
 
 class SampledProposer(Proposer):
-    """Samples its drafts with the target's noise from a fixed law of its own, half of it not allowed."""
+    """Proposer that samples from a fixed distribution with the noise of the target."""
 
     sources = ("sampled",)
     reports_probs = True
@@ -202,7 +183,7 @@ class SampledProposer(Proposer):
         b, k, vocab = len(batch.slots), self.env.k, self.env.vocab_size
         logits = torch.full((vocab,), -torch.inf)
         logits[list(ALLOWED)] = torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2])
-        logits[8] = 0.0  # the target never takes this one
+        logits[8] = 0.0  # not allowed to the target
         out = torch.tensor(batch.lengths) - batch.columns.prompt_len[batch.slots]
         seeds = batch.columns.seed[batch.slots].repeat_interleave(k)
         positions = (out[:, None] + torch.arange(k)).reshape(-1)
@@ -215,10 +196,10 @@ class SampledProposer(Proposer):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_engine(name: str) -> None:
-    """One prompt, 20000 seeds, through the engine, 256 at a time, with two sampled drafts a step.
+def test_engine_samples_the_distribution_with_lossless_strategies_only(name: str) -> None:
+    """Serve one prompt with 20000 seeds and two sampled drafts a step.
 
-    25 outcomes: a bias of 3 points is caught with probability over 0.99. What is lossy needs fewer.
+    With 25 outcomes a bias of 3 points is detected with probability over 0.99; lossy strategies need fewer.
     """
     assert stats.ncx2.sf(stats.chi2.isf(ALPHA, 24), 24, REQUESTS * BIAS**2 * 4) > 0.99
     count = REQUESTS if name in LOSSLESS else 4000
@@ -235,34 +216,33 @@ def test_engine(name: str) -> None:
     )
     params = SamplingParams(max_tokens=3, temperature=2.0, allowed_token_ids=ALLOWED)
     records = run(target, [request(i, params, prompt_token_ids=prompt(0)) for i in range(count)])
-    # the first token comes with the prompt and has no draft; the second is the first of a window
+    # The first token is sampled with the prompt and has no draft; the second is the first of a window.
     samples = [tuple(r.token_ids[:2]) for r in records.values()]
     assert all(set(r.token_ids) <= set(ALLOWED) for r in records.values())
     assert sum(s.num_accepted for r in records.values() for s in r.steps) > count // 40
-    value = p_value(samples, engine_law(params))
+    value = p_value(samples, engine_distribution(params))
     assert (value >= ALPHA) == (name in LOSSLESS), value
 
 
 class Alternating(SampledProposer):
-    """Samples in one step and is certain in the next; `says_so` spells the certain law out."""
+    """Proposer that samples in every second step and is certain in the others."""
 
-    says_so = False
+    reports_one_hot = False
 
     def propose(self, batch: ProposeBatch) -> Draft:
         draft = super().propose(batch)
         if max(batch.lengths) % 2:
             return draft
         assert draft.probs is not None
-        law = torch.nn.functional.one_hot(draft.tokens, self.env.vocab_size).float()
-        return Draft(draft.tokens, draft.count, None, law if self.says_so else None)
+        one_hot = torch.nn.functional.one_hot(draft.tokens, self.env.vocab_size).float()
+        return Draft(draft.tokens, draft.count, None, one_hot if self.reports_one_hot else None)
 
 
-class AlternatingAloud(Alternating):
-    says_so = True
+class AlternatingReported(Alternating):
+    reports_one_hot = True
 
 
-def test_a_certain_draft_after_a_sampled_one_is_not_judged_by_its_law() -> None:
-    """Draft.probs=None means certain, whatever the slot's last draft reported."""
+def test_draft_without_probs_is_certain_after_a_sampled_one() -> None:
     answers = []
     for name in ("Alternating", "AlternatingAloud"):
         target = engine(
@@ -274,6 +254,6 @@ def test_a_certain_draft_after_a_sampled_one_is_not_judged_by_its_law() -> None:
             }
         )
         params = SamplingParams(max_tokens=40, temperature=2.0, allowed_token_ids=ALLOWED)
-        # one at a time, so that the parity of its length decides
+        # One at a time, so that the parity of its length decides.
         answers.append([run(target, [request(i, params)])[str(i)].token_ids for i in range(4)])
     assert answers[0] == answers[1]

@@ -1,4 +1,4 @@
-"""Endings inside a draft window: tokens, logprobs and drafts agree, and plain and speculative are equal."""
+"""Requests that finish inside a draft window: equal tokens and logprobs with and without speculation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from exact import Batch, Case, Setup, bits, check_empty, compare, count_errors, 
 
 K = 8
 SPEC = {"method": "proposers:Perfect", "num_speculative_tokens": K, "adaptive": False}
-# the next step is under way before it is known that this one ended
+# The next step is in flight before the host reads that this one finished.
 AHEAD = {**SPEC, "method": "proposers:DevicePerfect", "overlap": True}
-both_ways = pytest.mark.parametrize("spec", [SPEC, AHEAD], ids=["read at once", "overlap"])
-# The first token comes from the prompt's last row; the first window then decides positions 1 to K + 1.
+with_and_without_overlap = pytest.mark.parametrize("spec", [SPEC, AHEAD], ids=["no overlap", "overlap"])
+# The last prompt row gives the first token; the first window then decides positions 1 to K + 1.
 PLACES = {"prefill": 0, "first draft": 1, "middle draft": 4, "last draft": K, "bonus": K + 1, "recovered": 5}
 
 
@@ -32,8 +32,8 @@ def make_request(seed: int, fields: dict | None = None, **options) -> Request:
 
 
 @cache
-def stream() -> tuple[int, tuple[int, ...]]:
-    """A seed whose output has no token twice, and that output: any token of it can be made the end."""
+def distinct_output() -> tuple[int, tuple[int, ...]]:
+    """Return a seed whose output has no token twice, and that output, so that any token can be the end."""
     for seed in range(200):
         tokens = tiny.run(tiny.engine(), [make_request(seed, ignore_eos=True)])["0"].token_ids
         if len(set(tokens)) == len(tokens) and 2 not in tokens:
@@ -41,8 +41,8 @@ def stream() -> tuple[int, tuple[int, ...]]:
     raise AssertionError("no seed gives twenty different tokens")
 
 
-def both(request: Request, answer, spec=SPEC, **options) -> tuple[tiny.Record, tiny.Record]:
-    """(plain, speculative) with drafts from `answer`; they must agree, and nothing may be left."""
+def serve(request: Request, answer, spec=SPEC, **options) -> tiny.Record:
+    """Return the record with drafts from `answer`, which must equal that of plain decoding."""
     proposers.set_answers({"0": list(answer)})
     spec = dict(spec)
     overlap = spec.pop("overlap", False)
@@ -53,7 +53,7 @@ def both(request: Request, answer, spec=SPEC, **options) -> tuple[tiny.Record, t
         check_empty(engine)
         assert compare("0", records[0], records[-1]) == []
     assert all(len(r.logprobs) == len(r.token_ids) for r in records)
-    return records[0], records[-1]
+    return records[-1]
 
 
 def statistics(record: tiny.Record) -> SpecStats:
@@ -66,11 +66,11 @@ def statistics(record: tiny.Record) -> SpecStats:
     return stats
 
 
-@both_ways
+@with_and_without_overlap
 @pytest.mark.parametrize("kind", ["eos", "stop token", "both"])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_end_token_anywhere_in_a_window(place, kind, spec):
-    seed, answer = stream()
+def test_end_token_anywhere_in_a_window_finishes_there(place, kind, spec):
+    seed, answer = distinct_output()
     at = PLACES[place]
     end = answer[at]
     drafts = list(answer)
@@ -78,7 +78,7 @@ def test_an_end_token_anywhere_in_a_window(place, kind, spec):
         drafts[at] = 3
     fields = {"eos_token_ids": (end,)} if kind != "stop token" else {}
     options = {"stop_token_ids": [end]} if kind != "eos" else {}
-    _, record = both(make_request(seed, fields, **options), drafts, spec)
+    record = serve(make_request(seed, fields, **options), drafts, spec)
     assert record.token_ids == list(answer[: at + 1])
     assert record.finish == ("stop", None if kind == "eos" else end, None)
     last = record.steps[-1]
@@ -88,70 +88,69 @@ def test_an_end_token_anywhere_in_a_window(place, kind, spec):
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == want
 
 
-@both_ways
+@with_and_without_overlap
 @pytest.mark.parametrize("place", PLACES)
-def test_an_ignored_end(place, spec):
-    seed, answer = stream()
+def test_ignored_end_token_does_not_finish(place, spec):
+    seed, answer = distinct_output()
     fields = {"eos_token_ids": (answer[PLACES[place]],)}
-    _, record = both(make_request(seed, fields, ignore_eos=True), answer, spec)
+    record = serve(make_request(seed, fields, ignore_eos=True), answer, spec)
     assert record.token_ids == list(answer) and record.finish[0] == "length"
 
 
-@both_ways
+@with_and_without_overlap
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, K + 1, K + 2, K + 3, 19])
-def test_max_tokens_anywhere(max_tokens, spec):
-    seed, answer = stream()
-    _, record = both(make_request(seed, max_tokens=max_tokens), answer, spec)
+def test_max_tokens_finishes_anywhere_in_a_window(max_tokens, spec):
+    seed, answer = distinct_output()
+    record = serve(make_request(seed, max_tokens=max_tokens), answer, spec)
     assert record.token_ids == list(answer[:max_tokens])
     assert record.finish == ("length", None, None)
     left = max_tokens
-    for step in record.steps:  # a draft that could not be committed is never made
+    for step in record.steps:  # no draft past the limit
         assert step.num_draft <= left - 1
         left -= len(step.token_ids)
     statistics(record)
 
 
-@both_ways
+@with_and_without_overlap
 @pytest.mark.parametrize("room", [1, 2, 5, K + 1, K + 2])
-def test_max_model_len_anywhere(room, spec):
-    seed, answer = stream()
-    _, record = both(make_request(seed, max_tokens=None), answer, spec, max_model_len=20 + room)
+def test_max_model_len_finishes_anywhere_in_a_window(room, spec):
+    seed, answer = distinct_output()
+    record = serve(make_request(seed, max_tokens=None), answer, spec, max_model_len=20 + room)
     assert record.token_ids == list(answer[:room])
     assert record.finish == ("length", None, None)
     statistics(record)
 
 
-@both_ways
-def test_an_end_token_at_the_very_limit_is_a_stop(spec):
-    seed, answer = stream()
-    _, record = both(make_request(seed, {"eos_token_ids": (answer[6],)}, max_tokens=7), answer, spec)
+@with_and_without_overlap
+def test_end_token_at_max_tokens_is_a_stop(spec):
+    seed, answer = distinct_output()
+    record = serve(make_request(seed, {"eos_token_ids": (answer[6],)}, max_tokens=7), answer, spec)
     assert record.finish == ("stop", None, None) and len(record.token_ids) == 7
 
 
-@both_ways
+@with_and_without_overlap
 @pytest.mark.parametrize("minimum", [0, 1, 4, 5, 9])
-def test_min_tokens_is_met_inside_a_window(minimum, spec):
-    """The end is the likeliest token everywhere: the answer ends as soon as it may."""
+def test_min_tokens_is_reached_inside_a_window(minimum, spec):
+    """The end token is the most likely one everywhere."""
     request = make_request(5, min_tokens=minimum, logit_bias={2: 50.0})
     answer = tiny.run(tiny.engine(), [request])["0"].token_ids
     assert len(answer) == minimum + 1
-    _, record = both(request, answer, spec)
+    record = serve(request, answer, spec)
     assert record.finish == ("stop", None, None)
 
 
-@both_ways
+@with_and_without_overlap
 @pytest.mark.parametrize("drafts", [[2] * 20, [3] * 20], ids=["ends", "others"])
-def test_drafts_of_an_end_token_that_fall(drafts, spec):
-    """An end token that was only guessed ends nothing."""
-    seed, answer = stream()
-    _, record = both(make_request(seed), drafts, spec)
+def test_rejected_end_token_does_not_finish(drafts, spec):
+    seed, answer = distinct_output()
+    record = serve(make_request(seed), drafts, spec)
     assert record.token_ids == list(answer)
 
 
-def test_reject_all_and_accept_all_still_end():
-    seed, answer = stream()
+def test_reject_all_and_accept_all_finish():
+    seed, answer = distinct_output()
     request = make_request(seed, {"eos_token_ids": (answer[4],)})
-    _, record = both(request, answer, {**SPEC, "accept_policy": "reject_all"})
+    record = serve(request, answer, {**SPEC, "accept_policy": "reject_all"})
     assert statistics(record).num_accepted_tokens == 0 and len(record.token_ids) == 5
     proposers.set_answers({"0": [9, 9, 9, answer[4], 9, 9, 9, 9, 9]})
     engine = tiny.engine(speculative={**SPEC, "accept_policy": "accept_all"})
@@ -165,7 +164,7 @@ def test_reject_all_and_accept_all_still_end():
 
 
 def failing_at(count: int):
-    """Raises at the row that would decide output token `count`."""
+    """Return a processor that raises at the row of output token `count`."""
 
     def processor(tokens, row):
         if len(tokens) == 20 + count:
@@ -175,73 +174,74 @@ def failing_at(count: int):
     return processor
 
 
-@both_ways
+@with_and_without_overlap
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_inside_a_window_delivers_what_came_before(place, spec):
-    seed, answer = stream()
+def test_error_inside_a_window_keeps_earlier_tokens(place, spec):
+    seed, answer = distinct_output()
     at = PLACES[place]
     drafts = list(answer)
     if place == "recovered":
         drafts[at] = 3
-    _, record = both(make_request(seed, logits_processors=[failing_at(at)]), drafts, spec)
+    record = serve(make_request(seed, logits_processors=[failing_at(at)]), drafts, spec)
     assert record.token_ids == list(answer[:at])
     assert record.finish[0] == "error" and "no more" in record.finish[2]
     statistics(record)
 
 
-@both_ways
-def test_an_end_before_the_error_wins(spec):
-    seed, answer = stream()
+@with_and_without_overlap
+def test_end_token_before_an_error_is_a_stop(spec):
+    seed, answer = distinct_output()
     request = make_request(seed, {"eos_token_ids": (answer[4],)}, logits_processors=[failing_at(5)])
-    _, record = both(request, answer, spec)
+    record = serve(request, answer, spec)
     assert record.finish == ("stop", None, None) and len(record.token_ids) == 5
 
 
+def reject_other_texts(tokens, row):
+    """Raise in a context that plain decoding never has."""
+    if tuple(tokens[20:]) != distinct_output()[1][: len(tokens) - 20]:
+        raise ValueError("unknown text")
+    return row
+
+
 @pytest.mark.parametrize("method", ["proposers:Flaky", "proposers:Junk"])
-def test_an_error_on_drafts_that_fall_is_no_error(method):
-    """A processor that cannot bear a context that plain decoding never has."""
-    seed, answer = stream()
-
-    def strict(tokens, row):
-        if tuple(tokens[20:]) != answer[: len(tokens) - 20]:
-            raise ValueError("I do not know this text")
-        return row
-
-    _, record = both(make_request(seed, logits_processors=[strict]), answer, {**SPEC, "method": method})
+def test_error_on_rejected_drafts_is_ignored(method):
+    seed, answer = distinct_output()
+    record = serve(
+        make_request(seed, logits_processors=[reject_other_texts]), answer, {**SPEC, "method": method}
+    )
     assert record.token_ids == list(answer) and record.finish[0] == "length"
     assert sum(step.num_draft - step.num_accepted for step in record.steps) > 5
 
 
-@both_ways
-def test_nothing_left_to_sample(spec):
-    """Two tokens are allowed, and bad words run out of ways to place them."""
+@with_and_without_overlap
+def test_request_without_allowed_tokens_fails(spec):
+    """Two tokens are allowed, and bad words forbid every continuation."""
     words = [(10, 10), (11, 11), (10, 11, 10), (10, 11, 11)]
     request = make_request(3, {"bad_word_ids": words}, allowed_token_ids=[10, 11])
     answer = tiny.run(tiny.engine(), [request])["0"].token_ids
     assert answer in ([10, 11], [11, 10, 11])
-    _, record = both(request, [*answer, 10, 11, 10], spec)
+    record = serve(request, [*answer, 10, 11, 10], spec)
     assert record.finish[0] == "error" and "forbid every one" in record.finish[2]
-    _, record = both(make_request(3, {"bad_word_ids": [(10,)]}, allowed_token_ids=[10]), answer, spec)
+    record = serve(make_request(3, {"bad_word_ids": [(10,)]}, allowed_token_ids=[10]), answer, spec)
     assert record.finish[0] == "error" and record.token_ids == []
 
 
-# --- leaving ---
+# --- aborts ---
 
 
 @pytest.mark.parametrize("when", range(7))
-def test_an_abort_leaves_a_beginning_and_no_trace(when):
-    """At any step: queued, in its prompt, decoding. Its neighbour notices nothing."""
+def test_abort_keeps_a_prefix_and_frees_everything(when):
     cases = [Case(1, "frequency", 0.7, length=20), Case(2, "mix", 0.7, length=40)]
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 3}
     batch = Batch(cases, Setup(), spec, chunk=16, arrivals=[0, 1], aborts={2: when})
     assert batch.differences() == []
 
 
-# --- slack ---
+# --- unwritten memory ---
 
 
 def poisoned(engine):
-    """Whatever nobody has written yet is impossible."""
+    """Fill slots and KV caches with impossible values."""
     with torch.inference_mode():
         engine.loop.slots.poison()
         for cache_ in engine.runner.caches:
@@ -251,7 +251,7 @@ def poisoned(engine):
 
 @pytest.mark.parametrize("arch", list(tiny.ARCHITECTURES))
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_slack_is_never_read(arch, backend):
+def test_unwritten_memory_is_never_read(arch, backend):
     setup = Setup(arch, "float32", backend)
     cases = [
         Case(0, "mix", 0.7, length=20),
@@ -262,12 +262,11 @@ def test_slack_is_never_read(arch, backend):
     engine = poisoned(setup.engine(spec, max_num_batched_tokens=16))
     batch = Batch(cases, setup, engine=engine, arrivals=[0, 0, 3])
     assert batch.differences() == []
-    poisoned(engine)  # used slots and pages as well: nothing old is read either
+    poisoned(engine)  # used slots and pages as well
     assert batch.differences() == []
 
 
-def test_poison_is_seen_where_it_matters():
-    """The control: NaN in the page of a running request does change it."""
+def test_control_poison_in_a_running_request_is_detected():
     engine = tiny.engine()
     engine.add(make_request(1))
     engine.step()
@@ -298,11 +297,11 @@ def _starts(record):
         at += len(step.token_ids)
 
 
-# --- controls: an engine that ends wrongly is found out ---
+# --- controls ---
 
 
-def test_control_an_end_looked_for_at_the_windows_end_alone(monkeypatch):
-    seed, answer = stream()
+def test_control_end_token_checked_at_the_last_row_only_is_detected(monkeypatch):
+    seed, answer = distinct_output()
     request = make_request(seed, {"eos_token_ids": (answer[4],)})
 
     def broken(commit, ops, plan, windows, choice, bad, out):
@@ -311,22 +310,17 @@ def test_control_an_end_looked_for_at_the_windows_end_alone(monkeypatch):
         copy = replace(blind, **{f.name: getattr(blind, f.name).clone() for f in fields(blind)})
         commit(ops, plan, replace(windows, columns=copy), choice, bad, out)
         last = out.table[0, TOKENS + int(out.table[0, NUM_OUT]) - 1]
-        seen = columns if columns.ends[windows.slots[0], last] else blind
-        commit(ops, plan, replace(windows, columns=seen), choice, bad, out)
+        used = columns if columns.ends[windows.slots[0], last] else blind
+        commit(ops, plan, replace(windows, columns=used), choice, bad, out)
 
     plant(monkeypatch, "commit", broken)
     with pytest.raises(AssertionError, match="tokens"):
-        both(request, answer)
+        serve(request, answer)
 
 
-def test_control_an_error_on_a_fallen_draft_that_counts(monkeypatch):
-    """The whole window fails with any of its rows."""
-    seed, answer = stream()
-
-    def strict(tokens, row):
-        if tuple(tokens[20:]) != answer[: len(tokens) - 20]:
-            raise ValueError("I do not know this text")
-        return row
+def test_control_error_of_a_rejected_draft_is_detected(monkeypatch):
+    """Fail the whole window with any of its rows."""
+    seed, answer = distinct_output()
 
     whole = Sampler.__call__
 
@@ -339,10 +333,14 @@ def test_control_an_error_on_a_fallen_draft_that_counts(monkeypatch):
 
     monkeypatch.setattr(Sampler, "__call__", broken)
     with pytest.raises(AssertionError, match="tokens"):
-        both(make_request(seed, logits_processors=[strict]), answer, {**SPEC, "method": "proposers:Flaky"})
+        serve(
+            make_request(seed, logits_processors=[reject_other_texts]),
+            answer,
+            {**SPEC, "method": "proposers:Flaky"},
+        )
 
 
-def test_control_counts_that_disagree():
+def test_control_inconsistent_counts_are_detected():
     step = StepOutput("0", [5, 6], [], None, 1, 1, ["x"], None)
     assert count_errors("0", tiny.Record(steps=[step]))
     for wrong in ({"num_draft": 0}, {"num_accepted": 0}, {"token_ids": [5, 6, 7]}, {"drafts": []}):

@@ -1,11 +1,10 @@
-"""The promise on a real model: SmolLM2-135M through the GGUF loader, bf16 and fp32, real prompts."""
+"""Exactness on SmolLM2-135M from GGUF in bf16 and fp32 with real prompts."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import pytest
-from exact_faults import one_too_many
 
 import proposers
 import tiny
@@ -17,12 +16,11 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
-from draftproof.verify.target_match import TargetMatch
 from exact import NUM_THREADS, check_empty, compare, num_threads, plant
 
 LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 17))
 PROMPTS = [
-    (LIST + "17.", {}),  # long, and its continuation is a copy
+    (LIST + "17.", {}),  # long; its continuation is a copy
     ("The capital of France is", {"frequency_penalty": 0.8, "logprobs_mode": "processed"}),
     ("def fibonacci(n):\n    if n", {"top_p": 0.9, "min_tokens": 10}),
     ("Once upon a time there was a", {"top_k": 40, "repetition_penalty": 1.2}),
@@ -32,15 +30,15 @@ DTYPES = ["bfloat16", "float32"]
 
 @pytest.fixture(scope="module")
 def model(smollm2, smollm2_path):
-    """Requests by (prompt, temperature), engines by (dtype, speculates), and solo runs."""
+    """Return functions for requests, engines and cached reference runs."""
     tokenizer = load_tokenizer(smollm2_path)
     ids = [tokenizer.encode(text) for text, _ in PROMPTS]
     assert len(ids[0]) > 200
 
     def request(index: int, temperature: float, k: int | None = None) -> Request:
         options = {"max_tokens": 16, "logprobs": 5, **PROMPTS[index][1]}
-        wish = {"num_speculative_tokens": k}
-        params = SamplingParams(temperature=temperature, speculative=wish, **options)
+        speculative = {"num_speculative_tokens": k}
+        params = SamplingParams(temperature=temperature, speculative=speculative, **options)
         return tiny.request(index, params, prompt_token_ids=ids[index], eos_token_ids=tokenizer.eos_token_ids)
 
     @cache
@@ -50,7 +48,7 @@ def model(smollm2, smollm2_path):
             model="smollm2-135m",
             max_model_len=512,
             max_num_seqs=4,
-            max_num_batched_tokens=64 if speculates else 512,  # the long prompt comes in pieces
+            max_num_batched_tokens=64 if speculates else 512,  # splits the long prompt
             debug=True,
             speculative=SpeculativeConfig.parse(spec) if speculates else None,
         )
@@ -59,17 +57,17 @@ def model(smollm2, smollm2_path):
 
     @cache
     def reference_run(dtype: str, index: int, temperature: float) -> tiny.Record:
-        asked = request(index, temperature)
-        return tiny.run(engine(dtype, False), [asked])[asked.id]
+        one = request(index, temperature)
+        return tiny.run(engine(dtype, False), [one])[one.id]
 
     return request, engine, reference_run
 
 
-def guess(engine: Engine, method: str, overlap: bool) -> None:
-    """Put another proposer into an engine: packing the weights once is enough."""
+def set_proposer(engine: Engine, method: str, overlap: bool) -> None:
+    """Put another proposer into an engine, since packing the weights again is slow."""
     kind, loop = lookup(PROPOSERS, method, "method"), engine.loop
     assert not engine.has_work
-    loop.pending.clear()  # a last step of nobody's may be there
+    loop.pending.clear()  # a last step of finished requests
     loop.hooks.proposer = kind(loop.proposer.env, {})
     loop.sources = kind.sources
     loop.device.drafting.proposer = loop.proposer if kind.graph_safe else None
@@ -81,7 +79,7 @@ def differences(model, dtype, method, k, temperature, batch, overlap=False):
     alone = {str(i): reference_run(dtype, i, temperature) for i in range(batch)}
     proposers.set_answers({name: record.token_ids for name, record in alone.items()})
     target = engine(dtype, True)
-    guess(target, method, overlap)
+    set_proposer(target, method, overlap)
     requests = [request(i, temperature, k) for i in range(batch)]
     records = tiny.run(target, requests, arrivals=[0, 2, 2, 5])
     check_empty(target)
@@ -98,22 +96,22 @@ DRAFTED = [
     ("proposers:Flaky", 8, 1),
     ("proposers:Flaky", 8, 4),
 ]
-# every method in both dtypes and at both temperatures, and every dtype at every temperature
-HEATS = [(dtype, heat) for heat, dtype in zip((0.0, 0.8, 0.8, 0.0), DTYPES * 2, strict=True)]
-CASES = [(*case, *HEATS[i % 4]) for i, case in enumerate(DRAFTED)]
+# Every method in both dtypes and at both temperatures, and every dtype at every temperature.
+SETTINGS = [(dtype, temperature) for temperature, dtype in zip((0.0, 0.8, 0.8, 0.0), DTYPES * 2, strict=True)]
+CASES = [(*case, *SETTINGS[i % 4]) for i, case in enumerate(DRAFTED)]
 
 
 @pytest.mark.parametrize(("method", "k", "batch", "dtype", "temperature"), CASES)
-def test_bit_for_bit(model, dtype, method, k, temperature, batch):
+def test_smollm2_is_exact(model, dtype, method, k, temperature, batch):
     found, records = differences(model, dtype, method, k, temperature, batch)
     assert found == []
-    copied(method, temperature, records)
+    check_copy_is_drafted(method, temperature, records)
 
 
-def copied(method, temperature, records):
+def check_copy_is_drafted(method, temperature, records):
     accepted = sum(step.num_accepted for step in records["0"].steps)
     if method == "ngram" and temperature == 0:
-        assert accepted >= 8  # the copy is guessed
+        assert accepted >= 8
 
 
 @pytest.mark.parametrize(
@@ -125,22 +123,16 @@ def copied(method, temperature, records):
         ("float32", "proposers:DeviceFlaky", 0.0),
     ],
 )
-def test_bit_for_bit_with_steps_that_overlap(model, dtype, method, temperature):
+def test_smollm2_with_overlap_is_exact(model, dtype, method, temperature):
     found, records = differences(model, dtype, method, 8, temperature, 4, overlap=True)
     assert found == []
-    copied(method, temperature, records)
+    check_copy_is_drafted(method, temperature, records)
 
 
-def test_control_one_draft_too_many(model, monkeypatch):
-    monkeypatch.setattr(TargetMatch, "decide", one_too_many(TargetMatch.decide))
-    assert differences(model, "float32", "proposers:Flaky", 8, 0.8, 4)[0]
-
-
-@pytest.mark.parametrize("method", ["proposers:Flaky", "proposers:DeviceFlaky"])
-def test_control_noise_keyed_by_the_window(model, method, monkeypatch):
+def test_control_noise_keyed_by_the_window_is_detected(model, monkeypatch):
     def broken(layout, ops, plan, columns, page_size, out):
         layout(ops, plan, columns, page_size, out)
         out.windows.position.sub_(out.windows.depth)
 
     plant(monkeypatch, "layout", broken)
-    assert differences(model, "bfloat16", method, 8, 0.8, 4, overlap=True)[0]
+    assert differences(model, "bfloat16", "proposers:DeviceFlaky", 8, 0.8, 4, overlap=True)[0]

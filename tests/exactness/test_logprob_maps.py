@@ -1,4 +1,4 @@
-"""Logprobs that are made when they are read: to every reader a list of dicts."""
+"""Logprob maps, which are built when read and look like a list of dicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def f32(value: float) -> float:
 
 
 PLAIN = [
-    {3: Logprob(f32(-0.1), 1, "d"), 4: Logprob(-2.5, 2, "e")},  # the best is the token itself: told once
+    {3: Logprob(f32(-0.1), 1, "d"), 4: Logprob(-2.5, 2, "e")},  # the sampled token is the best one: one entry
     {1: Logprob(-3.25, 8, "b"), 5: Logprob(-0.5, 1, "f"), 6: Logprob(-0.75, 2, "g")},
     {9: Logprob(f32(-4.1), 3, "j"), 5: Logprob(f32(-0.2), 1, "f"), 7: Logprob(f32(-0.3), 2, "h")},
 ]
@@ -50,15 +50,15 @@ def by_rows(tokenizer: Any = LETTERS) -> LogprobMaps:
     return LogprobMaps(list(table(TOKENS, VALUES, IDS, RANKS)), tokenizer)
 
 
-both = pytest.mark.parametrize("make", (maps, by_rows))
+both_forms = pytest.mark.parametrize("make", (maps, by_rows))
 
 
-@both
-def test_it_reads_like_the_list(make: Any) -> None:
+@both_forms
+def test_maps_read_like_a_list(make: Any) -> None:
     got = make()
     assert got == PLAIN and list(got) == PLAIN and len(got) == 3
-    assert PLAIN.__eq__(got) is NotImplemented and [got] == [PLAIN]  # a list leaves it to us
-    assert [list(entries) for entries in got] == [list(entries) for entries in PLAIN]  # their order, too
+    assert PLAIN.__eq__(got) is NotImplemented and [got] == [PLAIN]
+    assert [list(entries) for entries in got] == [list(entries) for entries in PLAIN]  # in this order
     assert got[0] == PLAIN[0] and got[-1] == PLAIN[-1] and got[np.int64(1)] == PLAIN[1]
     for cut in (slice(1), slice(1, None), slice(None, None, -1), slice(-2, None), slice(5, 9)):
         assert got[cut] == PLAIN[cut] and list(got[cut]) == PLAIN[cut]
@@ -75,35 +75,34 @@ def test_it_reads_like_the_list(make: Any) -> None:
         got[0] = {}
 
 
-@both
-def test_plain_types(make: Any) -> None:
+@both_forms
+def test_entries_have_plain_types(make: Any) -> None:
     for entries in make():
         for token, entry in entries.items():
             assert type(token) is int and type(entry) is Logprob
             assert [type(x) for x in entry] == [float, int, str]
 
 
-def test_equality() -> None:
+def test_maps_equal_lists_with_equal_entries() -> None:
     assert maps() == maps() == by_rows() == maps() and [maps()] == [PLAIN]
     assert maps() != PLAIN[:2] and maps() != PLAIN[::-1] and maps() != tuple(PLAIN) and maps() != 3
     assert maps() != maps(None) and maps(None)[0][3] == Logprob(f32(-0.1), 1, "")
     assert maps()[:2] != maps() and LogprobMaps([], LETTERS) == []
-    # another spelling of the same dicts
     ids, values = IDS[:, ::-1], VALUES[:, [0, 2, 1]]
     swapped = LogprobMaps(table(TOKENS[1:], values[1:], ids[1:], RANKS[1:]), LETTERS)
-    assert swapped != maps()[1:]  # ranks go by place, so it is not the same
+    assert swapped != maps()[1:]  # ranks go by place
     wide = table(TOKENS, np.hstack([VALUES, VALUES[:, :1]]), np.hstack([IDS, TOKENS[:, None]]), RANKS)
-    assert LogprobMaps(wide, LETTERS) == maps()  # the token itself again: not told twice
+    assert LogprobMaps(wide, LETTERS) == maps()  # the sampled token again: one entry
 
 
 @pytest.mark.parametrize("column", range(4))
-def test_control_any_changed_column_is_seen(column: int) -> None:
+def test_control_changed_column_is_detected(column: int) -> None:
     columns = [TOKENS.copy(), VALUES.copy(), IDS.copy(), RANKS.copy()]
     columns[column][-1:] = columns[column][-1:] + 1
     assert LogprobMaps(table(*columns), LETTERS) != maps()
 
 
-def test_nothing_is_told_before_the_first_token_of_a_prompt() -> None:
+def test_first_prompt_token_has_no_entry() -> None:
     rows = [None, LogprobRow([3], [-1.0], [2])]
     assert LogprobMaps(rows, LETTERS) == [None, {3: Logprob(-1.0, 2, "d")}]
 

@@ -1,4 +1,4 @@
-"""Logprobs: what was asked for and nothing else, in a fixed order, from untouched logits."""
+"""Logprobs: exactly the requested entries, in a fixed order, from unchanged logits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ both = pytest.mark.parametrize("spec", (None, SPEC), ids=("plain", "drafts"))
 
 
 def one(spec: dict[str, Any] | None = None, index: int = 0, length: int = 12, **options: Any) -> Record:
-    """One greedy request of 24 tokens, unless told otherwise."""
+    """Serve one greedy request of 24 tokens, by default."""
     params = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, **options})
     return run(engine(speculative=spec, max_logprobs=-1), [request(index, params, length)])[str(index)]
 
 
 def rows_from_scratch(logits: Tensor, token: int, top: int) -> tuple[list[int], list[float], list[int]]:
-    """The definition, in plain Python."""
+    """Return ids, logprobs and ranks by definition, in plain Python."""
     values = torch.log_softmax(logits.double(), -1).tolist()
     order = sorted(range(len(values)), key=lambda i: (-float(logits[i]), i))
     ids = [token, *order[:top]]
@@ -41,8 +41,8 @@ def rows_from_scratch(logits: Tensor, token: int, top: int) -> tuple[list[int], 
 
 @every
 @pytest.mark.parametrize("top", (0, 1, 5, 20, 61))
-def test_rows_against_the_definition(ops: Any, top: int) -> None:
-    """Ties on purpose; within 1e-5 of fp64; ids, order and ranks exactly."""
+def test_rows_equal_the_definition(ops: Any, top: int) -> None:
+    """Ids, order and ranks are equal, ties included; values are within 1e-5 of fp64."""
     logits = 2 * torch.randn((9, 61), generator=torch.Generator().manual_seed(1))
     logits[1] = logits[1].round()
     logits[2] = 0.0
@@ -57,8 +57,7 @@ def test_rows_against_the_definition(ops: Any, top: int) -> None:
 
 
 @every
-def test_several_requests_in_one_pass_equal_each_alone(ops: Any) -> None:
-    """One call with the longest list and padding between: bit for bit what each gets by itself."""
+def test_rows_computed_together_equal_rows_computed_alone(ops: Any) -> None:
     logits = torch.randn((12, 61), generator=torch.Generator().manual_seed(2))
     rows = [0, 1, 2, -1, 3, 4, 5, -1, -1, 11, 10, 9, 0]
     tokens = [5, 6, 7, 0, 1, 1, 60, 0, 0, 1, 2, 3, 0]
@@ -80,8 +79,7 @@ def pick(row: Tensor, ids: list[int]) -> tuple[list[int], list[int]]:
 
 
 @every
-def test_slack_around_the_rows_is_never_read(ops: Any) -> None:
-    """A buffer larger than what is valid, full of NaN: the same bits, and it is left as it was."""
+def test_memory_around_the_rows_is_never_read(ops: Any) -> None:
     logits = torch.randn((4, 61), generator=torch.Generator().manual_seed(3))
     buffer = torch.full((40, 61), torch.nan)
     buffer[[7, 8, 20, 39]] = logits
@@ -91,7 +89,7 @@ def test_slack_around_the_rows_is_never_read(ops: Any) -> None:
     assert bits(buffer) == before
 
 
-def test_no_rows_no_work() -> None:
+def test_no_rows_call_no_op() -> None:
     class Nothing:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"{name} was called")
@@ -99,12 +97,11 @@ def test_no_rows_no_work() -> None:
     assert logprob_rows(Nothing(), torch.zeros(3, 5), LogprobQuery([], [], 5, (3,))) == []  # type: ignore[arg-type]
 
 
-# --- what a request asks for ---
+# --- options ---
 
 
 @both
-def test_none_sampled_top_k_ids_all(spec: dict[str, Any] | None) -> None:
-    """Five different wishes; the tokens are the same, each list has exactly what was asked for."""
+def test_each_option_returns_its_own_entries(spec: dict[str, Any] | None) -> None:
     none = one(spec)
     assert none.logprobs == [] and all(step.logprobs is None for step in none.steps)
     full = one(spec, logprobs=-1)
@@ -141,8 +138,7 @@ def test_top_5_is_a_prefix_of_top_20_with_ranks_in_order(spec: dict[str, Any] | 
         assert b.token_ids[0] == b.token_ids[1] and b.ranks[0] == 1  # greedy
 
 
-def test_ties_go_by_id() -> None:
-    """All logits biased to one value: ids ascend, ranks count up, the sampled token is id 0."""
+def test_ties_are_ordered_by_id() -> None:
 
     def flat(tokens: Any, logits: Tensor) -> Tensor:
         return torch.zeros_like(logits)
@@ -154,13 +150,13 @@ def test_ties_go_by_id() -> None:
 
 
 @both
-def test_all_sums_to_one(spec: dict[str, Any] | None) -> None:
+def test_all_logprobs_sum_to_one(spec: dict[str, Any] | None) -> None:
     for line in one(spec, logprobs=-1, max_tokens=6).logprobs:
         assert sum(2.718281828459045**x for x in line.logprobs[1:]) == pytest.approx(1, abs=1e-5)
         assert sorted(line.token_ids[1:]) == list(range(VOCAB))
 
 
-def test_more_than_the_engine_allows_is_refused() -> None:
+def test_more_than_max_logprobs_is_refused() -> None:
     target = engine(max_logprobs=5)
     for options in (
         {"logprobs": 6},
@@ -181,23 +177,22 @@ def test_more_than_the_engine_allows_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ("llama", "mistral", "qwen3"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_prompt_logprobs_feel_no_chunk(name: str, dtype: str) -> None:
-    """Whole, in chunks of 8 and of 17, with company, with drafts: the same bits."""
+def test_prompt_logprobs_do_not_depend_on_chunks(name: str, dtype: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=5, logprobs=2)
     others = [request(i, SamplingParams(max_tokens=9), 20 + i) for i in (1, 2)]
-    wish = request(0, params, 70)
+    query = request(0, params, 70)
     records = []
-    for rows, company, spec in ((128, [], None), (8, [], None), (17, others, None), (17, others, SPEC)):
+    for rows, neighbours, spec in ((128, [], None), (8, [], None), (17, others, None), (17, others, SPEC)):
         target = engine(name, dtype, speculative=spec, max_num_batched_tokens=rows)
-        records.append(run(target, [wish, *company])["0"])
+        records.append(run(target, [query, *neighbours])["0"])
     for record in records:
-        assert len(record.prompt_logprobs) == 69  # nothing precedes the first token
-        assert [line.token_ids[0] for line in record.prompt_logprobs] == list(wish.prompt_token_ids)[1:]
+        assert len(record.prompt_logprobs) == 69  # the first token has none
+        assert [line.token_ids[0] for line in record.prompt_logprobs] == list(query.prompt_token_ids)[1:]
         assert record.same() == records[0].same()
 
 
-def test_prompt_logprobs_are_those_of_generation() -> None:
-    """Generate, then send prompt and answer as a prompt: each token has the logprob it was given then."""
+def test_prompt_logprobs_equal_those_of_generation() -> None:
+    """Send prompt and output as a prompt."""
     first = one(None, logprobs=5)
     ids = [*prompt(0), *first.token_ids]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
@@ -206,7 +201,7 @@ def test_prompt_logprobs_are_those_of_generation() -> None:
 
 
 @pytest.mark.parametrize("k", (0, 1, -1))
-def test_prompt_logprobs_kinds(k: int) -> None:
+def test_prompt_logprobs_have_the_requested_width(k: int) -> None:
     record = one(None, prompt_logprobs=k, max_tokens=1)
     assert {len(line.token_ids) for line in record.prompt_logprobs} == {1 + (VOCAB if k == -1 else k)}
     assert len(one(None, prompt_logprobs=k, length=1, max_tokens=1).prompt_logprobs) == 0
@@ -218,20 +213,18 @@ PENALISED = {"temperature": 0.7, "top_k": 10, "repetition_penalty": 1.5, "presen
 
 
 @both
-def test_raw_and_processed_in_one_batch(spec: dict[str, Any] | None) -> None:
-    """Per request; each as in an engine by itself."""
-    wishes = [
+def test_raw_and_processed_in_one_batch_equal_each_alone(spec: dict[str, Any] | None) -> None:
+    requests = [
         request(i, SamplingParams(max_tokens=20, logprobs=12, logprobs_mode=mode, **PENALISED))
         for i, mode in enumerate(("raw", "processed", "raw", "processed"))
     ]
-    together = run(engine(speculative=spec), wishes)
-    for wish in wishes:
-        assert together[wish.id].same() == run(engine(speculative=spec), [wish])[wish.id].same()
+    together = run(engine(speculative=spec), requests)
+    for query in requests:
+        assert together[query.id].same() == run(engine(speculative=spec), [query])[query.id].same()
 
 
 @both
-def test_raw_is_the_models_own_and_processed_is_what_was_sampled_from(spec: dict[str, Any] | None) -> None:
-    """Raw: as of a request without options, at the same context. Processed: at most top_k tokens."""
+def test_raw_is_before_and_processed_after_sampling_options(spec: dict[str, Any] | None) -> None:
     options = {"max_tokens": 12, "logprobs": -1, **PENALISED}
     raw, processed = one(spec, **options), one(spec, **options, logprobs_mode="processed")
     assert raw.token_ids == processed.token_ids
@@ -245,7 +238,7 @@ def test_raw_is_the_models_own_and_processed_is_what_was_sampled_from(spec: dict
         assert sum(2.718281828459045**x for x in line.logprobs[1:11]) == pytest.approx(1, abs=1e-5)
 
 
-def test_temperature_is_divided_by_once() -> None:
+def test_processed_logprobs_divide_by_temperature_once() -> None:
     raw = one(None, logprobs=-1, temperature=0.5, seed=1, max_tokens=8)
     processed = one(None, logprobs=-1, temperature=0.5, seed=1, max_tokens=8, logprobs_mode="processed")
     for a, b in zip(raw.logprobs, processed.logprobs, strict=True):
@@ -258,12 +251,11 @@ def test_temperature_is_divided_by_once() -> None:
 
 
 @pytest.mark.parametrize("mode", ("raw", "processed"))
-def test_draft_records(mode: str) -> None:
-    """Every draft is there, fallen ones too: who proposed it, for which place, and the model's logprob."""
+def test_draft_records_hold_every_draft(mode: str) -> None:
     options = {"logprobs": -1, "max_tokens": 60, "presence_penalty": 0.1, "logprobs_mode": mode}
     record = one(SPEC, include_draft_logprobs=True, **options)
     assert one(SPEC, max_tokens=60).steps[-1].drafts is None
-    done, fell = 0, 0
+    done, num_rejected = 0, 0
     for step in record.steps:
         assert step.drafts is not None and len(step.drafts) == step.num_draft
         assert [d.accepted for d in step.drafts] == [i < step.num_accepted for i in range(step.num_draft)]
@@ -271,35 +263,34 @@ def test_draft_records(mode: str) -> None:
         for i, draft in enumerate(step.drafts):
             assert draft.position == done + i and draft.source == "ngram" and draft.draft_logprob is None
             if i <= step.num_accepted and done + i < len(record.token_ids):
-                # the rows up to the first fallen draft have the context of the answer itself
+                # Rows up to the first rejected draft have the context of the output.
                 line = record.logprobs[done + i]
                 at = line.token_ids.index(draft.token_id, 1)
                 assert draft.target_logprob == line.logprobs[at]
             if draft.accepted:
                 assert draft.token_id == record.token_ids[done + i]
-            fell += not draft.accepted
+            num_rejected += not draft.accepted
         done += len(step.token_ids)
-    assert done == 60 and fell > 0 and any(step.num_accepted for step in record.steps)
+    assert done == 60 and num_rejected > 0 and any(step.num_accepted for step in record.steps)
 
 
-def test_draft_logprobs_of_a_proposer_that_samples() -> None:
-    """The drafter's own logprob beside the model's."""
+def test_draft_logprobs_of_a_sampling_proposer() -> None:
     spec = {"method": "test_distribution:SampledProposer", "num_speculative_tokens": 2, "adaptive": False}
     params = {"temperature": 1.0, "seed": 3, "include_draft_logprobs": True}
     records = [d for s in one(spec, **params).steps for d in s.drafts or ()]
-    law = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2, 0.0]), -1).tolist()
-    own = dict(zip((5, 17, 40, 63, 90, 8), law, strict=True))
+    logprobs = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2, 0.0]), -1).tolist()
+    own = dict(zip((5, 17, 40, 63, 90, 8), logprobs, strict=True))
     assert len(records) > 20
     assert all(d.draft_logprob == pytest.approx(own[d.token_id], abs=1e-5) for d in records)
     assert all(d.target_logprob is not None and d.target_logprob < 0 for d in records)
     assert {d.source for d in records} == {"sampled"}
 
 
-# --- cost and control ---
+# --- cost and controls ---
 
 
-class Counting:
-    """What `SamplingOps.logprobs` was asked for: real rows, and rows of padding."""
+class CallCounter:
+    """Count calls and rows of `SamplingOps.logprobs`."""
 
     def __init__(self, target: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = self.real = 0
@@ -317,40 +308,38 @@ class Counting:
 
 @both
 @pytest.mark.parametrize("mode", ("raw", "processed"))
-def test_only_committed_tokens_of_requests_that_asked_cost_anything(
+def test_logprobs_are_computed_for_committed_tokens_of_requests_that_want_them(
     spec: dict[str, Any] | None, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests, one of which asked: as many rows as it has tokens. None asked: no call at all."""
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    quiet, asked = SamplingParams(**options), SamplingParams(**options, logprobs=5, logprobs_mode=mode)
+    unwanted, wanted = SamplingParams(**options), SamplingParams(**options, logprobs=5, logprobs_mode=mode)
     target = engine(speculative=spec)
-    counting = Counting(target, monkeypatch)
-    run(target, [request(i, quiet) for i in range(3)])
-    assert counting.calls == 0
-    run(target, [request(0, quiet), request(1, asked), request(2, quiet)])
-    assert counting.real == 24 and min(counting.tops) >= 5
+    counter = CallCounter(target, monkeypatch)
+    run(target, [request(i, unwanted) for i in range(3)])
+    assert counter.calls == 0
+    run(target, [request(0, unwanted), request(1, wanted), request(2, unwanted)])
+    assert counter.real == 24 and min(counter.tops) >= 5
 
 
 @both
-def test_raw_and_processed_are_each_computed_for_their_own_rows(
+def test_raw_and_processed_are_computed_for_their_own_rows(
     spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = engine(speculative=spec)
-    counting = Counting(target, monkeypatch)
+    counter = CallCounter(target, monkeypatch)
     modes: tuple[Any, ...] = ("raw", "processed", "raw")
-    wishes = [
+    requests = [
         request(i, SamplingParams(max_tokens=9 + i, ignore_eos=True, logprobs=2 * i, logprobs_mode=mode))
         for i, mode in enumerate(modes)
     ]
-    run(target, wishes)
-    assert counting.real == 9 + 10 + 11
+    run(target, requests)
+    assert counter.real == 9 + 10 + 11
 
 
 @both
-def test_the_models_logits_are_never_changed(
+def test_logits_of_the_model_are_never_changed(
     spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every option that touches logits is on; what the model returned has the same bits after the step."""
     target, kept = engine(speculative=spec), []
     original = target.runner.logits
 
@@ -376,14 +365,7 @@ def test_the_models_logits_are_never_changed(
     assert len(kept) > 5 and all(bits(logits) == before for logits, before in kept)
 
 
-def test_control_a_changed_logit_would_be_seen() -> None:
-    logits = torch.zeros(2, 3)
-    before = bits(logits)
-    logits[1, 2] -= 1e-30
-    assert bits(logits) != before
-
-
-def test_control_raw_and_processed_do_differ() -> None:
+def test_control_raw_and_processed_differ() -> None:
     raw = one(None, logprobs=3, max_tokens=12, **PENALISED)
     processed = one(None, logprobs=3, max_tokens=12, logprobs_mode="processed", **PENALISED)
     assert raw.token_ids == processed.token_ids and raw.logprobs != processed.logprobs

@@ -1,8 +1,7 @@
-"""Steps that overlap: the next one is planned and run before the last is read, and nobody can tell.
+"""Overlapping steps: the next one is planned and launched before the last is read, with the same output.
 
-The matrix of test_exact.py and the endings of test_endings.py run with overlap too. Here are the moments in
-which a step under way and the host know different things: arrivals that need the host, aborts, slots that
-change hands, endings.
+The matrix of test_exact.py and test_endings.py run with overlap too. These tests cover the moments in which
+the host and a step in flight differ: arrivals that need the host, aborts, reused slots, finishes.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ methods = pytest.mark.parametrize("spec", METHODS, ids=["plain", "ngram", "flaky
 
 
 def free(index: int, option: str = "none", temperature: float = 0.7, **fields) -> Case:
-    """A request that never needs the host."""
+    """Return a request that never needs the host."""
     return Case(index, option, temperature, **{"length": 9 + index, "prompt": False, **fields})
 
 
-# --- it happens ---
+# --- overlap ---
 
 
 @methods
-def test_the_next_step_runs_before_the_last_is_read(spec):
+def test_next_step_is_launched_before_the_last_is_read(spec):
     cases = [free(i) for i in range(3)]
     batch = Batch(cases, Setup(), spec, engine=Setup().engine(spec, overlap=True))
     watch = Watch(batch.engine)
@@ -44,19 +43,18 @@ def test_the_next_step_runs_before_the_last_is_read(spec):
     assert ahead >= len(watch.launched) - 2 > 2 and waited == 0
 
 
-def test_nothing_is_said_before_it_is_read():
-    """The first step is shown when the second is under way; all the same, as many steps are launched."""
+def test_outputs_are_returned_one_step_later():
     engine, plain = tiny.engine(overlap=True), tiny.engine()
     params = SamplingParams(max_tokens=5, ignore_eos=True)
-    shown = {}
+    returned = {}
     for name, target in (("ahead", engine), ("plain", plain)):
         target.add(tiny.request(0, params))
-        shown[name] = [[out.token_ids for out in target.step()] for _ in range(6)]
-    assert shown["ahead"] == [[], *shown["plain"][:5]] and shown["plain"][5] == []
+        returned[name] = [[out.token_ids for out in target.step()] for _ in range(6)]
+    assert returned["ahead"] == [[], *returned["plain"][:5]] and returned["plain"][5] == []
     assert not engine.has_work and not engine.loop.pending
 
 
-def test_a_proposer_on_the_host_is_waited_for():
+def test_host_proposer_disables_overlap():
     batch = Batch([free(0)], Setup(), {"method": "proposers:Flaky"}, overlap=True)
     assert batch.differences() == [] and not batch.engine.loop.overlap
 
@@ -66,8 +64,8 @@ def test_a_proposer_on_the_host_is_waited_for():
 HOSTED = ["processor", "bad_words", "named_logprobs", "all_logprobs", "draft_logprobs", "mix"]
 
 
-def interrupted(spec, option, when, **options):
-    """Others decode, `option` arrives after `when` steps, one more comes at the end."""
+def serve_with_arrival(spec, option, when, **options):
+    """Serve requests, one of which arrives with `option` after `when` steps and one more at the end."""
     late = Case(3, length=40) if option == "prompt" else free(3, option, length=20)
     cases = [free(0, "frequency"), free(1, "processed", 1.3), free(2, "stop_ids", 0.0), late, free(4)]
     engine = Setup().engine(spec, overlap=True, max_num_batched_tokens=16, **options)
@@ -78,9 +76,9 @@ def interrupted(spec, option, when, **options):
 @pytest.mark.parametrize("spec", [*METHODS, JUNK], ids=["plain", "ngram", "flaky", "junk"])
 @pytest.mark.parametrize("option", [*HOSTED, "prompt"])
 @pytest.mark.parametrize("when", [1, 2, 5])
-def test_one_that_needs_the_host_arrives_in_the_middle(spec, option, when):
-    """The engine drains, waits while it must, and runs ahead again when it may."""
-    found, watch = interrupted(spec, option, when)
+def test_arrival_that_needs_the_host_is_exact(spec, option, when):
+    """The engine drains, runs without overlap while it must, and overlaps again."""
+    found, watch = serve_with_arrival(spec, option, when)
     assert found == []
     ahead, waited = watch.check()
     assert ahead > 0 and waited > 0 and not watch.launched[-1][1]
@@ -90,20 +88,20 @@ def test_one_that_needs_the_host_arrives_in_the_middle(spec, option, when):
     ("option", "what"),
     [("prompt", "prompt logprobs"), ("draft_logprobs", "draft records")],
 )
-def test_control_an_engine_that_never_waits(monkeypatch, option, what):
+def test_control_engine_that_never_drains_is_detected(monkeypatch, option, what):
     monkeypatch.setattr(Loop, "_needs_sync", lambda self: False)
-    assert any(f"request 3: {what}" in line for line in interrupted(FLAKY, option, 5, debug=False)[0])
+    assert any(f"request 3: {what}" in line for line in serve_with_arrival(FLAKY, option, 5, debug=False)[0])
 
 
-def test_control_drafts_that_are_not_counted_before_the_host_looks(monkeypatch):
-    """It then takes the rows that there may be for those that there are."""
+def test_control_uncounted_drafts_are_detected(monkeypatch):
     monkeypatch.setattr(Loop, "_count_drafts", lambda self: None)
-    found = [line for when in range(2, 9) for line in interrupted(JUNK, "prompt", when, debug=False)[0]]
+    found = [
+        line for when in range(2, 9) for line in serve_with_arrival(JUNK, "prompt", when, debug=False)[0]
+    ]
     assert any("prompt logprobs" in line for line in found)
 
 
-def test_several_that_need_the_host_come_and_go():
-    """One after another and side by side, each queued behind others as well: two slots for seven."""
+def test_several_requests_that_need_the_host_are_exact():
     cases = [free(i, option) for i, option in enumerate(["none", *HOSTED])]
     cases[0] = replace(cases[0], prompt=True)
     engine = Setup().engine(FLAKY, overlap=True, max_num_batched_tokens=16, max_num_seqs=2)
@@ -114,13 +112,13 @@ def test_several_that_need_the_host_come_and_go():
 
 
 @methods
-@pytest.mark.parametrize("seats", [1, 2, 8])
-def test_any_time_of_arrival(spec, seats):
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_any_arrival_step_is_exact(spec, slots):
     cases = [
         free(i, option, length=5 + 7 * i) for i, option in enumerate(["none", "eos", "top_k", "stop_ids"])
     ]
     for late in range(5):
-        engine = Setup().engine(spec, overlap=True, max_num_batched_tokens=16, max_num_seqs=seats)
+        engine = Setup().engine(spec, overlap=True, max_num_batched_tokens=16, max_num_seqs=slots)
         watch = Watch(engine)
         batch = Batch(cases, Setup(), spec, engine=engine, arrivals=[0, late, 2 * late, 3 * late])
         assert batch.differences() == []
@@ -132,8 +130,7 @@ def test_any_time_of_arrival(spec, seats):
 
 @methods
 @pytest.mark.parametrize("when", range(8))
-def test_an_abort_at_any_step(spec, when):
-    """Queued, in its prompt, decoding: always with a step under way. Its slot is wanted at once."""
+def test_abort_at_any_step_is_exact(spec, when):
     cases = [
         free(0, "frequency", length=20),
         free(1, "none", length=40),
@@ -148,8 +145,7 @@ def test_an_abort_at_any_step(spec, when):
 
 @methods
 @pytest.mark.parametrize("when", range(6))
-def test_all_are_aborted_and_others_follow(spec, when):
-    """The step under way is nobody's; the next requests find a clean engine."""
+def test_requests_after_abort_of_all_are_exact(spec, when):
     engine = Setup().engine(spec, overlap=True, max_num_seqs=2)
     cases = [free(0), free(1, "frequency"), free(2, "eos")]
     alone = {str(a.index): reference_run(a, Setup()) for a in cases}
@@ -165,16 +161,16 @@ def test_all_are_aborted_and_others_follow(spec, when):
     assert not engine.loop.pending or not engine.step()
 
 
-# --- a slot changes hands ---
+# --- a reused slot ---
 
 
-def inherited(spec) -> list[str]:
-    """One slot. Its tenant is aborted with a step under way, and a newcomer sits down before it is read.
+def reuse_slot(spec) -> list[str]:
+    """Abort the only request with a step in flight and add another to its slot before that step is read.
 
-    What the newcomer got that is not its own, and what the old one was given after it left.
+    Return differences of the second request and outputs of the first after its end.
     """
-    newcomer = free(1, "none", 1.3, length=4)
-    alone = reference_run(newcomer, Setup())
+    second = free(1, "none", 1.3, length=4)
+    alone = reference_run(second, Setup())
     proposers.set_answers({"1": alone.token_ids})
     found = []
     for when in range(2, 7):
@@ -182,9 +178,9 @@ def inherited(spec) -> list[str]:
         engine.add(tiny.request(0, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=5)))
         for _ in range(when):
             engine.step()
-        assert engine.loop.pending, "no step is under way"
+        assert engine.loop.pending, "no step is in flight"
         assert engine.abort("0")
-        engine.add(newcomer.request())
+        engine.add(second.request())
         record = tiny.Record()
         for _ in range(40):
             for out in engine.step():
@@ -201,23 +197,22 @@ def inherited(spec) -> list[str]:
 
 
 @methods
-def test_results_of_a_predecessor_never_reach_a_newcomer(spec):
-    assert inherited(spec) == []
+def test_results_of_an_aborted_request_never_reach_the_next_in_its_slot(spec):
+    assert reuse_slot(spec) == []
 
 
 @methods
-def test_control_without_the_tenant_check_they_do(spec, monkeypatch):
+def test_control_missing_generation_check_is_detected(spec, monkeypatch):
     whole = Scheduler.settle
 
     def broken(self, planned, *columns):
         return whole(self, replace(planned, generations=self.mirror.generation[planned.slots]), *columns)
 
     monkeypatch.setattr(Scheduler, "settle", broken)
-    assert any("after its end" in line for line in inherited(spec))
+    assert any("after its end" in line for line in reuse_slot(spec))
 
 
-def test_control_a_newcomer_whose_count_is_moved_by_its_predecessor(monkeypatch):
-    """The other half of the check: nothing is shown wrongly, but the newcomer's length is."""
+def test_control_length_changed_by_the_previous_request_is_detected(monkeypatch):
     whole = Scheduler.settle
 
     def broken(self, planned, num_out, *columns):
@@ -226,27 +221,26 @@ def test_control_a_newcomer_whose_count_is_moved_by_its_predecessor(monkeypatch)
         return here
 
     monkeypatch.setattr(Scheduler, "settle", broken)
-    assert any("request 1" in line for line in inherited(None))
+    assert any("request 1" in line for line in reuse_slot(None))
 
 
-# --- endings ---
+# --- finishes ---
 
 
 @methods
-@pytest.mark.parametrize("seats", [1, 3])
-def test_slots_of_requests_that_ended_are_used_at_once(spec, seats):
-    """Twelve requests that end in every way, one after another in the same slots."""
+@pytest.mark.parametrize("slots", [1, 3])
+def test_slots_of_finished_requests_are_reused_at_once(spec, slots):
     options = ["eos", "stop_ids", "max_tokens", "min_tokens", "none", "no_logprobs"]
     cases = [free(i, options[i % 6], (0.0, 0.7, 1.3)[i % 3]) for i in range(12)]
-    engine = Setup().engine(spec, overlap=True, max_num_seqs=seats, max_num_batched_tokens=32)
+    engine = Setup().engine(spec, overlap=True, max_num_seqs=slots, max_num_batched_tokens=32)
     watch = Watch(engine)
     batch = Batch(cases, Setup(), spec, engine=engine)
     assert batch.differences() == []
     watch.check()
 
 
-def after_the_end(spec, **options) -> list[str]:
-    """Counts of every request, and what was said after its end."""
+def errors_after_finish(spec, **options) -> list[str]:
+    """Return wrong counts of every request and outputs after its finish."""
     engine = Setup().engine(spec, overlap=True, max_num_seqs=3, debug=False, **options)
     cases = [free(i, "stop_ids" if i % 2 else "max_tokens", 1.3) for i in range(6)]
     alone = {str(a.index): reference_run(a, Setup()) for a in cases}
@@ -261,18 +255,17 @@ def after_the_end(spec, **options) -> list[str]:
         if len(record.token_ids) != len(alone[name].token_ids):
             found.append(f"request {name}: {len(record.token_ids)} tokens")
         if any(not step.token_ids for step in record.steps):
-            found.append(f"request {name}: a step said nothing")
+            found.append(f"request {name}: a step without tokens")
     check_empty(engine)
     return found
 
 
 @methods
-def test_no_token_is_shown_after_the_end(spec):
-    assert after_the_end(spec) == []
+def test_no_token_is_returned_after_the_finish(spec):
+    assert errors_after_finish(spec) == []
 
 
-def test_control_a_request_that_is_not_let_go_is_seen(monkeypatch):
-    """Its tenant stays although it ended: what is under way of it is told as well."""
+def test_control_unreleased_request_is_detected(monkeypatch):
     whole = Scheduler._leave
 
     def broken(self, sequence):
@@ -281,16 +274,15 @@ def test_control_a_request_that_is_not_let_go_is_seen(monkeypatch):
         self.mirror.generation[slot] -= 1
 
     monkeypatch.setattr(Scheduler, "_leave", broken)
-    assert after_the_end(None) and after_the_end(JUNK)
+    assert errors_after_finish(None) and errors_after_finish(JUNK)
 
 
-def test_a_step_of_ended_requests_has_no_rows():
-    """They are still in the plan; the device skips them."""
+def test_step_of_finished_requests_has_no_rows():
     engine = tiny.engine(overlap=True)
-    token = tiny.run(tiny.engine(), [tiny.request(0, SamplingParams(max_tokens=4, temperature=0))])[
-        "0"
-    ].token_ids[2]
-    engine.add(tiny.request(0, SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[token])))
+    plain = tiny.run(tiny.engine(), [tiny.request(0, SamplingParams(max_tokens=4, temperature=0))])["0"]
+    engine.add(
+        tiny.request(0, SamplingParams(max_tokens=20, temperature=0, stop_token_ids=plain.token_ids[2:3]))
+    )
     seen, whole = [], engine.ops.step.layout
 
     def layout(plan, columns, page_size, out):
@@ -303,10 +295,10 @@ def test_a_step_of_ended_requests_has_no_rows():
     assert seen == [(1, 12), (1, 1), (1, 1), (1, 0)]
 
 
-# --- when nothing is under way ---
+# --- idle ---
 
 
-def test_an_idle_engine_does_nothing(monkeypatch):
+def test_idle_engine_launches_nothing(monkeypatch):
     engine = tiny.engine(overlap=True, speculative=FLAKY)
     proposers.set_answers({})
     assert not engine.step()
@@ -320,7 +312,6 @@ def test_an_idle_engine_does_nothing(monkeypatch):
 
 
 def test_results_are_copies():
-    """What was shown stays as it was when later steps write to the same buffers."""
     engine = tiny.engine(overlap=True, speculative={"method": "ngram"})
     for i in range(3):
         engine.add(tiny.request(i, SamplingParams(max_tokens=12, logprobs=3)))

@@ -1,4 +1,4 @@
-"""Against transformers in fp32, on tiny random models of every architecture: logits and logprobs."""
+"""Logits and logprobs of tiny random models of every architecture against transformers in fp32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BASE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.3,  # with the usual 0.02 the logits would be flat and prove little
+    "initializer_range": 0.3,  # with 0.02 logits are almost flat
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attn_implementation": "eager",
@@ -72,7 +72,7 @@ every = pytest.mark.parametrize("name", MODELS)
 
 
 def make(name: str, folder: Path) -> Any:
-    """A random model of transformers, saved in `folder`; biases and norms are random too."""
+    """Save a random model of transformers in `folder`; biases and norms are random too."""
     family, options = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**_BASE, **options})
     torch.manual_seed(len(name))
@@ -91,7 +91,7 @@ def tokens_of(length: int = LENGTH) -> Tensor:
 
 @torch.inference_mode()
 def ours(folder: Path, tokens: Tensor, chunk: int, backend: str = "auto") -> Tensor:
-    """Logits of every position, the prompt taken in chunks, on pages out of order."""
+    """Return logits of every position, the prompt in chunks, on pages out of order."""
     checkpoint = load_checkpoint(folder, dtype="float32")
     ops = resolve(backend, CPU)
     model = create_model(checkpoint.config, checkpoint.weights, ops, 128)
@@ -113,16 +113,16 @@ def theirs(model: Any, tokens: Tensor) -> Tensor:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference of a row, relative to the largest logit of that row."""
+    """Return the largest difference of a row relative to its largest logit."""
     return float(((got - want).abs().amax(-1) / want.abs().amax(-1)).max())
 
 
 @every
-def test_logits(name: str, tmp_path: Path) -> None:
-    """Within 1e-4 relative at every position; the chunk size changes not a bit."""
+def test_logits_equal_transformers_within_tolerance(name: str, tmp_path: Path) -> None:
+    """Logits are within 1e-4 at every position and do not depend on the chunk size."""
     tokens = tokens_of()
     want = theirs(make(name, tmp_path), tokens)
-    assert float(want.std()) > 0.5, "the model must have an opinion"
+    assert float(want.std()) > 0.5, "logits are flat"
     whole = ours(tmp_path, tokens, LENGTH)
     assert error(whole, want) < 1e-4
     for chunk in (1, 16, 37):
@@ -130,15 +130,15 @@ def test_logits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ("llama3", "mistral", "qwen3"))
-def test_logits_of_the_torch_backend(name: str, tmp_path: Path) -> None:
+def test_logits_of_the_torch_backend_equal_transformers(name: str, tmp_path: Path) -> None:
     tokens = tokens_of(40)
     model = make(name, tmp_path)
     assert error(ours(tmp_path, tokens, 16, "torch"), theirs(model, tokens)) < 1e-4
 
 
 @every
-def test_prompt_logprobs_of_the_engine(name: str, tmp_path: Path) -> None:
-    """Within 1e-4, and the top 20 in their order; neighbours nearer than 1e-4 may stand either way."""
+def test_prompt_logprobs_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Logprobs are within 1e-4; entries nearer than 1e-4 may swap places."""
     tokens = tokens_of(60)
     want = torch.log_softmax(theirs(make(name, tmp_path), tokens).double(), -1)
     config = EngineConfig(model=name, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16)
@@ -158,7 +158,7 @@ def test_prompt_logprobs_of_the_engine(name: str, tmp_path: Path) -> None:
 # --- negative controls ---
 
 
-def test_control_a_wrong_window_is_caught(tmp_path: Path) -> None:
+def test_control_wrong_window_is_detected(tmp_path: Path) -> None:
     model = make("mistral", tmp_path)
     model.config.sliding_window = 16
     model.save_pretrained(tmp_path)
@@ -166,7 +166,7 @@ def test_control_a_wrong_window_is_caught(tmp_path: Path) -> None:
     assert error(ours(tmp_path, tokens_of(), LENGTH), theirs(model, tokens_of())) > 1e-3
 
 
-def test_control_a_forgotten_rope_scaling_is_caught(tmp_path: Path) -> None:
+def test_control_missing_rope_scaling_is_detected(tmp_path: Path) -> None:
     model = make("llama3", tmp_path)
     plain = tmp_path / "plain"
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
@@ -174,14 +174,14 @@ def test_control_a_forgotten_rope_scaling_is_caught(tmp_path: Path) -> None:
     assert error(ours(plain, tokens_of(), LENGTH), theirs(model, tokens_of())) > 1e-3
 
 
-def test_control_one_weight_off_by_a_hundredth_is_caught(tmp_path: Path) -> None:
+def test_control_weight_off_by_a_hundredth_is_detected(tmp_path: Path) -> None:
     model = make("qwen2", tmp_path)
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.bias[3] += 0.01
     assert error(ours(tmp_path, tokens_of(), LENGTH), theirs(model, tokens_of())) > 1e-4
 
 
-def test_control_an_order_that_is_wrong_is_caught() -> None:
+def test_control_wrong_order_is_detected() -> None:
     with pytest.raises(AssertionError):
         check_order([1, 0], torch.tensor([2.0, 1.0, 0.0]))
     check_order([1, 0], torch.tensor([2.0, 2.0 - 1e-5, 0.0]))

@@ -1,7 +1,7 @@
-"""Filters and penalties against the logits processors of transformers, on thousands of rows.
+"""Filters and penalties against the logits processors of transformers.
 
-Each request is a window of two drafts, so every row but the first also shows that the drafts before it
-count as if they were committed. transformers is given our fp32 logits in fp64, after its own temperature.
+Each request is a window of two drafts, so that rows after the first check that drafts count as committed.
+transformers gets the fp32 logits in fp64, after its own temperature.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def contexts(drafts: list[list[int]]) -> list[list[int]]:
 
 
 def theirs(logits: Tensor, context: list[int], params: SamplingParams) -> Tensor:
-    """[VOCAB] fp64 probabilities, in the order that transformers' generate applies them."""
+    """Return fp64 probabilities [VOCAB] in the order of transformers."""
     ids, scores = torch.tensor([context]), logits[None]
     if params.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
@@ -75,7 +75,7 @@ def theirs(logits: Tensor, context: list[int], params: SamplingParams) -> Tensor
 
 
 def ours(logits: Tensor, drafts: list[list[int]], params: SamplingParams) -> Tensor:
-    params = replace(params, logprobs=0, logprobs_mode="processed")  # else nobody divides by the heat
+    params = replace(params, logprobs=0, logprobs_mode="processed")  # applies the temperature
     processed = decide(logits, drafts, params, prompt=PROMPT).sampled.processed
     return processed.double().softmax(-1)
 
@@ -93,7 +93,7 @@ def test_filters(options: dict[str, float]) -> None:
 
 
 def plain_loop(logits: Tensor, context: list[int], params: SamplingParams) -> Tensor:
-    """Repetition over everything, presence and frequency over the output alone, as vLLM documents them."""
+    """Apply repetition over all tokens, presence and frequency over the output, as vLLM documents them."""
     out = logits.tolist()
     for token in set(context):
         factor = params.repetition_penalty
@@ -115,7 +115,7 @@ def plain_loop(logits: Tensor, context: list[int], params: SamplingParams) -> Te
     ),
     ids=str,
 )
-def test_penalties_against_a_plain_loop(options: dict[str, float]) -> None:
+def test_penalties_equal_a_plain_loop(options: dict[str, float]) -> None:
     params = SamplingParams(**{"temperature": 0, "max_tokens": 8, **options})
     logits, drafts = rows(seed=3)
     drafts = [[d[0], d[0]] if i % 3 == 0 else [3, d[1]] for i, d in enumerate(drafts)]  # repeats
@@ -124,17 +124,16 @@ def test_penalties_against_a_plain_loop(options: dict[str, float]) -> None:
         torch.testing.assert_close(got[row], plain_loop(logits[row], context, params), rtol=1e-6, atol=1e-5)
 
 
-def test_control_penalties_blind_to_the_window_are_caught() -> None:
-    """With the prompt alone as context the comparison fails: it does look at in-window drafts."""
+def test_control_penalties_that_ignore_drafts_are_detected() -> None:
+    """Give transformers the prompt without the drafts."""
     params = SamplingParams(temperature=1.0, max_tokens=8, repetition_penalty=1.3)
     logits, drafts = rows(seed=3)
     got = ours(logits, drafts, params)
-    blind = [float((got[r] - theirs(logits[r], PROMPT, params)).abs().max()) for r in range(3 * WINDOWS)]
-    assert max(blind[::3]) < 1e-5 < max(blind[1::3])
+    errors = [float((got[r] - theirs(logits[r], PROMPT, params)).abs().max()) for r in range(3 * WINDOWS)]
+    assert max(errors[::3]) < 1e-5 < max(errors[1::3])
 
 
-def test_control_top_p_before_top_k_is_caught() -> None:
-    """The order of the filters matters, and the test sees it."""
+def test_control_top_p_before_top_k_is_detected() -> None:
     logits, drafts = rows(seed=4)
     got = ours(logits, drafts, SamplingParams(max_tokens=8, top_k=20, top_p=0.8))
     differ = 0

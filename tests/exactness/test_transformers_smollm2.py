@@ -1,9 +1,8 @@
-"""SmolLM2 in fp32 against transformers: the same greedy text on real prompts, the same logprobs.
+"""SmolLM2 in fp32 against transformers: equal greedy tokens and close logprobs on real prompts.
 
-Both sides have the same weights, those that our GGUF loader unpacked. The text of transformers is proven by
-induction: one forward over prompt and our 128 tokens, whose argmax at every position must be our next
-token. No near-tie is excused there. In the top-20 lists two values nearer than 1e-4 may change places:
-against fp64 transformers itself is off by up to 7e-5 in this model.
+Both sides use the weights of the GGUF loader. Greedy tokens are checked by one forward pass of transformers
+over prompt and output, whose argmax at every position must be the next token. In the top-20 lists two values
+nearer than 1e-4 may swap: transformers itself is off by up to 7e-5 against fp64.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Both:
 
 
 def peer(checkpoint: Checkpoint) -> Any:
-    """The same weights in transformers."""
+    """Return a model of transformers with the same weights."""
     c = checkpoint.config
     config = transformers.LlamaConfig(
         vocab_size=c.vocab_size,
@@ -95,7 +94,7 @@ def both(smollm2: Callable[[str], Checkpoint]) -> Both:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=20)
     cases = [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)]
     logprobs = []
-    with num_threads(NUM_THREADS), torch.inference_mode():  # both sides
+    with num_threads(NUM_THREADS), torch.inference_mode():
         served = run(Engine(config, checkpoint), cases)
         records = [served[str(i)] for i in range(len(prompts))]
         for ids, record in zip(prompts, records, strict=True):
@@ -105,14 +104,14 @@ def both(smollm2: Callable[[str], Checkpoint]) -> Both:
     return Both(prompts, records, logprobs)
 
 
-def test_the_greedy_text_is_identical(both: Both) -> None:
+def test_greedy_tokens_equal_transformers(both: Both) -> None:
     assert len(both.records) == 20
     for question, record, want in zip(QUESTIONS, both.records, both.logprobs, strict=True):
         assert len(record.token_ids) == TOKENS
         assert record.token_ids == want.argmax(-1).tolist(), question
 
 
-def test_logprobs_within_1e_4(both: Both) -> None:
+def test_logprobs_are_within_1e_4(both: Both) -> None:
     worst = 0.0
     for record, want in zip(both.records, both.logprobs, strict=True):
         assert len(record.logprobs) == TOKENS
@@ -123,7 +122,7 @@ def test_logprobs_within_1e_4(both: Both) -> None:
     assert worst < 1e-4
 
 
-def test_top_20_ids_and_order(both: Both) -> None:
+def test_top_20_ids_equal_transformers_in_order(both: Both) -> None:
     swapped = 0
     for record, want in zip(both.records, both.logprobs, strict=True):
         for line, row in zip(record.logprobs, want, strict=True):
@@ -131,11 +130,10 @@ def test_top_20_ids_and_order(both: Both) -> None:
             assert len(ids) == 20 and line.ranks[1:] == list(range(1, 21))
             check_order(ids, row)
             swapped += ids != row.topk(20).indices.tolist()
-    assert swapped < 0.02 * 20 * TOKENS  # the excuse above is needed for few lists
+    assert swapped < 0.02 * 20 * TOKENS  # few lists have swapped entries
 
 
-def test_control_another_text_is_caught(both: Both) -> None:
-    """One token changed half-way: transformers would not have written it."""
+def test_control_changed_token_or_order_is_detected(both: Both) -> None:
     spoiled = list(both.records[0].token_ids)
     spoiled[60] += 1
     assert spoiled != both.logprobs[0].argmax(-1).tolist()

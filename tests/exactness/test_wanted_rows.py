@@ -1,4 +1,4 @@
-"""Prompts whose last layer ends with the rows that are looked at: the same bits, and it is so done."""
+"""Prompts whose last layer computes output rows only: same bits."""
 
 from __future__ import annotations
 
@@ -54,71 +54,74 @@ class NarrowOps(CpuOps):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
-def test_some_rows_are_those_of_all(backend, arch):
+def test_selected_rows_equal_those_of_a_full_pass(backend, arch):
     made, ops = tiny.checkpoint(arch, "bfloat16"), resolve(backend, CPU)
     model = create_model(made.config, made.weights, ops, 64)
-    all_of, some_of = (Runner(model, ops, made.dtype, num_pages=9, page_size=8, max_rows=32) for _ in "ab")
+    full, partial = (Runner(model, ops, made.dtype, num_pages=9, page_size=8, max_rows=32) for _ in "ab")
     at = torch.arange(4 if backend == "reference" else 21)
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
-    rows = all_of.rows(at * 7 % tiny.VOCAB, at, torch.ones_like(at), table)
+    rows = full.rows(at * 7 % tiny.VOCAB, at, torch.ones_like(at), table)
     wanted = torch.tensor([len(at) - 1, 0, 2, 0])
-    assert torch.equal(some_of.forward_selected(rows, wanted), all_of.forward(rows)[wanted])
-    for mine, theirs in zip(all_of.caches, some_of.caches, strict=True):
+    assert torch.equal(partial.forward_selected(rows, wanted), full.forward(rows)[wanted])
+    for mine, theirs in zip(full.caches, partial.caches, strict=True):
         assert torch.equal(mine, theirs)
 
 
-def batch(prompt: bool = False, seats: int = 4) -> Batch:
+def batch(prompt: bool = False, slots: int = 4) -> Batch:
     cases = [Case(i, temperature=0.7 * (i % 2), length=20, prompt=prompt and i == 1) for i in range(4)]
     spec = {"method": "ngram", "num_speculative_tokens": 3}
     setup, sizes = (
         Setup(backend="test_wanted_rows:NarrowOps"),
-        {"max_num_batched_tokens": 48, "max_num_seqs": seats},
+        {"max_num_batched_tokens": 48, "max_num_seqs": slots},
     )
     return Batch(cases, Setup(), engine=setup.engine(spec, overlap=True, **sizes), arrivals=(0, 0, 1, 5))
 
 
-@pytest.mark.parametrize("prompt", [False, True], ids=["last rows", "logprobs of a prompt"])
-def test_steps_with_prompts_have_the_bits_of_all_rows(prompt):
+@pytest.mark.parametrize("prompt", [False, True], ids=["last rows", "prompt logprobs"])
+def test_steps_with_prompts_are_exact(prompt):
     served = batch(prompt)
-    for case in served.cases:  # remembered: below, all passes are those of the company
+    for case in served.cases:  # cached, so that only the batch is observed below
         reference_run(case, served.setup)
     with (
         mock.patch.object(
             Runner, "forward_selected", autospec=True, side_effect=Runner.forward_selected
-        ) as some,
+        ) as selected,
         mock.patch.object(
             Runner, "forward_tapped", autospec=True, side_effect=Runner.forward_tapped
         ) as whole,
     ):
         assert served.differences() == []
-    sizes = {len(call.args[1].tokens) for call in (whole if prompt else some).call_args_list}
+    sizes = {len(call.args[1].tokens) for call in (whole if prompt else selected).call_args_list}
     assert max(sizes) >= NarrowForward.gather_last_layer_from_rows
 
 
-def captured(served: Batch) -> set[bool]:
-    """Of all passes: was a captured one run, or op by op?"""
+def replayed_passes(served: Batch) -> set[bool]:
+    """Return whether passes ran inside a captured step, as a set."""
     found = set()
 
-    def noted(self: Runner, *rows: Any) -> Any:
+    def recorded(self: Runner, *rows: Any) -> Any:
         found.add(NarrowRuntime.running)
         return tapped(self, *rows)
 
     tapped = Runner.forward_tapped
-    with mock.patch.object(Runner, "forward_tapped", noted):
+    with mock.patch.object(Runner, "forward_tapped", recorded):
         assert served.differences() == []
     return found
 
 
-@pytest.mark.parametrize("seats", [4, 8])  # of eight with drafts more than half of the rows may be looked at
-def test_no_pass_runs_op_by_op_however_many_drafts_there_are(seats):
-    served = batch(seats=seats)
+@pytest.mark.parametrize("slots", [4, 8])  # with 8, more than half of the rows may be output rows
+def test_every_pass_is_captured_with_any_number_of_drafts(slots):
+    served = batch(slots=slots)
     for case in served.cases:
         reference_run(case, served.setup)
-    assert captured(served) == {True}
-    assert captured(batch(prompt=True)) == {True, False}  # all rows of a large prompt: too seldom
+    assert replayed_passes(served) == {True}
+    assert replayed_passes(batch(prompt=True)) == {
+        True,
+        False,
+    }  # prompt logprobs
 
 
-def test_the_wrong_rows_are_noticed():
+def test_control_wrong_rows_are_detected():
     right = Runner.forward_selected
     wrong = lambda self, rows, at: right(self, rows, (at - 1).clamp(min=0))  # noqa: E731
     with mock.patch.object(Runner, "forward_selected", wrong):

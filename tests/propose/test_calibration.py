@@ -29,7 +29,7 @@ from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import DeviceBatch, Draft, DraftCosts, DraftSpec, Request, SlotColumns
 from exact import Batch, Case, Setup
-from scripted import OPS, PAGE, seated, simulate, strategy
+from scripted import OPS, PAGE, filled_slots, simulate, strategy
 
 # --- what is known of drafts ---
 
@@ -121,7 +121,7 @@ def chains(
 def two(temperature: float = 0.0) -> SlotColumns:
     params = SamplingParams(max_tokens=20, temperature=temperature)
     requests = [Request(id=f"{i}", prompt_token_ids=[i], params=params, seed=i) for i in range(2)]
-    return seated(requests, 4, len(GUESS)).columns
+    return filled_slots(requests, 4, len(GUESS)).columns
 
 
 def test_a_chain_ends_where_another_round_costs_more_than_it_brings() -> None:

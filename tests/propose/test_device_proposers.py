@@ -11,7 +11,7 @@ import torch
 
 import heads
 import proposers
-from distribution import ALLOWED, ALPHA, engine_law, p_value
+from distribution import ALLOWED, ALPHA, engine_distribution, p_value
 from draftproof.propose.draft_model import DraftModelProposer
 from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.propose.head import MtpProposer
@@ -121,7 +121,7 @@ def test_rejection_keeps_the_law(sampling):
     records = run(target, [request(i, params, prompt_token_ids=prompt(0)) for i in range(count)])
     samples = [tuple(record.token_ids[:2]) for record in records.values()]
     assert sum(step.num_accepted for record in records.values() for step in record.steps) > count // 40
-    assert p_value(samples, engine_law(params)) >= ALPHA
+    assert p_value(samples, engine_distribution(params)) >= ALPHA
 
 
 def test_control_a_law_that_is_not_the_drafts(monkeypatch):

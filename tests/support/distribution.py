@@ -1,4 +1,4 @@
-"""Shared parts of test_distribution and the tests that reuse them."""
+"""Chi-square tests of sampled tokens against the exact distribution of a Markov chain or an engine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _random = torch.Generator().manual_seed(11)
 
 TARGET = 0.9 * torch.randn((V, V), generator=_random)
 
-GUESS = TARGET + 0.9 * torch.randn((V, V), generator=_random)  # what the drafter believes
+GUESS = TARGET + 0.9 * torch.randn((V, V), generator=_random)  # logits of the drafter
 
 
-def law(params: SamplingParams, table: Tensor = TARGET, length: int = LENGTH) -> dict[tuple[int, ...], float]:
-    """Probability of every sequence after token 0, by plain arithmetic."""
+def sequence_probs(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Return the probability of every sequence after token 0, computed directly."""
     rows = []
-    for row in table.tolist():
+    for row in TARGET.tolist():
         weights = {i: 2.718281828459045 ** (x / params.temperature) for i, x in enumerate(row)}
         order = sorted(weights, key=lambda i: -weights[i])
         order = order[: params.top_k or V]
@@ -45,7 +45,7 @@ def law(params: SamplingParams, table: Tensor = TARGET, length: int = LENGTH) ->
             before += weights[i]
         rows.append([weights[i] / sum(weights[j] for j in kept) if i in kept else 0.0 for i in range(V)])
     out = {}
-    for tokens in itertools.product(range(V), repeat=length):
+    for tokens in itertools.product(range(V), repeat=LENGTH):
         p = 1.0
         for last, token in zip((0, *tokens), tokens, strict=False):
             p *= rows[last][token]
@@ -54,7 +54,7 @@ def law(params: SamplingParams, table: Tensor = TARGET, length: int = LENGTH) ->
 
 
 def p_value(samples: list[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Of Pearson's test; outcomes expected fewer than 10 times are pooled, impossible ones give 0."""
+    """Return the p-value of Pearson's test, pooling outcomes expected fewer than 10 times."""
     counts = dict.fromkeys(expected, 0)
     for sample in samples:
         if expected.get(sample, 0.0) == 0.0:
@@ -72,8 +72,8 @@ def p_value(samples: list[tuple[int, ...]], expected: dict[tuple[int, ...], floa
 
 
 def p_values(tokens: Tensor, params: SamplingParams) -> dict[str, float]:
-    """Of the three tokens together, and of each place alone (more power against a bias in one place)."""
-    joint = law(params)
+    """Return p-values of the three tokens together and of each place alone."""
+    joint = sequence_probs(params)
     rows = [tuple(line) for line in tokens.tolist()]
     out = {"joint": p_value(rows, joint)}
     for place in range(LENGTH):
@@ -91,14 +91,14 @@ def biased(values: dict[str, float]) -> bool:
 ALLOWED = (5, 17, 40, 63, 90)
 
 
-def engine_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Of the first two tokens among ALLOWED, from the engine's own logprobs of forced continuations."""
+def engine_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Return probabilities of the first two tokens among ALLOWED, from the engine's own logprobs."""
     target = engine(max_logprobs=-1)
     base = prompt(0)
 
     def row(ids: list[int]) -> dict[int, float]:
-        ask = SamplingParams(max_tokens=1, logprobs=-1)
-        line = run(target, [request(0, ask, prompt_token_ids=ids)])["0"].logprobs[0]
+        params_all = SamplingParams(max_tokens=1, logprobs=-1)
+        line = run(target, [request(0, params_all, prompt_token_ids=ids)])["0"].logprobs[0]
         values = dict(zip(line.token_ids, line.logprobs, strict=True))
         weights = {i: 2.718281828459045 ** (values[i] / params.temperature) for i in ALLOWED}
         return {i: w / sum(weights.values()) for i, w in weights.items()}

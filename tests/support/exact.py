@@ -205,15 +205,11 @@ class Setup:
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 
 
-def compute_reference_run(case: Case, setup: Setup) -> tiny.Record:
+@cache
+def reference_run(case: Case, setup: Setup) -> tiny.Record:
     """Serve one request alone, without speculation, its prompt in one chunk."""
     request = case.request(plain=True)
     return tiny.run(setup.engine(), [request])[request.id]
-
-
-@cache
-def reference_run(case: Case, setup: Setup) -> tiny.Record:
-    return compute_reference_run(case, setup)
 
 
 def edited(answer: list[int]) -> list[int]:
@@ -262,10 +258,8 @@ class Batch:
 
     def differences(self, fresh: bool = False) -> list[str]:
         """Return differences from the reference runs; `fresh` computes these again, for a broken engine."""
-        alone = {
-            str(a.index): (compute_reference_run if fresh else reference_run)(a, self.setup)
-            for a in self.cases
-        }
+        run = reference_run.__wrapped__ if fresh else reference_run
+        alone = {str(a.index): run(a, self.setup) for a in self.cases}
         records = self.serve({name: record.token_ids for name, record in alone.items()})
         found = []
         for case in self.cases:

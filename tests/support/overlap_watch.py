@@ -1,13 +1,13 @@
-"""Shared parts of test_overlap and the tests that reuse them."""
+"""Record of launches, with checks of the bounds that the host mirrors."""
 
 from __future__ import annotations
 
 
 class Watch:
-    """What an engine does between its steps."""
+    """Launches of an engine."""
 
     def __init__(self, engine):
-        self.loop, self.launched = engine.loop, []  # (is one under way already, does the host wait)
+        self.loop, self.launched = engine.loop, []  # (steps in flight, does the host wait)
         whole = self.loop._launch
 
         def launch():
@@ -21,7 +21,7 @@ class Watch:
         self.loop._launch = launch
 
     def bounds(self):
-        """What the host believes to be an upper bound is one."""
+        """Check that upper bounds of the host hold on the device."""
         scheduler, columns = self.loop.scheduler, self.loop.slots.columns
         for sequence in scheduler.running:
             slot = sequence.slot

@@ -1,6 +1,6 @@
-"""A step without a model: scripted logits in, committed tokens out, many requests at once.
+"""A step on scripted logits without a model.
 
-Everything but the logits is the real thing: seats, layout, features, sampler, commit.
+Slots, layout, features, sampler and commit are those of the engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from draftproof.verify.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")
 OPS: Ops = resolve("auto", CPU)
-PAGE = 1 << 20  # one page holds anybody
+PAGE = 1 << 20  # one page holds any request
 
 
 def strategy(name: str, ops: Ops = OPS, **options: Any) -> Strategy:
@@ -47,36 +47,33 @@ def strategy(name: str, ops: Ops = OPS, **options: Any) -> Strategy:
     return made
 
 
-def seated(
-    requests: Sequence[Request], k: int, vocab: int, max_len: int = 64, judges: Sequence[int] = ()
+def filled_slots(
+    requests: Sequence[Request], k: int, vocab: int, max_len: int = 64, used: Sequence[int] = ()
 ) -> Slots:
-    """Slots with these requests in them, slot i for request i, everything unwritten poisoned.
-
-    Their prompts are computed: each lacks KV of its newest token alone.
-    """
+    """Return slots with request i in slot i, its prompt computed, and unwritten memory poisoned."""
     slots = Slots(len(requests), max_len, k, 1, vocab, OPS)
     slots.poison()
-    seats = []
+    inits = []
     for i, request in enumerate(requests):
         limit = min(max_len, len(request.prompt_token_ids) + (request.params.max_tokens or max_len))
-        seats.append(SlotInit(slots.take(request), request, [], limit, judges[i] if judges else 0))
-    assert [seat.slot for seat in seats] == list(range(len(requests)))
-    slots.fill(seats)
+        inits.append(SlotInit(slots.take(request), request, [], limit, used[i] if used else 0))
+    assert [init.slot for init in inits] == list(range(len(requests)))
+    slots.fill(inits)
     slots.columns.computed.copy_(slots.columns.length - 1)
     return slots
 
 
 def put(slots: Slots, drafts: Sequence[Sequence[int]]) -> None:
-    """Drafts of every slot; the slack stays poisoned."""
-    for line, guess in zip(slots.columns.draft, drafts, strict=True):
-        line[: len(guess)] = torch.tensor(guess, dtype=torch.int64)
-    slots.columns.num_draft.copy_(torch.tensor([len(guess) for guess in drafts]))
+    """Store drafts of every slot; memory past them stays poisoned."""
+    for line, tokens in zip(slots.columns.draft, drafts, strict=True):
+        line[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    slots.columns.num_draft.copy_(torch.tensor([len(tokens) for tokens in drafts]))
 
 
-def laid_out(
+def layout_windows(
     columns: SlotColumns, plan: PlanColumns, rows: int, probs: Tensor | None = None, ops: Ops = OPS
 ) -> Windows:
-    """The windows of a step of decoding requests, as the backend lays them out."""
+    """Return the windows of a step of decoding requests."""
 
     def ints(count: int, size: int) -> list[Tensor]:
         return list(torch.full((count, size), -(2**40)))
@@ -106,8 +103,8 @@ def committed(
 
 @dataclass
 class Result:
-    tokens: list[list[int]]  # what was committed
-    accepted: list[int]  # how many of them were drafts
+    tokens: list[list[int]]  # committed
+    accepted: list[int]  # number of drafts among them
     ended: list[FinishStatus]
     windows: Windows
     sampled: Sampled
@@ -128,13 +125,13 @@ def decide(
     probs: Tensor | None = None,
     max_len: int = 64,
 ) -> Result:
-    """One step of len(drafts) requests: logits [L, V], rows of a window adjacent."""
+    """Run one step of len(drafts) requests on logits [L, V]; the rows of a window are adjacent."""
     n = len(drafts)
     each = [params] * n if isinstance(params, SamplingParams) else list(params)
     if isinstance(strategies, str):
         strategies = strategy(strategies)
     mine = [strategies] * n if isinstance(strategies, Strategy) else list(strategies)
-    judges = list(dict.fromkeys(mine))
+    used = list(dict.fromkeys(mine))
     requests = [
         Request(
             id=str(i),
@@ -146,20 +143,26 @@ def decide(
         for i in range(n)
     ]
     k = max([1, *(len(d) for d in drafts)])
-    slots = seated(requests, k, logits.shape[1], max_len, [judges.index(judge) for judge in mine])
+    slots = filled_slots(
+        requests,
+        k,
+        logits.shape[1],
+        max_len,
+        [used.index(verifier) for verifier in mine],
+    )
     put(slots, drafts)
-    return stepped(slots, logits, judges, policy, probs)
+    return run_step(slots, logits, used, policy, probs)
 
 
-def stepped(
+def run_step(
     slots: Slots,
     logits: Tensor,
-    judges: Sequence[Strategy],
+    used: Sequence[Strategy],
     policy: dict[str, Any] | None = None,
     probs: Tensor | None = None,
     ops: Ops = OPS,
 ) -> Result:
-    """All that a step does after the forward pass, for everybody seated."""
+    """Run all parts of a step after the forward pass, for every filled slot."""
     columns = slots.columns
     n, k = columns.draft.shape
     config = SpeculativeConfig.parse({"method": "x", "num_speculative_tokens": k, **(policy or {})})
@@ -169,9 +172,9 @@ def stepped(
     for i in hosted:
         running[i].has_host_processors = True
     plan = decoding(torch.arange(n), k)
-    windows = laid_out(columns, plan, len(logits), probs, ops)
-    features = features_of(running, judges, slots.vocab)
-    sampled = Sampler(ops, judges, config)(logits, windows, features, hosted)
+    windows = layout_windows(columns, plan, len(logits), probs, ops)
+    features = features_of(running, used, slots.vocab)
+    sampled = Sampler(ops, used, config)(logits, windows, features, hosted)
     outcome = committed(windows, plan, sampled.choice, sampled.bad, k, ops)
     table = outcome.table
     return Result(
@@ -185,18 +188,18 @@ def stepped(
     )
 
 
-# --- a Markov chain for a model ---
+# --- a Markov chain in place of a model ---
 
 Drafter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(previous token [B], seeds [B], output position [B]) -> (draft [B], its law [B, V])."""
+"""(previous token [B], seeds [B], output position [B]) -> (draft [B], its distribution [B, V])."""
 Chains = Callable[[SlotColumns, Tensor], Draft]
-"""(columns, slots [B]) -> as many drafts as each is to have, with their laws."""
+"""(columns, slots [B]) -> drafts with their distributions."""
 
 
 def simulate(
     table: Tensor,  # [V, V] the target's logits after each token
     params: SamplingParams,
-    judge: Strategy,
+    verifier: Strategy,
     drafter: Drafter | None,
     *,
     count: int,
@@ -205,21 +208,22 @@ def simulate(
     wrong: Callable[[Choice, Windows], Choice] | None = None,
     chains: Chains | None = None,
 ) -> Tensor:
-    """`count` requests that each generate params.max_tokens tokens: [count, max_tokens].
+    """Generate params.max_tokens tokens for each of `count` requests: [count, max_tokens].
 
-    Windows of k drafts, laid out, judged with the real noise and committed by the real ops; a window that
-    ends early is followed by another. `wrong` spoils choices on purpose. `chains` drafts, if no drafter does.
+    Windows of k drafts are laid out, verified with the real noise and committed. `wrong` alters choices.
+    `chains` makes drafts if there is no drafter.
     """
     length, vocab = params.max_tokens or 1, table.shape[1]
     request = Request(id="x", prompt_token_ids=[0], params=params, seed=0)
-    seat = seated([request], k, vocab, max_len=1 + length).columns
+    template = filled_slots([request], k, vocab, max_len=1 + length).columns
     columns = replace(
-        seat, **{f.name: getattr(seat, f.name).repeat_interleave(count, 0) for f in fields(seat)}
+        template,
+        **{f.name: getattr(template, f.name).repeat_interleave(count, 0) for f in fields(template)},
     )
     columns.seed.copy_(seed * 10_000_000 + torch.arange(count))
     probs = torch.zeros((count, k, vocab))
-    sampler = Sampler(OPS, [judge])
-    features = features_of([Running(request, 0)], [judge], vocab)
+    sampler = Sampler(OPS, [verifier])
+    features = features_of([Running(request, 0)], [verifier], vocab)
     while True:
         live = (columns.ended == FinishStatus.RUNNING).nonzero()[:, 0]
         if not len(live):
@@ -229,8 +233,8 @@ def simulate(
         last = columns.tokens[live, at]
         inputs = last[:, None].repeat(1, k + 1)  # of every row of a window
         for j in range(k if drafter else 0):
-            token, law = drafter(inputs[:, j], columns.seed[live], at + j)  # type: ignore[misc]
-            columns.draft[live, j], probs[live, j] = token, law
+            token, draft_probs = drafter(inputs[:, j], columns.seed[live], at + j)  # type: ignore[misc]
+            columns.draft[live, j], probs[live, j] = token, draft_probs
             inputs[:, j + 1] = token
         columns.num_draft[live] = (length - at - 1).clamp(max=k) if drafter else torch.zeros_like(at)
         if chains is not None:
@@ -239,7 +243,7 @@ def simulate(
             columns.draft[live], probs[live], columns.num_draft[live] = draft.tokens, draft.probs, draft.count
             inputs[:, 1:] = draft.tokens
         plan = decoding(live, k)
-        windows = laid_out(columns, plan, int((columns.num_draft[live] + 1).sum()), probs)
+        windows = layout_windows(columns, plan, int((columns.num_draft[live] + 1).sum()), probs)
         entry = torch.zeros(count, dtype=torch.int64)
         entry[live] = torch.arange(len(live))
         logits = table[inputs[entry[windows.slot], windows.depth]]

@@ -14,7 +14,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import FinishStatus
 from draftproof.verify import STRATEGIES
-from scripted import OPS, Result, decide, seated, stepped, strategy
+from scripted import OPS, Result, decide, filled_slots, run_step, strategy
 from tiny import engine, request, run
 from verify_cases import COLD, HOT, V, noise, ranked
 
@@ -344,11 +344,11 @@ def test_what_lies_beyond_the_last_draft_is_never_read(name: str) -> None:
     logits = noise(5)
     answers = []
     for poison in (-(2**40), -1, 0, V, 2**40):
-        slots = seated([request(i, HOT, 3) for i in range(2)], 4, V)
+        slots = filled_slots([request(i, HOT, 3) for i in range(2)], 4, V)
         slots.columns.draft.fill_(poison)
         slots.columns.draft[0, :2], slots.columns.draft[1, :1] = torch.tensor([3, 4]), 5
         slots.columns.num_draft.copy_(torch.tensor([2, 1]))
-        result = stepped(slots, logits, [strategy(name)])
+        result = run_step(slots, logits, [strategy(name)])
         answers.append((result.tokens, result.accepted, result.outcome.table.tolist()))
     assert all(answer == answers[0] for answer in answers)
 

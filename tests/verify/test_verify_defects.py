@@ -22,7 +22,7 @@ from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import NUM_OUT, FinishStatus, LogprobKind, Request
 from draftproof.verify import STRATEGIES
 from proposer_cases import Talk
-from scripted import OPS, decide, simulate, stepped, strategy
+from scripted import OPS, decide, run_step, simulate, strategy
 from tiny import engine, prompt, request, run
 from verify_cases import COLD, HOT, V, noise, ranked
 
@@ -222,7 +222,7 @@ def test_bias_and_bans_of_a_predecessor_are_not_read() -> None:
         given_params = request(0, params, prompt_token_ids=[1, 9])
         slots.fill([SlotInit(slots.take(given_params), given_params, [1], 30)])
         slots.columns.computed.copy_(slots.columns.length - 1)
-        tokens = stepped(slots, ranked([8, 4], gap=1.0), [strategy("target_match")]).tokens
+        tokens = run_step(slots, ranked([8, 4], gap=1.0), [strategy("target_match")]).tokens
         assert tokens == [[3]] if params is old else [[8]]
         slots.free(0)
 
