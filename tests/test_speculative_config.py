@@ -28,10 +28,11 @@ def test_fastdeploy_keys_are_mapped() -> None:
 
 def test_keys_of_other_engines_work_in_hybrid_members() -> None:
     """Check that aliases are translated inside `hybrid.proposers`."""
-    members = [{"method": "ngram_match", "max_ngram_size": 4}, {"method": "suffix"}]
+    members = [{"method": "ngram_match", "max_ngram_size": 4, "min_ngram_size": 3}, {"method": "suffix"}]
     config = SpeculativeConfig.parse({"method": "hybrid", "proposers": members})
     assert config is not None
-    assert config.options["proposers"][0] == {"method": "ngram", "prompt_lookup_max": 4}
+    lengths = {"prompt_lookup_max": 4, "prompt_lookup_min": 3}
+    assert config.options["proposers"][0] == {"method": "ngram", **lengths}
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED_KEYS))

@@ -1,4 +1,4 @@
-"""Chains of drafts that end where the model is not sure: output and its law stay, drafts get fewer."""
+"""Draft chains that stop early: same output and distribution, fewer drafts."""
 
 from __future__ import annotations
 
@@ -31,84 +31,84 @@ from draftproof.types import DeviceBatch, Draft, DraftCosts, DraftSpec, Request,
 from exact import Batch, Case, Setup
 from scripted import OPS, PAGE, filled_slots, simulate, strategy
 
-# --- what is known of drafts ---
+# --- calibration ---
 
 
-def columns_of(*said: list[int], seed: int = 7) -> Any:
-    tokens = torch.zeros((len(said), 12), dtype=torch.int64)
-    for line, ids in zip(tokens, said, strict=True):
+def columns_of(*committed: list[int], seed: int = 7) -> Any:
+    tokens = torch.zeros((len(committed), 12), dtype=torch.int64)
+    for line, ids in zip(tokens, committed, strict=True):
         line[: len(ids)] = torch.tensor(ids)
-    length = torch.tensor([len(ids) for ids in said])
-    return SimpleNamespace(tokens=tokens, length=length, seed=torch.full((len(said),), seed))
+    length = torch.tensor([len(ids) for ids in committed])
+    return SimpleNamespace(tokens=tokens, length=length, seed=torch.full((len(committed),), seed))
 
 
-def heard(known: Calibration, said: list[int], drafts: list[int], seed: int = 7) -> None:
-    """A request in slot 1 had said 5, 6 when these were drafted, each with 0.55, and goes on so."""
-    ranges = [known.acceptance(0.55, False)[1]] * len(drafts)
-    known.record(columns_of([9], [5, 6]), [-1, 1], [[3], drafts], [[0], ranges])
-    known.learn(columns_of([9], [5, 6, *said], seed=seed), [-1, 1])
+def observe(calibration: Calibration, committed: list[int], drafts: list[int], seed: int = 7) -> None:
+    """Record drafts of probability 0.55 after tokens 5, 6 in slot 1, then learn from the committed tokens."""
+    ranges = [calibration.acceptance(0.55, False)[1]] * len(drafts)
+    calibration.record(columns_of([9], [5, 6]), [-1, 1], [[3], drafts], [[0], ranges])
+    calibration.learn(columns_of([9], [5, 6, *committed], seed=seed), [-1, 1])
 
 
-def counts(known: Calibration) -> tuple[float, float]:
-    return sum(known._accepted), sum(known._rejected)
+def counts(calibration: Calibration) -> tuple[float, float]:
+    return sum(calibration._accepted), sum(calibration._rejected)
 
 
 @pytest.mark.parametrize(
-    ("said", "drafts", "stood", "fell"),
+    ("committed", "drafts", "num_accepted", "num_rejected"),
     [
         ([1, 2, 3], [1, 2], 2, 0),
         ([1, 2], [1, 2], 2, 0),
-        ([1], [1, 2], 1, 0),  # nobody knows of the second
+        ([1], [1, 2], 1, 0),  # the second is undecided
         ([1, 9], [1, 2, 3], 1, 1),
-        ([9, 2, 3], [1, 2, 3], 0, 1),  # what is right behind one that fell is not its own
+        ([9, 2, 3], [1, 2, 3], 0, 1),  # drafts after a rejected one do not count
         ([1, 2, 3], [], 0, 0),
     ],
 )
-def test_committed_tokens_tell_what_stood(said: list[int], drafts: list[int], stood: int, fell: int) -> None:
-    known = Calibration(2)
-    heard(known, said, drafts)
-    assert counts(known) == (stood, fell)
-    known.learn(columns_of([9], [5, 6, *said, 1]), [1])
-    assert counts(known) == (stood, fell)  # once
-    heard(known, said, drafts, seed=8)  # another request sits there
-    assert counts(known) == (stood, fell)
+def test_committed_tokens_count_results_of_drafts(
+    committed: list[int], drafts: list[int], num_accepted: int, num_rejected: int
+) -> None:
+    calibration = Calibration(2)
+    observe(calibration, committed, drafts)
+    assert counts(calibration) == (num_accepted, num_rejected)
+    calibration.learn(columns_of([9], [5, 6, *committed, 1]), [1])
+    assert counts(calibration) == (num_accepted, num_rejected)  # counted once
+    observe(calibration, committed, drafts, seed=8)  # another request in the slot
+    assert counts(calibration) == (num_accepted, num_rejected)
 
 
-def test_what_a_head_says_is_believed_until_drafts_tell_otherwise() -> None:
-    known = Calibration(2)
-    assert known.acceptance(0.55, is_sampled=False)[0] == pytest.approx(0.55)
-    assert known.acceptance(0.0, is_sampled=True)[0] == pytest.approx(SHARED_NOISE_ACCEPTANCE)
-    before = known.next_acceptance()
+def test_reported_probability_is_corrected_by_results() -> None:
+    calibration = Calibration(2)
+    assert calibration.acceptance(0.55, is_sampled=False)[0] == pytest.approx(0.55)
+    assert calibration.acceptance(0.0, is_sampled=True)[0] == pytest.approx(SHARED_NOISE_ACCEPTANCE)
+    before = calibration.next_acceptance()
     for _ in range(2 * MAX_DRAFTS):
-        heard(known, [9], [1])
-    assert known.acceptance(0.55, is_sampled=False)[0] < 0.55 * 2 * PRIOR_DRAFTS / MAX_DRAFTS
-    assert known.acceptance(0.75, is_sampled=False)[0] == pytest.approx(0.75)  # of others nothing was heard
-    assert known.acceptance(0.55, is_sampled=True)[0] > 0.55
-    assert known.next_acceptance() < before and max(counts(known)) <= MAX_DRAFTS
+        observe(calibration, [9], [1])
+    assert calibration.acceptance(0.55, is_sampled=False)[0] < 0.55 * 2 * PRIOR_DRAFTS / MAX_DRAFTS
+    assert calibration.acceptance(0.75, is_sampled=False)[0] == pytest.approx(0.75)  # another bin
+    assert calibration.acceptance(0.55, is_sampled=True)[0] > 0.55
+    assert calibration.next_acceptance() < before and max(counts(calibration)) <= MAX_DRAFTS
     for _ in range(MAX_DRAFTS):
-        heard(known, [1], [1])
-    assert known.acceptance(0.55, is_sampled=False)[0] > 0.4
+        observe(calibration, [1], [1])
+    assert calibration.acceptance(0.55, is_sampled=False)[0] > 0.4
     for _ in range(2 * NUM_BINS * MAX_DRAFTS):
-        heard(known, [1], [1])
-    assert sum(known._total) <= NUM_BINS * MAX_DRAFTS and known.next_acceptance() > 0.9
+        observe(calibration, [1], [1])
+    assert sum(calibration._total) <= NUM_BINS * MAX_DRAFTS and calibration.next_acceptance() > 0.9
 
 
-def test_numbers_that_are_none() -> None:
-    found = [Calibration(1).acceptance(said, is_sampled=False) for said in (math.nan, -1.0, 1.0, 2.0)]
+def test_invalid_probabilities_are_clamped() -> None:
+    found = [Calibration(1).acceptance(p, is_sampled=False) for p in (math.nan, -1.0, 1.0, 2.0)]
     assert found == [(0, 0), (0, 0), (1, NUM_BINS - 1), (1, NUM_BINS - 1)]
 
 
 # --- round by round ---
 
 
-def chains(
-    columns: SlotColumns, live: Tensor, price: float, verify: float, k: int, known: Calibration | None = None
-) -> Draft:
-    """Drafts of a Markov chain, by the rounds that a head has."""
+def chains(columns: SlotColumns, live: Tensor, costs: DraftCosts, k: int, known: Any = None) -> Draft:
+    """Return drafts of a Markov chain by the rounds of a head."""
     traits = DraftSpec(k, needs_probs=True)
-    batch = DeviceBatch(columns, live, torch.full_like(live, k), spec=traits, costs=DraftCosts(price, verify))
-    known = known or Calibration(len(columns.length))
-    rounds = DraftRounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, known)
+    batch = DeviceBatch(columns, live, torch.full_like(live, k), spec=traits, costs=costs)
+    calibration = known or Calibration(len(columns.length))
+    rounds = DraftRounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, calibration)
     last = rounds.draft_rows.last_token
     for j in range(k):
         rounds.sample(j, GUESS[last])
@@ -118,63 +118,63 @@ def chains(
     return rounds.draft()
 
 
-def two(temperature: float = 0.0) -> SlotColumns:
+def two_requests(temperature: float = 0.0) -> SlotColumns:
     params = SamplingParams(max_tokens=20, temperature=temperature)
     requests = [Request(id=f"{i}", prompt_token_ids=[i], params=params, seed=i) for i in range(2)]
     return filled_slots(requests, 4, len(GUESS)).columns
 
 
-def test_a_chain_ends_where_another_round_costs_more_than_it_brings() -> None:
-    columns, both = two(), torch.arange(2)
+def test_chain_ends_where_a_round_costs_more_than_it_gains() -> None:
+    columns, both = two_requests(), torch.arange(2)
 
-    def made(price: float, verify: float = 0.0) -> list[int]:
-        return chains(columns, both, price, verify, 4).count.tolist()
+    def made(round_cost: float, row_cost: float = 0.0) -> list[int]:
+        return chains(columns, both, DraftCosts(round_cost, row_cost), 4).count.tolist()
 
-    assert made(0.0) == made(1e-9) == [4, 4]  # no price: nobody looks
-    assert made(3.0) == [1, 1]  # what was drawn is proposed
-    steps = [made(price) for price in np.linspace(1e-9, 1.4, 15)]
+    assert made(0.0) == made(1e-9) == [4, 4]  # no cost
+    assert made(3.0) == [1, 1]  # the sampled draft is proposed
+    steps = [made(round_cost) for round_cost in np.linspace(1e-9, 1.4, 15)]
     assert steps == sorted(steps, reverse=True) and len({tuple(step) for step in steps}) > 2
-    assert all(a == b for a, b in steps)  # one round is for both
+    assert all(a == b for a, b in steps)  # a round is for both
 
 
-def test_each_ends_where_its_own_row_costs_more_than_it_brings() -> None:
-    columns, both = two(), torch.arange(2)
-    alone = [chains(columns, both[i : i + 1], 1e-9, 0.45, 4).count.item() for i in range(2)]
-    together = chains(columns, both, 1e-9, 0.45, 4)
+def test_each_chain_ends_where_its_row_costs_more_than_it_gains() -> None:
+    columns, both = two_requests(), torch.arange(2)
+    alone = [chains(columns, both[i : i + 1], DraftCosts(1e-9, 0.45), 4).count.item() for i in range(2)]
+    together = chains(columns, both, DraftCosts(1e-9, 0.45), 4)
     assert together.count.tolist() == alone and alone[0] != alone[1]
-    every = chains(columns, both, 0.0, 0.0, 4)
-    for i, count in enumerate(alone):  # they are those that it would have had
+    every = chains(columns, both, DraftCosts(0.0, 0.0), 4)
+    for i, count in enumerate(alone):  # a prefix of all drafts
         assert together.tokens[i, :count].tolist() == every.tokens[i, :count].tolist()
 
 
-def drawn(short: int) -> Tensor:
-    known = Calibration(COUNT)
+def sample_with_early_stop(dropped: int) -> Tensor:
+    calibration = Calibration(COUNT)
 
     def draft(columns: SlotColumns, live: Tensor) -> Draft:
-        made = chains(columns, live, 1e-9, 0.45, K, known)
+        made = chains(columns, live, DraftCosts(1e-9, 0.45), K, calibration)
         ended = (made.count == 1) & (columns.max_length[live] - columns.length[live] > K)
         assert len(live) < COUNT or 0.1 < float(ended.float().mean()) < 0.9
-        return replace(made, count=torch.where(ended, made.count - short, made.count))
+        return replace(made, count=torch.where(ended, made.count - dropped, made.count))
 
     params = PARAMS["hot"]
     return simulate(TARGET, params, strategy("rejection"), None, count=COUNT, k=K, chains=draft)
 
 
-def test_ending_behind_a_draft_that_is_not_likely_leaves_the_law_alone() -> None:
-    values = p_values(drawn(0), PARAMS["hot"])
+def test_early_stop_after_an_unlikely_draft_keeps_the_distribution() -> None:
+    values = p_values(sample_with_early_stop(0), PARAMS["hot"])
     assert not biased(values), values
 
 
-def test_control_leaving_out_the_draft_itself_is_caught() -> None:
-    """Then the target draws there, with the very noise that made the draft an unlikely one."""
-    assert biased(p_values(drawn(1), PARAMS["hot"]))
+def test_control_dropping_the_unlikely_draft_is_detected() -> None:
+    """The target then samples with the noise that made the draft unlikely."""
+    assert biased(p_values(sample_with_early_stop(1), PARAMS["hot"]))
 
 
 # --- in an engine ---
 
 
-def served(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """With prices that come and go: the promise holds. The rounds that there were."""
+def serve_with_costs(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Serve with changing costs, check that outputs are exact, and return the numbers of rounds."""
     turns, rounds = cycle([(0.0, 0.0), (0.3, 0.0), (1e9, 0.0), (1e-9, 0.3), (1e-9, 1e9)]), set()
 
     decide, observe = DraftPolicy.decide, DraftPolicy.observe
@@ -182,13 +182,13 @@ def served(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch)
     def with_costs(self: DraftPolicy, *given: Any, **more: Any) -> Any:
         return decide(self, *given, **more)._replace(costs=DraftCosts(*next(turns)))
 
-    def seen(self: DraftPolicy, step: Any) -> Any:
+    def record_rounds(self: DraftPolicy, step: Any) -> Any:
         rounds.add(step.draft_run.rounds)
         return observe(self, step)
 
     monkeypatch.setattr(DraftPolicy, "decide", with_costs)
-    monkeypatch.setattr(DraftPolicy, "observe", seen)
-    cases = [Case(i, option, heat, length=14 + 9 * i, prompt=False) for i, (option, heat) in enumerate(ASKS)]
+    monkeypatch.setattr(DraftPolicy, "observe", record_rounds)
+    cases = [Case(i, option, t, length=14 + 9 * i, prompt=False) for i, (option, t) in enumerate(REQUESTS)]
     sizes = {"page_size": 8, "enable_prefix_caching": False}
     batch = Batch(
         cases,
@@ -202,21 +202,21 @@ def served(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch)
     return rounds
 
 
-ASKS = (("none", 0.7), ("top_k", 1.3), ("draft_logprobs", 0.0))
+REQUESTS = (("none", 0.7), ("top_k", 1.3), ("draft_logprobs", 0.0))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_head_that_ends_its_chains_keeps_up(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_that_stops_early_stores_all_kv(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Audited.rows_checked
     head = {"method": "test_heads:AuditedEagle3", "model": heads.head("eagle3", "llama", "float32")}
     head |= {"weights": "llama/float32", "cached": False}
-    assert {1, 4} <= served(head, overlap, monkeypatch)
+    assert {1, 4} <= serve_with_costs(head, overlap, monkeypatch)
     assert Audited.rows_checked > before + 100
 
 
-def test_so_does_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_that_stops_early_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"method": "draft_model", "model": heads.itself("llama", "float32")}
-    assert {1, 4} <= served(spec, False, monkeypatch)
+    assert {1, 4} <= serve_with_costs(spec, False, monkeypatch)
 
 
 def test_a_head_alone_gets_the_costs_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,12 +230,12 @@ def test_a_head_alone_gets_the_costs_of_its_rounds(monkeypatch: pytest.MonkeyPat
     policy, drafting = made.loop.policy, made.loop.device.drafting
     costs, decide = [], DraftPolicy.decide
 
-    def spied(self: DraftPolicy, *given: Any, **more: Any) -> Any:
+    def record_costs(self: DraftPolicy, *given: Any, **more: Any) -> Any:
         decision = decide(self, *given, **more)
         costs.append(decision.costs)
         return decision
 
-    monkeypatch.setattr(DraftPolicy, "decide", spied)
+    monkeypatch.setattr(DraftPolicy, "decide", record_costs)
     assert not made.loop.scheduler.drafts_before_plan
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
     tiny.run(made, [tiny.request(i, params) for i in range(2)])

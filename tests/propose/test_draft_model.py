@@ -1,7 +1,6 @@
-"""draft_model with the target's own weights: every draft must stand, whatever happens in between.
+"""Draft model with the target's weights: every draft must be accepted.
 
-A row too few or too many in the draft model's storage, a position or a draw of noise that is off by one, a
-page that was not there: each loses a draft somewhere.
+A row too few or too many in its KV cache, a position or noise off by one, or a missing page loses a draft.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ FACTORS = {
     "pages": ["many", "few", "preempted"],
     "adaptive": [False, True],
     "option": ["long", "top_k", "stop_ids", "draft_logprobs"],
-    "reject": [False, True],  # drafts at every third place are made wrong
+    "reject": [False, True],  # EveryThirdWrong
     "batch": [1, 3],
 }
 
 
-class Spoilt(DraftModelProposer):
-    """Right, but for drafts at every third place of the output, which it makes wrong on purpose."""
+class EveryThirdWrong(DraftModelProposer):
+    """Draft model whose drafts at every third place of the output are wrong."""
 
     def draft(self, batch: Any) -> Any:
         made = super().draft(batch)
@@ -56,7 +55,7 @@ def serve(case: dict[str, Any], backend: str = "auto") -> dict[str, Any]:
         Case(i, case["option"], case["temperature"], length=20 + 9 * i, prompt=False)
         for i in range(case["batch"])
     ]
-    method = "test_draft_model:Spoilt" if case["reject"] else "draft_model"
+    method = "test_draft_model:EveryThirdWrong" if case["reject"] else "draft_model"
     spec = {"method": method, "model": heads.itself(case["arch"], case["dtype"])}
     spec |= {"num_speculative_tokens": case["k"], "adaptive": case["adaptive"]}
     sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off"}
@@ -77,9 +76,9 @@ def serve(case: dict[str, Any], backend: str = "auto") -> dict[str, Any]:
     return batch.records
 
 
-def fallen(records: dict[str, Any], spoilt: bool) -> tuple[int, list[str]]:
-    """Drafts that stood, and what is wrong: a right one fell, or a wrong one stood."""
-    stood, wrong = 0, []
+def count_accepted(records: dict[str, Any], spoilt: bool) -> tuple[int, list[str]]:
+    """Return the number of accepted drafts, and errors: a right draft rejected or a wrong one accepted."""
+    num_accepted, wrong = 0, []
     for name, record in records.items():
         place = 0
         for step in record.steps:
@@ -88,17 +87,17 @@ def fallen(records: dict[str, Any], spoilt: bool) -> tuple[int, list[str]]:
                 expected = min(expected, (2 - place) % 3)
             ended = step.finish_reason is not None
             if step.num_accepted != expected and not (ended and step.num_accepted < expected):
-                wrong.append(f"{name} at {place}: {step.num_accepted} of {step.num_draft} stood")
-            stood += step.num_accepted
+                wrong.append(f"{name} at {place}: {step.num_accepted} of {step.num_draft} accepted")
+            num_accepted += step.num_accepted
             place += len(step.token_ids)
-    return stood, wrong
+    return num_accepted, wrong
 
 
 @pytest.mark.parametrize("case", pairwise(FACTORS), ids=lambda case: "-".join(map(str, case.values())))
-def test_every_right_draft_stands(case):
-    stood, wrong = fallen(serve(case), case["reject"])
+def test_every_right_draft_is_accepted(case):
+    num_accepted, wrong = count_accepted(serve(case), case["reject"])
     assert not wrong, wrong[:4]
-    assert stood or case["k"] == 1 or case["adaptive"] or case["option"] == "stop_ids"
+    assert num_accepted or case["k"] == 1 or case["adaptive"] or case["option"] == "stop_ids"
 
 
 PLAIN = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "option": "long", "batch": 3}
@@ -106,23 +105,22 @@ HARD = PLAIN | {"temperature": 1.0, "chunk": 8, "pages": "preempted", "prefix": 
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_on_other_backends(backend):
+def test_every_right_draft_is_accepted_on_other_backends(backend):
     slow = {"batch": 1, "pages": "many", "arch": "smollm2"} if backend == "reference" else {}
-    stood, wrong = fallen(serve(HARD | slow, backend), True)
-    assert stood and not wrong
+    num_accepted, wrong = count_accepted(serve(HARD | slow, backend), True)
+    assert num_accepted and not wrong
 
 
 @pytest.mark.parametrize("reject", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_and_padded(temperature, reject):
+def test_every_right_draft_is_accepted_in_captured_padded_steps(temperature, reject):
     case = HARD | {"overlap": True, "k": 5, "reject": reject, "temperature": temperature, "pages": "few"}
-    stood, wrong = fallen(serve(case, "padded_ops:PaddedOps"), reject)
-    assert stood and not wrong
+    num_accepted, wrong = count_accepted(serve(case, "padded_ops:PaddedOps"), reject)
+    assert num_accepted and not wrong
 
 
 @pytest.mark.parametrize("method", heads.WITH_MODELS)
-def test_captured_at_start(method):
-    """What is captured in advance is what is met later."""
+def test_warm_up_captures_all_rounds(method):
     setup = Setup(backend="padded_ops:PaddedOps")
     spec = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     cases = [Case(i, "long", 0.7, length=12, prompt=False) for i in range(3)]
@@ -134,43 +132,43 @@ def test_captured_at_start(method):
 
 
 @pytest.mark.parametrize("bug", ["position", "noise", "page", "token", "newest", "chunk"])
-def test_control_what_a_slip_costs(bug, monkeypatch):
-    """No output changes, but drafts fall."""
-    rows, take, behind = DraftRounds.rows, DraftRounds.sample, DraftModelProposer._committed_rows
+def test_control_defect_in_the_draft_model_loses_drafts(bug, monkeypatch):
+    """No output changes, but drafts are rejected."""
+    rows, sample, committed_rows = DraftRounds.rows, DraftRounds.sample, DraftModelProposer._committed_rows
     if bug == "position":
         monkeypatch.setattr(
             DraftRounds, "rows", lambda *a: replace(rows(*a), positions=rows(*a).positions - 1)
         )
     if bug == "noise":
-        monkeypatch.setattr(DraftRounds, "sample", lambda self, j, x: take(_later(self), j, x))
+        monkeypatch.setattr(DraftRounds, "sample", lambda self, j, x: sample(_shift_noise(self), j, x))
     if bug == "page":
         monkeypatch.setattr(DraftRounds, "rows", lambda *a: replace(rows(*a), kv_index=rows(*a).kv_index * 0))
     if bug == "token":
         monkeypatch.setattr(DraftRounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens + 1))
-    if bug == "newest":  # it does not see the token that came last
+    if bug == "newest":
 
-        def late(self, batch):
-            made, last = behind(self, batch)
+        def ignore_newest(self, batch):
+            made, last = committed_rows(self, batch)
             return made, (last - 1).clamp(min=0)
 
-        monkeypatch.setattr(DraftModelProposer, "_committed_rows", late)
-    if bug == "chunk":  # what a prompt's chunk begins with is taken for known
+        monkeypatch.setattr(DraftModelProposer, "_committed_rows", ignore_newest)
+    if bug == "chunk":
 
-        def skips(self, batch):
-            return behind(self, replace(batch, chunk=torch.zeros_like(batch.chunk)))
+        def ignore_chunk(self, batch):
+            return committed_rows(self, replace(batch, chunk=torch.zeros_like(batch.chunk)))
 
-        monkeypatch.setattr(DraftModelProposer, "_committed_rows", skips)
-    assert fallen(serve(PLAIN | {"temperature": 1.0, "chunk": 8}), False)[1]
+        monkeypatch.setattr(DraftModelProposer, "_committed_rows", ignore_chunk)
+    assert count_accepted(serve(PLAIN | {"temperature": 1.0, "chunk": 8}), False)[1]
 
 
-def _later(rounds: DraftRounds) -> DraftRounds:
+def _shift_noise(rounds: DraftRounds) -> DraftRounds:
     if not hasattr(rounds, "was"):
         rounds.was = True  # type: ignore[attr-defined]
         rounds.draft_rows = replace(rounds.draft_rows, output_index=rounds.draft_rows.output_index + 1)
     return rounds
 
 
-def test_what_cannot_draft_is_refused():
+def test_invalid_options_are_refused():
     setup = Setup()
     with pytest.raises(ConfigError, match="needs a model"):
         setup.engine({"method": "draft_model", "model": None})

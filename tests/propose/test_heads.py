@@ -1,7 +1,7 @@
-"""Heads: what they have stored after every step, and that a head which must be right is.
+"""Draft heads: stored KV and features after every step, and a head that must always be accepted.
 
-`Audited` computes the committed tokens of every request anew after each step, target and head, from nothing,
-and compares bit by bit with what the head was given and has stored.
+`Audited` computes the committed tokens of every request again after each step, target and head, and compares
+bit by bit with the features and the KV of the head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ FACTORS = {
 }
 
 
-def audited(case: dict[str, Any], cached: bool = False, **options: Any) -> Batch:
+BASE = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "temperature": 1.3}
+
+
+def serve_audited(case: dict[str, Any], cached: bool = False, **options: Any) -> Batch:
     kind, arch, dtype = case["kind"], case["arch"], case["dtype"]
     cases = [
         Case(i, case["option"], case["temperature"], length=14 + 9 * i, prompt=False, enabled=i != 1)
@@ -76,42 +79,33 @@ def audited(case: dict[str, Any], cached: bool = False, **options: Any) -> Batch
 
 
 @pytest.mark.parametrize("case", pairwise(FACTORS), ids=lambda case: "-".join(map(str, case.values())))
-def test_what_is_stored_is_that_of_the_committed_tokens(case):
+def test_stored_kv_is_that_of_the_committed_tokens(case):
     before = Audited.rows_checked
-    audited(case)
+    serve_audited(case)
     assert Audited.rows_checked > before + 100
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_what_is_found_in_the_cache(kind):
-    case = {name: levels[0] for name, levels in FACTORS.items()} | {
-        "kind": kind,
-        "pages": "preempted",
-        "k": 3,
-    }
-    engine = audited(case, cached=True).engine
+def test_stored_kv_is_right_with_a_prefix_cache(kind):
+    engine = serve_audited(BASE | {"kind": kind, "pages": "preempted"}, cached=True).engine
     assert engine is not None and engine.stats().num_cached_tokens > 0
 
 
-def test_what_is_stored_on_the_torch_backend():
-    case = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 2, "pages": "preempted"}
-    audited(case, backend="torch")
-
-
-BASE = {name: levels[0] for name, levels in FACTORS.items()} | {"k": 3, "temperature": 1.3}
+def test_stored_kv_is_right_on_the_torch_backend():
+    serve_audited(BASE | {"pages": "preempted"}, backend="torch")
 
 
 @pytest.mark.parametrize("bug", ["token", "position", "stays", "keeps"])
-def test_control_the_audit_sees_a_slip(bug, monkeypatch):
-    follow = CpuRounds.shift_rows
+def test_control_audit_detects_a_defect(bug, monkeypatch):
+    shift_rows = CpuRounds.shift_rows
 
     def broken(self: Any, given: Any, *others: Any) -> Any:
-        rows, last = follow(self, given, *others)
-        if bug == "token":  # the token of the row itself, not the one that follows
+        rows, last = shift_rows(self, given, *others)
+        if bug == "token":  # the token of the row instead of the next
             return replace(rows, tokens=torch.where(rows.slots >= 0, given.tokens, 0)), last
         if bug == "position":
             return replace(rows, positions=torch.where(rows.slots >= 0, rows.positions + 1, 0)), last
-        if bug == "stays":  # the row of the newest token is left out
+        if bug == "stays":  # without the row of the newest token
             gone = torch.zeros_like(rows.slots, dtype=torch.bool)
             gone[last[last >= 0]] = True
             return replace(
@@ -121,26 +115,22 @@ def test_control_the_audit_sees_a_slip(bug, monkeypatch):
 
     monkeypatch.setattr(CpuRounds, "shift_rows", broken)
     if bug == "keeps":  # the features of the step before
-        kept = monkeypatch.setattr(
-            "draftproof.engine.drafting.device_proposer.DraftRunner.store_features", lambda self, *rows: None
-        )
-        assert kept is None
+        runner = "draftproof.engine.drafting.device_proposer.DraftRunner"
+        monkeypatch.setattr(f"{runner}.store_features", lambda self, *rows: None)
     with pytest.raises(AssertionError, match="differs"):
-        audited(BASE)
+        serve_audited(BASE)
 
 
-# --- a head that must be right ---
-
+# --- a head that must be accepted ---
 
 ONE = {"architecture": "MistralForCausalLM", "num_layers": 1, "windows": (9,)}
 
 
 @pytest.fixture
-def perfect(monkeypatch):
-    """A model of one layer whose rows see nine tokens, and as a head that same layer.
+def head_equal_to_the_model(monkeypatch):
+    """A model of one layer whose rows attend to nine tokens, and a head with the same layer.
 
-    The head's row at position p has token p + 1: one place off, which turns all keys alike and changes no
-    more than the last bits. It does not look at the feature.
+    The row of the head at position p has token p + 1: all keys rotate alike, which changes last bits only.
     """
     monkeypatch.setitem(tiny.ARCHITECTURES, "one", ONE)
     monkeypatch.setitem(OPTIONS, "long", {"ignore_eos": True, "max_tokens": 40})
@@ -178,14 +168,14 @@ def drafts_of(head: str, temperature: float, **how: Any) -> tuple[int, int]:
         {"chunk": 32, "sizes": {"kv_cache_tokens": 96}, "overlap": True, "k": 7, "adaptive": True},
     ],
 )
-def test_a_head_that_is_the_model_is_always_right(perfect, temperature, how):
-    drafted, accepted = drafts_of(perfect, temperature, **how)
+def test_head_equal_to_the_model_is_always_accepted(head_equal_to_the_model, temperature, how):
+    drafted, accepted = drafts_of(head_equal_to_the_model, temperature, **how)
     assert drafted == accepted > 50
 
 
 @pytest.mark.parametrize("bug", ["position", "noise", "token"])
-def test_control_rounds_that_slip(perfect, bug, monkeypatch):
-    """Outputs stay the same, but drafts fall."""
+def test_control_defect_in_draft_rounds_loses_drafts(head_equal_to_the_model, bug, monkeypatch):
+    """Outputs stay equal, but drafts are rejected."""
     rows, windows = DraftRounds.rows, DraftRounds.windows
     if bug == "position":
         monkeypatch.setattr(
@@ -195,45 +185,45 @@ def test_control_rounds_that_slip(perfect, bug, monkeypatch):
         monkeypatch.setattr(DraftRounds, "rows", lambda *a: replace(rows(*a), tokens=rows(*a).tokens // 2))
     if bug == "noise":
 
-        def other(self: Any, j: int) -> Any:
+        def other_seed(self: Any, j: int) -> Any:
             made = windows(self, j)
             return replace(made, columns=replace(made.columns, seed=made.columns.seed + 1))
 
-        monkeypatch.setattr(DraftRounds, "windows", other)
-    drafted, accepted = drafts_of(perfect, 1.0, chunk=16)
+        monkeypatch.setattr(DraftRounds, "windows", other_seed)
+    drafted, accepted = drafts_of(head_equal_to_the_model, 1.0, chunk=16)
     assert accepted < 0.9 * drafted
 
 
-def test_the_targets_noise_is_worth_more_than_the_likeliest_token(perfect):
-    shared = drafts_of(perfect, 1.0, chunk=512)
-    greedy = drafts_of(perfect, 1.0, chunk=512, options={"draft_sampling": "argmax"})
+def test_shared_noise_is_accepted_more_often_than_argmax(head_equal_to_the_model):
+    shared = drafts_of(head_equal_to_the_model, 1.0, chunk=512)
+    greedy = drafts_of(head_equal_to_the_model, 1.0, chunk=512, options={"draft_sampling": "argmax"})
     assert shared[1] / shared[0] > greedy[1] / greedy[0] + 0.2
 
 
-class Vandal(MtpProposer):
-    """Writes where it must not: into the target's own storage."""
+class TargetOverwriter(MtpProposer):
+    """Head that writes into the target's KV cache."""
 
     victim: ClassVar[Any] = None
 
     def draft(self, batch: Any) -> Any:
         made = super().draft(batch)
-        for cache in Vandal.victim.caches:
+        for cache in TargetOverwriter.victim.caches:
             cache[:, :, 3] += 0.5
         return made
 
 
-def test_control_a_head_that_spoils_the_targets_storage_is_seen():
+def test_control_overwritten_target_kv_is_detected():
     setup = Setup("llama", "float32")
     case = Case(0, "none", 0.0, length=20, prompt=False)
-    engine = setup.engine({"method": "test_heads:Vandal", "model": heads.head("mtp")})
-    Vandal.victim = engine.runner
+    engine = setup.engine({"method": "test_heads:TargetOverwriter", "model": heads.head("mtp")})
+    TargetOverwriter.victim = engine.runner
     assert Batch([case], setup, engine=engine).differences()
 
 
 # --- refusals ---
 
 
-def refused(
+def refuse(
     kind: str, match: str, error: type[Exception] = LoadError, method: str = "", **fields: Any
 ) -> None:
     config = heads.head_config(kind, **fields)
@@ -242,20 +232,20 @@ def refused(
         Setup().engine({"method": method or kind, "model": head})
 
 
-def test_a_head_of_another_model_is_refused_with_the_reason():
+def test_head_of_another_model_is_refused_with_the_reason():
     target = heads.target_of("llama", "float32")
-    refused("mtp", "made for another model: its target's digest", target=replace(target, digest="0" * 32))
-    refused("mtp", "number of layers is 3, this model's is 2", target=replace(target, num_layers=3))
-    refused("eagle3", "vocabulary is 300, this model's is 97", target=replace(target, vocab_size=300))
-    refused("mtp", "class is Qwen2", target=replace(target, model_type="Qwen2ForCausalLM"))
+    refuse("mtp", "made for another model: its target's digest", target=replace(target, digest="0" * 32))
+    refuse("mtp", "number of layers is 3, this model's is 2", target=replace(target, num_layers=3))
+    refuse("eagle3", "vocabulary is 300, this model's is 97", target=replace(target, vocab_size=300))
+    refuse("mtp", "class is Qwen2", target=replace(target, model_type="Qwen2ForCausalLM"))
     wide = replace(target, hidden_size=64)
-    refused("mtp", "hidden size is 64, this model's is 32", hidden_size=64, target=wide)
-    refused("mtp", "kind 'mtp': use method 'mtp'", ConfigError, method="eagle3")
+    refuse("mtp", "hidden size is 64, this model's is 32", hidden_size=64, target=wide)
+    refuse("mtp", "kind 'mtp': use method 'mtp'", ConfigError, method="eagle3")
     with pytest.raises(ConfigError, match="needs a head"):
         Setup().engine({"method": "mtp", "model": None})
 
 
-def test_what_is_not_a_head_is_refused(tmp_path):
+def test_invalid_head_folder_is_refused(tmp_path):
     with pytest.raises(LoadError, match="a head is a folder"):
         Setup().engine({"method": "mtp", "model": str(tmp_path)})
     with pytest.raises(LoadError, match="no tensor that joins"):

@@ -1,4 +1,4 @@
-"""hybrid: who is listened to, who goes on from whose drafts, and who is named for it."""
+"""Hybrid proposer: which member is selected, extended and named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hybrid(*members, **more):
 
 
 def served(spec, temperature=0.7, overlap=False, **fields):
-    """A long answer with these drafts: its steps, once it was found to be the plain one."""
+    """Serve long outputs with these drafts, check that they are exact, and return their steps."""
     setup = Setup()
     cases = [Case(i, "sixty tokens", temperature, length=12 + i, prompt=False, **fields) for i in range(3)]
     batch = Batch(cases, setup, spec, overlap=overlap)
@@ -46,12 +46,12 @@ def accepted(steps, name):
     return sum(step.sources.count(name) for step in steps)
 
 
-# --- who is listened to ---
+# --- selection ---
 
 
 @pytest.mark.parametrize("members", [(PERFECT, JUNK), (JUNK, PERFECT)], ids=["first", "last"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_better_one_is_soon_heard(members, overlap):
+def test_better_member_is_soon_selected(members, overlap):
     spec = hybrid(*members, num_speculative_tokens=4)
     alone = served({**PERFECT, "adaptive": False, "num_speculative_tokens": 4})
     steps = served(spec, overlap=overlap)
@@ -59,18 +59,22 @@ def test_the_better_one_is_soon_heard(members, overlap):
     assert len(steps) < 1.6 * len(alone)
 
 
+<<<<<<< HEAD
 def test_control_the_worse_one_is_heard(monkeypatch):
     def worse(whole, ops, batch, record, offers, search):
+=======
+def test_control_wrong_scores_select_the_worse_member(monkeypatch):
+    def wrong_scores(whole, ops, columns, slots, budget, record, offers, search):
+>>>>>>> 8abd958 (tests: plain names in propose and verify tests; fewer repeated bodies)
         wrong = [replace(offer, expected_tokens=m + 0 * offer.count) for m, offer in enumerate(offers)]
         return whole(ops, batch, record, wrong, search)
 
-    plant(monkeypatch, "select_drafts", worse)
+    plant(monkeypatch, "select_drafts", wrong_scores)
     steps = served(hybrid(PERFECT, JUNK, num_speculative_tokens=4))
     assert accepted(steps, "perfect") < 60
 
 
-def test_a_search_says_itself_what_it_is_worth():
-    """A long match against one that has never been heard, and none against it."""
+def test_search_scores_its_own_matches():
     proposer = make(HybridProposer, proposers=[NGRAM, {**SUFFIX, "pool_tokens": 0}], k=6)
     long = [*range(20, 34), 50, *range(20, 34)]
     columns = lines(proposer.env.ops, 6, [long, [5, 6, 7, 8]])
@@ -80,15 +84,15 @@ def test_a_search_says_itself_what_it_is_worth():
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_new_request_in_the_slot_begins_anew(seed):
-    """Also one with the seed of the one before: some clients send one seed always."""
+def test_new_request_in_a_slot_resets_the_record(seed):
+    """Clients may send one seed always."""
     proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=4)
     columns = lines(proposer.env.ops, 4, [[5, 6, 7, 5, 6], [7]])
     batch = DeviceBatch(columns, torch.tensor([0]), torch.tensor([4]))
     columns.seed[0] = 1
     proposer.draft(batch)
     assert not proposer.record.rejected.any()
-    columns.length[0] += 1  # all of them fell
+    columns.length[0] += 1  # all were rejected
     columns.tokens[0, 5] = 90
     proposer.draft(batch)
     assert proposer.record.rejected[0].sum() == FIXED_ONE
@@ -98,11 +102,10 @@ def test_a_new_request_in_the_slot_begins_anew(seed):
     assert not proposer.record.rejected.any()
 
 
-# --- and who goes on ---
+# --- extension ---
 
 
-def test_a_match_goes_on_from_the_drafts_of_another():
-    """The first knows two tokens; after them the text has been seen before."""
+def test_match_extends_the_drafts_of_another_member():
 
     class Two(proposers.DevicePerfect):
         def draft(self, batch):
@@ -121,7 +124,7 @@ def test_a_match_goes_on_from_the_drafts_of_another():
 
 @pytest.mark.parametrize("short", ["never", "limit", "rounds", "chains", "another"])
 def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
-    """A second search is a launch for nothing, unless the model may have made fewer drafts than it may."""
+    """A second search is a wasted launch, unless the model may have made fewer drafts."""
     calls = []
 
     class Model(proposers.DevicePerfect):
@@ -145,23 +148,22 @@ def test_no_search_behind_drafts_that_fill_the_budget(short, monkeypatch):
     assert drafts.count.item() == {"limit": 2, "rounds": 2}.get(short, 4)
 
 
-def test_the_second_time_the_pool_knows():
-    """The head is random: what stands is what was said before, and is named so."""
+def test_second_run_is_drafted_from_the_pool():
+    """The head is random, so accepted drafts come from the pool."""
     members = [{"method": "mtp", **heads.options("mtp", "llama", "float32")}, SUFFIX]
     spec = hybrid(*members, num_speculative_tokens=5)
-    steps = served(spec)  # `served` runs everybody twice
+    steps = served(spec)  # `served` runs each request twice
     assert accepted(steps, "suffix") > 90 and len(steps) < 60
 
 
-def test_a_head_has_its_own_number_of_drafts():
+def test_member_has_its_own_number_of_drafts():
     head = {"method": "mtp", **heads.options("mtp", "llama", "float32"), "num_speculative_tokens": 2}
     steps = served(hybrid(head, {**NGRAM, "prompt_lookup_min": 60}, num_speculative_tokens=6))
     assert {step.num_draft for step in steps} <= {0, 1, 2}
 
 
 def drafts_made(*order, count=2, chains=True):
-    """Drafts of each step, token and source, of some requests with a head and a search. Without `chains` the
-    head does not end them by itself, as on a GPU."""
+    """Return tokens and sources of the drafts of each step; without `chains` the head does not stop early."""
     members = {"head": {"method": "mtp", **heads.options("mtp", "llama", "float32")}, "suffix": SUFFIX}
     spec = hybrid(*(members[name] for name in order), num_speculative_tokens=4)
     params = SamplingParams(max_tokens=50, ignore_eos=True, include_draft_logprobs=True, temperature=0.3)
@@ -174,23 +176,22 @@ def drafts_made(*order, count=2, chains=True):
 
 
 @pytest.mark.parametrize("order", [("head", "suffix"), ("suffix", "head")], ids=" ".join)
-def test_drafts_of_a_model_that_would_lose_are_not_made(order, monkeypatch):
-    """What is taken stays the same, as if it had made them all."""
-    made, spared, whole = drafts_made(*order), [], HybridProposer._winning_budget
+def test_model_drafts_that_cannot_win_are_skipped(order, monkeypatch):
+    made, num_skipped, whole = drafts_made(*order), [], HybridProposer._winning_budget
 
-    def all_of_it(hybrid, batch, found):
-        spared.append(int((whole(hybrid, batch, found) < batch.budget).sum()))
+    def full_budget(hybrid, batch, found):
+        num_skipped.append(int((whole(hybrid, batch, found) < batch.budget).sum()))
         return batch.budget
 
     with monkeypatch.context() as patch:
-        patch.setattr(HybridProposer, "_winning_budget", all_of_it)
-        assert drafts_made(*order) == made and sum(spared) > 20
+        patch.setattr(HybridProposer, "_winning_budget", full_budget)
+        assert drafts_made(*order) == made and sum(num_skipped) > 20
     assert {source for step in made for _, source in step} == {"mtp", "suffix"}
     monkeypatch.setattr(HybridProposer, "_winning_budget", lambda hybrid, batch, found: 0 * batch.budget)
-    assert drafts_made(*order) != made  # negative control: the winner is spared
+    assert drafts_made(*order) != made  # negative control: the winner is skipped
 
 
-def test_draft_records_name_everybody():
+def test_draft_records_name_every_source():
     steps = served(hybrid(PERFECT, SUFFIX, num_speculative_tokens=4))
     assert accepted(steps, "perfect") and accepted(steps, "suffix")
     case = tiny.request(0, SamplingParams(max_tokens=30, ignore_eos=True, include_draft_logprobs=True))
@@ -202,24 +203,24 @@ def test_draft_records_name_everybody():
     assert all((draft.draft_logprob is None) == (draft.source == "suffix") for draft in drafts)
 
 
-def test_laws_of_drafts_are_those_of_whoever_made_them():
+def test_draft_probs_are_those_of_the_selected_member():
     proposer = make(HybridProposer, proposers=[NGRAM, SUFFIX], k=2)
-    law = torch.rand((2, 2, tiny.VOCAB))
-    mine = Draft(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), probs=law)
+    probs_of_first = torch.rand((2, 2, tiny.VOCAB))
+    mine = Draft(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), probs=probs_of_first)
     theirs = Draft(torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 2]))
     chosen = Draft(
         torch.tensor([[1, 2], [7, 8]]), torch.tensor([2, 2]), sources=torch.tensor([[0, 1], [1, 1]])
     )
     probs = proposer._attach_draft_info(chosen, [mine, theirs], torch.tensor([1, 2])).probs
-    assert torch.equal(probs[0, 0], law[0, 0])
+    assert torch.equal(probs[0, 0], probs_of_first[0, 0])
     certain = torch.nn.functional.one_hot(torch.tensor([2, 7, 8]), tiny.VOCAB).float()
     assert torch.equal(torch.stack([probs[0, 1], probs[1, 0], probs[1, 1]]), certain)
 
 
-# --- what it says of itself ---
+# --- capabilities and options ---
 
 
-def test_it_is_what_its_members_are():
+def test_capabilities_are_those_of_the_members():
     both = make(HybridProposer, proposers=[NGRAM, SUFFIX])
     assert both.sources == ("ngram", "suffix") and both.is_free and both.learns and not both.runs_every_step
     assert HybridProposer.storage({"proposers": [NGRAM, SUFFIX]}, None, None) == SuffixProposer.storage(

@@ -1,10 +1,11 @@
-"""A proposer that fails, on the host or on the device, costs its drafts and nothing else."""
+"""A proposer that fails, on the host or on the device, loses its drafts and nothing else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import heads
 import proposers
 import tiny
 from draftproof.errors import ConfigError
@@ -18,42 +19,42 @@ from exact import check_empty, count_errors
     ("method", "name"),
     [("proposers:Junk", name) for name in ("start", "propose", "stop")]
     + [("ngram", "draft"), ("ngram", "stop")]
-    + [("suffix", name) for name in ("start", "prepare", "learn", "draft")],
+    + [("suffix", name) for name in ("start", "prepare", "learn", "draft")]
+    + [("draft_model", "draft")],
 )
-def test_a_proposer_that_raises_costs_drafts_and_no_tokens(method, name, overlap, monkeypatch, caplog):
-    """On the host and on the device, in the middle of prompts, of decoding and of prompt logprobs."""
+def test_proposer_that_raises_is_switched_off_and_output_is_exact(method, name, overlap, monkeypatch, caplog):
     options = [{"logprobs": 2}, {"logprobs": 2}, {"prompt_logprobs": 2}]
-    cases = [tiny.request(i, SamplingParams(max_tokens=6 + 9 * i, **options[i])) for i in range(3)]
-    want = tiny.run(tiny.engine(), cases)
-    spec = {"method": method, "adaptive": False}
+    requests = [tiny.request(i, SamplingParams(max_tokens=6 + 9 * i, **options[i])) for i in range(3)]
+    want = tiny.run(tiny.engine(), requests)
+    spec = {"method": method, "adaptive": False, **heads.options(method, "llama", "float32")}
     target = tiny.engine(speculative=spec, debug=False, overlap=overlap)
     real, calls = getattr(target.loop.proposer, name), []
 
-    def breaks(*arguments):
+    def fail(*arguments):
         calls.append(arguments)
         if len(calls) == 3:
             raise RuntimeError("the drafter broke")
         return real(*arguments)
 
-    monkeypatch.setattr(target.loop.proposer, name, breaks)
-    got = tiny.run(target, cases, arrivals=[0, 1, 4])
+    monkeypatch.setattr(target.loop.proposer, name, fail)
+    got = tiny.run(target, requests, arrivals=[0, 1, 4])
     assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
     assert "switched off" in caplog.text and len(calls) == 3
     assert all(not count_errors(key, record) for key, record in got.items())
     check_empty(target)
-    again = tiny.run(target, cases, arrivals=[0, 1, 4])  # it stays off, and the engine is none the worse
+    again = tiny.run(target, requests, arrivals=[0, 1, 4])  # it stays off
     assert {key: r.same() for key, r in again.items()} == {key: r.same() for key, r in want.items()}
     assert len(calls) == 3 and not any(step.num_draft for r in again.values() for step in r.steps)
 
 
 @pytest.mark.parametrize(("method", "name"), [("proposers:Junk", "propose"), ("ngram", "draft")])
-def test_a_proposer_that_raises_is_heard_in_debug_mode(method, name, monkeypatch):
+def test_proposer_that_raises_fails_the_engine_in_debug_mode(method, name, monkeypatch):
     target = tiny.engine(speculative={"method": method})
 
-    def breaks(batch):
+    def fail(batch):
         raise RuntimeError("the drafter broke")
 
-    monkeypatch.setattr(target.loop.proposer, name, breaks)
+    monkeypatch.setattr(target.loop.proposer, name, fail)
     with pytest.raises(RuntimeError, match="the drafter broke"):
         tiny.run(target, [tiny.request(0, SamplingParams(max_tokens=9))])
 
@@ -79,24 +80,22 @@ def _ints(*shape):
         lambda b, k: None,
     ],
 )
-def test_drafts_that_make_no_sense_are_a_proposers_failure(method, nonsense, monkeypatch, caplog):
-    cases = [tiny.request(i, SamplingParams(max_tokens=8)) for i in range(2)]
-    want = tiny.run(tiny.engine(), cases)
+def test_invalid_drafts_switch_the_proposer_off(method, invalid, monkeypatch, caplog):
+    requests = [tiny.request(i, SamplingParams(max_tokens=8)) for i in range(2)]
+    want = tiny.run(tiny.engine(), requests)
     target = tiny.engine(speculative={"method": method}, debug=False)
     proposer = target.loop.proposer
     name = "draft" if proposer.graph_safe else "propose"
-    k = proposer.env.k
-    monkeypatch.setattr(proposer, name, lambda batch: nonsense(len(batch.slots), k))
-    got = tiny.run(target, cases)
+    monkeypatch.setattr(proposer, name, lambda batch: invalid(len(batch.slots), proposer.env.k))
+    got = tiny.run(target, requests)
     assert {key: r.same() for key, r in got.items()} == {key: r.same() for key, r in want.items()}
     assert "switched off" in caplog.text
 
 
-class SafeByWord(proposers.Junk):
+class FalselyGraphSafe(proposers.Junk):
     graph_safe = True
 
 
-def test_a_proposer_that_calls_itself_graph_safe_must_draft_on_the_device() -> None:
-    """It would never be asked."""
+def test_graph_safe_proposer_must_draft_on_the_device() -> None:
     with pytest.raises(ConfigError, match="DeviceProposer"):
         tiny.engine(speculative={"method": "test_proposer_failures:SafeByWord", "num_speculative_tokens": 2})

@@ -1,4 +1,4 @@
-"""The head that comes with the package: whose it is, that it drafts well, and that it changes nothing."""
+"""Heads bundled with the package: their target, their drafts, exact output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def target(smollm2) -> TargetIdentity:
     return TargetIdentity.from_weights(checkpoint.config, checkpoint.tensors)
 
 
-def test_what_is_shipped_is_small_and_whole() -> None:
+def test_bundled_heads_are_small_and_complete() -> None:
     assert bundled_heads(), "no head comes with the package"
     for folder, config in bundled_heads().items():
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -37,19 +37,19 @@ def test_what_is_shipped_is_small_and_whole() -> None:
         assert config.target.digest
 
 
-def test_it_is_found_by_its_model(smollm2, target: TargetIdentity) -> None:
+def test_bundled_head_is_found_by_its_target(smollm2, target: TargetIdentity) -> None:
     folder = find_bundled_head("eagle3", target)
     assert folder is not None and folder == find_bundled_head_by_size("eagle3", smollm2("bfloat16").config)
     config, _ = load_draft_head(folder, target)
     assert config.target == target
     wide = smollm2("float32")
     assert find_bundled_head("eagle3", TargetIdentity.from_weights(wide.config, wide.tensors)) == folder
-    # another kind, and a model that differs in its weights alone
+    # Another kind, and a model that differs in its weights only.
     assert find_bundled_head("mtp", target) is None
     assert find_bundled_head("eagle3", replace(target, digest="0" * 32)) is None
 
 
-def test_another_model_is_refused(target: TargetIdentity) -> None:
+def test_bundled_head_is_refused_for_another_model(target: TargetIdentity) -> None:
     def engine(options: dict[str, object]) -> Engine:
         spec = SpeculativeConfig.parse({"method": "eagle3", **options})
         config = EngineConfig(model="tiny", max_model_len=64, max_num_seqs=2, speculative=spec)
@@ -61,11 +61,9 @@ def test_another_model_is_refused(target: TargetIdentity) -> None:
         engine({"model": str(find_bundled_head("eagle3", target))})
 
 
-def test_it_changes_nothing_but_the_steps(smollm2, smollm2_path) -> None:
-    """Tokens and logprobs at both temperatures are those without drafts; and more than one comes a step."""
+def test_bundled_head_is_exact_and_saves_steps(smollm2, smollm2_path) -> None:
     tokenizer = load_tokenizer(smollm2_path)
-    chat = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
-    ids = tokenizer.encode(chat)
+    ids = tokenizer.encode(f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n")
 
     def requests() -> list[Request]:
         params = [SamplingParams(temperature=t, max_tokens=48, logprobs=3) for t in (0.0, 1.0)]

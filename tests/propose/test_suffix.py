@@ -1,4 +1,4 @@
-"""suffix: what it drafts, what its pool holds, for whom and for how long; and that none of it is heard."""
+"""Suffix proposer: drafts, owners, size and age of its pool, and exact output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Clock:
 
 
 class PoolHarness:
-    """A pool and slots that look into it."""
+    """A pool and slots that search it."""
 
     def __init__(self, num_lines=4, ttl=60.0):
         self.clock = Clock()
@@ -48,7 +48,7 @@ class PoolHarness:
         self.pool.send()
 
     def guess(self, text, salt=None, k=6, rule=RULE, begun=()):
-        """Drafts after this text."""
+        """Return the drafts after this text."""
         self.pool.set_owner(1, salt)
         self.pool.send()
         columns = lines(OPS, k, [[7], list(text)], max_len=300)
@@ -64,103 +64,99 @@ class PoolHarness:
 STORY = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
 
 
-# --- what is drafted ---
+# --- drafts ---
 
 
-def test_what_another_has_said_is_drafted():
-    told = PoolHarness()
-    assert told.guess([50, 51, 14, 15, 16]) == []
-    told.add(STORY)
-    assert told.guess([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
-    assert told.guess([50, 51, 60, 15, 16]) == []  # the pool is found by three tokens at least
-    assert told.guess([50, 51, 18, 19, 20, 21]) == [22, 23]  # then it ends
+def test_text_of_another_request_is_drafted():
+    harness = PoolHarness()
+    assert harness.guess([50, 51, 14, 15, 16]) == []
+    harness.add(STORY)
+    assert harness.guess([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
+    assert harness.guess([50, 51, 60, 15, 16]) == []  # matches have at least three tokens
+    assert harness.guess([50, 51, 18, 19, 20, 21]) == [22, 23]  # end of the line
 
 
-def test_the_beginning_is_found_by_the_end_of_the_prompt():
-    told = PoolHarness()
-    told.add(STORY, begin=5)
+def test_start_of_a_response_is_found_by_the_end_of_its_prompt():
+    harness = PoolHarness()
+    harness.add(STORY, begin=5)
     assert (
-        told.guess([13, 14, 15])[:1] == [16] and told.guess([12, 13, 14]) == []
-    )  # a prompt is not a response
+        harness.guess([13, 14, 15])[:1] == [16] and harness.guess([12, 13, 14]) == []
+    )  # prompts are not in the pool
 
 
-def test_most_votes_win_and_a_split_is_doubted():
-    told = PoolHarness()
+def test_most_frequent_continuation_is_drafted_if_likely():
+    harness = PoolHarness()
     for after in (30, 31, 31, 31):
-        told.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
-    assert told.guess([5, 6, 7])[:1] == [31]
-    told = PoolHarness(num_lines=8)
+        harness.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
+    assert harness.guess([5, 6, 7])[:1] == [31]
+    harness = PoolHarness(num_lines=8)
     for after in range(30, 38):
-        told.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
-    assert told.guess([5, 6, 7]) == []  # one in eight
-    assert told.guess([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
+        harness.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
+    assert harness.guess([5, 6, 7]) == []  # one in eight
+    assert harness.guess([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
 
 
-def test_a_longer_match_is_followed_further():
-    told = PoolHarness()
-    told.add(STORY)
-    few, many = told.guess([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)), told.guess(STORY[:9], rule=RULE)
+def test_longer_match_gives_more_drafts():
+    harness = PoolHarness()
+    harness.add(STORY)
+    few, many = (
+        harness.guess([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)),
+        harness.guess(STORY[:9], rule=RULE),
+    )
     assert len(few) == 2 and many == STORY[9:]
 
 
-def test_the_text_itself_repeats_past_its_end():
+def test_repetition_in_the_text_continues_past_its_end():
     assert PoolHarness().guess([40, 41, 42, 40, 41, 42, 40]) == [41, 42, 40, 41, 42, 40]
 
 
-def test_drafts_of_another_are_gone_on_with():
-    told = PoolHarness()
-    told.add(STORY)
-    assert told.guess([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
-    assert told.guess([50, 14, 15], begun=[60, 61]) == [60, 61]
-    assert told.guess([50, 14, 15, 16], begun=[17, 18], k=2) == [17, 18]
+def test_drafts_of_another_member_are_extended():
+    harness = PoolHarness()
+    harness.add(STORY)
+    assert harness.guess([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
+    assert harness.guess([50, 14, 15], begun=[60, 61]) == [60, 61]
+    assert harness.guess([50, 14, 15, 16], begun=[17, 18], k=2) == [17, 18]
 
 
-def test_a_long_response_takes_several_lines_and_is_found_everywhere():
-    told = PoolHarness(num_lines=8)
+def test_long_response_uses_several_lines_and_is_found_everywhere():
+    harness = PoolHarness(num_lines=8)
     text = [int(x) for x in np.random.default_rng(3).permutation(900) + 100]
-    told.add(text)
-    for at in (
-        20,
-        BODY_TOKENS - 1,
-        BODY_TOKENS,
-        BODY_TOKENS + 2,
-        BODY_TOKENS + MAX_MATCH_TOKENS,
-        2 * BODY_TOKENS + 1,
-        880,
-    ):
-        assert told.guess(text[at - 5 : at], k=4) == text[at : at + 4], at
+    harness.add(text)
+    body = BODY_TOKENS
+    for at in (20, body - 1, body, body + 2, body + MAX_MATCH_TOKENS, 2 * body + 1, 880):
+        assert harness.guess(text[at - 5 : at], k=4) == text[at : at + 4], at
 
 
-# --- whose it is ---
+# --- owners ---
 
 
-def shared(salts):
-    told = PoolHarness()
-    told.add(STORY, salt=salts[0])
-    return told.guess([14, 15, 16], salt=salts[1]) != []
+def finds_text_of(salts):
+    harness = PoolHarness()
+    harness.add(STORY, salt=salts[0])
+    return harness.guess([14, 15, 16], salt=salts[1]) != []
 
 
-def test_two_salts_share_nothing():
-    assert shared(("a", "a")) and shared((None, None)) and shared((None, ""))
-    assert not shared(("a", "b")) and not shared((None, "b")) and not shared(("a", None))
-    assert shared(("\ud800", "\ud800")) and not shared(("\ud800", "\ud801"))  # any text will do
+def test_salts_share_no_lines():
+    assert finds_text_of(("a", "a")) and finds_text_of((None, None)) and finds_text_of((None, ""))
+    assert not finds_text_of(("a", "b")) and not finds_text_of((None, "b")) and not finds_text_of(("a", None))
+    assert finds_text_of(("\ud800", "\ud800")) and not finds_text_of(("\ud800", "\ud801"))  # any string
 
 
-def test_a_line_that_changed_hands_is_its_new_owners():
-    """What pointed to it is left in the table; it must lead nowhere."""
-    told = PoolHarness(num_lines=1)
-    told.add(STORY, salt="a")
-    told.add(STORY, salt="b")
-    assert told.guess([14, 15, 16], salt="a") == [] and told.guess([14, 15, 16], salt="b") != []
+def test_reused_line_belongs_to_its_new_owner():
+    """Stale entries of the table must not match."""
+    harness = PoolHarness(num_lines=1)
+    harness.add(STORY, salt="a")
+    harness.add(STORY, salt="b")
+    assert harness.guess([14, 15, 16], salt="a") == [] and harness.guess([14, 15, 16], salt="b") != []
 
 
-def test_control_owners_that_are_not_told_apart(monkeypatch):
+def test_control_equal_owners_share_lines(monkeypatch):
     monkeypatch.setattr(pools, "owner_of", lambda salt: 5)
-    assert shared(("a", "b"))
+    assert finds_text_of(("a", "b"))
 
 
-def served(salts, monkeypatch, **options):
-    """The same request twice, one after the other: drafts of the second that stood."""
+def accepted_in_two_runs(salts, **options):
+    """Serve a request twice, one after the other; return the accepted drafts of each."""
     spec = {"method": "suffix", "adaptive": False, "num_speculative_tokens": 6, **options}
     params = [SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True, cache_salt=s) for s in salts]
     target = tiny.engine(speculative=spec, overlap=True)
@@ -174,12 +170,12 @@ def served(salts, monkeypatch, **options):
     return counts
 
 
-def test_an_engine_learns_from_what_it_has_said(monkeypatch):
-    first, second = served([None, None], monkeypatch)
+def test_second_run_is_drafted_from_the_pool():
+    first, second = accepted_in_two_runs([None, None])
     assert second >= 16 > first
-    first, second = served(["a", "b"], monkeypatch)
+    first, second = accepted_in_two_runs(["a", "b"])
     assert second == first
-    first, second = served([None, None], monkeypatch, pool_tokens=0)
+    first, second = accepted_in_two_runs([None, None], pool_tokens=0)
     assert second == first
 
 
@@ -187,8 +183,7 @@ def test_an_engine_learns_from_what_it_has_said(monkeypatch):
     "spec",
     [{"method": "suffix"}, {"method": "hybrid", "proposers": [{"method": "ngram"}, {"method": "suffix"}]}],
 )
-def test_steps_overlap_all_the_same(spec):
-    """Requests come and go, and are learned from, and the host never waits for a step."""
+def test_pool_does_not_prevent_overlap(spec):
     cases = [Case(i, "none", 0.7, length=9 + i, prompt=False) for i in range(6)]
     engine = Setup().engine(spec, overlap=True, max_num_seqs=3)
     watch = Watch(engine)
@@ -197,7 +192,7 @@ def test_steps_overlap_all_the_same(spec):
     assert waited == 0 and ahead >= len(watch.launched) - 4 > 10
 
 
-def test_one_that_was_aborted_teaches_too():
+def test_aborted_request_is_added_to_the_pool():
     target = tiny.engine(speculative={"method": "suffix"}, overlap=True)
     target.add(tiny.request(0, SamplingParams(max_tokens=100, ignore_eos=True)))
     for _ in range(20):
@@ -207,138 +202,138 @@ def test_one_that_was_aborted_teaches_too():
     assert (target.loop.proposer.pool.owner != NO_OWNER).sum() >= 1
 
 
-# --- how much, and how long ---
+# --- size and age ---
 
 
-def held(pool):
-    """Bytes of its columns, and entries of what could grow."""
+def sizes_of(pool):
+    """Return bytes of the columns and lengths of the lists that could grow."""
     device = pool.device
     sizes = sum(getattr(device, name).nbytes for name in device.__slots__)
     return sizes, max(len(pool._lines), len(pool._digests)), len(pool._added)
 
 
-def flood(pool, requests, first=0):
+def add_many(pool, requests, first=0):
     chance = np.random.default_rng(first)
     for i in range(first, first + requests):
-        pool.set_owner(i % 2, f"tenant {i}")
-        pool.add(f"tenant {i % 5000}", chance.integers(0, 500, 40), 20)
+        pool.set_owner(i % 2, f"owner {i}")
+        pool.add(f"owner {i % 5000}", chance.integers(0, 500, 40), 20)
         if i % 8 == 7:
             pool.send()
             pool.send()
 
 
-def test_ten_thousand_requests_take_no_more_room_than_hundred():
+def test_memory_does_not_grow_with_requests():
     pool = Pool(OPS, 2, 64 * LINE_TOKENS, 3600.0)
-    flood(pool, 8000)
-    before = held(pool)
+    add_many(pool, 8000)
+    before = sizes_of(pool)
     assert before[1] == 64 and before[2] == 0
-    tracemalloc.start()  # it is slow
+    tracemalloc.start()  # slow
     start = tracemalloc.get_traced_memory()[0]
-    flood(pool, 2000, first=8000)
+    add_many(pool, 2000, first=8000)
     grown = tracemalloc.get_traced_memory()[0] - start
     tracemalloc.stop()
-    assert held(pool) == before and grown < 100_000, grown
+    assert sizes_of(pool) == before and grown < 100_000, grown
 
 
-def crowd(monkeypatch, has_time=lambda i: False):
-    """Lines that wait to be taken in and the oldest line's age, while somebody comes in every step."""
+def add_every_step(monkeypatch, is_idle=lambda i: False):
+    """Return the largest number of pending lines and the largest age, with an arrival in every step."""
     monkeypatch.setattr(OPS.runtime, "asynchronous", True)
     clock, waiting, ages = Clock(), [], []
     pool = Pool(OPS, 2, 64 * LINE_TOKENS, 50.0, clock)
     for i in range(300):
         clock.time += 1
-        pool.set_owner(i % 2, f"tenant {i}")
-        pool.add("somebody", np.arange(i, i + 40) % 500, 20)
+        pool.set_owner(i % 2, f"owner {i}")
+        pool.add("salt", np.arange(i, i + 40) % 500, 20)
         pool.send()
-        if has_time(i):
+        if is_idle(i):
             pool.store()
         waiting.append(len(pool._added))
         ages.append(clock.time - pool._created[pool.owner >= 0].min(initial=clock.time))
     return max(waiting), max(ages)
 
 
-def test_what_was_told_is_taken_in_though_there_is_never_time(monkeypatch):
-    waiting, age = crowd(monkeypatch)
+def test_lines_are_stored_within_a_bound_without_idle_time(monkeypatch):
+    waiting, age = add_every_step(monkeypatch)
     assert 30 <= waiting <= 40 and 40 < age <= 50
-    assert crowd(monkeypatch, lambda i: i % 3 == 0)[0] <= 6  # there is
+    assert add_every_step(monkeypatch, lambda i: i % 3 == 0)[0] <= 6  # idle
     monkeypatch.setattr("draftproof.propose.suffix_pool.MAX_DEFERRED_STEPS", 1000)  # control
-    assert crowd(monkeypatch)[0] == 300
+    assert add_every_step(monkeypatch)[0] == 300
 
 
-def test_control_a_pool_that_forgets_to_forget(monkeypatch):
+def test_control_pool_without_eviction_grows(monkeypatch):
     pool = Pool(OPS, 2, 64 * LINE_TOKENS, 3600.0)
     monkeypatch.setattr(pool, "_make_room", lambda n: np.argsort(pool._used, kind="stable")[:n])
     with contextlib.suppress(KeyError):
-        flood(pool, 300)
-    assert held(pool)[1] > 64
+        add_many(pool, 300)
+    assert sizes_of(pool)[1] > 64
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_nothing_is_compiled_when_lines_are_taken_in(count):
-    """One line lies in memory as a part of one array, several do not."""
-    told = PoolHarness(num_lines=8)
+def test_storing_lines_compiles_one_signature(count):
+    """One line is contiguous in memory, several are not."""
+    harness = PoolHarness(num_lines=8)
     for i in range(count):
-        told.pool.add(None, np.arange(50 * i, 50 * i + 30), 2)
-    told.pool.send(), told.pool.send()
-    assert len(told.pool._lines) == count and len(index_lines.signatures) == 1
+        harness.pool.add(None, np.arange(50 * i, 50 * i + 30), 2)
+    harness.pool.send(), harness.pool.send()
+    assert len(harness.pool._lines) == count and len(index_lines.signatures) == 1
 
 
-def unused_goes(told):
-    """Three lines; the first is used, then a fourth comes: which is gone?"""
+def lines_left(harness):
+    """Fill three lines, use the first, add two more; return which of the five are left."""
     for i in range(3):
-        told.add([1, 2, *range(100 * (i + 1), 100 * (i + 1) + 20)])
-    assert told.guess([100, 101, 102]) != []
-    told.add([1, 2, *range(400, 420)])
-    told.add([1, 2, *range(500, 520)])
-    return [bool(told.guess([100 * i, 100 * i + 1, 100 * i + 2])) for i in (1, 2, 3, 4, 5)]
+        harness.add([1, 2, *range(100 * (i + 1), 100 * (i + 1) + 20)])
+    assert harness.guess([100, 101, 102]) != []
+    harness.add([1, 2, *range(400, 420)])
+    harness.add([1, 2, *range(500, 520)])
+    return [bool(harness.guess([100 * i, 100 * i + 1, 100 * i + 2])) for i in (1, 2, 3, 4, 5)]
 
 
-def test_the_longest_unused_makes_room():
-    assert unused_goes(PoolHarness(num_lines=3)) == [True, False, False, True, True]
+def test_least_recently_used_line_is_evicted():
+    assert lines_left(PoolHarness(num_lines=3)) == [True, False, False, True, True]
 
 
-def test_control_use_that_is_not_heard_of(monkeypatch):
-    told = PoolHarness(num_lines=3)
+def test_control_unrecorded_use_evicts_by_age(monkeypatch):
+    harness = PoolHarness(num_lines=3)
     whole = Pool._insert
-    monkeypatch.setattr(Pool, "_insert", lambda self, said, used: whole(self, said, 0 * used))
-    assert unused_goes(told) == [False, False, True, True, True]
+    monkeypatch.setattr(Pool, "_insert", lambda self, lines, used: whole(self, lines, 0 * used))
+    assert lines_left(harness) == [False, False, True, True, True]
 
 
-def test_what_is_old_is_nobodys():
-    told = PoolHarness(ttl=60.0)
-    told.add(STORY)
-    told.clock.time += 59
-    told.add([1, 2, *range(300, 320)])
-    assert told.guess([14, 15, 16]) != []
-    told.clock.time += 1
-    assert told.guess([14, 15, 16]) == [] and told.guess([300, 301, 302]) != []
-    assert int((told.pool.device.owner != NO_OWNER).sum()) == 1
-    told.clock.time += 60
-    assert told.guess([300, 301, 302]) == [] and not told.pool._lines
+def test_old_lines_expire():
+    harness = PoolHarness(ttl=60.0)
+    harness.add(STORY)
+    harness.clock.time += 59
+    harness.add([1, 2, *range(300, 320)])
+    assert harness.guess([14, 15, 16]) != []
+    harness.clock.time += 1
+    assert harness.guess([14, 15, 16]) == [] and harness.guess([300, 301, 302]) != []
+    assert int((harness.pool.device.owner != NO_OWNER).sum()) == 1
+    harness.clock.time += 60
+    assert harness.guess([300, 301, 302]) == [] and not harness.pool._lines
 
 
-def test_what_is_said_again_stays_young_and_counts_for_more():
-    told = PoolHarness(ttl=60.0)
+def test_repeated_text_is_renewed_and_weighted():
+    harness = PoolHarness(ttl=60.0)
     for _ in range(3):
-        told.add(STORY)
-        told.clock.time += 40
-    assert told.guess([14, 15, 16]) != [] and len(told.pool._lines) == 1
-    assert int(told.pool.weight.max()) == 3
+        harness.add(STORY)
+        harness.clock.time += 40
+    assert harness.guess([14, 15, 16]) != [] and len(harness.pool._lines) == 1
+    assert int(harness.pool.weight.max()) == 3
 
 
-def test_control_a_clock_that_stands_still():
-    told = PoolHarness(ttl=60.0)
-    told.add(STORY)
-    told.pool.now = lambda: 1000.0
-    told.clock.time += 100
-    assert told.guess([14, 15, 16]) != []
+def test_control_stopped_clock_expires_nothing():
+    harness = PoolHarness(ttl=60.0)
+    harness.add(STORY)
+    harness.pool.now = lambda: 1000.0
+    harness.clock.time += 100
+    assert harness.guess([14, 15, 16]) != []
 
 
-# --- and none of it is heard ---
+# --- exactness ---
 
 
-def poisoned(spec, overlap):
-    """Everybody's answer is in the pool, with another token after each of its beginnings."""
+def serve_with_wrong_pool(spec, overlap):
+    """Serve with every output in the pool, followed by a wrong token after each of its prefixes."""
     setup = Setup()
     cases = [Case(i, "none", (0.0, 0.9)[i % 2], length=12 + i, prompt=False) for i in range(4)]
     engine = setup.engine({"method": "suffix", "adaptive": False, **spec}, overlap=overlap)
@@ -348,25 +343,22 @@ def poisoned(spec, overlap):
         prompt = tiny.prompt(case.index, case.length)
         for cut in range(len(answer)):
             wrong = [(answer[cut] + 1 + cut) % tiny.VOCAB, 5, -1, 2**31 - 1, 6]
-            before = [*prompt, *answer[:cut]][
-                -HASHED_NGRAM_SIZES[-1] :
-            ]  # longer, and it would also know what is right
+            before = [*prompt, *answer[:cut]][-HASHED_NGRAM_SIZES[-1] :]  # too short to hold the right token
             pool.add(None, np.array([*before, *wrong]), len(before))
     batch = Batch(cases, setup, engine=engine)
     return batch.differences(), batch
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_poisoned_pool_changes_no_output(overlap):
-    found, batch = poisoned({}, overlap)
+def test_wrong_pool_changes_no_output(overlap):
+    found, batch = serve_with_wrong_pool({}, overlap)
     assert found == []
     records = batch.serve({str(a.index): reference_run(a, batch.setup).token_ids for a in batch.cases})
     assert sum(step.num_draft for r in records.values() for step in r.steps) > 20
 
 
-def test_control_the_poison_would_be_heard():
-    """Drafts that are taken at their word change the output: they were there."""
-    found, _ = poisoned({"accept_policy": "accept_all"}, False)
+def test_control_accepting_a_wrong_pool_changes_the_output():
+    found, _ = serve_with_wrong_pool({"accept_policy": "accept_all"}, False)
     assert any("tokens" in line for line in found)
 
 
@@ -387,7 +379,7 @@ def test_options_are_checked():
             make(SuffixProposer, **wrong)
 
 
-def test_the_proposer_asks_the_op():
+def test_proposer_drafts_what_the_op_finds():
     proposer = make(SuffixProposer, pool_tokens=LINE_TOKENS)
     proposer.start(0, tiny.request(0, SamplingParams()))
     proposer.prepare()
@@ -396,6 +388,6 @@ def test_the_proposer_asks_the_op():
     assert draft.count.tolist() == [3, 0] and draft.tokens[0, :3].tolist() == [9, 5, 6]
 
 
-def test_owners_are_numbers_that_fit_and_differ():
+def test_owners_fit_in_63_bits_and_differ():
     owners = {owner_of(f"{i}") for i in range(2000)} | {owner_of(None)}
     assert len(owners) == 2001 and all(0 <= owner < 2**63 for owner in owners)

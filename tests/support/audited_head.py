@@ -1,4 +1,4 @@
-"""Shared parts of test_heads and the tests that reuse them."""
+"""Head proposers that check their features and KV against a computation from nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftproof.propose.head import HeadProposer
 
 
 class Audited(HeadProposer):
-    """Its only page table is 1, 2, 3 …: one request at a time, on storage of its own."""
+    """Head that computes every request anew after each step, one at a time, on pages 1, 2, 3 and so on."""
 
     defaults = {**HeadProposer.defaults, "weights": "llama/float32", "cached": False}
     rows_checked: ClassVar[int] = 0
@@ -41,7 +41,7 @@ class Audited(HeadProposer):
         computed = int(columns.computed[slot])
         here = (batch.rows.slots == slot).nonzero()[:, 0]
         if not computed or not len(here):
-            return  # it had ended before this step, or has not begun
+            return  # finished before this step, or not started
         at = torch.arange(computed)
         tokens, line = columns.tokens[slot], torch.zeros_like(at)
         rows = self.target.rows(tokens[:computed], at, line, self.table)
@@ -53,7 +53,7 @@ class Audited(HeadProposer):
         rows = replace(rows, tokens=tokens[1 : computed + 1].contiguous())
         self.model.forward(rows, self.model.feature(wanted), self.again)
         pages = columns.page_table[slot, at // size].long()
-        if self.options["cached"]:  # the last row of a page that was found has the token of whoever filled it
+        if self.options["cached"]:  # the last row of a found page has the token of the request that filled it
             at, pages = at[at % size < size - 1], pages[at % size < size - 1]
         for mine, anew in zip(self.caches, self.again, strict=True):
             assert torch.equal(mine[:, pages, at % size], anew[:, 1 + at // size, at % size]), "KV differs"

@@ -1,4 +1,4 @@
-"""Shared parts of test_propose and the tests that reuse them."""
+"""Slot columns with histories, and proposers built alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def lines(ops, k, histories, max_len=128):
-    """Columns with these committed tokens, slot i for history i; the rest is impossible."""
+    """Return columns with history i committed in slot i; the rest is poisoned."""
     slots = Slots(len(histories), max_len, k, 1, tiny.VOCAB, ops)
     slots.poison()
     for slot, tokens in enumerate(histories):
@@ -23,6 +23,7 @@ def lines(ops, k, histories, max_len=128):
     return slots.columns
 
 
+<<<<<<< HEAD
 class Talk:
     """A request as the n-gram op sees it: a prompt, then tokens as they are committed."""
 
@@ -38,6 +39,8 @@ class Talk:
         return drafts[0, : int(count[0])].tolist()
 
 
+=======
+>>>>>>> 8abd958 (tests: plain names in propose and verify tests; fewer repeated bodies)
 def make(kind, k=4, **options):
     env = ProposerEnv(
         ops=resolve("torch", CPU),

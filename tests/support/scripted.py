@@ -40,6 +40,22 @@ from draftproof.verify.sampler import Sampled, Sampler
 CPU = torch.device("cpu")
 OPS: Ops = resolve("auto", CPU)
 PAGE = 1 << 20  # one page holds any request
+V = 16
+COLD = SamplingParams(temperature=0, max_tokens=20)
+HOT = SamplingParams(temperature=1.0, max_tokens=20)
+
+
+def ranked(*rows: list[int], gap: float = 3.0) -> Tensor:
+    """Return rows of logits whose best tokens are the named ones, `gap` apart; the others are far below."""
+    out = torch.full((len(rows), V), -40.0) + 0.01 * torch.arange(V)
+    for line, tokens in zip(out, rows, strict=True):
+        for place, token in enumerate(tokens):
+            line[token] = 5.0 - gap * place
+    return out
+
+
+def noise(rows: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn((rows, V), generator=torch.Generator().manual_seed(seed))
 
 
 def strategy(name: str, ops: Ops = OPS, **options: Any) -> Strategy:

@@ -1,4 +1,4 @@
-"""Each strategy's rules on scripted logits, the acceptance policies, and strategies mixed in one batch."""
+"""Rules of each strategy on scripted logits, acceptance policies, and mixed strategies in one batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import FinishStatus
 from draftproof.verify import STRATEGIES
-from scripted import OPS, Result, decide, filled_slots, run_step, strategy
+from scripted import COLD, HOT, OPS, Result, V, decide, filled_slots, noise, ranked, run_step, strategy
 from tiny import engine, request, run
-from verify_cases import COLD, HOT, V, noise, ranked
 
 every = pytest.mark.parametrize("name", STRATEGIES)
 
@@ -26,8 +25,7 @@ every = pytest.mark.parametrize("name", STRATEGIES)
 
 @every
 @pytest.mark.parametrize("right", range(5))
-def test_leading_drafts_stand_and_one_token_follows(name: str, right: int) -> None:
-    """Four drafts of which the first `right` are the model's: those, then the model's own next token."""
+def test_leading_right_drafts_are_accepted_and_one_token_follows(name: str, right: int) -> None:
     best = [3, 8, 2, 11, 6]
     draft = best[:right] + [9] * (4 - right)
     result = decide(ranked(*([b] for b in best), gap=40), [draft], COLD, name)
@@ -42,12 +40,12 @@ def test_no_drafts_is_plain_decoding(name: str) -> None:
 
 
 @every
-def test_a_right_draft_after_a_wrong_one_does_not_stand(name: str) -> None:
+def test_right_draft_after_a_wrong_one_is_rejected(name: str) -> None:
     result = decide(ranked([3], [8], [2], gap=40), [[9, 8]], COLD, name)
     assert result.tokens == [[3]]
 
 
-def test_target_match_takes_the_sample_of_every_row() -> None:
+def test_target_match_commits_the_sample_of_every_row() -> None:
     logits = noise(400)
     seeds = list(range(100))
     keys = torch.tensor(seeds).repeat_interleave(4)
@@ -67,7 +65,6 @@ def test_greedy_ignores_the_temperature() -> None:
 
 
 def test_rejection_at_temperature_0_is_greedy() -> None:
-    """With drafts that are certain, with drafts that report a law, right and wrong ones."""
     logits = noise(400)
     drafts = logits.argmax(-1).view(100, 4)[:, :3].clone()
     drafts[::3, 0] = 5
@@ -78,7 +75,7 @@ def test_rejection_at_temperature_0_is_greedy() -> None:
     assert decide(logits, drafts.tolist(), COLD, "rejection", probs=probs).tokens == want
 
 
-def test_rejection_takes_a_certain_draft_as_one_of_probability_1() -> None:
+def test_rejection_treats_a_certain_draft_as_probability_1() -> None:
     logits, drafts = noise(400), torch.randint(0, V, (100, 3), generator=torch.Generator().manual_seed(1))
     one_hot = torch.nn.functional.one_hot(drafts, V).float()
     result = decide(logits, drafts.tolist(), HOT, "rejection", probs=one_hot)
@@ -113,19 +110,15 @@ def topp(logits: Tensor, draft: list[int], params: SamplingParams = COLD, **opti
     return decide(logits, [draft], params, strategy("topp", **options))
 
 
-def test_topp_accepts_what_is_in_the_nucleus() -> None:
+def test_topp_accepts_tokens_in_the_nucleus() -> None:
     flat = ranked([3, 4, 5, 6], [1], gap=0.1)  # four tokens of nearly a quarter each
-    inside = {
-        token: topp(flat, [token], SamplingParams(max_tokens=9, top_p=0.6), verify_window=0).accepted[0]
-        for token in range(V)
-    }
-    assert [token for token, accepted_count in inside.items() if accepted_count] == [3, 4, 5]
-    greedy = SamplingParams(temperature=0, max_tokens=9, top_p=0.6)
-    assert [t for t in range(V) if topp(flat, [t], greedy, verify_window=0).accepted == [1]] == [3, 4, 5]
+    for temperature in (1.0, 0.0):
+        params = SamplingParams(temperature=temperature, max_tokens=9, top_p=0.6)
+        assert [t for t in range(V) if topp(flat, [t], params, verify_window=0).accepted == [1]] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("limit", (1, 2, 3, 7, 11, 1000))
-def test_topp_takes_any_max_candidate_len(limit: int) -> None:
+def test_topp_accepts_any_max_candidate_len(limit: int) -> None:
     flat = ranked([3, 4, 5, 6], [1], gap=0.1)
     accepted_count = [
         t for t in range(V) if topp(flat, [t], max_candidate_len=limit, verify_window=0).accepted == [1]
@@ -133,8 +126,7 @@ def test_topp_takes_any_max_candidate_len(limit: int) -> None:
     assert accepted_count[:4] == [3, 4, 5, 6][:limit] if limit <= 4 else len(accepted_count) == min(limit, V)
 
 
-def test_topp_verify_window() -> None:
-    """The second best is accepted outside the nucleus if the next `verify_window` drafts are the best."""
+def test_topp_verify_window_accepts_the_second_best_before_best_drafts() -> None:
     rows = ranked([3, 4], [8, 1], [2, 1], [11, 1], [6])
     narrow = {"max_candidate_len": 1}
     assert topp(rows, [4, 8, 2, 11], **narrow).accepted == [4]
@@ -144,11 +136,11 @@ def test_topp_verify_window() -> None:
     assert topp(rows, [4, 8, 2, 1], **narrow, verify_window=3).accepted == [0]
     assert topp(rows, [4, 8, 2, 11], **narrow, verify_window=0).accepted == [0]
     assert topp(rows, [4, 8, 2, 11], **narrow, verify_window=4).accepted == [0]  # there is no fourth
-    assert topp(rows, [5, 8, 2, 11], **narrow).accepted == [0]  # the third best never
+    assert topp(rows, [5, 8, 2, 11], **narrow).accepted == [0]  # the third best is never accepted
     assert topp(rows[:2], [4], **narrow).accepted == [0]  # the last draft has no followers
 
 
-def test_topp_options_of_the_engine() -> None:
+def test_topp_options_are_checked() -> None:
     spec = {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": 3, "verify_window": 1}
     assert engine(speculative=spec).strategy.options == {"max_candidate_len": 3, "verify_window": 1}
     with pytest.raises(ConfigError, match="max_candidate_len"):
@@ -162,8 +154,7 @@ def test_topp_options_of_the_engine() -> None:
 
 @every
 @pytest.mark.parametrize("params", (COLD, HOT), ids=("cold", "hot"))
-def test_accept_all(name: str, params: SamplingParams) -> None:
-    """Every draft is accepted, the model decides the token after them, an end token ends the request."""
+def test_accept_all_accepts_every_draft(name: str, params: SamplingParams) -> None:
     logits = ranked(*([i] for i in (3, 8, 2, 11)), gap=40)
     result = decide(logits, [[9, 9, 9]], params, name, policy={"accept_policy": "accept_all"})
     assert result.tokens == [[9, 9, 9, 11]] and result.accepted == [3]
@@ -172,14 +163,13 @@ def test_accept_all(name: str, params: SamplingParams) -> None:
 
 
 @every
-def test_reject_all(name: str) -> None:
-    """No draft is accepted, not even a right one; the token is that of plain decoding, an end token too."""
+def test_reject_all_commits_the_token_of_plain_decoding(name: str) -> None:
     logits = ranked([3], [8], gap=40)
     result = decide(logits, [[3]], COLD, name, policy={"accept_policy": "reject_all"}, eos=(3,))
     assert result.tokens == [[3]] and result.accepted == [0] and result.ended == [FinishStatus.STOP]
 
 
-def test_reject_all_samples_as_if_nothing_was_drafted() -> None:
+def test_reject_all_samples_as_without_drafts() -> None:
     logits = noise(100)
     plain = decide(logits, [[]] * 100, HOT).tokens
     again = logits.repeat_interleave(2, 0)
@@ -196,7 +186,7 @@ def synthetic(policy: dict[str, Any], count: int = 6000, k: int = 4) -> Tensor:
 
 
 def test_synthetic_rates_are_reached() -> None:
-    """6000 windows: each conditional rate within four standard errors; and the same again."""
+    """Each conditional rate of 6000 windows is within four standard errors; a second run is equal."""
     rates = (0.9, 0.6, 0.3, 0.5)
     num = synthetic({"synthetic_acceptance_rates": rates})
     for place, rate in enumerate(rates):
@@ -211,21 +201,16 @@ def test_synthetic_length_is_reached(length: float) -> None:
     assert abs(float((num + 1).float().mean()) - length) < 0.1
 
 
-def test_synthetic_rates_0_and_1_are_exact_and_an_end_still_ends() -> None:
+def test_synthetic_rates_0_and_1_are_exact_and_end_tokens_finish() -> None:
     assert set(synthetic({"synthetic_acceptance_rates": (1, 1, 0, 1)}, 500).tolist()) == {2}
     logits = ranked([3], [8], [2], gap=40)
     policy = {"accept_policy": "synthetic", "synthetic_acceptance_rates": (1.0, 1.0)}
     assert decide(logits, [[9, 7]], COLD, policy=policy, eos=(9,)).tokens == [[9]]
 
 
-def test_synthetic_in_the_engine_reaches_its_length() -> None:
-    spec = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "accept_policy": "synthetic",
-        "synthetic_acceptance_length": 2.5,
-        "adaptive": False,
-    }
+def test_synthetic_length_is_reached_in_the_engine() -> None:
+    spec = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    spec |= {"accept_policy": "synthetic", "synthetic_acceptance_length": 2.5}
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     runs = [run(engine(speculative=spec), [request(i, params) for i in range(8)]) for _ in range(2)]
     steps = [s for r in runs[0].values() for s in r.steps if s.num_draft == 3]
@@ -245,7 +230,7 @@ def test_synthetic_in_the_engine_reaches_its_length() -> None:
     ),
     ids=str,
 )
-def test_policies_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
+def test_invalid_policies_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 4, **bad})
 
@@ -282,11 +267,10 @@ def test_policy_that_commits_verified_tokens_keeps_the_label(
     assert made.strategy_label(SamplingParams()) == ("target_match: lossless and seed-exact", True)
 
 
-# --- one batch, many strategies ---
+# --- mixed strategies ---
 
 
 def test_mixed_strategies_equal_each_alone() -> None:
-    """60 windows of 0 to 3 drafts, four strategies in turn, hot and cold: as if each ran by itself."""
     counts = [i % 4 for i in range(60)]
     logits = noise(sum(counts) + 60, scale=2.0)
     best = logits.argmax(-1)
@@ -305,24 +289,22 @@ def test_mixed_strategies_equal_each_alone() -> None:
     assert len({tuple(t) for t in together.tokens}) > 30
 
 
-def test_mixed_strategies_in_the_engine() -> None:
-    """Per request, by name, in one engine: as in an engine of their own."""
+def test_mixed_strategies_in_the_engine_equal_each_alone() -> None:
     base = {"method": "ngram", "num_speculative_tokens": 3}
 
-    def ask(i: int, name: str | None) -> Any:
+    def request_with(i: int, name: str | None) -> Any:
         wanted = {"verify_strategy": name} if name else None
         return request(i, SamplingParams(temperature=0.8, max_tokens=24, speculative=wanted))
 
     names = list(STRATEGIES)
-    mixed = run(engine(speculative=base), [ask(i, names[i]) for i in range(len(names))])
+    mixed = run(engine(speculative=base), [request_with(i, names[i]) for i in range(len(names))])
     for i, name in enumerate(names):
-        alone = run(engine(speculative={**base, "verify_strategy": name}), [ask(i, None)])
+        alone = run(engine(speculative={**base, "verify_strategy": name}), [request_with(i, None)])
         assert mixed[str(i)].same() == alone[str(i)].same(), name
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_without_speculation_a_request_gets_the_models_own_output(name: str) -> None:
-    """The engine's strategy may be lossy or ignore the temperature."""
+def test_request_without_speculation_ignores_the_strategy(name: str) -> None:
     hot = {"temperature": 1.3, "max_tokens": 20, "logprobs": 3}
     spec = {"method": "ngram", "verify_strategy": name, "num_speculative_tokens": 3}
     off = request(1, SamplingParams(**hot, speculative=False))
@@ -330,8 +312,7 @@ def test_without_speculation_a_request_gets_the_models_own_output(name: str) -> 
     assert got.same() == run(engine(), [request(1, SamplingParams(**hot))])["1"].same()
 
 
-def test_control_the_strategies_do_differ() -> None:
-    """The batch above would not show a mix-up if all strategies decided alike."""
+def test_control_strategies_differ() -> None:
     logits, drafts = noise(400, scale=2.0), [[i % V] * 3 for i in range(100)]
     results = {name: decide(logits, drafts, HOT, name).tokens for name in STRATEGIES}
     for a in results:
@@ -339,23 +320,21 @@ def test_control_the_strategies_do_differ() -> None:
 
 
 @every
-def test_what_lies_beyond_the_last_draft_is_never_read(name: str) -> None:
-    """Slack of the draft columns poisoned with ids below and beyond the vocabulary: the same choice."""
+def test_memory_past_the_last_draft_is_never_read(name: str) -> None:
     logits = noise(5)
-    answers = []
+    results = []
     for poison in (-(2**40), -1, 0, V, 2**40):
         slots = filled_slots([request(i, HOT, 3) for i in range(2)], 4, V)
         slots.columns.draft.fill_(poison)
         slots.columns.draft[0, :2], slots.columns.draft[1, :1] = torch.tensor([3, 4]), 5
         slots.columns.num_draft.copy_(torch.tensor([2, 1]))
         result = run_step(slots, logits, [strategy(name)])
-        answers.append((result.tokens, result.accepted, result.outcome.table.tolist()))
-    assert all(answer == answers[0] for answer in answers)
+        results.append((result.tokens, result.accepted, result.outcome.table.tolist()))
+    assert all(each == results[0] for each in results)
 
 
 @every
 def test_padding_rows_change_nothing(name: str) -> None:
-    """Padding behind the last window, whatever its logits: the same tokens, and the same law for them."""
     logits = noise(7)
     drafts = [[3, 4], [], [5]]
     plain = decide(logits[:6], drafts, HOT, name)
