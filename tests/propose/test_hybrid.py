@@ -59,13 +59,8 @@ def test_better_member_is_soon_selected(members, overlap):
     assert len(steps) < 1.6 * len(alone)
 
 
-<<<<<<< HEAD
-def test_control_the_worse_one_is_heard(monkeypatch):
-    def worse(whole, ops, batch, record, offers, search):
-=======
 def test_control_wrong_scores_select_the_worse_member(monkeypatch):
-    def wrong_scores(whole, ops, columns, slots, budget, record, offers, search):
->>>>>>> 8abd958 (tests: plain names in propose and verify tests; fewer repeated bodies)
+    def wrong_scores(whole, ops, batch, record, offers, search):
         wrong = [replace(offer, expected_tokens=m + 0 * offer.count) for m, offer in enumerate(offers)]
         return whole(ops, batch, record, wrong, search)
 

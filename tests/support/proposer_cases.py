@@ -23,24 +23,6 @@ def lines(ops, k, histories, max_len=128):
     return slots.columns
 
 
-<<<<<<< HEAD
-class Talk:
-    """A request as the n-gram op sees it: a prompt, then tokens as they are committed."""
-
-    def __init__(self, ops, prompt, smallest=2, largest=5, k=4):
-        self.ops, self.tokens, self.k, self.sizes = ops, list(prompt), k, (smallest, largest)
-
-    def guess(self, *new, budget=4):
-        self.tokens += new
-        columns = lines(self.ops, self.k, [[7, 8, 7, 8, 7], self.tokens])
-        batch = DeviceBatch(columns, torch.tensor([1]), torch.tensor([budget]))
-        drafts, count = self.ops.search.search_ngram(batch, *self.sizes)
-        assert drafts.shape == (1, self.k) and count.shape == (1,)
-        return drafts[0, : int(count[0])].tolist()
-
-
-=======
->>>>>>> 8abd958 (tests: plain names in propose and verify tests; fewer repeated bodies)
 def make(kind, k=4, **options):
     env = ProposerEnv(
         ops=resolve("torch", CPU),
