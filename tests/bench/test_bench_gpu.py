@@ -1,4 +1,4 @@
-"""The control of bench/gpu.py really takes every product to cuBLAS: where it would not, it says so."""
+"""The cuBLAS control of bench/gpu.py computes every product with cuBLAS, and reports where it does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = {
     "head_dim": 32,
     "intermediate_size": 128,
 }
-SIZES = (1, 8, 64, 600)  # rows; the kernel of all layers takes the first three
+SIZES = (1, 8, 64, 600)  # rows; the fused kernel takes the first three
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or torch.cuda.is_available(), reason="needs triton, no GPU"
@@ -39,7 +39,7 @@ def bits(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """On a GPU that is not there: kernels and cuBLAS are asked, and nobody computes anything."""
+    """Return an engine on a simulated GPU."""
     from draftproof.ops.triton.gemm.cublas import Cublas
     from no_gpu import pretend
 
@@ -49,26 +49,26 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return tiny.engine("wide", "bfloat16", backend="triton", debug=False)
 
 
-def asked(bits: Any, engine: Any) -> Any:
-    """Who was asked for the products of a pass and of its logits."""
+def watch_products(bits: Any, engine: Any) -> Any:
+    """Count the products of forward passes and their logits."""
     with torch.inference_mode(), bits.Products(engine.ops).watched() as products:
         for size in SIZES:
             WarmUp(engine.loop.device).run_forward(size)
     return products
 
 
-def test_the_control_takes_every_product_to_cublas(bits: Any, engine: Any) -> None:
+def test_every_product_uses_cublas(bits: Any, engine: Any) -> None:
     bits.use_cublas(engine)
-    products = asked(bits, engine)
+    products = watch_products(bits, engine)
     assert products.others == 0
     assert products.rows == {size: 4 * len(engine.runner.model.layers) + 1 for size in SIZES}
-    assert not vars(engine.ops).keys() & {"blocks", "linear"}, "nobody looks on any more"
+    assert not vars(engine.ops).keys() & {"blocks", "linear"}, "still watched"
 
 
-def test_it_notices_a_kernel_that_keeps_products_from_cublas(bits: Any, engine: Any) -> None:
+def test_control_kernel_in_place_of_cublas_is_reported(bits: Any, engine: Any) -> None:
     bits.use_cublas(engine)
     engine.ops.forward.one_launch = True
-    products = asked(bits, engine)
+    products = watch_products(bits, engine)
     assert products.others == 3 * 4 * len(engine.runner.model.layers)
     engine.ops.forward.one_launch, engine.ops.forward.cublas.mode = False, "never"
-    assert asked(bits, engine).others > products.others
+    assert watch_products(bits, engine).others > products.others

@@ -1,4 +1,4 @@
-"""bench/head.py on a small model: it ends in time with valid figures, and a change cannot break it unseen."""
+"""bench/head.py and bench/replay.py on a small model: they finish in time with valid figures."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ SIDES = "eagle3,ngram,suffix,hybrid"
 FEW = ["--parts", "speed", "--tokens", "12", "--rounds", "2", "--max-len", "64", "--count", "2"]
 
 
+def tiny_llm(model: str, speculative_config: dict[str, Any] | None, dtype: str, **options: Any) -> Any:
+    return SimpleNamespace(engine=tiny.engine("llama", dtype, speculative_config, **options))
+
+
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCH))
     import head
 
-    def small(model: str, speculative_config: dict[str, Any] | None, dtype: str, **options: Any) -> Any:
-        return SimpleNamespace(engine=tiny.engine("llama", dtype, speculative_config, **options))
-
-    def some(options: Any, asked: Any) -> Any:
-        return {task: [tiny.prompt(10 * i + j) for j in range(4)] for i, task in enumerate(("a", "b"))}
-
-    monkeypatch.setattr(head, "LLM", small)
-    monkeypatch.setattr(head, "encoded", some)
+    prompts = {task: [tiny.prompt(10 * i + j) for j in range(4)] for i, task in enumerate(("a", "b"))}
+    monkeypatch.setattr(head, "LLM", tiny_llm)
+    monkeypatch.setattr(head, "encoded", lambda options, texts: prompts)
     monkeypatch.setattr(head, "read", lambda path, each: {})
     return head
 
@@ -41,7 +40,7 @@ def options_of(bench: Any, *more: str) -> Any:
     return bench.parsed(given)
 
 
-def test_all_sides_are_measured(bench: Any) -> None:
+def test_every_method_is_measured(bench: Any) -> None:
     found = bench.measure(options_of(bench, "--batches", "1,9", "--methods", SIDES))["speed"]
     json.dumps(found)
     for batch, tasks in (("1", ("a", "b", "all")), ("9", ("all",))):
@@ -53,41 +52,54 @@ def test_all_sides_are_measured(bench: Any) -> None:
             assert all(length >= 1 for length in cell[task]["tokens a step"].values())
 
 
-def test_control_answers_that_differ_are_found(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_different_outputs_are_reported(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof.ops.cpu.sampling.ops import CpuSampling
 
-    choose = CpuSampling.sample
+    sample = CpuSampling.sample
 
     def wrong(self: Any, logits: Any, windows: Any, scaled: bool = False) -> Any:
-        tokens, bad = choose(self, logits, windows, scaled)
-        return (tokens.clamp(max=3) if len(tokens) > 1 else tokens), bad  # whoever verifies drafts
+        tokens, bad = sample(self, logits, windows, scaled)
+        return (tokens.clamp(max=3) if len(tokens) > 1 else tokens), bad  # steps that verify drafts
 
     monkeypatch.setattr(CpuSampling, "sample", wrong)
     found = bench.measure(options_of(bench, "--batches", "1", "--methods", "ngram"))["speed"]
     assert found["1"]["differing answers"] > 0
 
 
-def test_no_time_left(bench: Any) -> None:
+def test_methods_without_time_left_are_reported(bench: Any) -> None:
     found = bench.measure(options_of(bench, "--batches", "1", "--methods", "ngram", "--seconds", "0"))
     assert found == {"speed": {"does not start": dict.fromkeys(("plain", "ngram"), "no time left")}}
 
 
-def test_a_side_that_does_not_start_costs_itself(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_that_does_not_start_is_reported(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start = bench.LLM
 
-    def fussy(model: str, speculative_config: dict[str, Any] | None, **options: Any) -> Any:
+    def refuse_suffix(model: str, speculative_config: dict[str, Any] | None, **options: Any) -> Any:
         if speculative_config and speculative_config["method"] == "suffix":
             raise ConfigError("not today")
         return start(model, speculative_config, **options)
 
-    monkeypatch.setattr(bench, "LLM", fussy)
+    monkeypatch.setattr(bench, "LLM", refuse_suffix)
     found = bench.measure(options_of(bench, "--batches", "1", "--methods", "ngram,suffix"))["speed"]
     assert found["does not start"] == {"suffix": "ConfigError: not today"}
     assert set(found["1"]["all"]["over plain"]) == {"ngram"}
 
 
-def test_memory_is_bounded_by_what_runs(bench: Any) -> None:
+def test_kv_memory_is_bounded_by_the_batch(bench: Any) -> None:
     options = options_of(bench, "--batches", "1,9")
     engines = bench.Engines(options, {})
     each = 12 + options.tokens + 32
-    assert engines.room == 5 * 18 * each // 4  # two for each seat of the largest batch
+    assert engines.room == 5 * 18 * each // 4  # two for each request of the largest batch
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h200"])
+def test_replay_uses_step_times_of_a_table(bench: Any, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import replay
+
+    monkeypatch.setattr(replay, "LLM", tiny_llm)
+    given = ["--prompts", "none", "--tokens", "24", "--max-len", "64", "--methods", "eagle3,suffix,hybrid"]
+    options = replay.parsed(["hybrid", *given, "--head", heads.head("eagle3", "llama", "bfloat16")])
+    found = replay.replay(machine, options)["a"]
+    assert found["hybrid over the best other"] > 0.5
+    assert found["suffix"]["rounds"] == 0 < found["eagle3"]["rounds"]
+    assert found["hybrid"]["rounds"] < 4  # half of the rounds, or stopped early: the head is random

@@ -34,39 +34,36 @@ def test_rounds_are_timed_and_checked(rounds: Any, capsys: pytest.CaptureFixture
     assert "batches, 2 of 2" in capsys.readouterr().out
 
 
-def test_control_a_slip_in_an_op_is_found(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_defect_in_an_op_is_reported(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof.ops.cpu.draft_rounds import CpuRounds
 
     ahead = CpuRounds.plan_draft_rows
 
-    def late(self: Any, *given: Any) -> Any:
+    def shift_positions(self: Any, *given: Any) -> Any:
         made = ahead(self, *given)
         made.positions.add_(1)
         return made
 
-    monkeypatch.setattr(CpuRounds, "plan_draft_rows", late)
+    monkeypatch.setattr(CpuRounds, "plan_draft_rows", shift_positions)
     found = rounds.measure(rounds.parsed([*FEW, "--batches", "2", "--check"]))
     assert not found["microseconds"][0]["as op by op"]
 
 
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs triton, no GPU")
 @torch.inference_mode()
-def test_all_that_a_gpu_runs_is_compiled_ahead(
-    rounds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is timed and what is checked launches no kernel that `ready` has not gone through."""
+def test_every_kernel_is_compiled_ahead(rounds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from no_gpu import pretend
 
-    kernels, gone_through = pretend(monkeypatch)
+    kernels, compiled = pretend(monkeypatch)
     options = rounds.parsed([*FEW, "--backend", "triton", "--batches", "1,40"])
     made = rounds.checkpoint(options)
     decoding = rounds.Decoding(options, rounds.dummy_head(made, options.vocab, tmp_path), made)
     decoding.ready(options.batches, check=True)
     ahead = set(kernels)
-    assert len(ahead) > 10 and len(gone_through) == 1 + 4 * 2 + 2
+    assert len(ahead) > 10 and len(compiled) == 1 + 4 * 2 + 2
     kernels.clear()
 
-    def all_of_it() -> None:
+    def run_all() -> None:
         for batch in options.batches:
             for drafts in (0, decoding.k):
                 decoding.put_back(batch, drafts)
@@ -74,6 +71,6 @@ def test_all_that_a_gpu_runs_is_compiled_ahead(
                     part()
             decoding.alone(partial(decoding.drafted, batch))
 
-    decoding.engine.ops.runtime.compile([all_of_it], lambda *_: None)
+    decoding.engine.ops.runtime.compile([run_all], lambda *_: None)
     assert kernels and set(kernels) <= ahead
     assert decoding.device.drafting.failure is None

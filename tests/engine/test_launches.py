@@ -6,11 +6,8 @@ Triton launches are replaced by a count, torch's ops are counted as dispatched; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from draftproof.models.runner import Runner
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
 from draftproof.types import DeviceBatch, Draft, DraftSpec, Rows
-from fake_chip import Chip
+from no_gpu import pretend
 from step_cases import PAGE, Size, Step
 
 pytestmark = pytest.mark.skipif(
@@ -60,14 +57,13 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.fixture
-def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the backend as on a GPU of 132 processors."""
     from triton.runtime.jit import JITFunction
 
-    from draftproof.ops.triton import runtime
     from draftproof.ops.triton.backend import TritonOps
-    from draftproof.ops.triton.graphs import TritonRuntime
 
+    pretend(monkeypatch)
     launches = Launches()
     empty = torch.empty
 
@@ -77,20 +73,10 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             return made.zero_()  # tables must hold valid indices
 
     monkeypatch.setattr(torch, "empty", zeroed)
-    monkeypatch.setattr(runtime, "check_device", lambda device: None)
-    monkeypatch.setattr(runtime, "_usable", lambda name, x, dtypes: x)
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: launches.kernel(self, *a, **k))
-    with ExitStack() as stack:
-        for name, value in (
-            ("torch.cuda.is_current_stream_capturing", lambda: False),
-            ("torch.cuda.get_device_capability", lambda device: (9, 0)),
-            ("torch.cuda.get_device_properties", lambda device: Chip),
-        ):
-            stack.enter_context(mock.patch(name, value))
-        stack.enter_context(mock.patch.object(TritonRuntime, "open_queue", lambda self: None))
-        ops = TritonOps(CPU, cublas="never")
-        ops.launches = launches  # type: ignore[attr-defined]
-        yield ops
+    ops = TritonOps(CPU, cublas="never")
+    ops.launches = launches  # type: ignore[attr-defined]
+    return ops
 
 
 @pytest.fixture

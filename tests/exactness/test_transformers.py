@@ -17,8 +17,8 @@ from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
+from opcheck import check_order
 from tiny import request, run
-from transformers_order import check_order
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 199, 90

@@ -23,8 +23,8 @@ from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
 from exact import NUM_THREADS, num_threads
+from opcheck import check_order
 from tiny import Record, request, run
-from transformers_order import check_order
 
 TOKENS = 128
 QUESTIONS = (

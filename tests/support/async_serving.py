@@ -1,4 +1,4 @@
-"""What the tests of AsyncLLM share: a tiny model, a mix of requests with their solo answers, and checks."""
+"""A tiny LLM, requests with their reference outputs, and checks for tests of AsyncLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def params(seed: int = 11, **options: Any) -> SamplingParams:
     return SamplingParams(**{**values, **options})
 
 
-def lean(tokens: Sequence[int], row: Any) -> Any:
+def favour_one_token(tokens: Sequence[int], row: Any) -> Any:
     row[FIRST + len(tokens) % 3] += 2.0
     return row
 
@@ -50,16 +50,16 @@ CASES = [
     ("b", params(5, logprobs=None, prompt_logprobs=2, min_tokens=4)),
     ("bba", params(6, logprobs=5, logprobs_mode="processed", top_k=7, stop=["ab"], ignore_eos=True)),
     ("abba", params(7, logprobs=None, logprob_token_ids=[FIRST, FIRST + 3])),
-    ("bb", params(8, logits_processors=[lean], stop_token_ids=[14])),
+    ("bb", params(8, logits_processors=[favour_one_token], stop_token_ids=[14])),
     ("a" * 40, params(9, include_draft_logprobs=True, n=2, speculative=False)),
     ("ab" * 9, params(10, repetition_penalty=1.3, max_tokens=40, ignore_eos=True)),
 ]
 
 
 def reference_outputs(make: Callable[..., LLM]) -> list[RequestOutput]:
-    """Each by itself, without drafts, every step read at once."""
+    """Return each output alone, without drafts and overlap."""
     llm = make("plain", overlap=False)
-    made = [llm.generate(prompt, wish)[0] for prompt, wish in CASES]
+    made = [llm.generate(prompt, params_of)[0] for prompt, params_of in CASES]
     assert any(isinstance(o.stop_reason, str) for r in made for o in r.outputs)
     proposers.set_answers(Always(made[1].outputs[0].token_ids))
     return made
@@ -91,14 +91,14 @@ def check_prefix(events: Sequence[TokenEvent], want: RequestOutput) -> None:
 
 
 def check_left(llm: LLM) -> None:
-    """Nothing is left behind, and no thread either."""
+    """Check that no request and no engine thread is left."""
     check_empty(llm.engine)
     assert not llm.tracker.has_pending_outputs
     assert not [t for t in threading.enumerate() if t.name == "draftproof-engine"]
 
 
 def run(llm: LLM, body: Callable[[AsyncLLM], Awaitable[Any]], seconds: float = 120) -> Any:
-    """In a loop of its own, with a limit that only a hanging test meets; nothing may be left afterwards."""
+    """Run `body` in an event loop of its own with a time limit; check that nothing is left."""
 
     async def main() -> Any:
         async with AsyncLLM.from_llm(llm) as engine, asyncio.timeout(seconds):
@@ -115,7 +115,7 @@ async def collect(stream: Stream) -> list[TokenEvent]:
 
 
 async def serve_all(engine: AsyncLLM, alone: Sequence[RequestOutput], order: random.Random) -> None:
-    """Every ask as a stream and as a whole answer, at once, in any order."""
+    """Serve every case as a stream and as a whole output, at once, in random order."""
 
     async def one(i: int, streamed: bool) -> None:
         await asyncio.sleep(0)

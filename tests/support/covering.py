@@ -22,7 +22,7 @@ def pairs_of(case: Mapping[str, int]) -> set[Pair]:
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Greedy and deterministic: start from an uncovered pair, then take the level that covers most."""
+    """Return cases: greedily, each from an uncovered pair and the levels that cover most pairs."""
     names = list(factors)
     open_pairs = all_pairs(factors)
     cases = []

@@ -1,4 +1,4 @@
-"""A CPU backend that fails when it is told to: memory runs out, a step raises, the device is gone."""
+"""A CPU backend that fails on demand: out of memory, a step that raises, a lost device."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ class CapturedOps(FaultyOps):
         self.runtime.graph = self._graph  # type: ignore[method-assign,assignment]
 
     def _graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
-        function()  # as a capture does
+        function()  # a capture runs the step
         self.meet("graph")
         return function

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EOS = 2
 _SPECIAL = 3
-# in place of characters that the grammars below do not need
+# Tokens in place of characters that the grammars do not need.
 _LONG = {"@": '":', "#": '{"', "$": "true", "%": "=>x", "&": "=>{", "`": '"}', "^": "ree", "~": "=="}
 
 
@@ -60,7 +60,7 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "reasoning_text": {"json": SCHEMA, "max_whitespace": 1, "reasoning_end": "=>"},
 }
 OTHERWISE = ("red", "green", "greenish", "abcab-12", "abcab", '{"a": 12}', '{"a": 1, "b": true}', "[true]")
-# the end of the free section must be said now and then
+# Makes the end of the free section likely.
 BIAS: dict[str, dict[int, float]] = {
     "reasoning_token": {33: 6.0},
     "reasoning_text": {32: 5.0, 33: 5.0, 8: 4.0, 9: 4.0},
@@ -69,9 +69,7 @@ BIAS: dict[str, dict[int, float]] = {
 
 @cache
 def grammars(vocab_size: int = tiny.VOCAB) -> GrammarCompiler:
-    from draftproof.text.grammar.compiler import (
-        GrammarCompiler,  # it wants tokenizers, which a GPU machine may not have
-    )
+    from draftproof.text.grammar.compiler import GrammarCompiler  # needs tokenizers
 
     return GrammarCompiler(TINY, vocab_size, [EOS])
 
@@ -79,9 +77,7 @@ def grammars(vocab_size: int = tiny.VOCAB) -> GrammarCompiler:
 @cache
 def grammar(name: str) -> Grammar | None:
     wanted = STRUCTURES.get(name)
-    if (
-        wanted is not None and find_spec("xgrammar") is None
-    ):  # a GPU machine without it: the engine cannot tell
+    if wanted is not None and find_spec("xgrammar") is None:  # a GPU machine without it
         return words(*OTHERWISE, end=">" if "reasoning_end" in wanted else "")
     return grammars().compile(SamplingParams(structured_outputs=wanted)) if wanted else None
 

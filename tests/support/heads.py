@@ -21,7 +21,7 @@ from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="draftproof-heads-")
-# methods of the table that need a model folder
+# Methods that need a model folder.
 WITH_MODELS = ("mtp", "eagle", "eagle3", "draft_model")
 
 
@@ -96,12 +96,18 @@ def _qk_to_pairs(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def save_model(name: str, config: ModelConfig, tensors: dict[str, Tensor]) -> str:
-    made = folder(name)
+    write_model(folder(name), config, tensors)
+    return str(folder(name))
+
+
+def write_model(made: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+    """Write a checkpoint as other tools do."""
     if config.rope_interleaved:
         tensors = {key: _qk_to_pairs(key, tensor, config) for key, tensor in tensors.items()}
     raw = {
         "use_bias": config.mlp_bias,  # ERNIE 4.5
         "architectures": [config.architecture],
+        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -128,7 +134,6 @@ def save_model(name: str, config: ModelConfig, tensors: dict[str, Tensor]) -> st
         raw["sliding_window"] = config.windows[0]
     (made / "config.json").write_text(json.dumps(raw))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, made / "model.safetensors")
-    return str(made)
 
 
 @cache

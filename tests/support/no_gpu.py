@@ -1,4 +1,4 @@
-"""A GPU that is not there: everything of a start but the kernels, with the sizes that a GPU has."""
+"""A simulated GPU: all of a start but the kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import pytest
 import torch
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[], object]]]:
-    """From now on the backend believes in it. Kernels launched, and functions gone through to compile.
+class Chip:
+    multi_processor_count = 132
+    shared_memory_per_block_optin = 227 << 10
+    shared_memory_per_multiprocessor = 228 << 10
+    major = 9
 
-    On the CPU an index out of range raises; on a GPU it would take the process with it.
-    """
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[], object]]]:
+    """Make the backend use the simulated GPU; return launched kernels and compiled functions."""
     from triton.runtime.jit import JITFunction
 
     from draftproof.ops.triton import compile_ahead, graphs, runtime
-    from fake_chip import Chip
 
     kernels: list[str] = []
     gone_through: list[Callable[[], object]] = []

@@ -1,4 +1,4 @@
-"""Checks that every backend must pass, as functions, so that a wrong backend can be shown to fail them."""
+"""Checks that every backend must pass, as functions, so that tests can show a wrong backend failing them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Call = Callable[[list[int]], Tensor]  # the op on these rows of a pool -> one re
 
 
 def importable() -> dict[str, Ops]:
-    """Every backend of the table that this machine can load; fewer if DRAFTPROOF_TEST_BACKENDS says so."""
+    """Return every backend that this machine can load; DRAFTPROOF_TEST_BACKENDS limits them."""
     found = {}
     wanted = os.environ.get("DRAFTPROOF_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
     for name in wanted:
-        with contextlib.suppress(ConfigError):  # not for this machine, or it wants another device
+        with contextlib.suppress(ConfigError):  # not for this machine or device
             found[name] = resolve(name, CPU)
     return found
 
@@ -32,8 +32,11 @@ def bits(x: Tensor) -> bytes:
 
 
 def rows_that_differ(call: Call, counts: Iterable[int] = range(1, POOL + 1), turns: int = POOL) -> list[str]:
-    """Where a row's bits depend on its company. Each row is computed alone, in every number of rows of
-    `counts` with other neighbours each time, and in `turns` rotations of the full pool: at every place."""
+    """Return rows whose bits depend on the other rows of a call.
+
+    Each row is computed alone, in every number of rows of `counts` with random others, and in `turns`
+    rotations of the full pool.
+    """
     alone = [bits(call([i])) for i in range(POOL)]
     random = torch.Generator().manual_seed(5)
     batches = [torch.randperm(POOL, generator=random)[:n].tolist() for n in counts]
@@ -48,17 +51,23 @@ def rows_that_differ(call: Call, counts: Iterable[int] = range(1, POOL + 1), tur
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """fp32: 2e-5 of the value plus 2e-5; bf16: two units in the last place, 2^-7, plus 1e-2.
-
-    Operands are of size 1 and `want` was computed in fp64.
-    """
+    """Check fp32 within 2e-5 and bf16 within two units in the last place of `want`, computed in fp64."""
     assert got.shape == want.shape and got.dtype == want.dtype
     exact = dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=2e-5 if exact else 2**-7, atol=2e-5 if exact else 1e-2)
 
 
+def check_order(ids: list[int], row: Tensor, gap: float = 1e-4) -> None:
+    """Check that `ids` are the best of `row` in order, except where values are nearer than `gap`."""
+    order = row.topk(len(ids))
+    for place, token in enumerate(ids):
+        if token != int(order.indices[place]):
+            assert abs(float(row[token] - order.values[place])) < gap
+    assert len(set(ids)) == len(ids)
+
+
 class Paged:
-    """A KV cache whose pages are out of order, with NaN wherever no row may look."""
+    """A KV cache with pages out of order and NaN where no row may read."""
 
     def __init__(
         self, heads: AttentionShape, lengths: list[int], dtype: torch.dtype, page_size: int = 8, seed: int = 0
@@ -82,7 +91,7 @@ class Paged:
         return page * self.page_size + position % self.page_size
 
     def rows(self, where: list[tuple[int, int]]) -> Rows:
-        """Rows for (slot, position) pairs."""
+        """Return rows for (slot, position) pairs."""
         slots = torch.tensor([s for s, _ in where], dtype=torch.int64)
         positions = torch.tensor([p for _, p in where], dtype=torch.int64)
         index = torch.tensor([self.place(s, p) for s, p in where], dtype=torch.int64)

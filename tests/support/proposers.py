@@ -1,4 +1,4 @@
-"""Proposers for tests, addressed as "proposers:Name": liars, prophets, and one with a model of its own."""
+"""Proposers for tests, by the name "proposers:Name": random, always right, partly right, and with a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import DeviceProposer, Proposer, ProposerEnv
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
-REQUESTS, TOKENS = 64, 1024  # that drafts on the device can know
+REQUESTS, TOKENS = 64, 1024  # size of the table of outputs
 
 
 class _Scripted(Proposer):
-    """Knows the plain output of each request, by id; what it makes of it is `guess`."""
+    """Proposer that knows the plain output of each request, by id."""
 
     answers: ClassVar[Mapping[str, list[int]]] = {}
 
@@ -40,11 +40,11 @@ class _Scripted(Proposer):
         for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
             request = self._requests[slot]
             done = length - len(request.prompt_token_ids)
-            truth = list(_Scripted.answers.get(request.id, ())[done : done + budget])
-            guesses.append(self.guess(random.Random(f"{request.seed} {length}"), truth, budget))
+            target = list(_Scripted.answers.get(request.id, ())[done : done + budget])
+            guesses.append(self.guess(random.Random(f"{request.seed} {length}"), target, budget))
         return Draft.from_lists(guesses, self.env.k)
 
-    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
+    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
         raise NotImplementedError
 
 
@@ -70,35 +70,35 @@ class Junk(_Scripted):
 
     sources = ("junk",)
 
-    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
+    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
         wild = [-1, -(2**40), self.env.vocab_size, 2**40]
         return [
-            chance.choice(wild) if chance.random() < 0.1 else chance.randrange(self.env.vocab_size)
-            for _ in range(chance.randint(0, budget))
+            rng.choice(wild) if rng.random() < 0.1 else rng.randrange(self.env.vocab_size)
+            for _ in range(rng.randint(0, budget))
         ]
 
 
 class Perfect(_Scripted):
-    """The plain output itself, and junk after its end."""
+    """The plain output, and junk after its end."""
 
     sources = ("perfect",)
 
-    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
-        return truth + [7] * (budget - len(truth))
+    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
+        return target + [7] * (budget - len(target))
 
 
 class Flaky(_Scripted):
-    """Right for a while, then wrong: every acceptance count from none to all comes up."""
+    """Right tokens up to a random place, then random ones."""
 
     sources = ("even", "odd")
 
-    def guess(self, chance: random.Random, truth: list[int], budget: int) -> list[int]:
-        right = truth[: chance.randint(0, len(truth))]
-        return right + [chance.randrange(self.env.vocab_size) for _ in range(budget - len(right))]
+    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
+        right = target[: rng.randint(0, len(target))]
+        return right + [rng.randrange(self.env.vocab_size) for _ in range(budget - len(right))]
 
 
 class Parity(Flaky):
-    """Every second of its drafts is another's."""
+    """Drafts of alternating sources."""
 
     def propose(self, batch: ProposeBatch) -> Draft:
         draft = super().propose(batch)
@@ -106,12 +106,12 @@ class Parity(Flaky):
 
 
 class _OnDevice(DeviceProposer):
-    """Guesses in the middle of a step, from the columns and a table of the answers, in tensors alone.
+    """Drafts inside a step from the columns and a table of outputs, in tensors only.
 
-    Whose they are it knows by the seed: tests give request i the seed 1000 + i, or have one request.
+    The table is indexed by seed: tests give request i the seed 1000 + i, or have one request.
     """
 
-    tables: ClassVar[dict[torch.device, torch.Tensor]] = {}  # [requests, tokens], at an address that stays
+    tables: ClassVar[dict[torch.device, torch.Tensor]] = {}  # [requests, tokens], at a fixed address
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
@@ -124,23 +124,24 @@ class _OnDevice(DeviceProposer):
         table, ahead = self.tables[slots.device], torch.arange(self.env.k, device=slots.device)
         seed, length = columns.seed[slots], columns.length[slots]
         done = (length - columns.prompt_len[slots])[:, None] + ahead
-        truth = table[(seed - 1000).clamp(0, REQUESTS - 1)[:, None], done.clamp(0, TOKENS - 1)]  # [B, K]
+        target = table[(seed - 1000).clamp(0, REQUESTS - 1)[:, None], done.clamp(0, TOKENS - 1)]  # [B, K]
         dice = (seed * 7919 + length * 104_729)[:, None] + torch.arange(self.env.k + 1, device=slots.device)
         dice = (dice * 2_654_435_761 % (1 << 40)) >> 9  # [B, 1 + K]
-        tokens, count = self.bend(truth, dice, batch.budget)
+        tokens, count = self.choose(target, dice, batch.budget)
         return Draft(tokens, torch.where(batch.slots < 0, 0, count))
 
-    def bend(
-        self, truth: torch.Tensor, dice: torch.Tensor, budget: torch.Tensor
+    def choose(
+        self, target: torch.Tensor, dice: torch.Tensor, budget: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [B, K] and their number [B], at most the budget [B]; dice [B, 1 + K]."""
+        """Return tokens [B, K] and their number [B], at most the budget [B]; dice [B, 1 + K]."""
         raise NotImplementedError
 
 
 class DeviceJunk(_OnDevice):
     sources = ("junk",)
 
-    def bend(self, truth, dice, budget):  # type: ignore[no-untyped-def]
+    def choose(self, target, dice, budget):  # type: ignore[no-untyped-def]
+        """Return tokens [B, K] and their number [B], at most the budget [B]; dice [B, 1 + K]."""
         rolled, vocab = dice[:, 1:], self.env.vocab_size
         wild = torch.where(rolled % 20 < 10, -(2**40), torch.where(rolled % 20 < 15, vocab, 2**40))
         return torch.where(rolled % 10 == 0, wild, rolled % vocab), dice[:, 0] % (budget + 1)
@@ -149,24 +150,26 @@ class DeviceJunk(_OnDevice):
 class DevicePerfect(_OnDevice):
     sources = ("perfect",)
 
-    def bend(self, truth, dice, budget):  # type: ignore[no-untyped-def]
-        return truth, budget
+    def choose(self, target, dice, budget):  # type: ignore[no-untyped-def]
+        """Return tokens [B, K] and their number [B], at most the budget [B]; dice [B, 1 + K]."""
+        return target, budget
 
 
 class DeviceFlaky(_OnDevice):
     sources = ("flaky",)
 
-    def bend(self, truth, dice, budget):  # type: ignore[no-untyped-def]
+    def choose(self, target, dice, budget):  # type: ignore[no-untyped-def]
+        """Return tokens [B, K] and their number [B], at most the budget [B]; dice [B, 1 + K]."""
         right = dice[:, :1] % (budget[:, None] + 1)
-        ahead = torch.arange(truth.shape[1], device=truth.device)
-        return torch.where(ahead < right, truth, dice[:, 1:] % self.env.vocab_size), budget
+        ahead = torch.arange(target.shape[1], device=target.device)
+        return torch.where(ahead < right, target, dice[:, 1:] % self.env.vocab_size), budget
 
 
 class SelfModel(Proposer):
-    """Drafts with a whole model of its own on the target's page ids, under the target's noise.
+    """Drafts of a whole model on the target's page ids, with the target's noise.
 
-    Its only state is how many committed tokens have KV in its own storage; after a rejection it goes on
-    from there. With the target's weights every draft must stand and every hidden row must agree.
+    Its only state is the number of committed tokens with KV in its own storage. With the target's weights
+    every draft must be accepted and every hidden row must be equal.
     """
 
     sources = ("self",)
@@ -215,7 +218,7 @@ class SelfModel(Proposer):
         hidden = {i: self._catch_up(batch, i) for i in active}
         for j in range(max(batch.budget, default=0)):
             active = [i for i in active if batch.budget[i] > j]
-            if j:  # the draft before this one becomes an input; its KV lies beyond the committed tokens
+            if j:  # the KV of the draft before lies past the committed tokens
                 at = torch.tensor([batch.lengths[i] + j - 1 for i in active])
                 slots = torch.tensor([batch.slots[i] for i in active])
                 rows = self.runner.rows(draft.tokens[active, j - 1], at, slots, c.page_table)
@@ -224,7 +227,7 @@ class SelfModel(Proposer):
         return draft
 
     def _catch_up(self, batch: ProposeBatch, i: int) -> torch.Tensor:
-        """Compute the committed tokens it lacks, in pieces of its own; the newest one's hidden row."""
+        """Compute the committed tokens without KV, in chunks, and return the newest hidden row."""
         slot, length, c = batch.slots[i], batch.lengths[i], batch.columns
         at, parts = self._computed[slot], []
         begin = at
@@ -251,7 +254,7 @@ class SelfModel(Proposer):
         SelfModel.hidden_rows_checked += overlap
 
     def _sample(self, batch: ProposeBatch, draft: Draft, active: list[int], j: int, hidden: Any) -> None:
-        """The target's noise at the output position of draft j, on this model's own logits."""
+        """Sample draft j from this model's logits with the target's noise."""
         c, ops = batch.columns, self.env.ops
         slots = torch.tensor([batch.slots[i] for i in active])
         logits = self.runner.logits(hidden)
@@ -261,8 +264,8 @@ class SelfModel(Proposer):
         position = torch.tensor([batch.lengths[i] + j for i in active]) - c.prompt_len[slots]
         tokens = ops.sampling.gumbel_argmax(scaled, c.seed[slots], position, STREAM_SAMPLE)
         tokens = torch.where(cold, ops.sampling.argmax(logits), tokens)
-        law = torch.log_softmax(scaled, -1)
+        logprobs = torch.log_softmax(scaled, -1)
         draft.tokens[active, j] = tokens
-        draft.logprobs[active, j] = law.gather(1, tokens[:, None])[:, 0]
+        draft.logprobs[active, j] = logprobs.gather(1, tokens[:, None])[:, 0]
         certain = torch.nn.functional.one_hot(tokens, self.env.vocab_size).float()
-        draft.probs[active, j] = torch.where(cold[:, None], certain, law.exp())
+        draft.probs[active, j] = torch.where(cold[:, None], certain, logprobs.exp())

@@ -1,4 +1,4 @@
-"""Shared parts of test_serve_command and the tests that reuse them."""
+"""Server processes started by the command line."""
 
 from __future__ import annotations
 

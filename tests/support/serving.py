@@ -1,4 +1,4 @@
-"""A tiny model behind a real socket, for the tests of the server: its folder, its clients, its threads."""
+"""A tiny model behind a real socket for tests of the server."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from draftproof import LLM, AsyncLLM
 from draftproof.serve.http.app import create_app
 from draftproof.serve.http.uvicorn_protocol import Protocol
 from draftproof.serve.settings import Settings
+from text_pieces import CONFIG
 
 CORPUS = [
     "one two three four five six seven eight nine ten and then again one two three",
@@ -53,23 +54,13 @@ def _tokenizer() -> str:
 
 
 def make_folder(folder: Path) -> Path:
-    """A checkpoint without weights: a model with a tokenizer, a chat template and an end of text."""
+    """Write a checkpoint without weights, with a tokenizer, a chat template and an end token."""
     (folder / "tokenizer.json").write_text(_tokenizer())
     vocab = tokenizers.Tokenizer.from_str(_tokenizer()).get_vocab_size()
     settings = {"chat_template": CHAT, "eos_token": SPECIAL[END]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 256,
-        "eos_token_id": END,
-        "tie_word_embeddings": True,  # so that greedy answers repeat themselves and drafts stand
-    }
+    # Tied embeddings make greedy output repeat itself, so that drafts are accepted.
+    config = {**CONFIG, "vocab_size": vocab, "eos_token_id": END, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -80,7 +71,7 @@ def tiny(folder: Path, speculative_config: Any = None, **more: Any) -> LLM:
 
 
 class Served:
-    """A server that runs, and ways to talk to it."""
+    """A running server and clients of it."""
 
     def __init__(self, url: str, app: Any, llm: AsyncLLM) -> None:
         self.url, self.app, self.llm = url, app, llm
@@ -106,7 +97,7 @@ class Served:
 
 @contextmanager
 def serving(llm: LLM, settings: Settings | None = None, send_buffer: int = 0) -> Iterator[Served]:
-    """In a thread of its own; nothing may be left when it ends."""
+    """Serve in a thread of its own; check that nothing is left afterwards."""
     engine = AsyncLLM.from_llm(llm)
     app = create_app(engine, settings)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -130,7 +121,7 @@ def serving(llm: LLM, settings: Settings | None = None, send_buffer: int = 0) ->
 
 
 def raw_request(url: str, body: dict[str, Any], length: int | None = None) -> tuple[tuple[str, int], bytes]:
-    """Where to connect and what to write, for clients that do not behave."""
+    """Return address and bytes of a request, for clients that misbehave."""
     host, port = url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -139,7 +130,7 @@ def raw_request(url: str, body: dict[str, Any], length: int | None = None) -> tu
 
 
 def events(response: httpx.Response) -> Iterator[Any]:
-    """What a stream says, up to its end."""
+    """Yield the events of a stream up to its end."""
     for line in response.iter_lines():
         if line.startswith("data: "):
             if line == "data: [DONE]":

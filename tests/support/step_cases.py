@@ -1,7 +1,7 @@
-"""Random steps, and checks of the step's bookkeeping on them, for any backend against the definition.
+"""Random steps, and checks of step ops of any backend against the reference.
 
-What no op may look at or change is poisoned: lines of free slots, tokens past a length, drafts past their
-number, the plan of absent entries, padding rows, the places behind every result. All comparisons are of bits.
+Memory that no op may read or change is poisoned: free slots, tokens past a length, drafts past their number,
+plans of absent entries, padding rows, memory behind every result. Comparisons are of bits.
 """
 
 from __future__ import annotations
@@ -48,19 +48,11 @@ INF = math.inf
 CPU = torch.device("cpu")
 REF = ReferenceOps(CPU)
 PAGE = 4
-ADJUST = (
-    0,
-    0,
-    int(LogitAdjust.PENALTY),
-    int(LogitAdjust.BIAS),
-    int(LogitAdjust.ALLOWED_IDS),
-    int(LogitAdjust.MIN_TOKENS),
-    15,
-)
+ADJUST = (0, 0, LogitAdjust.PENALTY, LogitAdjust.BIAS, LogitAdjust.ALLOWED_IDS, LogitAdjust.MIN_TOKENS, 15)
 
 
 def bits(x: Tensor) -> Tensor:
-    """NaN is NaN, whatever its payload."""
+    """Return the bits of a tensor, with one value for every NaN."""
     if x.is_floating_point():
         return torch.where(x.isnan(), torch.full_like(x, math.nan), x).view(torch.int32)
     return x
@@ -73,7 +65,7 @@ def same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def all_same(got: Any, want: Any, what: str) -> None:
-    """Every tensor of a dataclass."""
+    """Compare every tensor of a dataclass."""
     for field in fields(want):
         a, b = getattr(got, field.name), getattr(want, field.name)
         if isinstance(b, Tensor):
@@ -83,7 +75,7 @@ def all_same(got: Any, want: Any, what: str) -> None:
 
 
 def copied(held: Any, device: torch.device) -> Any:
-    """A dataclass of tensors with tensors of its own."""
+    """Copy a dataclass of tensors to a device."""
     made = {f.name: getattr(held, f.name) for f in fields(held)}
     for name, value in made.items():
         if isinstance(value, Tensor):
@@ -121,7 +113,7 @@ class Size:
 
 
 class Step:
-    """Slots, a plan for them, and their windows; some of everything."""
+    """Random slots, a plan for them, and their windows."""
 
     def __init__(self, seed: int, size: Size = Size()) -> None:  # noqa: B008 - frozen
         self.random = torch.Generator().manual_seed(seed)
@@ -130,7 +122,7 @@ class Step:
         self.plan = self._plan()
 
     def int(self, low: int, high: int) -> int:
-        """low..high, both included."""
+        """Return a random integer from low to high, both included."""
         return int(torch.randint(low, high + 1, (1,), generator=self.random))
 
     def chance(self, share: float) -> bool:
@@ -165,7 +157,7 @@ class Step:
         return SlotColumns(**made)
 
     def _fill(self, slot: int) -> str:
-        """A request in a slot; scores in which phase it is."""
+        """Put a random request into a slot and return its phase."""
         size, columns = self.size, self.columns
         phase = ("ended", "prompt", "prompt", "decode", "decode", "decode")[self.int(0, 5)]
         length = self.int(1, size.wide - size.k - 2)
@@ -186,7 +178,7 @@ class Step:
         columns.presence[slot], columns.frequency[slot] = self.floats(2)
         columns.seed[slot] = self.int(0, 2**63 - 2)
         columns.min_length[slot] = length + self.int(-1, size.k)
-        columns.adjust[slot] = ADJUST[self.int(0, len(ADJUST) - 1)]
+        columns.adjust[slot] = int(ADJUST[self.int(0, len(ADJUST) - 1)])
         columns.logprob_kind[slot] = self.int(0, 2)
         columns.ends[slot] = torch.rand(size.vocab, generator=self.random) < self.int(0, 2) * 0.12
         if columns.adjust[slot] & LogitAdjust.BIAS:
@@ -213,7 +205,7 @@ class Step:
         return plan
 
     def room(self, spare: int) -> tuple[int, int]:
-        """Forward rows and logits rows of the plan, and `spare` more of each."""
+        """Return the rows and logits rows of the plan, and `spare` more of each."""
         most = self.size.entries * self.size.wide
         out = self.out(Guarded(CPU), most, most)
         TorchStep().layout(self.plan, self.columns, PAGE, out)
@@ -234,7 +226,7 @@ class Step:
         return copied(out.windows, device)
 
     def logits(self, rows: int) -> Tensor:
-        """Random, tied, with -inf, and a few rows with NaN, with +inf, or of nothing but -inf."""
+        """Return random logits with ties, -inf, and a few rows of NaN, +inf or -inf only."""
         x = 3 * self.floats(rows, self.size.vocab)
         for r in range(rows):
             kind = self.int(0, 11)
@@ -255,7 +247,7 @@ class Step:
         return x
 
 
-Check = Callable[[Ops, int, Size, Any], None]  # the last: what is right
+Check = Callable[[Ops, int, Size, Any], None]  # the last: the reference
 CHECKS: dict[str, Check] = {}
 
 
@@ -288,7 +280,7 @@ def apply_penalties(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     if seed % 2:
         for column in (step.columns.tokens, step.columns.draft):
-            column[column == POISON] = 1  # a token like any other: counted, it would show
+            column[column == POISON] = 1  # a valid token, so that a wrong count shows
     windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
     logits = step.logits(len(windows.slot)).to(ref.device)
     given = logits.clone().to(ops.device)
@@ -301,26 +293,34 @@ def apply_penalties(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def apply_bans(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    step = Step(seed, size)
-    windows, mine = step.windows(spare_of(seed), ref.device), step.windows(spare_of(seed), ops.device)
+    check_logits_in_place("apply_bans", ops, seed, size, ref)
+
+
+def check_logits_in_place(
+    name: str, ops: Ops, seed: int, size: Size, ref: Any, prepare: Callable[..., Windows] = lambda _, w: w
+) -> None:
+    """Compare an op that changes logits; `prepare(step, windows)` adds to the windows."""
+    step, again = Step(seed, size), Step(seed, size)
+    windows = prepare(step, step.windows(spare_of(seed), ref.device))
+    mine = prepare(again, again.windows(spare_of(seed), ops.device))
     want = step.logits(len(windows.slot)).to(ref.device)
     got = want.clone().to(ops.device)
-    ops.sampling.apply_bans(got, mine)
-    ref.sampling.apply_bans(want, windows)
+    getattr(ops.sampling, name)(got, mine)
+    getattr(ref.sampling, name)(want, windows)
     same(got, want, "base")
     all_same(mine, windows, "windows")
 
 
 def masked(step: Step, windows: Windows) -> Windows:
-    """With masks for every slot and depth; about half of the requests have a grammar."""
+    """Add masks for every slot and depth; about half of the requests have a grammar."""
     size, columns = step.size, windows.columns
     words = -(-size.vocab // 32)
     allowed = step.ints(-(2**31), 2**31 - 1, size.entries, size.k + 1, words).to(torch.int32)
     for slot in range(size.entries):
         kind = step.int(0, 3)
-        if kind < 2:  # all of it open, or all closed
+        if kind < 2:  # all tokens allowed, or none
             allowed[slot, step.int(0, size.k)] = -kind
-        # the column of a free slot is poison: no row may look at it
+        # The column of a free slot is poisoned: no row may read it.
         if columns.adjust[slot] != POISON:
             columns.adjust[slot] |= int(LogitAdjust.MASK) * (kind % 2)
     return replace(windows, allowed=allowed.to(columns.adjust.device))
@@ -328,19 +328,11 @@ def masked(step: Step, windows: Windows) -> Windows:
 
 @check
 def apply_grammar_mask(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    step, again = Step(seed, size), Step(seed, size)
-    windows = masked(step, step.windows(spare_of(seed), ref.device))
-    mine = masked(again, again.windows(spare_of(seed), ops.device))
-    want = step.logits(len(windows.slot)).to(ref.device)
-    got = want.clone().to(ops.device)
-    ops.sampling.apply_grammar_mask(got, mine)
-    ref.sampling.apply_grammar_mask(want, windows)
-    same(got, want, "base")
-    all_same(mine, windows, "windows")
+    check_logits_in_place("apply_grammar_mask", ops, seed, size, ref, masked)
 
 
 def level(logits: Tensor, windows: Windows, scaled: bool) -> None:
-    """Makes all tokens of a hot row equally good: how quotient, noise and sum are rounded decides."""
+    """Make all tokens of a hot row equally good, so that rounding decides."""
     columns = windows.columns
     hot = [r for r, slot in enumerate(windows.slot.tolist()) if slot >= 0 and columns.temperature[slot] > 0]
     for r in hot[1:2]:
@@ -403,16 +395,16 @@ def commit(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Ids and ranks are the definition's; values are logits - logsumexp in the backend's own bits."""
+    """Ids and ranks are the reference's; values are those of logits - logsumexp in the backend's own bits."""
     step = Step(seed, size)
     count = size.picks
     logits = step.logits(5)
     rows, tokens = step.ints(-1, 4, count), step.ints(0, size.vocab - 1, count)
     rows[0], rows[-1] = seed % 5, -1
     real = rows >= 0
-    wild = (logits.isnan() | (logits == INF)).any(1)  # such a row ends its request: its values are unused
+    wild = (logits.isnan() | (logits == INF)).any(1)  # such a row fails its request
     sound = real & ~wild[rows.clamp(min=0)]
-    tokens = torch.where(real, tokens, 0)  # a composition looks it up
+    tokens = torch.where(real, tokens, 0)  # an index of a gather
     for top in ((0, min(5, size.vocab)), (1,), (min(20, size.vocab),))[seed % 3]:
         given = [x.clone().to(ops.device) for x in (logits, rows, tokens)]
         got = ops.sampling.logprobs(*given, top)
@@ -436,13 +428,13 @@ def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         wanted, want = ref.search.search_ngram(DeviceBatch(held, *theirs), smallest, largest)
         same(count, want, f"count, {smallest} to {largest}")
         is_draft = torch.arange(size.k, device=ops.device) < count[:, None]
-        wanted = torch.where(is_draft.to(ref.device), wanted, 0)  # beyond: any token
+        wanted = torch.where(is_draft.to(ref.device), wanted, 0)  # later ones may be anything
         same(torch.where(is_draft, tokens, 0), wanted, f"tokens, {smallest} to {largest}")
     all_same(columns, step.columns, "columns")
 
 
 def pool_of(step: Step, lines: int = 6, wide: int = 20, buckets: int = 8) -> SuffixPool:
-    """Lines of few letters, some begun with the end of a request's text; stale and wild entries too."""
+    """Return lines of few letters, some begun with the end of a request's text, and stale entries."""
     size, slots = step.size, len(step.columns.length)
     tokens = step.ints(0, size.letters - 1, lines, wide).to(torch.int32)
     filled, owner = step.ints(0, wide, lines), step.ints(-1, 1, lines)
@@ -541,7 +533,7 @@ def store_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     tokens[-1, -1] = 2**40
     count = step.ints(0, size.k, size.entries)
     tokens[torch.arange(size.k) >= count[:, None]] = POISON
-    count[step.floats(size.entries) < 0.1] = -3  # a third-party proposer
+    count[step.floats(size.entries) < 0.1] = -3  # as of a wrong proposer
     own = step.floats(*shape) if seed % 2 else None
     sources = step.ints(0, 3, *shape).to(torch.int8) if seed // 2 % 2 else None
     draft = Draft(tokens, count, logprobs=own, sources=sources)
@@ -557,7 +549,7 @@ def store_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 def committed(step: Step, seed: int) -> Rows:
-    """The rows of a step, which has been committed."""
+    """Return the rows of a step that has been committed."""
     rows, logits = step.room(spare_of(seed))
     out = step.out(Guarded(CPU), rows, logits)
     TorchStep().layout(step.plan, step.columns, PAGE, out)
@@ -590,7 +582,7 @@ def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """The bits of the ops one by one: norm, LM head, choice; and how sure the head is of it."""
+    """Tokens are those of norm, LM head and sampling op by op, with the probability of each."""
     step = Step(seed, size)
     windows = step.windows(spare_of(seed), ops.device)
     if seed % 6 in (2, 5):  # no entry has a budget, or one alone has

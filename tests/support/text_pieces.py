@@ -1,11 +1,9 @@
-"""Shared parts of test_endings_text and the tests that reuse them."""
+"""A vocabulary of ten text pieces, and a model configuration for it."""
 
 from __future__ import annotations
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
-
-FIRST = 10  # the ids 10 to 19 are the pieces; 2 ends a text
-
+FIRST = 10  # ids 10 to 19 are the pieces; 2 ends a text
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 32,
@@ -48,7 +46,7 @@ class Always(dict):
 
 
 def seen(output):
-    """All that the reader gets, apart from how it came about."""
+    """Return all fields of an output but its provenance."""
     return (
         output.text,
         output.token_ids,

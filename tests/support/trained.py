@@ -1,8 +1,7 @@
-"""Heads for tiny models: texts that the engine wrote, a plan of seconds, and the steps one by one."""
+"""Training data, a short plan and a trainer for tiny models, and a head computed row by row."""
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
+import heads
 import tiny
 from draftproof.models.draft_head.config import DraftHeadConfig
 from draftproof.models.rope import rope_table
@@ -24,29 +23,14 @@ from draftproof.train.trainer import Trainer
 
 
 def write_model(folder: Path) -> None:
-    """The tiny model as others would find it."""
+    """Write the tiny model as a checkpoint."""
     made = tiny.checkpoint("llama")
-    save_file(made.tensors, folder / "model.safetensors")
-    c = made.config
-    config = {
-        "architectures": [c.architecture],
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size,
-        "max_position_embeddings": c.max_position,
-        "eos_token_id": 2,
-        "model_type": "llama",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    heads.write_model(folder, made.config, made.tensors)
 
 
 @cache
 def texts(name: str = "llama", count: int = 48, length: int = 40) -> tuple[Text, ...]:
-    """Answers of the tiny model to different prompts, every second one at temperature 1."""
+    """Return outputs of the tiny model, every second one at temperature 1."""
     requests = [
         tiny.request(i, SamplingParams(temperature=float(i % 2), max_tokens=length, ignore_eos=True))
         for i in range(count)
@@ -93,10 +77,9 @@ def drafted_outputs(
     row: int,
     steps: int,
 ) -> list[Tensor]:
-    """What a head says after row `row`, as an engine has it: row by row, with one list of stored keys.
+    """Return outputs of a head after row `row`, computed row by row with one list of stored keys.
 
-    An independent reading of the convention: the rows up to `row` from the target's features, then each
-    further row from the one before.
+    Rows up to `row` have features of the target, each further row that of the row before.
     """
     at, dim = "layers.0.", config.head_dim
     table = rope_table(tiny.model_config("llama"), 256)
@@ -132,7 +115,7 @@ def drafted_outputs(
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """x [heads, dim], halves convention."""
+    """Rotate x [heads, dim] in the halves convention."""
     cos, sin = angles.chunk(2)
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)

@@ -1,4 +1,4 @@
-"""The oracle: a grammar of finitely many words, by trying every token; and grammars that break."""
+"""Reference grammar of finitely many words, by trying every token; and grammars that raise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftproof.types import GrammarState
 
 
 class Words:
-    """Any of some words, then an end token; before it, if wished, anything up to a text."""
+    """Any of some words, then an end token; before it, if `end` is given, any text up to `end`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Words:
         text = self._constrained(tokens)
         if text is None:
             return True
-        if text[1]:  # it has ended
+        if text[1]:  # ended
             return text[0] in self.words
         return text[0] in self.beginnings
 
@@ -86,7 +86,7 @@ class WordsState:
 
 
 class Breaking:
-    """A grammar whose code raises: `breaks(name of the method, tokens so far)` says when."""
+    """Grammar whose methods raise where `breaks(name of the method, tokens so far)`."""
 
     def __init__(self, whole: Words, breaks: Callable[[str, list[int]], bool]) -> None:
         self.whole, self.breaks = whole, breaks
@@ -97,7 +97,7 @@ class Breaking:
 
     def check(self, name: str, tokens: list[int]) -> None:
         if self.breaks(name, tokens):
-            raise ValueError(f"{name} has had enough")
+            raise ValueError(f"{name} failed")
 
 
 class BreakingState(WordsState):
@@ -106,7 +106,7 @@ class BreakingState(WordsState):
         self.broken = broken
 
     def fill(self, row: Tensor) -> None:
-        row.fill_(7)  # half done
+        row.fill_(7)  # incomplete
         self.broken.check("fill", self.tokens)
         super().fill(row)
 
