@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """dtype -> the default model's checkpoint, loaded once; the engine takes tensors out of a copy."""
+    """Return dtype -> checkpoint of the default model, loaded once and copied for each engine."""
     from draftproof.models.load import Checkpoint, load_checkpoint
 
     loaded = {}
@@ -68,7 +68,7 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def smollm2_path():
-    """The default model's file, fetched once."""
+    """Return the file of the default model, downloaded once."""
     from draftproof.config import DEFAULT_MODEL
     from draftproof.models.hub import find_model
 
@@ -77,7 +77,7 @@ def smollm2_path():
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory):
-    """Makes tiny LLMs with a made-up vocabulary of text pieces, for the tests of AsyncLLM."""
+    """Return a builder of tiny LLMs whose vocabulary is a few text pieces."""
     import json
     from functools import partial
 
@@ -91,7 +91,7 @@ def make(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def alone(make):
-    """The answers to `async_serving.CASES`, each by itself."""
+    """Return the outputs of `async_serving.CASES`, each alone."""
     from async_serving import reference_outputs
 
     return reference_outputs(make)

@@ -51,7 +51,6 @@ LAYERS = [
     {"registry"},
     {"config", "types"},
     {"outputs"},
-    {"outputs"},
     {"speculative_config"},
     {"metrics", "sampling_params"},
     {"structured_outputs"},
@@ -75,7 +74,6 @@ BANNED_DOCSTRING_STARTS = ("Of ", "And ", "The same", "Also ", "As ", "Those ", 
 
 
 def modules() -> list[Path]:
-    """Return the source files of the package."""
     return sorted(ROOT.rglob("*.py"))
 
 
@@ -215,13 +213,11 @@ def test_method_names_are_compared_in_their_table_only() -> None:
     ("table", "what"), [(PROPOSERS, "proposer"), (STRATEGIES, "strategy"), (BACKENDS, "backend")]
 )
 def test_tables_load(table: dict[str, str], what: str) -> None:
-    """Check that every entry of a table names a class that can be imported."""
     for name in table:
         assert isinstance(lookup(table, name, what), type)
 
 
 def test_public_names() -> None:
-    """Check that all public names load and unknown ones raise AttributeError."""
     assert sorted(draftproof.__all__) == sorted([*draftproof._HOMES, "__version__"])
     for name in draftproof.__all__:
         assert getattr(draftproof, name) is not None
@@ -230,7 +226,6 @@ def test_public_names() -> None:
 
 
 def test_version_and_changelog_agree() -> None:
-    """Check the version number in pyproject.toml and CHANGELOG.md."""
     pyproject = (REPO / "pyproject.toml").read_text()
     assert f'version = "{draftproof.__version__}"' in pyproject
     assert f"## {draftproof.__version__}" in (REPO / "CHANGELOG.md").read_text()

@@ -9,7 +9,6 @@ from draftproof.speculative_config import REFUSED_KEYS, SpeculativeConfig
 
 
 def test_fastdeploy_keys_are_mapped() -> None:
-    """Check that every FastDeploy key with a counterpart is translated."""
     parse = SpeculativeConfig.parse
     assert parse({"method": "naive"}) is None
     benchmark = parse({"method": "ngram_match", "benchmark_mode": True, "enable_draft_logprob": True})
@@ -27,7 +26,6 @@ def test_fastdeploy_keys_are_mapped() -> None:
 
 
 def test_keys_of_other_engines_work_in_hybrid_members() -> None:
-    """Check that aliases are translated inside `hybrid.proposers`."""
     members = [{"method": "ngram_match", "max_ngram_size": 4, "min_ngram_size": 3}, {"method": "suffix"}]
     config = SpeculativeConfig.parse({"method": "hybrid", "proposers": members})
     assert config is not None
@@ -37,7 +35,6 @@ def test_keys_of_other_engines_work_in_hybrid_members() -> None:
 
 @pytest.mark.parametrize("key", sorted(REFUSED_KEYS))
 def test_keys_without_counterpart_are_refused_with_advice(key: str) -> None:
-    """Check that a known key of another engine is refused with what to do instead."""
     with pytest.raises(ConfigError, match=f"'{key}' is not supported: .+"):
         SpeculativeConfig.parse({"method": "suffix", key: 1})
     with pytest.raises(ConfigError, match=key):
@@ -56,7 +53,6 @@ def test_keys_without_counterpart_are_refused_with_advice(key: str) -> None:
     ],
 )
 def test_wrong_values_of_mapped_keys_are_refused(keys: dict[str, object]) -> None:
-    """Check that a mapped key with a wrong value is an error."""
     with pytest.raises(ConfigError):
         SpeculativeConfig.parse({"method": "mtp", **keys})
 

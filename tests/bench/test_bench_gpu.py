@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from common.gpu_exactness import Products, use_cublas
 
-import draftproof
 import tiny
 from draftproof.engine.step.warmup import WarmUp
 
-BENCH = Path(draftproof.__file__).parents[2] / "bench"
 SHAPE = {
     "architecture": "LlamaForCausalLM",
     "hidden_size": 128,
@@ -30,14 +28,6 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def bits(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    from common import gpu_exactness
-
-    return gpu_exactness
-
-
-@pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return an engine on a simulated GPU."""
     from draftproof.ops.triton.gemm.cublas import Cublas
@@ -49,26 +39,26 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return tiny.engine("wide", "bfloat16", backend="triton", debug=False)
 
 
-def watch_products(bits: Any, engine: Any) -> Any:
+def watch_products(engine: Any) -> Any:
     """Count the products of forward passes and their logits."""
-    with torch.inference_mode(), bits.Products(engine.ops).watched() as products:
+    with torch.inference_mode(), Products(engine.ops).watched() as products:
         for size in SIZES:
             WarmUp(engine.loop.device).run_forward(size)
     return products
 
 
-def test_every_product_uses_cublas(bits: Any, engine: Any) -> None:
-    bits.use_cublas(engine)
-    products = watch_products(bits, engine)
+def test_every_product_uses_cublas(engine: Any) -> None:
+    use_cublas(engine)
+    products = watch_products(engine)
     assert products.others == 0
     assert products.rows == {size: 4 * len(engine.runner.model.layers) + 1 for size in SIZES}
     assert not vars(engine.ops).keys() & {"blocks", "linear"}, "still watched"
 
 
-def test_control_kernel_in_place_of_cublas_is_reported(bits: Any, engine: Any) -> None:
-    bits.use_cublas(engine)
+def test_control_kernel_in_place_of_cublas_is_reported(engine: Any) -> None:
+    use_cublas(engine)
     engine.ops.forward.one_launch = True
-    products = watch_products(bits, engine)
+    products = watch_products(engine)
     assert products.others == 3 * 4 * len(engine.runner.model.layers)
     engine.ops.forward.one_launch, engine.ops.forward.cublas.mode = False, "never"
-    assert watch_products(bits, engine).others > products.others
+    assert watch_products(engine).others > products.others

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import head
 import pytest
+import replay
 
-import draftproof
 import heads
 import tiny
 from draftproof.errors import ConfigError
 
-BENCH = Path(draftproof.__file__).parents[2] / "bench"
 SIDES = "eagle3,ngram,suffix,hybrid"
 FEW = ["--parts", "speed", "--tokens", "12", "--rounds", "2", "--max-len", "64", "--count", "2"]
 
@@ -25,9 +24,6 @@ def tiny_llm(model: str, speculative_config: dict[str, Any] | None, dtype: str, 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import head
-
     prompts = {task: [tiny.prompt(10 * i + j) for j in range(4)] for i, task in enumerate(("a", "b"))}
     monkeypatch.setattr(head, "LLM", tiny_llm)
     monkeypatch.setattr(head, "encoded", lambda options, texts: prompts)
@@ -94,8 +90,6 @@ def test_kv_memory_is_bounded_by_the_batch(bench: Any) -> None:
 
 @pytest.mark.parametrize("machine", ["cpu", "h200"])
 def test_replay_uses_step_times_of_a_table(bench: Any, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import replay
-
     monkeypatch.setattr(replay, "LLM", tiny_llm)
     given = ["--prompts", "none", "--tokens", "24", "--max-len", "64", "--methods", "eagle3,suffix,hybrid"]
     options = replay.parsed(["hybrid", *given, "--head", heads.head("eagle3", "llama", "bfloat16")])

@@ -49,11 +49,6 @@ def outputs(engine: Any) -> dict[str, tuple[list[int], list[Any]]]:
     return {key: (record.token_ids, record.logprobs) for key, record in records.items()}
 
 
-@pytest.fixture
-def debug_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTPROOF_DEBUG", "1")
-
-
 def test_enforce_eager_captures_no_graph_and_keeps_the_output() -> None:
     captured = tiny.engine(speculative=SPEC, backend=BACKEND)
     eager = tiny.engine(speculative=SPEC, backend=BACKEND, enforce_eager=True)
@@ -62,7 +57,8 @@ def test_enforce_eager_captures_no_graph_and_keeps_the_output() -> None:
     assert eager.ops.runtime.num_graphs == 0
 
 
-def test_debug_variable_implies_enforce_eager(debug_environment: None) -> None:
+def test_debug_variable_implies_enforce_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTPROOF_DEBUG", "1")
     engine = tiny.engine(speculative=SPEC, backend=BACKEND)
     outputs(engine)
     assert engine.ops.runtime.num_graphs == 0

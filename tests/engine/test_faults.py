@@ -1,7 +1,5 @@
 """Steps that fail cost time only; a lost device stops the engine and finishes no request."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Outputs are found in the prefix cache by the next turn, however they finished."""
 
-from __future__ import annotations
-
 import pytest
 
 from async_serving import ALLOWED

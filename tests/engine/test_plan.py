@@ -1,7 +1,5 @@
 """Plans made while steps are in flight are right whatever those steps did."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -10,7 +10,6 @@ import tiny
 from draftproof import LLM
 from draftproof.engine import prefix_cache
 from draftproof.engine.page_pool import digests
-from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.sampling_params import SamplingParams
 from exact import check_empty, compare
 from text_pieces import CONFIG
@@ -133,13 +132,6 @@ def serve_overtaken_request() -> list[str]:
 
 def test_found_pages_are_stored():
     assert serve_overtaken_request() == []
-
-
-def test_control_page_published_too_early_is_detected(monkeypatch):
-    """Publish the whole prompt when its first chunk is planned."""
-    whole = PrefixCache.publish_pages
-    monkeypatch.setattr(PrefixCache, "publish_pages", lambda self, s, computed: whole(self, s, len(s.ids)))
-    assert any("request 1" in line for line in serve_overtaken_request())
 
 
 def test_digests_continue_from_known_ones():

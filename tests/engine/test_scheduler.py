@@ -1,7 +1,5 @@
 """Plans of the scheduler: chunks, row budget, order, slots and pages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -43,9 +41,6 @@ def plans(engine, requests, arrivals=()):
 def test_long_prompt_is_split_into_chunks():
     seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([40]))
     assert [step["0"] for step in seen] == [(16, 0, False), (16, 0, False), (8, 0, True), *[(1, 0, True)] * 3]
-
-
-def test_prompt_that_fills_its_last_chunk_samples_there():
     seen = plans(tiny.engine(max_num_batched_tokens=16), make_requests([32]))
     assert [step["0"] for step in seen][:3] == [(16, 0, False), (16, 0, True), (1, 0, True)]
 

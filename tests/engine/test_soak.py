@@ -1,26 +1,12 @@
 """A short run of bench/soak.py with few pages, aborts and faults."""
 
-from __future__ import annotations
+from soak import soak
 
-from pathlib import Path
-
-import pytest
-
-import draftproof
-
-BENCH = Path(draftproof.__file__).parents[2] / "bench"
+from draftproof.engine.scheduler import Scheduler
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import soak
-
-    return soak
-
-
-def test_short_soak_is_exact_and_leaves_nothing(bench):
-    found = bench.soak(150)
+def test_short_soak_is_exact_and_leaves_nothing():
+    found = soak(150)
     assert found["num_wrong"] == 0, found["wrong"]
     assert found["preemptions"] > 2 and found["cached_tokens"] > 100 and found["aborted"] > 3
     assert found["lost_steps"] > 3
@@ -28,9 +14,7 @@ def test_short_soak_is_exact_and_leaves_nothing(bench):
     assert found["objects_end"] < found["objects_first_half"] + 500
 
 
-def test_control_leaked_page_is_detected(bench, monkeypatch):
-    from draftproof.engine.scheduler import Scheduler
-
+def test_control_leaked_page_is_detected(monkeypatch):
     whole = Scheduler._preempt
 
     def broken(self, sequence):
@@ -38,4 +22,4 @@ def test_control_leaked_page_is_detected(bench, monkeypatch):
         whole(self, sequence)
 
     monkeypatch.setattr(Scheduler, "_preempt", broken)
-    assert bench.soak(60, wave=20)["num_wrong"]
+    assert soak(60, wave=20)["num_wrong"]

@@ -1,7 +1,5 @@
 """Queue times, times to the first token and step times, with a clock that only counts."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -7,37 +7,19 @@ tokens of fp32 engines must be equal and their logprobs close; bf16 rounds diffe
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import platform
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import bits
 import pytest
+from common import bits_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests" / "goldens"
 LOGPROB_TOLERANCE = 1e-3
-
-
-def load_bench() -> tuple[ModuleType, ModuleType]:
-    """Load bench/bits.py and the cases that it imports by name."""
-    folder = ROOT / "bench"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("bits", folder / "bits.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module, importlib.import_module("common.bits_cases")
-    finally:
-        sys.path.remove(str(folder))
-
-
-bits, bits_cases = load_bench()
 
 
 def read_golden() -> dict[str, Any]:

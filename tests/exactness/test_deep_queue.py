@@ -19,7 +19,6 @@ from draftproof.engine.loop import Loop
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler
 from draftproof.ops import PendingCopy
-from draftproof.ops.cpu.backend import CpuOps, CpuRuntime
 from draftproof.propose.suffix_pool import Pool
 from draftproof.sampling_params import SamplingParams
 from exact import NEIGHBOURS, Batch, Case, Setup, check_empty
@@ -126,24 +125,6 @@ def needs_host(params: SamplingParams) -> bool:
 # --- order of reads ---
 
 
-class OrderedRuntime(CpuRuntime):
-    """CPU runtime with a queue, as on a GPU: a copy is ready once all steps before it are."""
-
-    asynchronous = True
-
-    def graph(self, function: Any, own_pool: bool = False) -> Any:
-        function()  # a capture runs an empty plan
-        return function
-
-
-class OrderedOps(CpuOps):
-    """CPU backend with a queue."""
-
-    def __init__(self, device: Any, **options: Any) -> None:
-        super().__init__(device, **options)
-        self.runtime = OrderedRuntime(device, self.executor)
-
-
 class ReadOrder:
     """Count queued and read steps, and reject reads of a copy behind unread steps."""
 
@@ -181,7 +162,7 @@ class ReadOrder:
 def serve_with_suffix_pool(depth: int) -> ReadOrder:
     """Serve many short requests in few slots with a suffix pool and a prefix cache."""
     spec = {"method": "suffix", "num_speculative_tokens": 4}
-    engine = Setup(backend="test_deep_queue:OrderedOps").engine(
+    engine = Setup(backend="padded_ops:PaddedOps").engine(
         spec, overlap=True, max_num_seqs=2, page_size=8, max_num_batched_tokens=64
     )
     engine.loop.policy.run_ahead.min_depth = depth
@@ -225,7 +206,7 @@ def test_control_blocking_read_is_detected(defect, monkeypatch):
 
 def test_late_host_queues_three_steps(depths):
     """Copies of a CPU are always ready, so the host is late for each."""
-    engine = Setup(backend="test_deep_queue:OrderedOps").engine({"method": "ngram"}, overlap=True)
+    engine = Setup(backend="padded_ops:PaddedOps").engine({"method": "ngram"}, overlap=True)
     cases = [Case(i, "ignore_eos", 1.0, length=9 + i, prompt=False) for i in range(3)]
     assert Batch(cases, Setup(), {"method": "ngram"}, engine=engine).differences() == []
     assert engine.loop.policy.run_ahead.depth == 3 == max(depths) and 2 in depths

@@ -15,7 +15,7 @@ from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import NUM_OUT, TOKENS, Request, StepOutput
 from draftproof.verify.sampler import Sampler
-from exact import Batch, Case, Setup, bits, check_empty, compare, count_errors, plant
+from exact import Batch, Case, Setup, check_empty, compare, count_errors, plant
 
 K = 8
 SPEC = {"method": "proposers:Perfect", "num_speculative_tokens": K, "adaptive": False}
@@ -226,17 +226,6 @@ def test_request_without_allowed_tokens_fails(spec):
     assert record.finish[0] == "error" and record.token_ids == []
 
 
-# --- aborts ---
-
-
-@pytest.mark.parametrize("when", range(7))
-def test_abort_keeps_a_prefix_and_frees_everything(when):
-    cases = [Case(1, "frequency", 0.7, length=20), Case(2, "mix", 0.7, length=40)]
-    spec = {"method": "proposers:Flaky", "num_speculative_tokens": 3}
-    batch = Batch(cases, Setup(), spec, chunk=16, arrivals=[0, 1], aborts={2: when})
-    assert batch.differences() == []
-
-
 # --- unwritten memory ---
 
 
@@ -273,28 +262,6 @@ def test_control_poison_in_a_running_request_is_detected():
     poisoned(engine)
     outputs = engine.step()
     assert outputs[0].finish_reason == "error" and "not finite" in outputs[0].error
-
-
-def test_draft_records_agree_with_the_counts():
-    setup = Setup()
-    request = Case(3, "draft_logprobs", 1.3, length=20)
-    spec = {"method": "proposers:Flaky", "num_speculative_tokens": 5, "adaptive": False}
-    batch = Batch([request], setup, spec)
-    assert batch.differences() == []
-    record = batch.serve({"3": tiny.run(setup.engine(), [request.request(plain=True)])["3"].token_ids})["3"]
-    for step, start in zip(record.steps, _starts(record), strict=True):
-        drafts = step.drafts or []
-        assert [d.position for d in drafts] == list(range(start, start + step.num_draft))
-        assert [d.accepted for d in drafts] == [i < step.num_accepted for i in range(step.num_draft)]
-        for draft, row in zip(drafts[: step.num_accepted], bits(step.logprobs), strict=False):
-            assert draft.token_id == row[0] and draft.target_logprob.hex() in row
-
-
-def _starts(record):
-    at = 0
-    for step in record.steps:
-        yield at
-        at += len(step.token_ids)
 
 
 # --- controls ---

@@ -4,8 +4,6 @@ Covers every pair of levels of all factors and the full product of the most impo
 comparison detects are in test_exact_controls.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -16,7 +16,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
-from exact import NUM_THREADS, check_empty, compare, num_threads, plant
+from exact import NUM_THREADS, check_empty, compare, num_threads
 
 LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 17))
 PROMPTS = [
@@ -127,12 +127,3 @@ def test_smollm2_with_overlap_is_exact(model, dtype, method, temperature):
     found, records = differences(model, dtype, method, 8, temperature, 4, overlap=True)
     assert found == []
     check_copy_is_drafted(method, temperature, records)
-
-
-def test_control_noise_keyed_by_the_window_is_detected(model, monkeypatch):
-    def broken(layout, ops, plan, columns, page_size, out):
-        layout(ops, plan, columns, page_size, out)
-        out.windows.position.sub_(out.windows.depth)
-
-    plant(monkeypatch, "layout", broken)
-    assert differences(model, "bfloat16", "proposers:DeviceFlaky", 8, 0.8, 4, overlap=True)[0]

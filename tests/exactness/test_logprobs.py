@@ -175,22 +175,6 @@ def test_more_than_max_logprobs_is_refused() -> None:
 # --- prompt logprobs ---
 
 
-@pytest.mark.parametrize("name", ("llama", "mistral", "qwen3"))
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_prompt_logprobs_do_not_depend_on_chunks(name: str, dtype: str) -> None:
-    params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=5, logprobs=2)
-    others = [request(i, SamplingParams(max_tokens=9), 20 + i) for i in (1, 2)]
-    query = request(0, params, 70)
-    records = []
-    for rows, neighbours, spec in ((128, [], None), (8, [], None), (17, others, None), (17, others, SPEC)):
-        target = engine(name, dtype, speculative=spec, max_num_batched_tokens=rows)
-        records.append(run(target, [query, *neighbours])["0"])
-    for record in records:
-        assert len(record.prompt_logprobs) == 69  # the first token has none
-        assert [line.token_ids[0] for line in record.prompt_logprobs] == list(query.prompt_token_ids)[1:]
-        assert record.same() == records[0].same()
-
-
 def test_prompt_logprobs_equal_those_of_generation() -> None:
     """Send prompt and output as a prompt."""
     first = one(None, logprobs=5)
@@ -210,17 +194,6 @@ def test_prompt_logprobs_have_the_requested_width(k: int) -> None:
 # --- raw and processed ---
 
 PENALISED = {"temperature": 0.7, "top_k": 10, "repetition_penalty": 1.5, "presence_penalty": 0.5, "seed": 1}
-
-
-@both
-def test_raw_and_processed_in_one_batch_equal_each_alone(spec: dict[str, Any] | None) -> None:
-    requests = [
-        request(i, SamplingParams(max_tokens=20, logprobs=12, logprobs_mode=mode, **PENALISED))
-        for i, mode in enumerate(("raw", "processed", "raw", "processed"))
-    ]
-    together = run(engine(speculative=spec), requests)
-    for query in requests:
-        assert together[query.id].same() == run(engine(speculative=spec), [query])[query.id].same()
 
 
 @both
@@ -363,9 +336,3 @@ def test_logits_of_the_model_are_never_changed(
     )
     run(target, [request(i, params) for i in range(2)])
     assert len(kept) > 5 and all(bits(logits) == before for logits, before in kept)
-
-
-def test_control_raw_and_processed_differ() -> None:
-    raw = one(None, logprobs=3, max_tokens=12, **PENALISED)
-    processed = one(None, logprobs=3, max_tokens=12, logprobs_mode="processed", **PENALISED)
-    assert raw.token_ids == processed.token_ids and raw.logprobs != processed.logprobs

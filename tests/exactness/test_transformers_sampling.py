@@ -81,8 +81,8 @@ def ours(logits: Tensor, drafts: list[list[int]], params: SamplingParams) -> Ten
 
 
 @pytest.mark.parametrize("options", SINGLE + MIXED, ids=str)
-def test_filters(options: dict[str, float]) -> None:
-    """The same support, probabilities within 1e-5: 120 rows for each of 45 settings."""
+def test_filters_equal_transformers(options: dict[str, float]) -> None:
+    """Supports are equal and probabilities within 1e-5: 120 rows for each of 45 settings."""
     params = SamplingParams(**{"temperature": 1.0, "max_tokens": 8, **options})
     logits, drafts = rows(seed=len(str(options)))
     got = ours(logits, drafts, params)

@@ -19,7 +19,6 @@ from torch import Tensor
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.models.load import Checkpoint
-from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import load_tokenizer
 from exact import NUM_THREADS, num_threads
@@ -131,16 +130,3 @@ def test_top_20_ids_equal_transformers_in_order(both: Both) -> None:
             check_order(ids, row)
             swapped += ids != row.topk(20).indices.tolist()
     assert swapped < 0.02 * 20 * TOKENS  # few lists have swapped entries
-
-
-def test_control_changed_token_or_order_is_detected(both: Both) -> None:
-    spoiled = list(both.records[0].token_ids)
-    spoiled[60] += 1
-    assert spoiled != both.logprobs[0].argmax(-1).tolist()
-    row = both.logprobs[0][60]
-    line = both.records[0].logprobs[60]
-    wrong = LogprobRow(line.token_ids[:], line.logprobs[:], line.ranks[:])
-    wrong.token_ids[3:5] = wrong.token_ids[3:5][::-1]
-    if abs(line.logprobs[3] - line.logprobs[4]) > 1e-3:
-        with pytest.raises(AssertionError):
-            check_order(wrong.token_ids[1:], row)

@@ -16,7 +16,7 @@ from torch import Tensor
 import heads
 import tiny
 from audited_head import Audited
-from distribution import COUNT, GUESS, PARAMS, TARGET, K, biased, p_values
+from distribution import COUNT, DRAFT_LOGITS, PARAMS, TARGET, K, biased, p_values
 from draftproof.engine.drafting.policy import DraftPolicy
 from draftproof.propose.calibration import (
     MAX_DRAFTS,
@@ -111,7 +111,7 @@ def chains(columns: SlotColumns, live: Tensor, costs: DraftCosts, k: int, known:
     rounds = DraftRounds(OPS, batch, False, torch.zeros_like(live), 0, PAGE, calibration)
     last = rounds.draft_rows.last_token
     for j in range(k):
-        rounds.sample(j, GUESS[last])
+        rounds.sample(j, DRAFT_LOGITS[last])
         last = rounds.draft_rows.tokens[j]
         if not rounds.should_continue(j):
             break
@@ -121,7 +121,7 @@ def chains(columns: SlotColumns, live: Tensor, costs: DraftCosts, k: int, known:
 def two_requests(temperature: float = 0.0) -> SlotColumns:
     params = SamplingParams(max_tokens=20, temperature=temperature)
     requests = [Request(id=f"{i}", prompt_token_ids=[i], params=params, seed=i) for i in range(2)]
-    return filled_slots(requests, 4, len(GUESS)).columns
+    return filled_slots(requests, 4, len(DRAFT_LOGITS)).columns
 
 
 def test_chain_ends_where_a_round_costs_more_than_it_gains() -> None:

@@ -1,7 +1,5 @@
 """Hybrid proposer: which member is selected, extended and named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

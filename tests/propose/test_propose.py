@@ -1,7 +1,5 @@
 """N-gram and prediction proposers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -139,7 +137,7 @@ class HostRequest:
         request = tiny.request(0, SamplingParams(), prompt_token_ids=prompt, prediction_ids=prediction)
         proposer.start(1, request)
 
-    def guess(self, *new, budget=4):
+    def drafts_after(self, *new, budget=4):
         self.tokens += new
         columns = lines(self.proposer.env.ops, 4, [[7], self.tokens])
         batch = ProposeBatch(columns, [1], [budget], [len(self.tokens)], None, [], [])
@@ -149,25 +147,9 @@ class HostRequest:
 
 def test_prediction_is_drafted_from_its_start():
     request = HostRequest(make(GivenProposer), [1, 2], prediction=[30, 31, 32, 33, 34, 35])
-    assert request.guess() == [30, 31, 32, 33]
-    assert request.guess(30, 31) == [32, 33, 34, 35]
-    assert request.guess(32, 33, 34, 35) == []
-
-
-def test_prediction_is_found_again_after_a_divergence():
-    request = HostRequest(make(GivenProposer), [1], prediction=[30, 31, 32, 33, 34, 35, 36, 37])
-    assert request.guess(30, 31) == [32, 33, 34, 35]
-    assert request.guess(77) == []  # an edit
-    assert request.guess(78) == []
-    assert request.guess(34) == []  # one token is not enough for the smallest size, 2
-    assert request.guess(35) == [36, 37]
-
-
-def test_nearest_later_place_is_used_after_a_divergence():
-    prediction = [40, 41, 50, 60, 40, 41, 51, 61, 40, 41, 52, 62]
-    request = HostRequest(make(GivenProposer), [1], prediction)
-    assert request.guess(40, 41, 50, 99) == []
-    assert request.guess(40, 41, budget=2) == [51, 61]
+    assert request.drafts_after() == [30, 31, 32, 33]
+    assert request.drafts_after(30, 31) == [32, 33, 34, 35]
+    assert request.drafts_after(32, 33, 34, 35) == []
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(1, 1), (2, 5), (3, 4)])
@@ -197,7 +179,7 @@ def test_prediction_cursor_equals_the_definition(smallest, largest):
 
 
 def test_no_prediction_gives_no_drafts():
-    assert HostRequest(make(GivenProposer), [1, 2, 3]).guess(4, 5) == []
+    assert HostRequest(make(GivenProposer), [1, 2, 3]).drafts_after(4, 5) == []
 
 
 def test_edited_prediction_is_exact_and_saves_steps():

@@ -1,7 +1,5 @@
 """Suffix proposer: drafts, owners, size and age of its pool, and exact output."""
 
-from __future__ import annotations
-
 import contextlib
 import tracemalloc
 
@@ -47,7 +45,7 @@ class PoolHarness:
         self.pool.send()
         self.pool.send()
 
-    def guess(self, text, salt=None, k=6, rule=RULE, begun=()):
+    def drafts_after(self, text, salt=None, k=6, rule=RULE, begun=()):
         """Return the drafts after this text."""
         self.pool.set_owner(1, salt)
         self.pool.send()
@@ -69,18 +67,18 @@ STORY = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
 
 def test_text_of_another_request_is_drafted():
     harness = PoolHarness()
-    assert harness.guess([50, 51, 14, 15, 16]) == []
+    assert harness.drafts_after([50, 51, 14, 15, 16]) == []
     harness.add(STORY)
-    assert harness.guess([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
-    assert harness.guess([50, 51, 60, 15, 16]) == []  # matches have at least three tokens
-    assert harness.guess([50, 51, 18, 19, 20, 21]) == [22, 23]  # end of the line
+    assert harness.drafts_after([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
+    assert harness.drafts_after([50, 51, 60, 15, 16]) == []  # matches have at least three tokens
+    assert harness.drafts_after([50, 51, 18, 19, 20, 21]) == [22, 23]  # end of the line
 
 
 def test_start_of_a_response_is_found_by_the_end_of_its_prompt():
     harness = PoolHarness()
     harness.add(STORY, begin=5)
     assert (
-        harness.guess([13, 14, 15])[:1] == [16] and harness.guess([12, 13, 14]) == []
+        harness.drafts_after([13, 14, 15])[:1] == [16] and harness.drafts_after([12, 13, 14]) == []
     )  # prompts are not in the pool
 
 
@@ -88,34 +86,34 @@ def test_most_frequent_continuation_is_drafted_if_likely():
     harness = PoolHarness()
     for after in (30, 31, 31, 31):
         harness.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
-    assert harness.guess([5, 6, 7])[:1] == [31]
+    assert harness.drafts_after([5, 6, 7])[:1] == [31]
     harness = PoolHarness(num_lines=8)
     for after in range(30, 38):
         harness.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
-    assert harness.guess([5, 6, 7]) == []  # one in eight
-    assert harness.guess([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
+    assert harness.drafts_after([5, 6, 7]) == []  # one in eight
+    assert harness.drafts_after([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
 
 
 def test_longer_match_gives_more_drafts():
     harness = PoolHarness()
     harness.add(STORY)
     few, many = (
-        harness.guess([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)),
-        harness.guess(STORY[:9], rule=RULE),
+        harness.drafts_after([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)),
+        harness.drafts_after(STORY[:9], rule=RULE),
     )
     assert len(few) == 2 and many == STORY[9:]
 
 
 def test_repetition_in_the_text_continues_past_its_end():
-    assert PoolHarness().guess([40, 41, 42, 40, 41, 42, 40]) == [41, 42, 40, 41, 42, 40]
+    assert PoolHarness().drafts_after([40, 41, 42, 40, 41, 42, 40]) == [41, 42, 40, 41, 42, 40]
 
 
 def test_drafts_of_another_member_are_extended():
     harness = PoolHarness()
     harness.add(STORY)
-    assert harness.guess([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
-    assert harness.guess([50, 14, 15], begun=[60, 61]) == [60, 61]
-    assert harness.guess([50, 14, 15, 16], begun=[17, 18], k=2) == [17, 18]
+    assert harness.drafts_after([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
+    assert harness.drafts_after([50, 14, 15], begun=[60, 61]) == [60, 61]
+    assert harness.drafts_after([50, 14, 15, 16], begun=[17, 18], k=2) == [17, 18]
 
 
 def test_long_response_uses_several_lines_and_is_found_everywhere():
@@ -124,7 +122,7 @@ def test_long_response_uses_several_lines_and_is_found_everywhere():
     harness.add(text)
     body = BODY_TOKENS
     for at in (20, body - 1, body, body + 2, body + MAX_MATCH_TOKENS, 2 * body + 1, 880):
-        assert harness.guess(text[at - 5 : at], k=4) == text[at : at + 4], at
+        assert harness.drafts_after(text[at - 5 : at], k=4) == text[at : at + 4], at
 
 
 # --- owners ---
@@ -133,7 +131,7 @@ def test_long_response_uses_several_lines_and_is_found_everywhere():
 def finds_text_of(salts):
     harness = PoolHarness()
     harness.add(STORY, salt=salts[0])
-    return harness.guess([14, 15, 16], salt=salts[1]) != []
+    return harness.drafts_after([14, 15, 16], salt=salts[1]) != []
 
 
 def test_salts_share_no_lines():
@@ -147,7 +145,10 @@ def test_reused_line_belongs_to_its_new_owner():
     harness = PoolHarness(num_lines=1)
     harness.add(STORY, salt="a")
     harness.add(STORY, salt="b")
-    assert harness.guess([14, 15, 16], salt="a") == [] and harness.guess([14, 15, 16], salt="b") != []
+    assert (
+        harness.drafts_after([14, 15, 16], salt="a") == []
+        and harness.drafts_after([14, 15, 16], salt="b") != []
+    )
 
 
 def test_control_equal_owners_share_lines(monkeypatch):
@@ -282,10 +283,10 @@ def lines_left(harness):
     """Fill three lines, use the first, add two more; return which of the five are left."""
     for i in range(3):
         harness.add([1, 2, *range(100 * (i + 1), 100 * (i + 1) + 20)])
-    assert harness.guess([100, 101, 102]) != []
+    assert harness.drafts_after([100, 101, 102]) != []
     harness.add([1, 2, *range(400, 420)])
     harness.add([1, 2, *range(500, 520)])
-    return [bool(harness.guess([100 * i, 100 * i + 1, 100 * i + 2])) for i in (1, 2, 3, 4, 5)]
+    return [bool(harness.drafts_after([100 * i, 100 * i + 1, 100 * i + 2])) for i in (1, 2, 3, 4, 5)]
 
 
 def test_least_recently_used_line_is_evicted():
@@ -304,12 +305,12 @@ def test_old_lines_expire():
     harness.add(STORY)
     harness.clock.time += 59
     harness.add([1, 2, *range(300, 320)])
-    assert harness.guess([14, 15, 16]) != []
+    assert harness.drafts_after([14, 15, 16]) != []
     harness.clock.time += 1
-    assert harness.guess([14, 15, 16]) == [] and harness.guess([300, 301, 302]) != []
+    assert harness.drafts_after([14, 15, 16]) == [] and harness.drafts_after([300, 301, 302]) != []
     assert int((harness.pool.device.owner != NO_OWNER).sum()) == 1
     harness.clock.time += 60
-    assert harness.guess([300, 301, 302]) == [] and not harness.pool._lines
+    assert harness.drafts_after([300, 301, 302]) == [] and not harness.pool._lines
 
 
 def test_repeated_text_is_renewed_and_weighted():
@@ -317,7 +318,7 @@ def test_repeated_text_is_renewed_and_weighted():
     for _ in range(3):
         harness.add(STORY)
         harness.clock.time += 40
-    assert harness.guess([14, 15, 16]) != [] and len(harness.pool._lines) == 1
+    assert harness.drafts_after([14, 15, 16]) != [] and len(harness.pool._lines) == 1
     assert int(harness.pool.weight.max()) == 3
 
 
@@ -326,7 +327,7 @@ def test_control_stopped_clock_expires_nothing():
     harness.add(STORY)
     harness.pool.now = lambda: 1000.0
     harness.clock.time += 100
-    assert harness.guess([14, 15, 16]) != []
+    assert harness.drafts_after([14, 15, 16]) != []
 
 
 # --- exactness ---

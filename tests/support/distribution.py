@@ -28,7 +28,7 @@ _random = torch.Generator().manual_seed(11)
 
 TARGET = 0.9 * torch.randn((V, V), generator=_random)
 
-GUESS = TARGET + 0.9 * torch.randn((V, V), generator=_random)  # logits of the drafter
+DRAFT_LOGITS = TARGET + 0.9 * torch.randn((V, V), generator=_random)  # logits of the drafter
 
 
 def sequence_probs(params: SamplingParams) -> dict[tuple[int, ...], float]:

@@ -1,7 +1,5 @@
 """Record of launches, with checks of the bounds that the host mirrors."""
 
-from __future__ import annotations
-
 
 class Watch:
     """Launches of an engine."""

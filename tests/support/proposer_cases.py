@@ -1,7 +1,5 @@
 """Slot columns with histories, and proposers built alone."""
 
-from __future__ import annotations
-
 import torch
 
 import tiny

@@ -36,15 +36,15 @@ class _Scripted(Proposer):
         del self._requests[slot]
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        guesses = []
+        drafts = []
         for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
             request = self._requests[slot]
             done = length - len(request.prompt_token_ids)
             target = list(_Scripted.answers.get(request.id, ())[done : done + budget])
-            guesses.append(self.guess(random.Random(f"{request.seed} {length}"), target, budget))
-        return Draft.from_lists(guesses, self.env.k)
+            drafts.append(self.draft_tokens(random.Random(f"{request.seed} {length}"), target, budget))
+        return Draft.from_lists(drafts, self.env.k)
 
-    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
+    def draft_tokens(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ class Junk(_Scripted):
 
     sources = ("junk",)
 
-    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
+    def draft_tokens(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
         wild = [-1, -(2**40), self.env.vocab_size, 2**40]
         return [
             rng.choice(wild) if rng.random() < 0.1 else rng.randrange(self.env.vocab_size)
@@ -83,7 +83,7 @@ class Perfect(_Scripted):
 
     sources = ("perfect",)
 
-    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
+    def draft_tokens(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
         return target + [7] * (budget - len(target))
 
 
@@ -92,7 +92,7 @@ class Flaky(_Scripted):
 
     sources = ("even", "odd")
 
-    def guess(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
+    def draft_tokens(self, rng: random.Random, target: list[int], budget: int) -> list[int]:
         right = target[: rng.randint(0, len(target))]
         return right + [rng.randrange(self.env.vocab_size) for _ in range(budget - len(right))]
 

@@ -517,7 +517,7 @@ def select_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
             made = torch.arange(size.k, device=by.device) < got[1][:, None]
             done.append((torch.where(made, got[0], 0), *got[1:]))
             all_same(columns, step.columns, "columns")
-        for name, want, got in zip(("tokens", "number", "whose", "room"), *done, strict=True):
+        for name, want, got in zip(("tokens", "number", "source", "room"), *done, strict=True):
             same(got, want, name)
         all_same(records[ops], records[ref], "record")
         step.columns.length[used] += step.ints(1, 3, slots)[used]

@@ -1,7 +1,5 @@
 """A vocabulary of ten text pieces, and a model configuration for it."""
 
-from __future__ import annotations
-
 PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
 FIRST = 10  # ids 10 to 19 are the pieces; 2 ends a text
 CONFIG = {

@@ -5,8 +5,6 @@ step. Step times come from a table and the keys that are read; the cost model kn
 cost of keys. With overlap a step is observed when two more were planned.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
