@@ -45,7 +45,7 @@ class PoolHarness:
         self.pool.send()
         self.pool.send()
 
-    def drafts_after(self, text, salt=None, k=6, rule=RULE, begun=()):
+    def search(self, text, salt=None, k=6, rule=RULE, begun=()):
         """Return the drafts after this text."""
         self.pool.set_owner(1, salt)
         self.pool.send()
@@ -67,18 +67,18 @@ STORY = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
 
 def test_text_of_another_request_is_drafted():
     harness = PoolHarness()
-    assert harness.drafts_after([50, 51, 14, 15, 16]) == []
+    assert harness.search([50, 51, 14, 15, 16]) == []
     harness.add(STORY)
-    assert harness.drafts_after([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
-    assert harness.drafts_after([50, 51, 60, 15, 16]) == []  # matches have at least three tokens
-    assert harness.drafts_after([50, 51, 18, 19, 20, 21]) == [22, 23]  # end of the line
+    assert harness.search([50, 51, 14, 15, 16]) == [17, 18, 19, 20, 21, 22]
+    assert harness.search([50, 51, 60, 15, 16]) == []  # matches have at least three tokens
+    assert harness.search([50, 51, 18, 19, 20, 21]) == [22, 23]  # end of the line
 
 
 def test_start_of_a_response_is_found_by_the_end_of_its_prompt():
     harness = PoolHarness()
     harness.add(STORY, begin=5)
     assert (
-        harness.drafts_after([13, 14, 15])[:1] == [16] and harness.drafts_after([12, 13, 14]) == []
+        harness.search([13, 14, 15])[:1] == [16] and harness.search([12, 13, 14]) == []
     )  # prompts are not in the pool
 
 
@@ -86,34 +86,34 @@ def test_most_frequent_continuation_is_drafted_if_likely():
     harness = PoolHarness()
     for after in (30, 31, 31, 31):
         harness.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
-    assert harness.drafts_after([5, 6, 7])[:1] == [31]
+    assert harness.search([5, 6, 7])[:1] == [31]
     harness = PoolHarness(num_lines=8)
     for after in range(30, 38):
         harness.add([1, 2, after + 10, 5, 6, 7, after, after + 1], begin=2)
-    assert harness.drafts_after([5, 6, 7]) == []  # one in eight
-    assert harness.drafts_after([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
+    assert harness.search([5, 6, 7]) == []  # one in eight
+    assert harness.search([38 + 10, 5, 6, 7], rule=SuffixOptions(1, 0.0, 0.01)) != []
 
 
 def test_longer_match_gives_more_drafts():
     harness = PoolHarness()
     harness.add(STORY)
     few, many = (
-        harness.drafts_after([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)),
-        harness.drafts_after(STORY[:9], rule=RULE),
+        harness.search([14, 15, 16], rule=SuffixOptions(1, 1.5, 0.4)),
+        harness.search(STORY[:9], rule=RULE),
     )
     assert len(few) == 2 and many == STORY[9:]
 
 
 def test_repetition_in_the_text_continues_past_its_end():
-    assert PoolHarness().drafts_after([40, 41, 42, 40, 41, 42, 40]) == [41, 42, 40, 41, 42, 40]
+    assert PoolHarness().search([40, 41, 42, 40, 41, 42, 40]) == [41, 42, 40, 41, 42, 40]
 
 
 def test_drafts_of_another_member_are_extended():
     harness = PoolHarness()
     harness.add(STORY)
-    assert harness.drafts_after([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
-    assert harness.drafts_after([50, 14, 15], begun=[60, 61]) == [60, 61]
-    assert harness.drafts_after([50, 14, 15, 16], begun=[17, 18], k=2) == [17, 18]
+    assert harness.search([50, 14, 15], begun=[16, 17], k=5) == [16, 17, 18, 19, 20]
+    assert harness.search([50, 14, 15], begun=[60, 61]) == [60, 61]
+    assert harness.search([50, 14, 15, 16], begun=[17, 18], k=2) == [17, 18]
 
 
 def test_long_response_uses_several_lines_and_is_found_everywhere():
@@ -122,7 +122,7 @@ def test_long_response_uses_several_lines_and_is_found_everywhere():
     harness.add(text)
     body = BODY_TOKENS
     for at in (20, body - 1, body, body + 2, body + MAX_MATCH_TOKENS, 2 * body + 1, 880):
-        assert harness.drafts_after(text[at - 5 : at], k=4) == text[at : at + 4], at
+        assert harness.search(text[at - 5 : at], k=4) == text[at : at + 4], at
 
 
 # --- owners ---
@@ -131,7 +131,7 @@ def test_long_response_uses_several_lines_and_is_found_everywhere():
 def finds_text_of(salts):
     harness = PoolHarness()
     harness.add(STORY, salt=salts[0])
-    return harness.drafts_after([14, 15, 16], salt=salts[1]) != []
+    return harness.search([14, 15, 16], salt=salts[1]) != []
 
 
 def test_salts_share_no_lines():
@@ -145,10 +145,7 @@ def test_reused_line_belongs_to_its_new_owner():
     harness = PoolHarness(num_lines=1)
     harness.add(STORY, salt="a")
     harness.add(STORY, salt="b")
-    assert (
-        harness.drafts_after([14, 15, 16], salt="a") == []
-        and harness.drafts_after([14, 15, 16], salt="b") != []
-    )
+    assert harness.search([14, 15, 16], salt="a") == [] and harness.search([14, 15, 16], salt="b") != []
 
 
 def test_control_equal_owners_share_lines(monkeypatch):
@@ -283,10 +280,10 @@ def lines_left(harness):
     """Fill three lines, use the first, add two more; return which of the five are left."""
     for i in range(3):
         harness.add([1, 2, *range(100 * (i + 1), 100 * (i + 1) + 20)])
-    assert harness.drafts_after([100, 101, 102]) != []
+    assert harness.search([100, 101, 102]) != []
     harness.add([1, 2, *range(400, 420)])
     harness.add([1, 2, *range(500, 520)])
-    return [bool(harness.drafts_after([100 * i, 100 * i + 1, 100 * i + 2])) for i in (1, 2, 3, 4, 5)]
+    return [bool(harness.search([100 * i, 100 * i + 1, 100 * i + 2])) for i in (1, 2, 3, 4, 5)]
 
 
 def test_least_recently_used_line_is_evicted():
@@ -305,12 +302,12 @@ def test_old_lines_expire():
     harness.add(STORY)
     harness.clock.time += 59
     harness.add([1, 2, *range(300, 320)])
-    assert harness.drafts_after([14, 15, 16]) != []
+    assert harness.search([14, 15, 16]) != []
     harness.clock.time += 1
-    assert harness.drafts_after([14, 15, 16]) == [] and harness.drafts_after([300, 301, 302]) != []
+    assert harness.search([14, 15, 16]) == [] and harness.search([300, 301, 302]) != []
     assert int((harness.pool.device.owner != NO_OWNER).sum()) == 1
     harness.clock.time += 60
-    assert harness.drafts_after([300, 301, 302]) == [] and not harness.pool._lines
+    assert harness.search([300, 301, 302]) == [] and not harness.pool._lines
 
 
 def test_repeated_text_is_renewed_and_weighted():
@@ -318,7 +315,7 @@ def test_repeated_text_is_renewed_and_weighted():
     for _ in range(3):
         harness.add(STORY)
         harness.clock.time += 40
-    assert harness.drafts_after([14, 15, 16]) != [] and len(harness.pool._lines) == 1
+    assert harness.search([14, 15, 16]) != [] and len(harness.pool._lines) == 1
     assert int(harness.pool.weight.max()) == 3
 
 
@@ -327,7 +324,7 @@ def test_control_stopped_clock_expires_nothing():
     harness.add(STORY)
     harness.pool.now = lambda: 1000.0
     harness.clock.time += 100
-    assert harness.drafts_after([14, 15, 16]) != []
+    assert harness.search([14, 15, 16]) != []
 
 
 # --- exactness ---
