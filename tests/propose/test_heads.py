@@ -128,7 +128,7 @@ ONE = {"architecture": "MistralForCausalLM", "num_layers": 1, "windows": (9,)}
 
 @pytest.fixture
 def head_equal_to_the_model(monkeypatch):
-    """A model of one layer whose rows attend to nine tokens, and a head with the same layer.
+    """Return the folder of a head whose layer is that of a one-layer model with a window of nine tokens.
 
     The row of the head at position p has token p + 1: all keys rotate alike, which changes last bits only.
     """
