@@ -185,6 +185,11 @@ class SampledProposer(Proposer):
         return Draft(tokens, torch.full((b,), k), logprobs, probs)
 
 
+def spec_of(proposer: str, strategy_name: str) -> dict[str, Any]:
+    method = {"method": f"test_distribution:{proposer}", "num_speculative_tokens": 2, "adaptive": False}
+    return {**method, "verify_strategy": strategy_name}
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_engine_samples_the_distribution_with_lossless_strategies_only(name: str) -> None:
     """Serve one prompt with 20000 seeds and two sampled drafts a step.
@@ -193,17 +198,8 @@ def test_engine_samples_the_distribution_with_lossless_strategies_only(name: str
     """
     assert stats.ncx2.sf(stats.chi2.isf(ALPHA, 24), 24, REQUESTS * BIAS**2 * 4) > 0.99
     count = REQUESTS if name in LOSSLESS else 4000
-    target = engine(
-        speculative={
-            "method": "test_distribution:SampledProposer",
-            "num_speculative_tokens": 2,
-            "verify_strategy": name,
-            "adaptive": False,
-        },
-        max_num_seqs=256,
-        max_num_batched_tokens=4096,
-        debug=False,
-    )
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 4096}
+    target = engine(speculative=spec_of("SampledProposer", name), debug=False, **sizes)
     params = SamplingParams(max_tokens=3, temperature=2.0, allowed_token_ids=ALLOWED)
     records = run(target, [request(i, params, prompt_token_ids=prompt(0)) for i in range(count)])
     # The first token is sampled with the prompt and has no draft; the second is the first of a window.
@@ -235,14 +231,7 @@ class AlternatingReported(Alternating):
 def test_draft_without_probs_is_certain_after_a_sampled_one() -> None:
     answers = []
     for name in ("Alternating", "AlternatingAloud"):
-        target = engine(
-            speculative={
-                "method": f"test_distribution:{name}",
-                "num_speculative_tokens": 2,
-                "verify_strategy": "rejection",
-                "adaptive": False,
-            }
-        )
+        target = engine(speculative=spec_of(name, "rejection"))
         params = SamplingParams(max_tokens=40, temperature=2.0, allowed_token_ids=ALLOWED)
         # One at a time, so that the parity of its length decides.
         answers.append([run(target, [request(i, params)])[str(i)].token_ids for i in range(4)])

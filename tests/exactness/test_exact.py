@@ -170,14 +170,8 @@ def test_any_slot_is_exact(place):
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_reject_all_is_exact(strategy, adaptive):
     cases = [Case(0, "mix", 0.7, strategy, length=20), Case(1, "eos", 1.3, strategy, length=40)]
-    spec = {
-        "method": "proposers:Perfect",
-        "verify_strategy": strategy,
-        "accept_policy": "reject_all",
-        "adaptive": adaptive,
-    }
-    batch = Batch(cases, Setup(), spec)
-    assert batch.differences() == []
+    spec = {"method": "proposers:Perfect", "verify_strategy": strategy, "adaptive": adaptive}
+    assert Batch(cases, Setup(), {**spec, "accept_policy": "reject_all"}).differences() == []
 
 
 def test_long_output_on_small_pages_is_exact(monkeypatch):

@@ -190,14 +190,8 @@ def serve_with_costs(spec: dict[str, Any], overlap: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(DraftPolicy, "observe", record_rounds)
     cases = [Case(i, option, t, length=14 + 9 * i, prompt=False) for i, (option, t) in enumerate(REQUESTS)]
     sizes = {"page_size": 8, "enable_prefix_caching": False}
-    batch = Batch(
-        cases,
-        Setup(),
-        {"num_speculative_tokens": 4, "adaptive": False, **spec},
-        arrivals=[0, 0, 2],
-        overlap=overlap,
-        sizes=sizes,
-    )
+    spec = {"num_speculative_tokens": 4, "adaptive": False, **spec}
+    batch = Batch(cases, Setup(), spec, arrivals=[0, 0, 2], overlap=overlap, sizes=sizes)
     assert batch.differences() == []
     return rounds
 

@@ -105,13 +105,8 @@ def test_rejection_keeps_the_distribution(sampling):
     count = 2500
     options = {**heads.options("mtp", "llama", "float32"), "draft_sampling": sampling}
     spec = {"method": "test_device_proposers:AllowedOnly", "num_speculative_tokens": 2, "adaptive": False}
-    target = engine(
-        speculative={**spec, **options, "verify_strategy": "rejection"},
-        max_num_seqs=64,
-        max_num_batched_tokens=1024,
-        debug=False,
-        overlap=True,
-    )
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "debug": False, "overlap": True}
+    target = engine(speculative={**spec, **options, "verify_strategy": "rejection"}, **sizes)
     params = SamplingParams(max_tokens=3, temperature=2.0, allowed_token_ids=ALLOWED)
     records = run(target, [request(i, params, prompt_token_ids=prompt(0)) for i in range(count)])
     samples = [tuple(record.token_ids[:2]) for record in records.values()]

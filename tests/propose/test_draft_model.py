@@ -61,17 +61,9 @@ def serve(case: dict[str, Any], backend: str = "auto") -> dict[str, Any]:
     sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off"}
     if case["pages"] != "many":
         sizes["kv_cache_tokens"] = (cases[-1].length + 24 + 15) // 8 * 8
-    batch = Batch(
-        cases,
-        Setup(case["arch"], case["dtype"], backend),
-        spec,
-        chunk=case["chunk"],
-        arrivals=[0, 0, 2],
-        overlap=case["overlap"],
-        sizes=sizes,
-        warm=case["prefix"] == "hit",
-        preempts_all=case["pages"] == "preempted",
-    )
+    how = {"chunk": case["chunk"], "overlap": case["overlap"], "preempts_all": case["pages"] == "preempted"}
+    setup, warm = Setup(case["arch"], case["dtype"], backend), case["prefix"] == "hit"
+    batch = Batch(cases, setup, spec, arrivals=[0, 0, 2], sizes=sizes, warm=warm, **how)
     assert batch.differences() == []
     return batch.records
 

@@ -63,17 +63,9 @@ def serve_audited(case: dict[str, Any], cached: bool = False, **options: Any) ->
     sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": cached}
     if case["pages"] != "many":
         sizes["kv_cache_tokens"] = 64
-    batch = Batch(
-        cases,
-        Setup(arch, dtype, **options),
-        spec,
-        chunk=case["chunk"],
-        arrivals=[0, 0, 2],
-        overlap=case["overlap"],
-        sizes=sizes,
-        preempts_all=case["pages"] == "preempted",
-        warm=cached,
-    )
+    how = {"chunk": case["chunk"], "overlap": case["overlap"], "preempts_all": case["pages"] == "preempted"}
+    setup = Setup(arch, dtype, **options)
+    batch = Batch(cases, setup, spec, arrivals=[0, 0, 2], sizes=sizes, warm=cached, **how)
     assert batch.differences() == []
     return batch
 

@@ -16,7 +16,7 @@ from draftproof.metrics import EngineStats, RequestStats
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.serve.ipc.encode import EngineSnapshot, RequestGroup, encode_step
-from draftproof.serve.ipc.frame import CHECKSUM_START_BYTE, COLUMNS, HEADER_STRUCT, Bounds
+from draftproof.serve.ipc.frame import CHECKSUM_START_BYTE, HEADER_STRUCT, Bounds
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 STATS = EngineStats(3, 1, 4, 1, 5, 9, 2, 6)
@@ -196,6 +196,3 @@ def damaged(rng: random.Random, frame: bytes, other: bytes) -> bytes:
         size = rng.choice([1, 2, 4, 8])
         data[at : at + size] = rng.choice([b"\xff", b"\0", b"\x7f"]) * len(data[at : at + size])
     return bytes(data)
-
-
-NAMES = [name for name, _, _ in COLUMNS]

@@ -23,7 +23,6 @@ from draftproof.serve.ipc.messages import (
     encode,
     encode_body,
 )
-from draftproof.serve.ipc.remote_engine import RemoteEngine
 from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
 from draftproof.serve.ipc.status import socket_address, write_status
 from draftproof.serve.worker.worker import Worker
@@ -120,6 +119,3 @@ class RawFrontend:
         """Disconnect."""
         self.socket.close(0)
         self.context.term()
-
-
-__all__ = ["RawFrontend", "RemoteEngine", "run_remote", "run_worker", "wait_for"]
