@@ -104,14 +104,14 @@ def test_request_that_always_fails_ends_with_the_reason_and_others_are_exact(ste
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("name", "lost"), [("sample", {1}), ("read", {2, 3})])
+@pytest.mark.parametrize(("name", "num_lost"), [("sample", {1}), ("read", {2, 3})])
 def test_faults_with_a_full_queue_are_exact(name, late, num_lost, reference, monkeypatch):
     """Fail to queue a step while two are in flight, or to read one with two behind it."""
     target, ops = build(steps=3, max_num_batched_tokens=16)
     seen, whole = set(), Loop._recover
 
     def recover(self, fault):
-        seen.add((len(fault.num_lost), len(self.pending)))
+        seen.add((len(fault.lost), len(self.pending)))
         return whole(self, fault)
 
     monkeypatch.setattr(Loop, "_recover", recover)

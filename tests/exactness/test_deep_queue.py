@@ -182,7 +182,7 @@ def test_no_read_waits_for_later_steps(steps, depths):
     assert order.blocking_reads <= 2  # after the last request
 
 
-@pytest.mark.parametrize("planted", ["release", "feedback", "pool"])
+@pytest.mark.parametrize("defect", ["release", "feedback", "pool"])
 def test_control_blocking_read_is_detected(defect, monkeypatch):
     release, deliver = RequestRelease.release_finished, TokenFeedback.deliver
     if defect == "release":

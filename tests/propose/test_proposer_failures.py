@@ -65,7 +65,7 @@ def _ints(*shape):
 
 @pytest.mark.parametrize("method", ["proposers:Junk", "ngram"])
 @pytest.mark.parametrize(
-    "nonsense",
+    "invalid",
     [
         lambda b, k: Draft(_ints(b, k + 1), _ints(b)),
         lambda b, k: Draft(_ints(b, k - 1), _ints(b)),
@@ -98,4 +98,4 @@ class FalselyGraphSafe(proposers.Junk):
 
 def test_graph_safe_proposer_must_draft_on_the_device() -> None:
     with pytest.raises(ConfigError, match="DeviceProposer"):
-        tiny.engine(speculative={"method": "test_proposer_failures:SafeByWord", "num_speculative_tokens": 2})
+        tiny.engine(speculative={"method": "test_proposer_failures:FalselyGraphSafe", "num_speculative_tokens": 2})
