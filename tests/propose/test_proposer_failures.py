@@ -98,4 +98,6 @@ class FalselyGraphSafe(proposers.Junk):
 
 def test_graph_safe_proposer_must_draft_on_the_device() -> None:
     with pytest.raises(ConfigError, match="DeviceProposer"):
-        tiny.engine(speculative={"method": "test_proposer_failures:FalselyGraphSafe", "num_speculative_tokens": 2})
+        tiny.engine(
+            speculative={"method": "test_proposer_failures:FalselyGraphSafe", "num_speculative_tokens": 2}
+        )
