@@ -49,7 +49,8 @@ LONGEST = [1, 2, 3, 40, 7, 7, 9, 3, 50, 8, 8]
 )
 def test_tokens_after_the_latest_longest_match_are_drafted(ops, tokens, sizes, budget, expected):
     columns = lines(ops, 8, [[7, 8, 7, 8, 7], tokens])
-    drafts, count = ops.search.search_ngram(columns, torch.tensor([1]), torch.tensor([budget]), *sizes)
+    batch = DeviceBatch(columns, torch.tensor([1]), torch.tensor([budget]))
+    drafts, count = ops.search.search_ngram(batch, *sizes)
     assert drafts.shape == (1, 8) and count.shape == (1,)
     assert drafts[0, : int(count[0])].tolist() == expected
 

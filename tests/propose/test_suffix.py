@@ -54,8 +54,8 @@ class PoolHarness:
         drafts = torch.zeros((1, k), dtype=torch.int64)
         drafts[0, : len(begun)] = torch.tensor(begun, dtype=torch.int64)
         batch = DeviceBatch(columns, torch.tensor([1]), torch.tensor([k]))
-        tokens, count, worth = OPS.search.search_suffix(batch, self.pool.device, rule, (drafts, had))
-        assert (int(worth) > 0) == (int(count) > len(begun))
+        tokens, count, expected = OPS.search.search_suffix(batch, self.pool.device, rule, (drafts, had))
+        assert (int(expected) > 0) == (int(count) > len(begun))
         return tokens[0, : int(count)].tolist()
 
 

@@ -6,7 +6,6 @@ import tiny
 from draftproof.engine.slots import Slots
 from draftproof.ops import resolve
 from draftproof.propose import ProposerEnv
-from draftproof.types import DeviceBatch
 
 CPU = torch.device("cpu")
 
