@@ -2,15 +2,15 @@
 
     python bench/adaptive.py [--device cpu] [--batches 1,8,32] [--tasks mix] [--tokens 64] [--seconds 100]
 
-Every side is a lane of its own in one engine: a batch that is always full, whose requests are followed by the
-next in the same order on all sides. Lanes take turns of so many tokens, fractions of a second each, so a slow
-minute of the machine hits all of them; in a window every lane has come as far, through as many of each task.
-Copy, edit, chat and free-text prompts take turns (`mix`; or `copy`, `edit`, `chat`, `free` alone). They have
-been served before, so that the prefix cache has them and what is timed is decoding.
+Every side is a lane: a scheduler of its own on one engine, whose batch is always full. All lanes serve the
+same requests in the same order. They take turns of so many tokens, fractions of a second each, so a slow
+minute of the machine affects all of them alike, and in a window every lane serves as many tokens. Copy, edit,
+chat and free-text prompts alternate (`mix`; or `copy`, `edit`, `chat`, `free` alone). The prefix cache holds
+all prompts, so decoding is timed.
 
-A ratio is the median over windows of adaptive's tokens a second over a fixed number's in the same window; its
-interval holds the true median with 90 % (of fewer than five windows: their range). Sides that are far behind
-the best are left out after three windows. Bars: adaptive is at least 0.97 of every fixed number and 0.98 of
+A ratio is the median over windows of adaptive's tokens a second over a fixed number's in the same window,
+with its 90 % confidence interval (of fewer than five windows: their range). Sides below BEHIND of the best
+are dropped after FIRST windows. Bars: adaptive is at least 0.97 of every fixed number and 0.98 of
 none. Tokens are compared as well: none may differ.
 """
 
@@ -49,12 +49,13 @@ BEHIND = 0.85  # of the best fixed number
 
 
 class Lane(Scheduler):
-    """A side's requests, which sit in the engine beside those of the other sides and rest meanwhile."""
+    """Scheduler of one side. While it rests, it plans no step."""
 
     rests = False
 
     @classmethod
     def like(cls, other: Scheduler) -> Lane:
+        """Return a lane with the settings of another scheduler."""
         caching, sizes = other.prefix_cache.enabled, (other.page_size, other.max_rows)
         return cls(
             other.slots,
@@ -66,32 +67,33 @@ class Lane(Scheduler):
             drafts_before_plan=other.drafts_before_plan,
         )
 
-    def plan(self, idle: bool = True) -> StepPlan | None:
-        return None if self.rests else super().plan(idle)
+    def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:
+        """Return the next step; None while the lane rests."""
+        return None if self.rests else super().plan(idle, counted)
 
 
 class Side:
-    """One lane and its clock."""
+    """Lane and clock of one number of drafts."""
 
     def __init__(self, bench: Bench, name: str, task: str, batch: int) -> None:
         self.bench, self.name, self.task = bench, name, task
         self.lane = Lane.like(bench.plain)
-        self.asked = self.tokens = self.goal = self.steps = self.drafts = 0
+        self.num_requests = self.tokens = self.goal = self.steps = self.drafts = 0
         self.seconds = self.waited = 0.0
-        self.said: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
         self._unread: list[StepResults] = []
         with bench.on(self.lane):
-            for i in range(batch):  # they do not all end in one step
-                self._ask(self.bench.tokens * (i + 1) // batch)
+            for i in range(batch):  # of different lengths, so that they do not end in one step
+                self._add(self.bench.tokens * (i + 1) // batch)
 
-    def _ask(self, tokens: int) -> None:
-        request = self.bench.request(self.task, self.asked, self.name, max(tokens, 2))
-        self.asked += 1
-        self.said[request.id] = []
+    def _add(self, tokens: int) -> None:
+        request = self.bench.request(self.task, self.num_requests, self.name, max(tokens, 2))
+        self.num_requests += 1
+        self.outputs[request.id] = []
         self.bench.llm.engine.add(request)
 
     def turn(self, tokens: int) -> None:
-        """On by so many tokens; what is under way then is waited for."""
+        """Decode so many more tokens, then wait for the steps in flight."""
         engine, lane = self.bench.llm.engine, self.lane
         self.goal += tokens
         waited = self.bench.waited
@@ -106,36 +108,37 @@ class Side:
                     self.steps += 1
                     self.drafts += int(results.table[:, NUM_DRAFT].sum())
                 for _ in results.finishes:
-                    self._ask(self.bench.tokens)
+                    self._add(self.bench.tokens)
             lane.rests = False
             self.seconds += self.bench.clock() - begin
         self.waited += self.bench.waited - waited
         self._read()
 
     def _read(self) -> None:
-        """Texts are put together when the clock stands."""
+        """Collect the outputs; called while the clock is off."""
         for results in self._unread:
             for i, request in enumerate(results.requests):
-                self.said[request.id] += results.tokens(i)
+                self.outputs[request.id] += results.tokens(i)
                 if i in results.finishes:
-                    self.bench.heard(request.id, self.said.pop(request.id))
+                    self.bench.compare(request.id, self.outputs.pop(request.id))
         self._unread.clear()
 
-    def told(self) -> dict[str, float]:
-        """What a step of it was like. Little waiting for the device: the host was the slower."""
+    def step_means(self) -> dict[str, float]:
+        """Return means per step; `waited`: share of the time in which the host waited for the device."""
         steps, seconds = max(1, self.steps), max(1e-9, self.seconds)
         found = {"ms": 1e3 * seconds / steps, "drafts": self.drafts / steps, "tokens": self.tokens / steps}
         return {name: round(x, 2) for name, x in {**found, "waited": self.waited / seconds}.items()}
 
     def leave(self) -> None:
+        """Abort all requests."""
         with self.bench.on(self.lane):
-            for name in self.said:
+            for name in self.outputs:
                 self.bench.llm.engine.abort(name)
             self.bench.llm.engine.step()
 
 
 class Bench:
-    """One engine; the sides differ by an option of their requests."""
+    """One engine for all sides, which differ by an option of their requests."""
 
     def __init__(
         self,
@@ -156,6 +159,7 @@ class Bench:
             self.llm.engine.step()
 
     def request(self, task: str, i: int, side: str, tokens: int) -> Request:
+        """Return request number i of a side."""
         tasks = list(TASKS) if task == "mix" else [task]
         name, prompts = tasks[i % len(tasks)], self.prompts[tasks[i % len(tasks)]]
         at = i // len(tasks) % len(prompts)
@@ -177,32 +181,38 @@ class Bench:
     def _params(self, side: str, tokens: int) -> SamplingParams:
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=SIDES[side])
 
-    def heard(self, name: str, said: list[int]) -> None:
+    def compare(self, name: str, output: list[int]) -> None:
+        """Count the tokens that differ from an earlier output for the same prompt."""
         task, at, *_ = name.split()
         want = self.known.get(f"{task} {at}", [])
-        self.wrong += sum(a != b for a, b in zip(said, want, strict=False))
-        self.known[f"{task} {at}"] = max(said, want, key=len)
+        self.wrong += sum(a != b for a, b in zip(output, want, strict=False))
+        self.known[f"{task} {at}"] = max(output, want, key=len)
 
     def on(self, lane: Scheduler) -> Any:
-        return On(self.llm.engine.loop, lane)
+        """Return a context in which the engine runs this lane."""
+        return Switched(self.llm.engine.loop, lane)
 
 
-class On:
-    """An engine with another lane. Nothing is under way before and after."""
+class Switched:
+    """Engine with another scheduler. No step may be in flight at either end."""
 
     def __init__(self, loop: Any, lane: Scheduler) -> None:
         self.loop, self.lane = loop, lane
 
     def __enter__(self) -> None:
-        self.before, self.loop.scheduler = self.loop.scheduler, self.lane
-        self.loop._features = None
+        self.before = self.loop.scheduler
+        self._use(self.lane)
 
     def __exit__(self, *_: object) -> None:
-        self.loop.scheduler = self.before
+        self._use(self.before)
+
+    def _use(self, scheduler: Scheduler) -> None:
+        self.loop.scheduler = self.loop.release._scheduler = scheduler
         self.loop._features = None
 
 
-def built(options: argparse.Namespace) -> Bench:
+def build(options: argparse.Namespace) -> Bench:
+    """Build the engine and its prompts."""
     most = max(options.batches) * len(SIDES)
     llm = LLM(
         options.model,
@@ -221,7 +231,7 @@ def built(options: argparse.Namespace) -> Bench:
 
 
 def interval(values: list[float]) -> list[float]:
-    """In which the median lies with 90 %, whatever the values' law is: ranks by the binomial law."""
+    """Return the 90 % confidence interval of the median, from binomial ranks."""
     n, low, tail = len(values), 0, 0.5 ** len(values)
     while low + 1 <= (n - 1) // 2 and tail + comb(n, low + 1) * 0.5**n <= 0.05:
         low += 1
@@ -231,7 +241,7 @@ def interval(values: list[float]) -> list[float]:
 
 
 def window(sides: dict[str, Side], tokens: int, turns: int, first: int) -> dict[str, float]:
-    """Tokens a second of each side."""
+    """Return the tokens a second of each side."""
     before = {name: (side.tokens, side.seconds) for name, side in sides.items()}
     gc.collect()
     gc.disable()
@@ -248,14 +258,15 @@ def window(sides: dict[str, Side], tokens: int, turns: int, first: int) -> dict[
 
 
 def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until: float) -> dict[str, Any]:
+    """Measure one task at one batch size."""
     tokens, turns = options.grain.get(batch, options.grain[0])
     sides = {name: Side(bench, name, task, batch) for name in SIDES}
-    everybody = dict(sides)
+    all_sides = dict(sides)
     windows: list[dict[str, float]] = []
     bench.wrong, number = 0, -1
     while number < FIRST or time.monotonic() < until:
         rates = window(sides, tokens, turns, number * turns)
-        if number >= 0:  # the first is not counted: batches fill, prices are learned
+        if number >= 0:  # the first is not counted: batches fill, costs are learned
             windows.append(rates)
         number += 1
         if number == FIRST:
@@ -271,7 +282,7 @@ def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until
     found = {
         "tokens_per_second": {name: round(statistics.median(w[name] for w in windows), 1) for name in sides},
         "adaptive_over": ratios,
-        "a_step": {name: side.told() for name, side in everybody.items()},
+        "a_step": {name: side.step_means() for name, side in all_sides.items()},
         "best_fixed": best_side,
         "over_best": ratios[best_side],
         "over_best_90": interval(over[best_side]),
@@ -286,6 +297,7 @@ def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until
 
 
 def main() -> None:
+    """Measure all cells."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -306,7 +318,7 @@ def main() -> None:
     options.grain = {1: (16, 16), 8: (64, 8), 0: (256, 4)} if on_cpu else {1: (512, 2), 0: (128 * 128, 2)}
     options.grain[64] = options.grain[0] if on_cpu else (64 * 128, 2)
     end, cells = time.monotonic() + options.seconds, {}
-    bench = built(options)
+    bench = build(options)
     todo = list(product(options.tasks, options.batches))
     for n, (task, batch) in enumerate(todo):
         now = time.monotonic()

@@ -1,10 +1,10 @@
-"""Decode speed on this CPU, everything side by side in one run; the last line of stdout is JSON.
+"""Decode speed on this CPU, all sides in one run; the last line of stdout is JSON.
 
     python bench/cpu.py [--tokens 128] [--rounds 5] [--model smollm2-135m] [--skip-transformers]
 
 Sides: transformers (bf16, the same weights), Draftproof without and with n-gram drafts, on free text and on
 a copy task at batch 1, and at batch 8. The memory floor is the time in which the weights can be read once
-at the bandwidth measured in the same run. Rounds are interleaved, so a slow minute of the machine hits
+at the bandwidth measured in the same run. Rounds are interleaved, so a slow minute of the machine affects
 all sides; ratios are medians of the rounds' ratios.
 """
 
@@ -39,34 +39,35 @@ SPECULATION = {"method": "ngram", "num_speculative_tokens": 7}
 
 
 class Ours:
-    """One engine; plain and speculative requests differ by one option."""
+    """Engine for all sides: plain and speculative requests differ by one option."""
 
     def __init__(self, model: str) -> None:
         self.llm = LLM(model, dtype="bfloat16", speculative_config=SPECULATION, max_num_seqs=8)
 
     def prompt(self, text: str, chat: bool) -> list[int]:
+        """Return the tokens of a prompt."""
         if chat:
             return self.llm.chat_token_ids([{"role": "user", "content": text}])
         return self.llm.read_prompt(text)[1]
 
     def rate(self, prompts: list[list[int]], tokens: int, speculative: bool) -> float:
-        """Tokens a second from the step in which the last request got its first token."""
+        """Return tokens a second from the step in which the last request got its first token."""
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculative=speculative)
         engine, begin = self.llm.engine, 0.0
         for i, ids in enumerate(prompts):
             engine.add(Request(id=str(i), prompt_token_ids=ids, params=params, seed=i))
         total = counted = 0
-        speaking: set[str] = set()
+        started: set[str] = set()
         while engine.has_work:
             for result in engine.step():
                 total += len(result.token_ids)
-                speaking.add(result.request_id)
-            if begin == 0.0 and len(speaking) == len(prompts):
+                started.add(result.request_id)
+            if begin == 0.0 and len(started) == len(prompts):
                 begin, counted = time.perf_counter(), total
         return (total - counted) / (time.perf_counter() - begin)
 
     def parts(self, ids: list[int], tokens: int) -> dict[str, float]:
-        """Milliseconds of a plain decode step, by where they go."""
+        """Return the milliseconds of a plain decode step by part."""
         runner, methods = self.llm.engine.runner, {"forward": "forward_tapped", "logits": "logits"}
         spent = dict.fromkeys(methods, 0.0)
         kept = {name: getattr(runner, method) for name, method in methods.items()}
@@ -93,7 +94,7 @@ class Ours:
 
 
 class Transformers:
-    """The same weights under `transformers`, decoded by its own loop."""
+    """`transformers` with the same weights and its own decode loop."""
 
     def __init__(self, model: str) -> None:
         import transformers
@@ -102,6 +103,7 @@ class Transformers:
         self.version = transformers.__version__
 
     def rate(self, ids: list[int], tokens: int) -> float:
+        """Return tokens a second after the prompt."""
         marks: list[float] = []
 
         class Clock:
@@ -124,6 +126,7 @@ class Transformers:
 
 
 def main() -> None:
+    """Measure all sides in interleaved rounds."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=128)
@@ -163,6 +166,8 @@ def report(
     weights: int,
     theirs: Transformers | None,
 ) -> None:
+    """Print medians and ratios."""
+
     def ratio(over: str, under: str) -> float:
         return round(statistics.median(r[over] / r[under] for r in rounds), 3)
 

@@ -1,15 +1,15 @@
-"""The promise and the speed on a GPU; the last line of stdout is JSON. Status 1: something does not hold.
+"""Exactness and speed on a GPU; the last line of stdout is JSON. Status 1: a check failed.
 
     python bench/gpu.py [--model smollm2-135m] [--parts bits,control,speed,logprobs,fast,floor,profile,…]
                         [--tokens 256] [--batches 1,8,64,256] [--seconds 500]
 
-bits, control: the promise, see `gpu_bits.py`. logprobs: what they cost, see `gpu_logprobs.py`.
-speed: tokens a second of `LLM.generate`, prefill and detokenising included, sides in turn.
-fast: numerics="fast" against "exact". floor: what the memory allows. profile: where a step's time goes.
+bits, control: exactness, see `common/gpu_exactness.py`. logprobs: their cost, see `common/gpu_logprobs.py`.
+speed: tokens a second of `LLM.generate`, prefill and detokenisation included, sides in turn.
+fast: numerics="fast" against "exact". floor: limit by memory bandwidth. profile: time of a step by kernel.
 transformers: its speed and its logits, on the same weights.
-Parts that no time is left for are left out and named. Prompts: bench/common/prompts.py.
+Parts without time left are skipped and named. Prompts: bench/common/prompts.py.
 With dummy weights (--load-format dummy) a config with tied embeddings repeats its last token, so drafts from
-the text stand; with an untied head they fall.
+the text are accepted; with an untied head they are rejected.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from common.gpu_logprobs import logprobs
 from common.measure import finish
 
 ROUNDS = 3
-READ = 4 << 30  # bytes, at most, that the memory's rate is measured on
+READ = 4 << 30  # bytes at most for the measurement of the bandwidth
 
 
 # --- speed ------------------------------------------------------------------------------------------------
 
 
-def abreast(
+def interleaved(
     bench: Bench, sides: dict[str, Callable[[], dict[str, float]]], rounds: int = ROUNDS
 ) -> dict[str, dict[str, float]]:
-    """Medians of rounds in which every side has its turn; the first round warms up and does not count."""
+    """Return medians over rounds in which every side has its turn, without the first round."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, side in sides.items():
@@ -59,20 +59,21 @@ def abreast(
 def compare(
     bench: Bench, task: str, batch: int, sides: dict[str, dict[str, Any]], **engine: Any
 ) -> dict[str, Any]:
+    """Measure sides that differ by an option of their requests."""
     llm, prompts = bench.llm(**engine), bench.prompts(task, batch)
     heat()
-    rounds = 3 * ROUNDS if batch < 64 else ROUNDS + 2  # a short one is shaken more
+    rounds = 3 * ROUNDS if batch < 64 else ROUNDS + 2  # short rounds vary more
     calls = {
         name: lambda c=changes: timed(llm, prompts, params_of(batch, bench.options.tokens, **c))
         for name, changes in sides.items()
     }
-    found = abreast(bench, calls, rounds)
+    found = interleaved(bench, calls, rounds)
     print(f"{task} batch {batch}", found, flush=True)
     return found
 
 
 def speed(bench: Bench) -> dict[str, Any]:
-    """Plain and with n-gram drafts, on chat prompts and on the copy task."""
+    """Measure plain and n-gram decoding on chat prompts and on the copy task."""
     out = {}
     for task, batch in product(bench.options.tasks, bench.options.batches):
         if not bench.late:
@@ -81,7 +82,7 @@ def speed(bench: Bench) -> dict[str, Any]:
 
 
 def fast(bench: Bench) -> dict[str, Any]:
-    """Exact numerics against fast ones: decoding, and the prefill of 2048-token prompts."""
+    """Compare exact with fast numerics: decoding, and the prefill of 2048-token prompts."""
     out: dict[str, Any] = {}
     for numerics in ("exact", "fast", "exact", "fast"):
         llm = bench.llm(numerics=numerics)
@@ -107,11 +108,11 @@ def fast(bench: Bench) -> dict[str, Any]:
     return out
 
 
-# --- where the time goes, and others ----------------------------------------------------------------------
+# --- step time, memory floor, transformers ------------------------------------------------------------------
 
 
 def profile(bench: Bench) -> dict[str, Any]:
-    """Step time, share of it that the GPU is busy, and the sum of kernel times, of plain decoding."""
+    """Return step time, busy share of the GPU and kernel times of plain decoding."""
     llm, out = bench.llm(), {}
     for batch in bench.options.batches:
         found = kernels_of(llm, bench.prompts("chat", batch), params_of(batch, 512, speculative=False))
@@ -121,9 +122,9 @@ def profile(bench: Bench) -> dict[str, Any]:
 
 
 def floor(bench: Bench) -> dict[str, Any]:
-    """Tokens a second at batch 1 if a step did nothing but read the weights, at the rate measured here.
+    """Return tokens a second at batch 1 if a step only read the weights, at the bandwidth measured here.
 
-    That is the rate of a plain reduction over one large piece of memory, longer than its start and its end.
+    The bandwidth is that of a reduction over one large tensor.
     """
     llm = bench.llm()
     model, ops = llm.engine.runner.model, llm.engine.ops
@@ -140,7 +141,7 @@ def floor(bench: Bench) -> dict[str, Any]:
 
 
 def transformers(bench: Bench) -> dict[str, Any]:
-    """The same weights in transformers on the same GPU: speed of greedy decoding, and logits."""
+    """Compare speed of greedy decoding and logits with transformers on the same weights."""
     from common.transformers_peer import side_by_side
 
     llm, kind = bench.llm(), bench.options.load_format
@@ -151,6 +152,7 @@ PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, pr
 
 
 def main() -> None:
+    """Run the chosen parts."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", default="smollm2-135m")
@@ -167,7 +169,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--logprob-seconds", type=float, default=100, help="of the part logprobs")
-    parser.add_argument("--save", type=Path, help="write what is found after every part")
+    parser.add_argument("--save", type=Path, help="write the figures after every part")
     options = parser.parse_args()
     bench = Bench(options)
     found: dict[str, Any] = {"model": options.model}
@@ -180,7 +182,7 @@ def main() -> None:
     finish("gpu", found)
     failed = [name for name in options.parts if _fails(found[name])]
     if failed:
-        sys.exit(f"does not hold: {', '.join(failed)}")
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def _fails(part: Any) -> bool:

@@ -1,17 +1,17 @@
-"""What a draft head brings, task by task: acceptance, and speed against plain and other proposers.
+"""Acceptance of a draft head, and its speed against plain decoding and other proposers, task by task.
 
     python bench/head.py --prompts spec_bench.jsonl [--device cuda] [--head FOLDER] [--parts acceptance,speed]
                          [--batches 1,8,64,256] [--methods eagle3,ngram,suffix,hybrid] [--tokens 256]
 
-The last line of stdout is JSON. The prompts are lines with `task` and `turns` (or `prompt`), of which the
-first turn is asked in the model's chat format; Spec-Bench has them. Without --head it is the shipped one.
-acceptance: K drafts, always (adaptive off), temperature 0 and 1, the latter with shared noise and with argmax
+The last line of stdout is JSON. The prompts are lines with `task` and `turns` (or `prompt`), as in
+Spec-Bench; the first turn is sent in the model's chat format. Without --head the bundled head is used.
+acceptance: always K drafts (adaptive off), temperature 0 and 1, the latter with shared noise and with argmax
 drafts; per task, and the mean of the tasks.
-speed: temperature 0, adaptive on. A batch is kept full, prompts are in the prefix cache, so decoding is what
-is timed; batches up to 8 task by task. Sides take turns, ratios to plain are medians of the rounds. A
-proposer that learns has heard nothing of earlier rounds (`cache_salt`). No token may differ from plain. With
---tries a side's turn beside which others had more than 3 % of the processors is taken again, so often.
-Batches share the time that --seconds leaves after the engines' start; it ends by then, with what there is.
+speed: temperature 0, adaptive on. A batch is kept full and its prompts are in the prefix cache, so decoding
+is timed; batches up to 8 task by task. Sides take turns, ratios to plain are medians of the rounds. Rounds
+have a `cache_salt` each, so a proposer that learns starts anew. No token may differ from plain. A turn during
+which other processes had more than 3 % of the processors is repeated, up to --tries times. Batches share the
+time that --seconds leaves after the start of the engines.
 """
 
 from __future__ import annotations
@@ -40,34 +40,36 @@ from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, Request
 
 BARS = {"greedy": 2.3, "shared": 2.0, "shared over argmax": 0.25}
 SPEED_BARS = {"cuda": {1: 1.5, 8: 1.3, 64: 0.98, 256: 0.98}, "cpu": {1: 1.4}}
-QUIET = 0.03  # of the processors, that others may have
+QUIET = 0.03  # share of the processors that other processes may have
 Prompts = dict[str, list[list[int]]]  # by task
-Asked = tuple[list[int], int]  # a prompt, and which copy of it: copies hear nothing of each other
-Answers = dict[str, list[int]]
+PromptCopy = tuple[list[int], int]  # a prompt and the number of its copy; copies share no cache
+Outputs = dict[str, list[int]]
 
 
 def read(path: Path, each: int | None) -> dict[str, list[str]]:
-    """First turns by task, `each` of them at most."""
+    """Return first turns by task, at most `each` of them."""
     if not path.is_file():
         raise SystemExit(f"{path}: no such file: give the prompts' path with --prompts")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    asked = [
+    pairs = [
         (str(row.get("task", "all")), row["turns"][0] if "turns" in row else row["prompt"]) for row in rows
     ]
-    tasks = groupby(sorted(asked, key=lambda pair: pair[0]), key=lambda pair: pair[0])
-    return {task: [text for _, text in pairs][:each] for task, pairs in tasks}
+    tasks = groupby(sorted(pairs, key=lambda pair: pair[0]), key=lambda pair: pair[0])
+    return {task: [text for _, text in group][:each] for task, group in tasks}
 
 
 class Engines:
-    """Built when they are first asked for, and kept: on a GPU that takes longer than what is measured."""
+    """Engines by method, built on first use and kept: a start takes longer than a measurement."""
 
-    def __init__(self, options: argparse.Namespace, asked: dict[str, list[str]]) -> None:
+    def __init__(self, options: argparse.Namespace, texts: dict[str, list[str]]) -> None:
         self.options = options
         self.made: dict[str, LLM] = {}
         self.failed: dict[str, str] = {}
-        self.prompts: Prompts = encoded(options, asked)
+        self.prompts: Prompts = encoded(options, texts)
         self.room = options.kv_tokens or max(
-            room_for(options, [asked for cell in cells(options, self.prompts) for asked in cell.values()]),
+            room_for(
+                options, [prompts for cell in cells(options, self.prompts) for prompts in cell.values()]
+            ),
             options.max_len,
         )
 
@@ -87,7 +89,7 @@ class Engines:
         return self.made[name]
 
     def some_of(self, names: Sequence[str], until: float) -> dict[str, LLM]:
-        """Those that start, as far as there is time. One that does not must not cost the others' figures."""
+        """Return the engines that start before `until`; failures are recorded."""
         sides = {}
         for name in names:
             if time.monotonic() > until:
@@ -108,8 +110,8 @@ def memory(options: argparse.Namespace) -> str:
     return f"{total - free:.0f} of {total:.0f} GiB are used"
 
 
-def room_for(options: argparse.Namespace, cells: Sequence[list[Asked]]) -> int:
-    """Tokens that an engine stores: the prompts of what runs stay in the prefix cache, with their answers."""
+def room_for(options: argparse.Namespace, cells: Sequence[list[PromptCopy]]) -> int:
+    """Return the tokens that an engine stores: all prompts of a cell with their outputs."""
     page = 16
     each = [5 * sum(len(ids) + options.tokens + 2 * page for ids, _ in cell) // 4 for cell in cells]
     longest = max((len(ids) for cell in cells for ids, _ in cell), default=0) + options.tokens
@@ -129,11 +131,11 @@ def speculation(options: argparse.Namespace, name: str) -> dict[str, Any] | None
     return {"method": name, "num_speculative_tokens": options.k, **more}
 
 
-def encoded(options: argparse.Namespace, asked: dict[str, list[str]]) -> Prompts:
-    """In the model's chat format."""
+def encoded(options: argparse.Namespace, texts: dict[str, list[str]]) -> Prompts:
+    """Return the prompts in the model's chat format."""
     tokenizer, found = load_tokenizer(find_model(options.model)), {}
-    for task, texts in asked.items():
-        chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+    for task, turns in texts.items():
+        chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in turns]
         ids = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
         found[task] = [prompt for prompt in ids if len(prompt) <= options.max_len - options.tokens]
         if len(found[task]) < len(ids):
@@ -164,7 +166,7 @@ def acceptance(options: argparse.Namespace, engines: Engines) -> dict[str, Any]:
 
 
 def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: argparse.Namespace) -> Any:
-    """Tokens a step that had drafts; the step of the prompt has none."""
+    """Return the tokens per step with drafts; the step of a prompt has none."""
     llm.tracker.reset_stats()
     always = {"num_speculative_tokens": options.k, "adaptive": False}
     params = [
@@ -176,7 +178,7 @@ def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: arg
     return {
         "acceptance length": round(1 + stats.num_accepted_tokens / max(1, stats.num_drafts), 3),
         "tokens of any step": round(stats.acceptance_length, 3),
-        "stood": [round(count / max(1, stats.num_drafts), 3) for count in stats.accepted_per_position],
+        "accepted": [round(count / max(1, stats.num_drafts), 3) for count in stats.accepted_per_position],
         "tokens": stats.num_emitted_tokens,
     }
 
@@ -185,9 +187,9 @@ def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: arg
 
 
 def run(
-    llm: LLM, asked: Sequence[Asked], batch: int, tokens: int, salt: str
-) -> tuple[float, Answers, list[int]]:
-    """Seconds for these prompts, `batch` at a time, what was said, and steps, drafts and those that stood."""
+    llm: LLM, prompts: Sequence[PromptCopy], batch: int, tokens: int, salt: str
+) -> tuple[float, Outputs, list[int]]:
+    """Return the seconds for these prompts, `batch` at a time, the outputs, and steps, drafts, accepted."""
     core, slots, results = llm.engine, llm.engine.loop.slots, []
     requests = [
         Request(
@@ -197,26 +199,26 @@ def run(
             seed=i,
             eos_token_ids=tuple(core.eos_token_ids),
         )
-        for i, (ids, copy) in enumerate(asked)
+        for i, (ids, copy) in enumerate(prompts)
     ]
-    held = [slots.take(requests[0]) for _ in range(slots.num_free - batch)]  # nobody else sits there
+    held = [slots.take(requests[0]) for _ in range(slots.num_free - batch)]  # these stay unused
     begin = time.perf_counter()
     try:
         for request in requests:
             core.add(request)
         while core.has_work:
-            results.append(core.step())  # they are read later: that takes longer than a step
+            results.append(core.step())  # read later: that takes longer than a step
         spent = time.perf_counter() - begin
     finally:
         for slot in held:
             slots.free(slot)
-    said: Answers = {request.id: [] for request in requests}
+    outputs: Outputs = {request.id: [] for request in requests}
     for step in results:
         for i, request in enumerate(step.requests):
-            said[request.id] += step.tokens(i)
+            outputs[request.id] += step.tokens(i)
     columns = [NUM_DRAFT, NUM_ACCEPTED]
     counts = [step.table[:, columns].sum(0) for step in results if len(step)]
-    return spent, said, [sum(map(len, results)), *np.sum(counts, axis=0).tolist()]
+    return spent, outputs, [sum(map(len, results)), *np.sum(counts, axis=0).tolist()]
 
 
 def speed(options: argparse.Namespace, engines: Engines, until: float) -> dict[str, Any]:
@@ -232,8 +234,8 @@ def speed(options: argparse.Namespace, engines: Engines, until: float) -> dict[s
     return found
 
 
-def chosen(prompts: Prompts, batch: int, options: argparse.Namespace) -> dict[str, list[Asked]]:
-    """What a batch is measured on: task by task as long as a task fills it for a while."""
+def chosen(prompts: Prompts, batch: int, options: argparse.Namespace) -> dict[str, list[PromptCopy]]:
+    """Return the prompts of a batch size: task by task while one task fills the batch."""
     if batch <= 8:
         count = options.count or (12 if batch == 1 else 16)
         return {task: [(ids, 0) for ids in some[:count]] for task, some in prompts.items()}
@@ -241,16 +243,16 @@ def chosen(prompts: Prompts, batch: int, options: argparse.Namespace) -> dict[st
     return {"all": [(every[i % len(every)], i // len(every)) for i in range(2 * batch)]}
 
 
-def cells(options: argparse.Namespace, prompts: Prompts) -> list[dict[str, list[Asked]]]:
+def cells(options: argparse.Namespace, prompts: Prompts) -> list[dict[str, list[PromptCopy]]]:
     return [chosen(prompts, batch, options) for batch in options.batches if "speed" in options.parts]
 
 
 @dataclass
 class Turn:
-    """One task on every side: seconds, tokens, and steps, drafts and those that stood."""
+    """Figures of one task on every side."""
 
     seconds: dict[str, float]
-    counts: dict[str, list[int]]
+    counts: dict[str, list[int]]  # steps, drafts, accepted drafts
     tokens: int
     differ: int
     others: dict[str, float]  # share of the processors that other processes had
@@ -259,66 +261,67 @@ class Turn:
 def turn_of(
     sides: dict[str, LLM],
     names: list[str],
-    asked: list[Asked],
+    prompts: list[PromptCopy],
     batch: int,
     tokens: int,
     salt: str,
     tries: int,
 ) -> Turn:
-    seconds, counts, said, others = {}, {}, {}, dict.fromkeys(names, math.inf)
+    seconds, counts, outputs, others = {}, {}, {}, dict.fromkeys(names, math.inf)
     for name, number in product(names, range(tries)):
         if others[name] <= QUIET:
             continue
         mine = f"{salt} {number}"
-        run(sides[name], asked, batch, 1, mine)  # into the prefix cache
+        run(sides[name], prompts, batch, 1, mine)  # into the prefix cache
         before = others_seconds()
-        spent, answers, counted = run(sides[name], asked, batch, tokens, mine)
+        spent, found, counted = run(sides[name], prompts, batch, tokens, mine)
         share = max(0.0, others_seconds() - before) / spent / (os.cpu_count() or 1)
         if share < others[name]:
-            seconds[name], said[name], counts[name], others[name] = spent, answers, counted, share
-    differ = sum(answers[i] != said["plain"][i] for answers in said.values() for i in answers)
-    return Turn(seconds, counts, sum(map(len, said["plain"].values())), differ, others)
+            seconds[name], outputs[name], counts[name], others[name] = spent, found, counted, share
+    plain = outputs["plain"]
+    differ = sum(found[i] != plain[i] for found in outputs.values() for i in found)
+    return Turn(seconds, counts, sum(map(len, plain.values())), differ, others)
 
 
 def cell(
     sides: dict[str, LLM],
-    tasks: dict[str, list[Asked]],
+    tasks: dict[str, list[PromptCopy]],
     batch: int,
     options: argparse.Namespace,
     share: float,
     until: float,
 ) -> Any:
-    """Rounds until `share`, one at least; what is not complete at `until` does not count."""
+    """Run rounds until `share`, at least one; a round that is incomplete at `until` does not count."""
     names, rounds, longest, differ = list(sides), [], 0.0, 0
     speeds: list[float] = []
-    for number in range(-1, options.rounds):  # the first is not counted: prices are learned, graphs captured
+    for number in range(-1, options.rounds):  # the first is not counted: costs are learned, graphs captured
         begin = time.monotonic()
         if begin > until or (rounds and begin + longest > share):
             break
         names = names[1:] + names[:1]
         tokens = options.tokens if number >= 0 else options.tokens // 2
         one = {}
-        for task, asked in tasks.items():
+        for task, prompts in tasks.items():
             if time.monotonic() > until:
                 break
-            one[task] = turn_of(sides, names, asked, batch, tokens, f"{batch} {number}", options.tries)
+            one[task] = turn_of(sides, names, prompts, batch, tokens, f"{batch} {number}", options.tries)
             differ += one[task].differ
         longest = max(longest, time.monotonic() - begin)
         if number >= 0 and len(one) == len(tasks):
             rounds.append(one)
-        said = {task: {n: round(s, 2) for n, s in turn.seconds.items()} for task, turn in one.items()}
+        seconds = {task: {n: round(s, 2) for n, s in turn.seconds.items()} for task, turn in one.items()}
         speeds.append(python_us())
-        print(f"batch {batch}, round {number + 1}, {speeds[-1]}: {json.dumps(said)}", flush=True)
+        print(f"batch {batch}, round {number + 1}, {speeds[-1]}: {json.dumps(seconds)}", flush=True)
     if not rounds:
         return {"differing answers": differ, "rounds": "no time left"}
     shares = [share for one in rounds for turn in one.values() for share in turn.others.values()]
     found = {"differing answers": differ, "rounds": len(rounds)}
     found["others had"] = round(statistics.fmean(shares), 3)
     found["us of a piece of Python"] = speeds
-    return judged(found, rounds, list(sides), batch, options)
+    return with_ratios(found, rounds, list(sides), batch, options)
 
 
-def judged(
+def with_ratios(
     found: dict[str, Any],
     rounds: list[dict[str, Turn]],
     names: list[str],
@@ -342,7 +345,7 @@ def judged(
         rate = round(tokens / statistics.median(plain), 1)
         found[group] = {"plain tok/s": rate, "over plain": ratios, "tokens a step": length}
         singles = [its for name, its in times.items() if name != "hybrid"]
-        if "hybrid" in times and singles:  # beside the best of the whole run, not of each round
+        if "hybrid" in times and singles:  # over the best of the whole run, not of each round
             best = min(singles, key=statistics.median)
             pairs = zip(best, times["hybrid"], strict=True)
             found[group]["hybrid over the best other"] = round(statistics.median(s / h for s, h in pairs), 3)
@@ -366,15 +369,15 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--methods", type=lambda text: text.split(","), default=["eagle3", "ngram", "suffix", "hybrid"]
     )
     parser.add_argument("-k", type=int, default=4, help="drafts")
-    parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=256, help="of an output, at most")
     parser.add_argument("--each", type=int, help="prompts of a task, at most; default: all")
     parser.add_argument("--count", type=int, help="prompts of a task for batches up to 8; default: 12 and 16")
-    parser.add_argument("--seqs", type=int, help="answers at a time while acceptance is measured")
+    parser.add_argument("--seqs", type=int, help="requests at a time while acceptance is measured")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tries", type=int, default=1, help="of a turn, while other processes are at work")
+    parser.add_argument("--tries", type=int, default=1, help="of a turn, while other processes are busy")
     parser.add_argument("--max-len", type=int, default=2304)
     parser.add_argument("--kv-tokens", type=int, help="of each engine's cache; default: enough")
-    parser.add_argument("--seconds", type=float, default=3600, help="in all; what is not done is left out")
+    parser.add_argument("--seconds", type=float, default=3600, help="in all; the rest is skipped")
     options = parser.parse_args(arguments)
     options.batches = options.batches or ([1, 8, 64, 256] if options.device == "cuda" else [1])
     options.seqs = options.seqs or (64 if options.device == "cuda" else 8)
@@ -385,14 +388,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     until = time.monotonic() + options.seconds
-    asked = read(options.prompts, options.each)
+    texts = read(options.prompts, options.each)
     parts = {
         "acceptance": lambda engines: acceptance(options, engines),
         "speed": lambda engines: speed(options, engines, until),
     }
     if unknown := sorted(set(options.parts) - set(parts)):
         raise SystemExit(f"--parts has no {', '.join(unknown)}: {', '.join(parts)}")
-    engines = Engines(options, asked)
+    engines = Engines(options, texts)
     return {part: parts[part](engines) for part in options.parts}
 
 

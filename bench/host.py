@@ -1,15 +1,15 @@
-"""What the host costs at a large batch, with the device left out; the last line of stdout is JSON.
+"""Host time at a large batch, without the device; the last line of stdout is JSON.
 
     python bench/host.py [--batch 256] [--tokens 256] [--rounds 5] [--parts generate engine steps]
-                         [--profile generate|engine|steps]
+                         [--policy] [--profile generate|engine|steps]
 
-Time of this thread, so that a busy machine does little harm, and the quickest of the rounds. Microseconds
-a token: `generate` is LLM's own part, from a made-up engine's steps
-to finished answers, without and with logprobs, drafts, half characters and stop strings; `engine` is
-planning and settling, with a device that answers at once. Milliseconds: taking in a batch with 400 tokens
-of prompt each, and what is left to do after the last step. Microseconds a step (`steps`): all that the host
-does from one step to the next while everybody decodes, as on a GPU, but for the driver's own calls: plain,
-with n-gram drafts that rarely stand (free) and mostly do (copy), without logprobs and with 0, 5 and 20.
+Thread time, so that a busy machine disturbs little, and the fastest of the rounds. Microseconds a token:
+`generate` is the part of LLM, from scripted steps to finished outputs, without and with logprobs, drafts,
+split characters and stop strings; `engine` is the plan and the results of a step, with an instant device.
+Milliseconds: adding a batch with 400 tokens of prompt each, and the work after the last step. Microseconds a
+step (`steps`): all host work from one step to the next while all requests decode, as on a GPU without the
+driver's calls: plain, with n-gram drafts that are rarely (free) or mostly accepted (copy), without logprobs
+and with 0, 5 and 20. `--policy`: in addition the part of `decide` and `observe` of the draft policy in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.fake_device import Pretence
+from common.fake_device import FakeDevice
 from common.measure import finish
 
 from draftproof import LLM, SamplingParams
@@ -66,7 +66,7 @@ CONFIG = {
 
 
 class Words:
-    """As much of a tokenizer as LLM needs: the ids from 30000 on are halves of a character."""
+    """Part of a tokenizer that LLM needs; ids from 30000 on are halves of a character."""
 
     eos_token_ids = (2,)
     special_ids = frozenset({1, 2})
@@ -82,7 +82,7 @@ class Words:
 
 
 class Scripted:
-    """An engine whose steps were made up beforehand; all else is the real one's."""
+    """Engine with scripted steps; everything else is that of the real engine."""
 
     def __init__(self, engine: Any, steps: list[tuple[np.ndarray, Any]], sources: tuple[str, ...]) -> None:
         self.real = engine
@@ -110,7 +110,7 @@ class Scripted:
 
 
 class Instant:
-    """A device that has committed one token a request before it was asked."""
+    """Device that commits one token a request without computing anything."""
 
     def __init__(self, device: Any) -> None:
         self.real = device
@@ -137,6 +137,7 @@ class Instant:
 
 
 def build(batch: int, **options: Any) -> LLM:
+    """Build an LLM of a tiny model with dummy weights."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         shared = {"load_format": "dummy", "device": "cpu", "max_num_seqs": batch, "max_model_len": 2048}
@@ -145,31 +146,33 @@ def build(batch: int, **options: Any) -> LLM:
     return llm
 
 
-def made_up(batch: int, tokens: int, top: int | None, drafts: int = 0, halves: float = 0.0) -> list[Any]:
-    """A step each of `batch` requests that commit one token, or with drafts one to drafts + 1."""
+def scripted_steps(
+    batch: int, tokens: int, top: int | None, drafts: int = 0, halves: float = 0.0
+) -> list[Any]:
+    """Return steps of `batch` requests that commit one token each, or with drafts 1 to drafts + 1."""
     draw, steps = np.random.default_rng(5), []
     done = 0
     while done < tokens:
         table = np.zeros((batch, TOKENS + drafts + 1), np.int64)
-        stood = draw.integers(0, drafts + 1)
-        table[:, NUM_OUT], table[:, NUM_DRAFT], table[:, NUM_ACCEPTED] = stood + 1, drafts, stood
+        accepted = draw.integers(0, drafts + 1)
+        table[:, NUM_OUT], table[:, NUM_DRAFT], table[:, NUM_ACCEPTED] = accepted + 1, drafts, accepted
         table[:, TOKENS:] = draw.integers(3, 20000, (batch, drafts + 1))
         if halves:
             table[:, TOKENS:][draw.random((batch, drafts + 1)) < halves] = 30001
-        table[:, PICK] = np.arange(batch) * (stood + 1)
+        table[:, PICK] = np.arange(batch) * (accepted + 1)
         columns = {}
         if top is not None:
-            count, wide = batch * (int(stood) + 1), next(w for w in (0, 8, 32, 64) if w >= top)
+            count, wide = batch * (int(accepted) + 1), next(w for w in (0, 8, 32, 64) if w >= top)
             values = -draw.random((count, wide + 1), np.float32)
             ids, ranks = draw.integers(0, VOCAB, (count, wide)), draw.integers(1, 9, count)
             columns[LogprobKind.RAW] = LogprobColumns(values, ids, ranks)
         steps.append((table, columns))
-        done += int(stood) + 1
+        done += int(accepted) + 1
     return steps
 
 
 def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> tuple[float, float, float]:
-    """Seconds: taking in, all steps, and of these after the last results came."""
+    """Return seconds: adding, all steps, and the part of these after the last results."""
     real = llm.engine
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(PROMPT)]} for i in range(batch)]
     llm.tracker.engine = Scripted(real, steps, ("ngram",))  # type: ignore[assignment]
@@ -193,7 +196,7 @@ def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> 
 
 
 def engine_only(llm: LLM, batch: int, tokens: int) -> tuple[float, float, float]:
-    """Seconds: adding, the first step, all others; with a device that takes no time."""
+    """Return seconds: adding, the first step, all others; with an instant device."""
     engine = llm.engine
     loop = engine.loop
     instant = loop.device = Instant(loop.device)  # type: ignore[assignment]
@@ -216,8 +219,8 @@ def engine_only(llm: LLM, batch: int, tokens: int) -> tuple[float, float, float]
     return added - begin, first - added, done - first
 
 
-def between_steps(llm: LLM, device: Pretence, batch: int, top: int | None) -> float:
-    """Seconds a step of `LLM.generate` while all decode and nobody ends: of the quickest 16 in a row."""
+def between_steps(llm: LLM, device: FakeDevice, batch: int, top: int | None) -> float:
+    """Return seconds a step of `LLM.generate` while all requests decode: the fastest 16 in a row."""
     params = SamplingParams(max_tokens=256, logprobs=top, ignore_eos=True, temperature=0.0)
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(50)]} for i in range(batch)]
     jobs = [llm._open_job(prompt, params) for prompt in prompts]
@@ -226,10 +229,10 @@ def between_steps(llm: LLM, device: Pretence, batch: int, top: int | None) -> fl
         llm.tracker.step()
     spent = [0.0]
     while llm.tracker.table.num_open == batch and len(spent) < 96:
-        begin, pretending = time.thread_time(), device.spent
+        begin, device_before = time.thread_time(), device.spent
         llm.tracker.step()
-        spent.append(time.thread_time() - begin - (device.spent - pretending))
-    total = np.cumsum(spent[:-1])  # the last may have had an end in it
+        spent.append(time.thread_time() - begin - (device.spent - device_before))
+    total = np.cumsum(spent[:-1])  # a request may have finished in the last one
     for job in jobs:
         llm.tracker.drop(job)
     while llm.engine.has_work:
@@ -238,27 +241,48 @@ def between_steps(llm: LLM, device: Pretence, batch: int, top: int | None) -> fl
 
 
 def least(runs: list[tuple[float, ...]]) -> list[float]:
+    """Return the minimum of each figure over the runs."""
     return [min(column) for column in zip(*runs, strict=True)]
 
 
 def profiled(function: Callable[[], object]) -> None:
+    """Print a profile of one call."""
     profile = cProfile.Profile()
     profile.runcall(function)
     pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
-def steps(batches: list[int], rounds: int, profile: bool) -> dict[str, float]:
-    """Microseconds a step."""
+class PolicyClock:
+    """Thread time of the draft policy's `decide` and `observe`."""
+
+    def __init__(self, policy: Any) -> None:
+        """Time the two methods of `policy` from now on."""
+        self.seconds, self.calls = 0.0, 0
+        policy.decide, policy.observe = self._timed(policy.decide, 1), self._timed(policy.observe, 0)
+
+    def _timed(self, method: Callable[..., Any], step: int) -> Callable[..., Any]:
+        def timed(*given: Any) -> Any:
+            begin = time.thread_time()
+            result = method(*given)
+            self.seconds, self.calls = self.seconds + time.thread_time() - begin, self.calls + step
+            return result
+
+        return timed
+
+
+def steps(batches: list[int], rounds: int, profile: bool, policy: bool) -> dict[str, float]:
+    """Return microseconds a step."""
     kinds: dict[str, tuple[dict[str, Any], float]] = {
         "plain": ({}, 0.0),
         "free": ({"speculative_config": NGRAM}, 0.02),
         "copy": ({"speculative_config": NGRAM}, 0.95),
     }
     us: dict[str, float] = {}
-    for kind, (options, stands) in kinds.items():
+    for kind, (options, acceptance) in kinds.items():
         for batch in batches:
             llm = build(256, overlap=True, warm_up=False, enable_prefix_caching=False, **options)
-            device = Pretence(llm.engine, stands)
+            device = FakeDevice(llm.engine, acceptance)
+            clock = PolicyClock(llm.engine.loop.policy) if policy else None
             for top in (None, 0, 5, 20):
                 go = partial(between_steps, llm, device, batch, top)
                 name = f"{kind}, batch {batch}" + ("" if top is None else f", logprobs={top}")
@@ -266,11 +290,14 @@ def steps(batches: list[int], rounds: int, profile: bool) -> dict[str, float]:
                 print(f"{name}: {us[name]} us a step", flush=True)
                 if profile:
                     profiled(go)
+            if clock is not None and clock.calls:  # mean over all steps of this engine
+                us[f"{kind}, batch {batch}, policy"] = round(1e6 * clock.seconds / clock.calls, 1)
+                print(f"{kind}, batch {batch}: {1e6 * clock.seconds / clock.calls:.1f} us in the policy")
     return us
 
 
 def generating(llm: LLM, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds a token, and milliseconds."""
+    """Return microseconds a token, and milliseconds."""
     batch, tokens = options.batch, options.tokens
     drafting = build(batch, speculative_config=NGRAM)
     cases: dict[str, tuple[LLM, dict[str, Any], int | None]] = {
@@ -286,7 +313,7 @@ def generating(llm: LLM, options: argparse.Namespace) -> tuple[dict[str, float],
     us: dict[str, float] = {}
     ms: dict[str, float] = {}
     for name, (target, script, top) in cases.items():
-        steps = made_up(batch, tokens, top, **script)
+        steps = scripted_steps(batch, tokens, top, **script)
         stop = ["no such text"] if "stop" in name else ()
         params = SamplingParams(max_tokens=tokens, logprobs=top, stop=stop)
         total = batch * sum(int(table[0, NUM_OUT]) for table, _ in steps)
@@ -303,12 +330,14 @@ def generating(llm: LLM, options: argparse.Namespace) -> tuple[dict[str, float],
 
 
 def main() -> None:
+    """Measure the chosen parts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="of `steps`")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--policy", action="store_true", help="of `steps`: time of the draft policy")
     parser.add_argument("--profile", choices=PARTS)
     options = parser.parse_args()
     batch, tokens = options.batch, options.tokens
@@ -326,7 +355,9 @@ def main() -> None:
         if options.profile == "engine":
             profiled(lambda: engine_only(llm, batch, tokens))
     if "steps" in options.parts:  # last: it changes the backend for good
-        found["us a step"] = steps(options.batches, options.rounds, options.profile == "steps")
+        found["us a step"] = steps(
+            options.batches, options.rounds, options.profile == "steps", options.policy
+        )
     finish("host", found)
 
 

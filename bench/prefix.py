@@ -2,10 +2,9 @@
 
     python bench/prefix.py [--requests 64] [--system 1000] [--model smollm2-135m] [--device auto] [--rounds 1]
 
-Requests share a system prompt of so many tokens and have a question of their own. One has been served
-before; then all the others come at once. Three sides: `off` (enable_prefix_caching=False), `on`, and
-`salts`: the cache is on and every request has a salt of its own, so that nothing may be found. Means over
-the requests.
+Requests share a system prompt of so many tokens and have a question of their own. One is served first, then
+all the others arrive at once. Three sides: `off` (enable_prefix_caching=False), `on`, and `salts`: the cache
+is on and every request has a salt of its own, so that nothing may be found. Means over the requests.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ TEXT = (
 
 
 def first_tokens(llm: LLM, prompts: list[list[int]], salts: list[str | None], tokens: int) -> dict[str, Any]:
-    """Milliseconds from arrival to the first token, of all that arrive together."""
+    """Return the mean milliseconds from arrival to the first token, cached tokens and outputs."""
     engine = llm.engine
     begin = time.perf_counter()
-    counts, seen, answers = [], {}, {}
+    counts, seen, outputs = [], {}, {}
     for i, (ids, salt) in enumerate(zip(prompts, salts, strict=True)):
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, cache_salt=salt)
         counts.append(engine.add(Request(id=str(i), prompt_token_ids=ids, params=params, seed=i)))
@@ -38,15 +37,16 @@ def first_tokens(llm: LLM, prompts: list[list[int]], salts: list[str | None], to
         for out in engine.step():
             if out.token_ids:
                 seen.setdefault(out.request_id, 1e3 * (time.perf_counter() - begin))
-                answers.setdefault(out.request_id, []).extend(out.token_ids)
+                outputs.setdefault(out.request_id, []).extend(out.token_ids)
     return {
         "mean_ms": statistics.mean(seen.values()),
         "cached": sum(c.num_cached_tokens for c in counts),
-        "answers": answers,
+        "outputs": outputs,
     }
 
 
 def main() -> None:
+    """Measure all sides."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,20 +69,20 @@ def main() -> None:
     for turn in range(args.rounds):
         start = tokenizer.encode(f"Round {turn}. ")  # nothing of an earlier round is found
         system = (start + text * (1 + args.system // len(text)))[: args.system]
-        asks = [
+        prompts_of_round = [
             system + tokenizer.encode(f" Question {i}: where do I find a book about the number {7 * i}?")
             for i in range(args.requests)
         ]
-        answers = []
+        outputs = []
         for name in figures:
             llm = sides[name != "off"]
-            own: list[str | None] = [f"tenant {i}" if name == "salts" else None for i in range(args.requests)]
-            first_tokens(llm, asks[:1], own[:1], args.tokens)
-            found = first_tokens(llm, asks[1:], own[1:], args.tokens)
+            own: list[str | None] = [f"salt {i}" if name == "salts" else None for i in range(args.requests)]
+            first_tokens(llm, prompts_of_round[:1], own[:1], args.tokens)
+            found = first_tokens(llm, prompts_of_round[1:], own[1:], args.tokens)
             figures[name].append(found["mean_ms"])
             cached[name] = found["cached"]
-            answers.append(found["answers"])
-        same = same and answers[0] == answers[1] == answers[2]
+            outputs.append(found["outputs"])
+        same = same and outputs[0] == outputs[1] == outputs[2]
     mean = {name: round(statistics.median(times), 1) for name, times in figures.items()}
     finish(
         "prefix",
@@ -92,7 +92,7 @@ def main() -> None:
             "mean_ms_to_first_token": mean,
             "speedup": round(mean["off"] / mean["on"], 2),
             "cached_tokens": cached,
-            "answers_are_equal": same,
+            "outputs_are_equal": same,
         },
     )
 

@@ -31,7 +31,7 @@ from draftproof.engine.drafting.policy import DraftRun
 from draftproof.engine.drafting.step_cost import StepCost
 
 CPU = {1: 12.5, 8: 13.8, 16: 15.5, 24: 21, 32: 24, 48: 33, 64: 42, 96: 62, 288: 170, 512: 300}
-# as bench/micro/gpu/draft_rounds.py found it at 1, 8, 48, 64, 320 and 1536 rows; between them by hand
+# as measured by bench/micro/gpu/draft_rounds.py at 1, 8, 48, 64, 320 and 1536 rows; between them by hand
 H200 = {1: 0.46, 8: 0.51, 16: 0.53, 24: 0.56, 32: 0.6, 48: 0.62, 64: 0.76, 80: 0.82, 96: 0.88, 128: 0.96}
 H200 |= {160: 1.02, 192: 1.07, 256: 1.15, 320: 1.21, 384: 1.28, 512: 1.4, 1024: 1.9, 1536: 2.25, 2048: 2.7}
 H200 |= {2560: 3.2, 3072: 3.7, 4096: 4.8}
@@ -41,7 +41,7 @@ NOISE = 0.1
 
 
 def followed(text: list[int]) -> list[int]:
-    """What came after the latest of the longest matches of the last 5 to 2 tokens."""
+    """Return the tokens behind the latest of the longest matches of the last 5 to 2 tokens."""
     ids = np.array(text)
     for size in range(min(5, len(ids) - 1), 1, -1):
         places = np.lib.stride_tricks.sliding_window_view(ids[:-1], size)
@@ -52,22 +52,24 @@ def followed(text: list[int]) -> list[int]:
     return []
 
 
-class Said:
-    """[R, T] of every request and number of tokens it has said: drafts there are, and how many stand."""
+class RecordedDrafts:
+    """Drafts [R, T] and accepted drafts [R, T] of every request after every number of output tokens."""
 
     def __init__(self, recorded: list[list[list[int]]], tokens: int) -> None:
         self.tokens = tokens
         self.prompt = np.array([len(prompt) for prompt, _ in recorded])
-        self.drafts, self.stands = np.zeros((2, len(recorded), tokens + 1), np.int64)
-        for r, (prompt, said) in enumerate(recorded):
+        self.drafts, self.accepted = np.zeros((2, len(recorded), tokens + 1), np.int64)
+        for r, (prompt, output) in enumerate(recorded):
             for t in range(1, tokens):
-                drafts = followed(prompt + said[:t])
-                stood = [a == b for a, b in zip(drafts, said[t:], strict=False)]
+                drafts = followed(prompt + output[:t])
+                is_equal = [a == b for a, b in zip(drafts, output[t:], strict=False)]
                 self.drafts[r, t] = min(len(drafts), tokens - t - 1)
-                self.stands[r, t] = (stood + [False]).index(False)
+                self.accepted[r, t] = (is_equal + [False]).index(False)
 
 
 class Fixed:
+    """Draft budget with a fixed number of drafts."""
+
     def __init__(self, k: int) -> None:
         self.k = k
 
@@ -84,53 +86,54 @@ class Fixed:
     def held(self, _: Any) -> None: ...
 
 
-def rate(policy: Any, machine: str, batch: int, turns: int, said: Said, seed: int = 0) -> dict[str, float]:
-    """`turns` requests for each seat; counted from the first step to the one after which nobody waits."""
+def rate(
+    policy: Any, machine: str, batch: int, turns: int, recorded: RecordedDrafts, seed: int = 0
+) -> dict[str, float]:
+    """Serve `turns` requests for each slot, up to the step after which no request waits."""
     table, each, padded = MACHINES[machine]
     true, oracle, draw = StepCost(table, interpolate=not padded), policy is None, np.random.default_rng(seed)
     policy = policy or Fixed(K)
-    who, place, asked = np.arange(batch), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
-    slots, waiting, heard = np.arange(batch), batch, ()
+    who, place, requested = np.arange(batch), np.zeros(batch, np.int64), np.zeros(batch, np.int64)
+    slots, waiting, results = np.arange(batch), batch, ()
     total = {"tokens": 0.0, "milliseconds": 0.0, "steps": 0.0, "rows": 0.0, "drafted": 0.0, "accepted": 0.0}
     for slot in slots:
         policy.start(slot, K, True)
     while True:
-        decodes, requests = place > 0, who % len(said.prompt)
-        have = np.where(decodes, said.drafts[requests, place], 0)
-        stands = np.minimum(said.stands[requests, place], have)
-        prompts = int(((said.prompt[requests] - 1) % 16 + 1)[~decodes].sum())
-        keys = int((said.prompt[requests] + place).sum())
+        decodes, requests = place > 0, who % len(recorded.prompt)
+        have = np.where(decodes, recorded.drafts[requests, place], 0)
+        acceptable = np.minimum(recorded.accepted[requests, place], have)
+        prompts = int(((recorded.prompt[requests] - 1) % 16 + 1)[~decodes].sum())
+        keys = int((recorded.prompt[requests] + place).sum())
         if oracle:
-            drafts = chosen(
-                stands, [true.row_seconds(batch + prompts + n) + each * keys for n in range(K * batch + 1)]
-            )
-        elif padded:  # asked for a step ahead, found or not
-            drafts = np.where(decodes, np.minimum(asked, said.tokens - place - 1), 0)
+            rows = range(batch + prompts, batch + prompts + K * batch + 1)
+            drafts = chosen(acceptable, [true.row_seconds(n) + each * keys for n in rows])
+        elif padded:  # requested one step ahead, found or not
+            drafts = np.where(decodes, np.minimum(requested, recorded.tokens - place - 1), 0)
             drafts = policy.refit(slots, drafts, batch + prompts) if prompts and drafts.any() else drafts
         else:
             drafts = np.zeros_like(place)
             drafts[decodes] = policy.choose(slots[decodes], have[decodes], keys)
-        accepted = np.minimum(stands, drafts)
+        accepted = np.minimum(acceptable, drafts)
         num_rows = int(decodes.sum() + drafts.sum()) + prompts
         took = true.row_seconds(num_rows) + each * keys
         costs = getattr(policy, "_cost", None)
         if costs and not prompts:
             costs.observe(num_rows, keys, took * (1 + NOISE * abs(draw.normal())))
         place += np.where(decodes, accepted + 1, 1)
-        if padded and heard:  # read after the next was queued
-            policy.record(*heard)
-        heard = (slots[decodes], drafts[decodes], accepted[decodes])
+        if padded and results:  # read after the next step was queued
+            policy.record(*results)
+        results = (slots[decodes], drafts[decodes], accepted[decodes])
         if not padded:
-            policy.record(*heard)
-        ended = place >= said.tokens
+            policy.record(*results)
+        ended = place >= recorded.tokens
         for name, value in zip(
             total, (accepted.sum() + batch, took, 1, num_rows, drafts.sum(), accepted.sum()), strict=True
         ):
             total[name] += float(value)
         if padded:
             given = policy.held(slots)
-            asked = policy.choose(slots, np.full(batch, K), keys) if given is None else given
-            asked = np.where(ended, 0, asked)
+            requested = policy.choose(slots, np.full(batch, K), keys) if given is None else given
+            requested = np.where(ended, 0, requested)
         for slot in np.flatnonzero(ended):
             if waiting == batch * turns:
                 return {**total, "rate": total["tokens"] / total["milliseconds"]}
@@ -138,33 +141,34 @@ def rate(policy: Any, machine: str, batch: int, turns: int, said: Said, seed: in
             waiting += 1
             policy.start(slot, K, True)
         if ended.any():
-            slots = slots.copy()  # as of a scheduler, when somebody comes
-            here = ~ended[heard[0]]
-            heard = tuple(column[here] for column in heard)
+            slots = slots.copy()  # as a scheduler does when a request starts
+            is_current = ~ended[results[0]]
+            results = tuple(column[is_current] for column in results)
 
 
-def chosen(stands: np.ndarray, price: list[float]) -> np.ndarray:
-    """Of the drafts that stand those that pay, the longest windows first; `price` by their number."""
-    count = max(range(int(stands.sum()) + 1), key=lambda n: (len(stands) + n) / price[n])
-    order = np.argsort(-stands, kind="stable")
-    given = np.diff(np.minimum(np.cumsum(stands[order]), count), prepend=0)
-    back = np.zeros_like(stands)
+def chosen(accepted: np.ndarray, cost: list[float]) -> np.ndarray:
+    """Return the number of accepted drafts with the best rate, longest windows first; `cost` by number."""
+    count = max(range(int(accepted.sum()) + 1), key=lambda n: (len(accepted) + n) / cost[n])
+    order = np.argsort(-accepted, kind="stable")
+    given = np.diff(np.minimum(np.cumsum(accepted[order]), count), prepend=0)
+    back = np.zeros_like(accepted)
     back[order] = given
     return back
 
 
-def cell(machine: str, batch: int, turns: int, said: Said) -> dict[str, Any]:
+def cell(machine: str, batch: int, turns: int, recorded: RecordedDrafts) -> dict[str, Any]:
+    """Compare the adaptive budget with fixed ones and the oracle."""
     table, _, padded = MACHINES[machine]
-    fixed = {f"k={k}": rate(Fixed(k), machine, batch, turns, said) for k in FIXED}
+    fixed = {f"k={k}": rate(Fixed(k), machine, batch, turns, recorded) for k in FIXED}
     best = max(fixed, key=lambda name: fixed[name]["rate"])
     policy = DraftBudget(batch, StepCost(table, interpolate=not padded))
-    runs = [rate(policy, machine, batch, turns, said, seed) for seed in range(4)]
+    runs = [rate(policy, machine, batch, turns, recorded, seed) for seed in range(4)]
     top = fixed[best]["rate"]
     found = {
         "best_fixed": best,
         "adaptive_at_first": round(runs[0]["rate"] / top, 3),
         "adaptive": round(sum(run["rate"] for run in runs[1:]) / 3 / top, 3),
-        "oracle": round(rate(None, machine, batch, turns, said)["rate"] / top, 3),
+        "oracle": round(rate(None, machine, batch, turns, recorded)["rate"] / top, 3),
         "fixed": {name: round(run["rate"] / top, 3) for name, run in fixed.items()},
         "steps": {"adaptive": runs[-1]["steps"], best: fixed[best]["steps"]},
         "rows_a_step": {
@@ -176,7 +180,8 @@ def cell(machine: str, batch: int, turns: int, said: Said) -> dict[str, Any]:
     return found
 
 
-def recorded(options: argparse.Namespace) -> list[list[list[int]]]:
+def record_outputs(options: argparse.Namespace) -> list[list[list[int]]]:
+    """Return prompts and outputs of the model, from the file of --load if it exists."""
     if options.load and options.load.exists():
         return json.loads(options.load.read_text())  # type: ignore[no-any-return]
     llm = LLM(options.model, dtype="bfloat16", speculative_config={"method": "ngram"}, max_model_len=2048)
@@ -184,8 +189,8 @@ def recorded(options: argparse.Namespace) -> list[list[list[int]]]:
     lists = [make(count, vocab, llm.tokenizer) for make in TASKS.values()]
     prompts = [prompts[i] for i in range(count) for prompts in lists]
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
-    made = [[ids, list(a.outputs[0].token_ids)] for ids, a in zip(prompts, answers, strict=True)]
+    results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    made = [[ids, list(a.outputs[0].token_ids)] for ids, a in zip(prompts, results, strict=True)]
     if options.load:
         options.load.write_text(json.dumps(made))
     return made
@@ -350,7 +355,7 @@ def main() -> None:
     if options.part == "hybrid":
         finish("replay", {"part": "hybrid"} | {name: replay(name, options) for name in options.machine})
         return
-    outputs = Said(recorded(options), options.tokens)
+    outputs = RecordedDrafts(record_outputs(options), options.tokens)
     cells = {f"{machine} {batch}": cell(machine, batch, turns, outputs) for machine, batch, turns in CELLS}
     finish("replay", {"part": "adaptive", "model": options.model, "tokens": options.tokens, "cells": cells})
 

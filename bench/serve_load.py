@@ -1,12 +1,12 @@
-"""How much the server adds to the engine, and how many tokens leave it; the last line of stdout is JSON.
+"""Overhead of the server over the engine, and its throughput; the last line of stdout is JSON.
 
     python bench/serve_load.py                       on this CPU: against LLM.generate, and the first token
     python bench/serve_load.py --device cuda --servers 8 --streams 256 --tokens 256
     python bench/serve_load.py --device none --servers 1 --streams 64 --tokens 400
 
 cpu: `LLM.generate` and the server take turns with the same prompts at concurrency 8. cuda: many streams, one
-event a token with five logprobs. none: the same with a worker that makes its tokens up, so that the HTTP
-side is the bottleneck; tokens by second of its CPU time. The load client is several processes of raw sockets.
+event a token with five logprobs. none: the same with a stub worker, so that the HTTP side is the bottleneck;
+tokens per second of its CPU time. The load client is several processes with raw sockets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Where = tuple[str, int]
 
 
 class Counting(asyncio.Protocol):
-    """One stream: counts the events as bytes come, and keeps nothing of them."""
+    """Client of one stream that counts events and keeps no data."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
         self._request, self._done = request, done
@@ -47,9 +47,11 @@ class Counting(asyncio.Protocol):
         self.status = b""
 
     def connection_made(self, transport: Any) -> None:
+        """Send the request."""
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        """Count the events in the data."""
         self.last = time.monotonic()
         if not self.first:
             self.first, self.status = self.last, data[9:12]
@@ -57,6 +59,7 @@ class Counting(asyncio.Protocol):
         self._tail = data[1 - len(EVENT) :]
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Finish the stream."""
         if not self._done.done():
             self._done.set_result(None)
 
@@ -75,7 +78,7 @@ async def _streams(where: Where, requests: list[bytes], start: float) -> list[Co
 
 
 def client(where: Where, requests: list[bytes], start: float) -> list[tuple[int, float, float, bytes]]:
-    """In a process of its own."""
+    """Run streams in a process of its own; return events, first and last time and status of each."""
     try:
         import uvloop
 
@@ -87,10 +90,10 @@ def client(where: Where, requests: list[bytes], start: float) -> list[tuple[int,
 
 
 def load(where: Where, bodies: list[dict[str, Any]], processes: int) -> dict[str, Any]:
-    """All at once; tokens a second from the start to the last byte."""
+    """Send all requests at once; return tokens a second from the start to the last byte."""
     requests = [request_bytes(body) for body in bodies]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        list(pool.map(time.sleep, [0.2] * processes))  # they are there
+        list(pool.map(time.sleep, [0.2] * processes))  # all processes have started
         start = time.monotonic() + 0.5
         shares = [requests[i::processes] for i in range(processes)]
         jobs = [pool.submit(client, where, share, start) for share in shares if share]
@@ -107,18 +110,19 @@ def load(where: Where, bodies: list[dict[str, Any]], processes: int) -> dict[str
 
 
 def stream_bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the bodies of all streams."""
     common = {"max_tokens": options.tokens, "ignore_eos": True, "stream": True, "temperature": 0.8}
-    asked = {**common, "logprobs": options.logprobs} if options.logprobs >= 0 else common
+    shared = {**common, "logprobs": options.logprobs} if options.logprobs >= 0 else common
     return [
-        {**asked, "prompt": f"Story number {i}: once upon a time", "seed": i} for i in range(options.streams)
+        {**shared, "prompt": f"Story number {i}: once upon a time", "seed": i} for i in range(options.streams)
     ]
 
 
-# --- a made-up worker -------------------------------------------------------------------------------------
+# --- a stub worker ----------------------------------------------------------------------------------------
 
 
-def made_up(options: argparse.Namespace) -> dict[str, Any]:
-    """The HTTP side alone."""
+def with_stub_worker(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the HTTP side alone."""
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(prefix="draftproof-") as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -139,7 +143,7 @@ def made_up(options: argparse.Namespace) -> dict[str, Any]:
                 )
             for process in processes[1:]:
                 assert process.stdout is not None and process.stdout.readline()
-            load(where, stream_bodies(options)[:8], 1)  # names of tokens, imports
+            load(where, stream_bodies(options)[:8], 1)  # token texts, imports
             before = [cpu_seconds(process.pid) for process in processes]
             found = load(where, stream_bodies(options), options.clients)
             used = [cpu_seconds(p.pid) - b for p, b in zip(processes, before, strict=True)]
@@ -158,6 +162,7 @@ def made_up(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def many_streams(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the throughput of many streams."""
     more = ["--device", options.device, "--server-processes", str(options.servers)]
     more += ["--speculative-config", options.speculative_config, "--max-num-seqs", str(options.streams)]
     more += ["--max-concurrent", "4096", "--max-concurrent-per-key", "4096", "--log-level", "warning"]
@@ -181,7 +186,7 @@ def many_streams(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def beside_llm(options: argparse.Namespace) -> dict[str, Any]:
-    """`LLM.generate` here and the server over there, in turn; both have the machine for themselves then."""
+    """Measure `LLM.generate` in this process and the server in turn."""
     from common.prompts import chat_prompts
 
     from draftproof import LLM, SamplingParams
@@ -197,8 +202,10 @@ def beside_llm(options: argparse.Namespace) -> dict[str, Any]:
     with served(options.model, *more, "--log-level", "warning") as program:
 
         async def over_http(prompts: list[list[int]]) -> list[list[int]]:
-            asks = [ask(program.where, {**common, "prompt": p, "return_token_ids": True}) for p in prompts]
-            replies = await asyncio.gather(*asks)
+            requests = [
+                ask(program.where, {**common, "prompt": p, "return_token_ids": True}) for p in prompts
+            ]
+            replies = await asyncio.gather(*requests)
             return [reply.json()["choices"][0]["token_ids"] for reply in replies]
 
         for number in range(options.rounds + 1):
@@ -213,7 +220,7 @@ def beside_llm(options: argparse.Namespace) -> dict[str, Any]:
                     tokens[side] = asyncio.run(over_http(prompts))
                 times[side] = time.perf_counter() - began
             if tokens["llm"] != tokens["server"]:
-                raise SystemExit("the server says something else than LLM.generate")
+                raise SystemExit("the outputs of the server differ from those of LLM.generate")
             if number:  # the first one warms up
                 made = sum(map(len, tokens["llm"]))
                 ratios.append(times["llm"] / times["server"])
@@ -232,10 +239,10 @@ def beside_llm(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def first_token(where: Where, count: int) -> dict[str, Any]:
-    """Of a lone request: from its sampling in the worker to its arrival here.
+    """Return the time of a single request outside the engine, up to its first token.
 
-    The worker says when, after a request's arrival there, the first token was sampled; the answer's usage
-    event brings that figure. What is left of the whole time is the way there and the way back.
+    The usage event has the time from the request's arrival in the worker to its first token. The rest of the
+    time up to the first event here is spent on the way to the worker and back.
     """
     rest = []
     for i in range(count):
@@ -261,17 +268,19 @@ async def first_token(where: Where, count: int) -> dict[str, Any]:
 
 
 def eval_json(text: str) -> Any:
+    """Return the value of a JSON text."""
     import json
 
     return json.loads(text)
 
 
 def main() -> None:
+    """Measure one kind of device."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, or none: tokens are made up")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, or none: a stub worker")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
@@ -279,19 +288,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=1, help="processes of the load client")
     parser.add_argument("--speculative-config", default=NGRAM)
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="that a made-up step takes")
-    parser.add_argument("--tokenizer", help="for made-up tokens: a folder or .gguf file")
-    parser.add_argument("--profile", metavar="FILE", help="of made-up runs: cProfile of each process")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="of a step of the stub worker")
+    parser.add_argument("--tokenizer", help="of the stub worker: a folder or .gguf file")
+    parser.add_argument("--profile", metavar="FILE", help="with the stub worker: cProfile of each process")
     parser.add_argument("--serve", nargs="*", default=[], metavar="OPTION", help="more for the server")
     options = parser.parse_args()
     if options.device == "none":
-        found = made_up(options)
+        found = with_stub_worker(options)
     elif options.device == "cpu":
         found = beside_llm(options)
     else:
         found = many_streams(options)
-    asked = {name: getattr(options, name) for name in ("servers", "streams", "tokens", "logprobs", "clients")}
-    finish("serve_load", {"device": options.device, **asked, **found})
+    settings = {
+        name: getattr(options, name) for name in ("servers", "streams", "tokens", "logprobs", "clients")
+    }
+    finish("serve_load", {"device": options.device, **settings, **found})
 
 
 if __name__ == "__main__":

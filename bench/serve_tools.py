@@ -1,11 +1,11 @@
-"""Programs that nobody here wrote, unchanged, against `draftproof serve`; the last line of stdout is JSON.
+"""Programs of other projects, unchanged, against `draftproof serve`; the last line of stdout is JSON.
 
     python bench/serve_tools.py [--tools FOLDER] [--results FOLDER] [--only lm_eval guidellm schemathesis]
 
-lm-eval: log-likelihoods over HTTP (echo and logprobs) are those of `LLM` in this process, to the last digit,
-and the same with speculation on and off; so are the texts that it has generated. guidellm: a load client.
-schemathesis: a fuzzer of /openapi.json. Each is installed into an environment of its own under FOLDER if it
-is not there yet; none of them brings torch. No dataset and no tokenizer is downloaded.
+lm-eval: log-likelihoods over HTTP (echo and logprobs) equal those of `LLM` in this process to the last digit,
+with speculation on and off; so do the generated texts. guidellm: a load client. schemathesis: a fuzzer of
+/openapi.json. Each is installed into an environment of its own under FOLDER if it is missing; none of them
+installs torch. No dataset and no tokenizer is downloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common.server_process import NGRAM, Program, served
 from draftproof import LLM, SamplingParams
 from draftproof.text.tokenizer import Tokenizer
 
-# transformers only for its tokenizers; newer guidellm than this wants a torch of its own
+# transformers only for its tokenizers; newer versions of guidellm need torch
 WANTED = {
     "lm_eval": ["lm-eval==0.4.13", "transformers==5.17.0", "tenacity", "tiktoken"],
     "guidellm": ["guidellm==0.3.1"],
@@ -100,7 +100,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 
 def environment(tools: Path, name: str) -> Path:
-    """The folder with a tool's programs."""
+    """Return the folder with a tool's programs; install it if it is missing."""
     folder = tools / name
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=True)
@@ -110,13 +110,13 @@ def environment(tools: Path, name: str) -> Path:
 
 
 def run(command: list[str], log: Path, work: Path) -> str:
-    """What it printed, which is also kept."""
+    """Run a command; return its output, which is also written to `log`."""
     hidden = {str(work): "WORK", str(Path(command[0]).parent.parent.resolve()): "TOOL"}
     hidden |= {str(Path(command[0]).parent.parent): "TOOL", str(Path.home()): "~"}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "COLUMNS": "160", "NO_COLOR": "1"}
     done = subprocess.run(
         command,
-        cwd=work,  # some leave things where they run
+        cwd=work,  # some write files to the current folder
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -131,7 +131,7 @@ def run(command: list[str], log: Path, work: Path) -> str:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """As transformers reads it."""
+    """Write a tokenizer in the format of transformers."""
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 2048}
     (folder / "tokenizer_config.json").write_text(json.dumps({**facts, **tokenizer.special_tokens}))
@@ -142,6 +142,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def documents() -> list[dict[str, Any]]:
+    """Return the multiple-choice questions."""
     made = []
     for text, pairs in CHOICES.items():
         for i, (what, right) in enumerate(pairs):
@@ -152,6 +153,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def write_tasks(folder: Path) -> None:
+    """Write the tasks of lm-eval and their data."""
     for name, task, lines in (
         ("choices", CHOICE_TASK, documents()),
         ("starts", START_TASK, [{"text": text} for text in STARTS]),
@@ -162,7 +164,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def offline(llm: LLM) -> tuple[list[list[tuple[float, bool]]], list[str]]:
-    """What lm-eval should find: the sums of log-likelihoods, whether they are greedy, and the texts."""
+    """Return the expected results of lm-eval: sums of log-likelihoods, whether greedy, and texts."""
     tokenizer = llm.get_tokenizer()
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     sums = []
@@ -171,9 +173,9 @@ def offline(llm: LLM) -> tuple[list[list[tuple[float, bool]]], list[str]]:
         row = []
         for choice in line["choices"]:
             ids = tokenizer.encode(f"{line['text']} {choice}")
-            told = llm.generate([{"prompt_token_ids": ids}], params)[0].prompt_logprobs
-            assert told is not None
-            pairs = [(told[i][ids[i]], told[i]) for i in range(length, len(ids))]  # type: ignore[index]
+            rows = llm.generate([{"prompt_token_ids": ids}], params)[0].prompt_logprobs
+            assert rows is not None
+            pairs = [(rows[i][ids[i]], rows[i]) for i in range(length, len(ids))]  # type: ignore[index]
             greedy = all(own.logprob == max(o.logprob for o in row.values()) for own, row in pairs)
             row.append((sum(own.logprob for own, _ in pairs), greedy))
         sums.append(row)
@@ -183,6 +185,7 @@ def offline(llm: LLM) -> tuple[list[list[tuple[float, bool]]], list[str]]:
 
 
 def lm_eval(program: Program, bin_folder: Path, work: Path, log: Path) -> dict[str, Any]:
+    """Run lm-eval and return its results."""
     out = work / f"out-{log.stem}"
     model = {
         "model": "smollm2-135m",
@@ -218,6 +221,7 @@ def lm_eval(program: Program, bin_folder: Path, work: Path, log: Path) -> dict[s
 
 
 def guidellm(program: Program, bin_folder: Path, work: Path, log: Path, requests: int) -> dict[str, Any]:
+    """Run guidellm and return its figures."""
     out = work / "guidellm.json"
     command = [str(bin_folder / "guidellm"), "benchmark", "run", "--target", program.url]
     command += ["--rate-type", "concurrent", "--rate", "1,8", "--max-requests", str(requests)]
@@ -240,6 +244,7 @@ def guidellm(program: Program, bin_folder: Path, work: Path, log: Path, requests
 def schemathesis(
     program: Program, bin_folder: Path, work: Path, log: Path, examples: int, seconds: int
 ) -> dict[str, Any]:
+    """Run schemathesis and return its result."""
     command = [str(bin_folder / "schemathesis"), "run", f"{program.url}/openapi.json", "--checks", CHECKS]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(examples), "--seed", "5"]
     command += ["--continue-on-failure", "--request-timeout", "120", "--max-time", str(seconds)]
@@ -256,6 +261,7 @@ def schemathesis(
 
 
 def main() -> None:
+    """Run the chosen tools."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -279,26 +285,28 @@ def main() -> None:
             write_tasks(work)
             expected = offline(llm) if "lm_eval" in options.only else ([], [])
             llm.close()
-            told = {}
+            results_of = {}
             for side, config in (("speculation", NGRAM), ("plain", "off")):
                 if side == "plain" and "lm_eval" not in options.only:
                     continue
                 with served(options.model, "--speculative-config", config) as program:
                     if "lm_eval" in options.only:
                         log = results / f"lm_eval_{side}.txt"
-                        told[side] = lm_eval(program, programs["lm_eval"], work, log)
+                        results_of[side] = lm_eval(program, programs["lm_eval"], work, log)
                     if side == "speculation" and "guidellm" in options.only:
                         log = results / "guidellm.txt"
                         found["guidellm"] = guidellm(
                             program, programs["guidellm"], work, log, options.requests
                         )
                         passed &= found["guidellm"]["passed"]
-            if told:
+            if results_of:
                 found["lm_eval"] = {
                     "log_likelihoods": sum(map(len, expected[0])),
-                    "equal_offline": {side: (t["sums"], t["texts"]) == expected for side, t in told.items()},
-                    "equal_with_speculation": told["speculation"] == told["plain"],
-                    "accuracy": told["plain"]["accuracy"],
+                    "equal_offline": {
+                        side: (t["sums"], t["texts"]) == expected for side, t in results_of.items()
+                    },
+                    "equal_with_speculation": results_of["speculation"] == results_of["plain"],
+                    "accuracy": results_of["plain"]["accuracy"],
                 }
                 passed &= all(found["lm_eval"]["equal_offline"].values())
                 passed &= found["lm_eval"]["equal_with_speculation"]

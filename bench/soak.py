@@ -1,13 +1,12 @@
-"""A long life of one engine on a tiny random model; the last line of stdout is JSON.
+"""Long run of one engine with a tiny random model; the last line of stdout is JSON.
 
     python bench/soak.py [--requests 2000] [--seed 0] [--pages 18] [--method ngram] [--no-overlap]
 
-Requests of random lengths, options, priorities, salts and grammars come and go through few pages; some are
-aborted, some bring a logits processor or a grammar that raises, some one that makes their logits NaN, and now
-and then memory runs out in a step, before or after it has done its work. They come in waves; after each wave
-every page, slot and index must be free. Every request that was not aborted is compared with its solo run
-(another engine, no drafts, no cache, nobody else) in every bit, its ending and its error included; an aborted
-one must have a beginning of it.
+Requests of random lengths, options, priorities, salts and grammars share few pages. Some are aborted, some
+have a logits processor or a grammar that raises or that makes their logits NaN, and some steps run out of
+memory, before or after their work. Requests arrive in waves; after each wave every page, slot and index must
+be free. Every output is compared bit for bit with a run alone (another engine, no drafts, no cache), finish
+reason and error included; the output of an aborted request must be a prefix of it.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 class Fault(Exception):
-    """Planted."""
+    """Injected error."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A logits processor that does no harm until the text has a certain length."""
+    """Logits processor that fails from a certain length on."""
 
     length: int
     kind: str
@@ -84,38 +83,42 @@ class Trouble:
 
 
 class Steps:
-    """A grammar: every token is a multiple of three away from the one before; perhaps it breaks."""
+    """Grammar in which tokens differ by multiples of three; it may raise after some tokens."""
 
     def __init__(self, breaks_at: int | None) -> None:
         self.breaks_at = breaks_at
 
     def start(self) -> Steps:
+        """Return the state before the first token."""
         made = Steps(self.breaks_at)
-        made.said = []
+        made.tokens = []
         return made
 
-    said: list[int]
+    tokens: list[int]
 
     def fill(self, row: torch.Tensor) -> None:
-        if self.breaks_at is not None and len(self.said) >= self.breaks_at:
+        """Set the bits of the tokens that may follow."""
+        if self.breaks_at is not None and len(self.tokens) >= self.breaks_at:
             raise Fault(f"grammar at {self.breaks_at}")
-        first = self.said[-1] % 3 if self.said else 0
+        first = self.tokens[-1] % 3 if self.tokens else 0
         words = [0] * len(row)
         for token in range(first, VOCAB, 3):
             words[token // 32] |= 1 << token % 32
         row.copy_(torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32))
 
     def accept(self, token: int) -> bool:
-        self.said.append(token)
+        """Advance by a token."""
+        self.tokens.append(token)
         return True
 
     def rollback(self, count: int) -> None:
-        del self.said[len(self.said) - count :]
+        """Undo the last tokens."""
+        del self.tokens[len(self.tokens) - count :]
 
 
 @dataclass
-class Told:
-    """What a request was given."""
+class Received:
+    """Results of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -123,19 +126,21 @@ class Told:
     end: tuple[Any, ...] = ()
 
     def take(self, out: Any) -> None:
+        """Add the results of a step."""
         self.tokens += out.token_ids
         self.logprobs += out.logprobs or []
         self.prompt += out.prompt_logprobs or []
         if out.finish_reason:
             self.end = (out.finish_reason, out.stop_reason, out.error)
 
-    def begins(self, whole: Told) -> bool:
+    def is_prefix_of(self, whole: Received) -> bool:
+        """Return whether these are the first results of `whole`."""
         pairs = (self.tokens, whole.tokens), (self.logprobs, whole.logprobs), (self.prompt, whole.prompt)
         return all(repr(mine) == repr(theirs[: len(mine)]) for mine, theirs in pairs)
 
 
 def weights() -> Checkpoint:
-    """Random and bold: as they come, logits hardly depend on the context."""
+    """Return large random weights: with usual ones the logits hardly depend on the context."""
     made = load_checkpoint(ModelConfig(**MODEL), dtype="float32", load_format="dummy", seed=3)
     for name, tensor in made.tensors.items():
         if tensor.dim() == 2:
@@ -144,13 +149,14 @@ def weights() -> Checkpoint:
 
 
 def engine(**options: Any) -> Engine:
+    """Build an engine of the tiny model."""
     sizes = {"max_model_len": 192, "max_num_batched_tokens": 48, "page_size": 8, "max_logprobs": -1}
     common = {"model": "tiny", "device": "cpu", "warm_up": False, **sizes}
     return Engine(EngineConfig(**{**common, **options}), weights())
 
 
 class Soak:
-    """One engine, and what became of everybody."""
+    """One engine, its requests and what was wrong with them."""
 
     def __init__(self, seed: int = 0, pages: int = 18, method: str = "ngram", overlap: bool = True) -> None:
         self.chance = random.Random(seed)
@@ -164,7 +170,7 @@ class Soak:
             debug=True,
         )
         self.lost_steps = 0
-        self.target.loop.device.run = self.shaky(self.target.loop.device.run)  # type: ignore[method-assign]
+        self.target.loop.device.run = self.unreliable(self.target.loop.device.run)  # type: ignore[method-assign]
         self.alone = engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
         self.systems = [[self.chance.randrange(3, VOCAB) for _ in range(40)] for _ in range(3)]
         self.count = 0
@@ -172,20 +178,21 @@ class Soak:
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
 
-    def shaky(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A step that fails once in a while; what it did then counts for nothing."""
+    def unreliable(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run` with some calls that fail, before or after their work."""
 
         def call(*arguments: Any) -> Any:
             luck = self.chance.random()
             ran = run(*arguments) if luck > 0.005 else None
             if luck < 0.01:
                 self.lost_steps += 1
-                raise torch.OutOfMemoryError("planted")
+                raise torch.OutOfMemoryError("injected")
             return ran
 
         return call
 
     def request(self) -> Request:
+        """Return a random request."""
         chance, name = self.chance, str(self.count)
         self.count += 1
         prompt = chance.choice(self.systems)[: chance.randint(0, 40)]
@@ -213,10 +220,10 @@ class Soak:
         )
 
     def wave(self, size: int) -> None:
-        """Serve so many, check that nothing is left, compare."""
+        """Serve so many requests, check that nothing remains, compare the results."""
         todo = [self.request() for _ in range(size)]
         requests = {r.id: r for r in todo}
-        told = {name: Told() for name in requests}
+        received = {name: Received() for name in requests}
         gone: set[str] = set()
         todo.reverse()
         while todo or self.target.has_work:
@@ -231,37 +238,39 @@ class Soak:
                     break
             for out in self.target.step():
                 if out.request_id in gone:
-                    self.wrong.append(f"{out.request_id}: told after its abort")
-                told[out.request_id].take(out)
+                    self.wrong.append(f"{out.request_id}: results after its abort")
+                received[out.request_id].take(out)
             if self.chance.random() < 0.04:
-                here = [name for name, t in told.items() if not t.end and name not in gone]
+                here = [name for name, r in received.items() if not r.end and name not in gone]
                 name = self.chance.choice(here) if here else ""
                 if name and self.target.abort(name):
                     gone.add(name)
-        while self.target.loop.pending:  # what was under way when the last one ended
+        while self.target.loop.pending:  # steps in flight when the last request finished
             self.target.step()
         self.check_empty()
         for name, request in requests.items():
-            self.compare(request, told[name], name in gone)
+            self.compare(request, received[name], name in gone)
 
-    def compare(self, request: Request, told: Told, gone: bool) -> None:
-        whole = Told()
+    def compare(self, request: Request, received: Received, gone: bool) -> None:
+        """Compare the results of a request with a run alone; `gone`: it was aborted."""
+        whole = Received()
         self.alone.add(request)
         while self.alone.has_work:
             for out in self.alone.step():
                 whole.take(out)
-        if not told.begins(whole):
-            self.wrong.append(f"{request.id}: {told} is not {whole}")
+        if not received.is_prefix_of(whole):
+            self.wrong.append(f"{request.id}: {received} is not {whole}")
         if gone:
             self.aborted += 1
             return
-        if told.end != whole.end or len(told.tokens) != len(whole.tokens):
-            self.wrong.append(f"{request.id}: ended {told.end}, alone {whole.end}")
-        if told.end[0] == "error" and not told.end[2]:
+        if received.end != whole.end or len(received.tokens) != len(whole.tokens):
+            self.wrong.append(f"{request.id}: ended {received.end}, alone {whole.end}")
+        if received.end[0] == "error" and not received.end[2]:
             self.wrong.append(f"{request.id}: failed without a reason")
-        self.ends[told.end[0]] += 1
+        self.ends[received.end[0]] += 1
 
     def check_empty(self) -> None:
+        """Check that no page, slot or index is in use."""
         loop = self.target.loop
         stats, slots = self.target.stats(), loop.slots
         if (
@@ -271,32 +280,33 @@ class Soak:
             or loop.pending
             or loop.release.unread
         ):
-            self.wrong.append(f"left behind: {stats}")
+            self.wrong.append(f"still in use: {stats}")
         if slots.num_free != len(slots.requests) or loop.scheduler.num_needing_sync or self.target._sequences:
             self.wrong.append("a slot or an index is not free")
         loop.scheduler.pages.check()
 
 
 def soak(requests: int, wave: int = 50, **options: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)  # a tiny model has no work for more
-    life = Soak(**options)
+    """Run waves of requests; return counts, failures and memory."""
+    torch.set_num_threads(1)  # more do not help a tiny model
+    soaked = Soak(**options)
     objects: list[int] = []
     resident: list[float] = []
-    while life.count < requests:
-        life.wave(min(wave, requests - life.count))
+    while soaked.count < requests:
+        soaked.wave(min(wave, requests - soaked.count))
         gc.collect()
         objects.append(len(gc.get_objects()))
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 2**20)
-    stats = life.target.stats()
+    stats = soaked.target.stats()
     half = max(1, len(objects) // 2)
     return {
-        "requests": life.count,
-        "wrong": life.wrong[:5],
-        "num_wrong": len(life.wrong),
-        "ends": dict(life.ends),
-        "aborted": life.aborted,
-        "refused_for_now": life.refused,
-        "lost_steps": life.lost_steps,
+        "requests": soaked.count,
+        "wrong": soaked.wrong[:5],
+        "num_wrong": len(soaked.wrong),
+        "ends": dict(soaked.ends),
+        "aborted": soaked.aborted,
+        "refused_for_now": soaked.refused,
+        "lost_steps": soaked.lost_steps,
         "preemptions": stats.num_preemptions,
         "cached_tokens": stats.num_cached_tokens,
         "queried_tokens": stats.num_queried_tokens,
@@ -308,6 +318,7 @@ def soak(requests: int, wave: int = 50, **options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the soak test; exit status 1 if a result was wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Many callers on one engine: streams side by side, one that is left early, and a whole answer meanwhile."""
+"""Several streams on one engine, one of them aborted early, beside a request that is not streamed."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ PROMPTS = ["Count: one two three one two three one two", "The capital of France 
 
 
 async def read(llm: AsyncLLM, prompt: str, most: int) -> str:
+    """Return the text of a stream, of at most so many events."""
     text = ""
     params = SamplingParams(temperature=0, max_tokens=24)
     async for event in llm.stream(prompt, params):
@@ -19,6 +20,7 @@ async def read(llm: AsyncLLM, prompt: str, most: int) -> str:
 
 
 async def main() -> None:
+    """Serve all requests at once."""
     spec = {"method": "ngram", "num_speculative_tokens": 5}
     async with AsyncLLM("smollm2-135m", speculative_config=spec) as llm:
         streams = [read(llm, prompt, most) for prompt, most in zip(PROMPTS, (99, 99, 5), strict=True)]

@@ -1,7 +1,7 @@
-"""A proposer of your own: one class, named as "module:Class"; the engine judges it like any other.
+"""Proposer of your own: one class, named as "module:Class".
 
-This one guesses that the text goes on as it did the last time its newest token was followed by something.
-It cannot change an output: the example checks that.
+This one drafts the tokens that followed the last occurrence of the newest token. It cannot change an output,
+which the example checks.
 """
 
 from draftproof import LLM, SamplingParams
@@ -10,15 +10,18 @@ from draftproof.types import Draft, ProposeBatch
 
 
 class Echo(Proposer):
+    """Continuation of the last occurrence of the newest token."""
+
     sources = ("echo",)
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        guesses = []
+        """Return the drafts of every request."""
+        drafts = []
         for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
             tokens = batch.columns.tokens[slot, :length].tolist()
             seen = [i for i in range(length - 1) if tokens[i] == tokens[-1]]
-            guesses.append(tokens[seen[-1] + 1 :][:budget] if seen else [])
-        return Draft.from_lists(guesses, self.env.k)
+            drafts.append(tokens[seen[-1] + 1 :][:budget] if seen else [])
+        return Draft.from_lists(drafts, self.env.k)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Generate offline, with logprobs, and see what speculation did."""
+"""Generate offline, with logprobs and the acceptance length."""
 
 from draftproof import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, a regular expression, or a list of choices, with drafts or without."""
+"""Output that follows a JSON schema, a regular expression, or a list of choices, with drafts or without."""
 
 import json
 
@@ -20,11 +20,11 @@ output = llm.chat(chat, params)[0]
 print(json.loads(output.outputs[0].text))
 print(f"  {output.metrics.acceptance_length:.2f} tokens a step, strategy {output.strategy}")
 
-for wish in (
+for constraint in (
     {"regex": r"[0-9]{4}-[0-9]{2}-[0-9]{2}"},
     {"choice": ["poet", "mathematician", "engineer"]},
     {"grammar": 'root ::= item (", " item)*\nitem ::= [a-z]+'},  # or a Lark grammar with a `start` rule
     {"choice": ["yes", "no"], "reasoning_end": "."},  # free up to the first full stop
 ):
-    output = llm.chat(chat, SamplingParams(temperature=0, max_tokens=40, structured_outputs=wish))[0]
-    print(wish, "->", repr(output.outputs[0].text))
+    output = llm.chat(chat, SamplingParams(temperature=0, max_tokens=40, structured_outputs=constraint))[0]
+    print(constraint, "->", repr(output.outputs[0].text))

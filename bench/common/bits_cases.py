@@ -14,7 +14,6 @@ from typing import Any
 from common.bits_models import FAMILIES, TINY_VOCAB, TinyModels, random_tensor
 
 STRATEGIES = ("target_match", "greedy", "rejection", "topp")
-EXACT_STRATEGIES = ("target_match", "greedy")  # their output does not depend on the drafts
 PROPOSERS = ("ngram", "suffix", "given", "draft_model", "mtp", "eagle", "eagle3", "hybrid")
 SCHEMA = {
     "type": "object",

@@ -1,7 +1,7 @@
-"""A device with a queue that is none: steps are captured, sent, fetched and read, and nothing is computed.
+"""Fake device with a queue: steps are captured, sent, fetched and read, and nothing is computed.
 
-What is left is the host's part of a step as it is on a GPU, but for the driver's own calls. What the pretence
-itself takes is counted apart (`spent`).
+The host's part of a step remains, as on a GPU without the driver's calls. The time of the fake device itself
+is counted separately (`spent`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from draftproof.types import (
     StepFeatures,
 )
 
-# microseconds of a step by rows, as an H200 takes them for a model of 135M parameters
-PRICES = {1: 460, 8: 465, 16: 480, 32: 520, 64: 600, 128: 700, 256: 950, 512: 1500, 1536: 4000}
+# microseconds of a step by rows, of a model of 135M parameters on an H200
+STEP_US = {1: 460, 8: 465, 16: 480, 32: 520, 64: 600, 128: 700, 256: 950, 512: 1500, 1536: 4000}
 
 
-class Passed:
-    """An event of a queue in which everything has happened."""
+class CompletedEvent:
+    """Event that has always completed."""
 
     def record(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -45,15 +45,16 @@ class Passed:
 
 
 def _stage(stage: Any, size: int) -> None:
-    stage.bytes, stage.passed, stage._like = torch.empty(size, dtype=torch.uint8), Passed(), None
+    stage.bytes, stage.passed, stage._like = torch.empty(size, dtype=torch.uint8), CompletedEvent(), None
 
 
-class Pretence:
-    """Puts itself between an engine and its device. `stands`: the chance that a draft does."""
+class FakeDevice:
+    """Stand-in for the device of an engine."""
 
-    def __init__(self, engine: Any, stands: float) -> None:
+    def __init__(self, engine: Any, acceptance: float) -> None:
+        """Replace the device functions of `engine`; `acceptance`: probability that a draft is accepted."""
         self.engine, self.device, self.ops = engine, engine.loop.device, engine.ops
-        self.stands, self.spent = stands, 0.0
+        self.acceptance, self.spent = acceptance, 0.0
         self._draw = np.random.default_rng(3)
         self._run = self.device.run
         self._planned: Any = None
@@ -68,21 +69,21 @@ class Pretence:
             setattr(runtime, name, MethodType(getattr(queue.TritonRuntime, name), runtime))
         runtime.graph, ops.step.layout = self._graph, lambda *_: None
         self.device.graphs.enabled = True
-        self.device.run = self._remember
-        engine.loop.policy.set_cost(StepCost({n: us / 1e6 for n, us in PRICES.items()}), adaptive=True)
+        self.device.run = self._run_with_plan
+        engine.loop.policy.set_cost(StepCost({n: us / 1e6 for n, us in STEP_US.items()}), adaptive=True)
 
-    def _remember(self, planned: Any, *rest: Any) -> Any:
+    def _run_with_plan(self, planned: Any, *rest: Any) -> Any:
         self._planned = planned
         return self._run(planned, *rest)
 
     def _graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
-        """What it has to pretend follows from the key under which `DeviceStep` keeps it."""
+        """Return a replay whose result follows from the key under which `DeviceStep` keeps it."""
         device = self.device
 
         def replay() -> Any:
             begin = time.thread_time()
             key = next(key for key, graph in device.graphs.items() if graph is replay)
-            out = self._forward(key.rows) if key.kind == "forward" else self._decide(key.rows, key.variant)
+            out = self._forward(key.rows) if key.kind == "forward" else self._outcome(key.rows, key.variant)
             self.spent += time.thread_time() - begin
             return out
 
@@ -93,38 +94,39 @@ class Pretence:
             (rows, self.device.buffers.picked.shape[1]), dtype=self.device.buffers.picked.dtype
         )
 
-    def _decide(self, rows: int, traits: StepFeatures) -> StepTensors:
+    def _outcome(self, rows: int, features: StepFeatures) -> StepTensors:
         planned, host = self._planned, self.engine.loop.scheduler.mirror
         for sequence in planned.admitted:
             self._length[sequence.slot] = len(sequence.ids)
         slots, n = planned.slots, len(planned.slots)
         table = np.zeros((len(self._length), self.device.table_width), np.int64)
         left = np.maximum(host.max_length[slots] - self._length[slots], 0)
-        drafts, stood = self._guessed(planned)
-        out = np.where(planned.samples, np.minimum(stood + 1, left), 0)
+        drafts, accepted = self._verified(planned)
+        out = np.where(planned.samples, np.minimum(accepted + 1, left), 0)
         table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, drafts
-        table[:n, NUM_ACCEPTED] = np.minimum(stood, out)
+        table[:n, NUM_ACCEPTED] = np.minimum(accepted, out)
         table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.table_width - TOKENS))
         table[:n, PICK] = np.cumsum(out) - out
         self._length[slots] += out
         table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], FinishStatus.LENGTH, 0)
-        packed = self._pack(rows, traits)
+        packed = self._pack(rows, features)
         packed.data[: table.nbytes].copy_(torch.from_numpy(table).view(-1).view(torch.uint8))
         none: Any = None
         return StepTensors(Outcome(none, none, none), none, none, none, none, none, packed)
 
-    def _guessed(self, planned: Any) -> tuple[np.ndarray, np.ndarray]:
-        """[B] drafts there are, and how many of them stand."""
-        fell = self._draw.random((len(planned.slots), self.device.table_width - TOKENS)) >= self.stands
-        stood = fell.argmax(1) + np.where(fell.any(1), 0, 99)
-        return planned.drafts, np.minimum(stood, planned.drafts)
+    def _verified(self, planned: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the drafts [B] and how many of them are accepted [B]."""
+        shape = len(planned.slots), self.device.table_width - TOKENS
+        is_rejected = self._draw.random(shape) >= self.acceptance
+        accepted = is_rejected.argmax(1) + np.where(is_rejected.any(1), 0, 99)
+        return planned.drafts, np.minimum(accepted, planned.drafts)
 
-    def _pack(self, rows: int, traits: StepFeatures) -> PackedResults:
-        key = rows, traits
+    def _pack(self, rows: int, features: StepFeatures) -> PackedResults:
+        key = rows, features
         if key not in self._packed:
             parts = ResultWriter(torch.zeros(1 << 22, dtype=torch.uint8))
             parts.add_table(len(self._length), self.device.table_width)
-            if (top := traits.raw_top) >= 0:
+            if (top := features.raw_top) >= 0:
                 columns = parts.add_logprobs(LogprobKind.RAW, rows, top)
                 columns.ranks.fill_(1)
                 columns.values.fill_(-1.0)

@@ -1,4 +1,4 @@
-"""What the parts of `gpu.py` share: the options, the clock, an engine at a time, a timed call."""
+"""Shared parts of `gpu.py`: options, time limit, one engine at a time, a timed call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Bench:
-    """The options, the clock, and engines that are built when they are needed."""
+    """Options, time limit, and an engine that is built when it is needed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -31,10 +31,11 @@ class Bench:
 
     @property
     def late(self) -> bool:
+        """Return whether the time is used up."""
         return time.monotonic() > self.until
 
     def llm(self, method: str = "ngram", **changes: Any) -> LLM:
-        """One engine at a time: it takes most of the memory."""
+        """Return an engine; only one is kept, since it takes most of the memory."""
         key = method, tuple(sorted(changes.items()))
         if self._llm is None or self._llm[0] != key:
             self.drop()
@@ -55,22 +56,25 @@ class Bench:
         return self._llm[1]
 
     def drop(self) -> None:
-        """Its memory is wanted, or it was changed for good."""
+        """Free the engine: its memory is needed, or it was changed permanently."""
         self._llm = None
         gc.collect()
 
     def prompts(self, task: str, count: int) -> list[list[int]]:
+        """Return prompts of a task."""
         llm = self.llm() if self._llm is None else self._llm[1]
         make = {"chat": chat_prompts, "copy": copy_prompts}[task]
         return make(count, llm.engine.limits.vocab_size, llm.tokenizer)
 
 
 def params_of(count: int, tokens: int, **changes: Any) -> list[SamplingParams]:
+    """Return greedy params of `count` requests with `tokens` tokens each."""
     shared = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **changes}
     return [SamplingParams(seed=i, **shared) for i in range(count)]
 
 
 def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, float]:
+    """Return the speed and the acceptance length of `LLM.generate`."""
     begin = time.perf_counter()
     done = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
@@ -80,7 +84,7 @@ def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> d
 
 
 def heat(seconds: float = 1.0) -> None:
-    """A GPU that was idle, or had little to do, has a lower clock for a while."""
+    """Keep the GPU busy: after idle time its clock is lower for a while."""
     if not torch.cuda.is_available():
         return
     x = torch.ones((4096, 4096), dtype=torch.bfloat16, device="cuda")
@@ -92,7 +96,7 @@ def heat(seconds: float = 1.0) -> None:
 
 
 def kernels_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, Any]:
-    """Of a step while all decode: its time, and the microseconds of each kernel and how often it runs."""
+    """Return the time of a step while all requests decode, and time and count of each kernel in it."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
@@ -121,7 +125,7 @@ def kernels_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams])
 
 
 def steps_of(engine: Any, count: int) -> float:
-    """Seconds of a step, of `count` in a row."""
+    """Return the seconds of a step, as the mean of `count` in a row."""
     for _ in range(5):
         engine.step()
     torch.cuda.synchronize()

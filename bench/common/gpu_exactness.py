@@ -1,7 +1,7 @@
-"""The promise on a GPU: every request against itself, and a control in which the same comparison must fail.
+"""Exactness on a GPU: every request compared with its plain run, and a control that must find differences.
 
-bits: with n-gram and with junk drafts, with and without overlap, in company, in chunks and arriving midway,
-against itself plain; some against themselves alone; and its tokens scored again as a prompt.
+bits: requests with n-gram and with random drafts, with and without overlap, in chunks and arriving midway,
+compared with the plain batch; some compared with a run alone; and output tokens scored again as a prompt.
 control: see there.
 """
 
@@ -29,19 +29,19 @@ from draftproof.outputs import RequestOutput
 from draftproof.propose import Proposer
 from draftproof.types import Draft, ProposeBatch
 
-# A layer of an 8B model: of its weights [4096, 4096] and [4096, 14336] cuBLAS splits K for few rows and not
-# for many, so that a row's bits depend on how many there are. Of a small model's weights it splits none.
+# A layer of an 8B model: for weights [4096, 4096] and [4096, 14336] cuBLAS splits K at few rows and not at
+# many, so that the bits of a row depend on the number of rows. For weights of a small model it never splits.
 SPLIT = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 4096, "num_hidden_layers": 1,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
     "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "eos_token_id": 2,
 }  # fmt: skip
-MANY, FEW, LENGTH, DRAFTS = 64, 8, 64, 8  # requests, of them in a smaller batch, tokens of each, drafts
+MANY, FEW, LENGTH, DRAFTS = 64, 8, 64, 8  # requests, requests of a smaller batch, tokens of each, drafts
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows
 
 
 class Junk(Proposer):
-    """Random tokens: nearly all fall."""
+    """Random tokens, which are nearly all rejected."""
 
     sources = ("junk",)
 
@@ -52,7 +52,7 @@ class Junk(Proposer):
 
 
 def differing(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> int:
-    """How many tokens differ, in id or in any bit of a logprob."""
+    """Return how many tokens differ, in id or in any bit of a logprob."""
     wrong = 0
     for a, b in zip(left, right, strict=True):
         x, y = a.outputs[0], b.outputs[0]
@@ -63,7 +63,7 @@ def differing(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> 
 
 
 def rescored(llm: LLM, done: Sequence[RequestOutput]) -> tuple[int, int]:
-    """(tokens, differing): a generated token's logprob against its own as a prompt token."""
+    """Return tokens, and tokens whose logprob differs from the one as a prompt token."""
     prompts = [o.prompt_token_ids + o.outputs[0].token_ids for o in done]
     scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=5), use_tqdm=False)
     count = wrong = 0
@@ -76,6 +76,7 @@ def rescored(llm: LLM, done: Sequence[RequestOutput]) -> tuple[int, int]:
 
 
 def bits(bench: Bench) -> dict[str, Any]:
+    """Compare all kinds of runs with plain ones."""
     options, cases = bench.options, []
     total = {"tokens checked": 0, "tokens that differ": 0}
     tokens = min(options.tokens, options.bit_tokens)
@@ -96,9 +97,9 @@ def bits(bench: Bench) -> dict[str, Any]:
         for batch, heat in product(batches[-1:] if midway else batches, (0.0, 1.0)):
             prompts = bench.prompts("chat", batch)
             prompts[: batch // 2] = bench.prompts("copy", batch // 2)
-            asked = {"temperature": heat, "logprobs": 5}
+            shared = {"temperature": heat, "logprobs": 5}
             if (batch, heat) not in plain:
-                off = params_of(batch, tokens, speculative=False, **asked)
+                off = params_of(batch, tokens, speculative=False, **shared)
                 plain[batch, heat] = llm.generate(prompts, off, use_tqdm=False)
                 some = range(0, batch, max(1, batch // 2))
                 alone = [llm.generate([prompts[i]], off[i], use_tqdm=False)[0] for i in some]
@@ -111,8 +112,8 @@ def bits(bench: Bench) -> dict[str, Any]:
                     cases.append(f"batch {batch} T {heat} {method} k {k}: no time left")
                     continue
                 llm.engine.loop.overlap = overlap
-                wishes = params_of(batch, tokens, speculative={"num_speculative_tokens": k}, **asked)
-                wrong = differing(plain[batch, heat], llm.generate(prompts, wishes, use_tqdm=False))
+                drafted = params_of(batch, tokens, speculative={"num_speculative_tokens": k}, **shared)
+                wrong = differing(plain[batch, heat], llm.generate(prompts, drafted, use_tqdm=False))
                 what = f"{method} k {k} overlap {overlap}" + (" midway, chunks of 512" if midway else "")
                 note(f"batch {batch} T {heat} {what}", batch * tokens, wrong)
     return {**total, "cases": cases, "passes": not total["tokens that differ"]}
@@ -124,9 +125,9 @@ def bits(bench: Bench) -> dict[str, Any]:
 def control(bench: Bench) -> dict[str, Any]:
     """Negative control: with cuBLAS at every row count the comparison of `bits` must find differences.
 
-    Every request plain in a large batch, against itself in small ones and with drafts: once as the engine
-    is, where nothing may differ, and once with every product by cuBLAS. `Products` looks on: where another
-    kernel took one of them the control says nothing, and fails.
+    Requests of a large plain batch are compared with small batches and with drafts: once with the kernels of
+    the engine, where nothing may differ, and once with every product by cuBLAS. `Products` counts the
+    products: if another kernel computed one of them, the control proves nothing, and fails.
     """
     bench.drop()
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +144,7 @@ def control(bench: Bench) -> dict[str, Any]:
     with Products(llm.engine.ops).watched() as products:
         found["differ"] = against_itself(llm)
     found["products by others"], found["rows by cuBLAS"] = products.others, sorted(products.rows)
-    # 8 and 64 requests, and 64 with 8 drafts each: all of them went through it
+    # 8 and 64 requests, and 64 with 8 drafts each: cuBLAS computed all of them
     rows = all(any(low <= n <= high for n in products.rows) for low, high in ((1, 8), (33, 64), (513, 4096)))
     found["passes"] = (
         not found["differ as the engine is"] and found["differ"] > 0 and rows and not products.others
@@ -155,24 +156,24 @@ def control(bench: Bench) -> dict[str, Any]:
 
 
 def against_itself(llm: LLM) -> int:
-    """Tokens that differ, of MANY requests: in batches of FEW, and with drafts, against all of them plain."""
+    """Return the differing tokens of batches of FEW, and of drafts, against MANY requests at once."""
     draw, vocab = random.Random(11), llm.engine.limits.vocab_size
     prompts = [[draw.randrange(3, vocab) for _ in range(16)] for _ in range(MANY)]
-    asked = {"temperature": 1.0, "logprobs": 5}
-    plain = params_of(MANY, LENGTH, speculative=False, **asked)
-    wish = {"num_speculative_tokens": DRAFTS, "adaptive": False}
+    shared = {"temperature": 1.0, "logprobs": 5}
+    plain = params_of(MANY, LENGTH, speculative=False, **shared)
+    fixed = {"num_speculative_tokens": DRAFTS, "adaptive": False}
     whole = llm.generate(prompts, plain, use_tqdm=False)
     few = [
         one
         for i in range(0, MANY, FEW)
         for one in llm.generate(prompts[i : i + FEW], plain[i : i + FEW], use_tqdm=False)
     ]
-    drafted = llm.generate(prompts, params_of(MANY, LENGTH, speculative=wish, **asked), use_tqdm=False)
+    drafted = llm.generate(prompts, params_of(MANY, LENGTH, speculative=fixed, **shared), use_tqdm=False)
     return differing(whole, few) + differing(whole, drafted)
 
 
 def use_cublas(engine: Engine) -> None:
-    """For every product, at every row count, from the next step on."""
+    """Use cuBLAS for every product at every row count, from the next step on."""
     ops: Any = engine.ops
     ops.forward.cublas.mode = "always"
     ops.forward.one_launch = False  # all layers in one kernel, which has products of its own
@@ -180,19 +181,20 @@ def use_cublas(engine: Engine) -> None:
 
 
 class Products:
-    """Who makes the products of a pass: four a layer, and one for logits, each of all its rows.
+    """Counter of the products of a pass: four a layer, and one for logits, each of all its rows.
 
-    Counted where a layer and a product are asked for, not where kernels are: a kernel that is new and takes
-    a product away from cuBLAS is noticed without being known here.
+    Products are counted where layers and products are called, not in kernels: a new kernel that computes a
+    product in place of cuBLAS is noticed.
     """
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
         self.rows: Counter[int] = Counter()  # of a product -> products by cuBLAS
-        self.others = 0  # products that were not made by it
+        self.others = 0  # products that cuBLAS did not compute
 
     @contextmanager
     def watched(self) -> Iterator[Products]:
+        """Count the products in this context."""
         ops = self.ops
         multiply, run_layers, linear = ops.forward.cublas.multiply, decoder.run_layers, ops.forward.linear
 
@@ -209,7 +211,7 @@ class Products:
         def one(x: Any, *rest: Any) -> Any:
             before = self.rows[len(x)]
             out = linear(x, *rest)
-            if self.rows[len(x)] == before:  # in `run_layers` it is missed there as well
+            if self.rows[len(x)] == before:  # within `run_layers` it is counted there too
                 self.others += 1
             return out
 
@@ -218,11 +220,11 @@ class Products:
             yield self
         finally:
             decoder.run_layers = run_layers
-            del ops.forward.cublas.multiply, ops.forward.linear  # which hid those of their classes
+            del ops.forward.cublas.multiply, ops.forward.linear  # the methods of their classes again
 
 
 def by_shape(model: ModelConfig, device: str) -> dict[str, list[int]]:
-    """Of products with weights of its shapes by cuBLAS: row counts at which a row differs from among 1024."""
+    """Return by weight shape the row counts at which a row by cuBLAS differs from that among 1024."""
     wide, heads = model.hidden_size, model.num_heads * model.head_dim
     both = heads + 2 * model.num_kv_heads * model.head_dim
     inner = model.intermediate_size

@@ -1,10 +1,10 @@
-"""What logprobs cost in `LLM.generate`, plain and with drafts.
+"""Cost of logprobs in `LLM.generate`, plain and with drafts.
 
-Bars: 0 and 5 within 3 % of none, 20 within 5 %. A machine's speed wanders by more than that, so sides are
-compared within short rounds only: in each every side has its turn, in another order than in the one before,
-and its speed is divided by that of the side without logprobs. Told are the median, the least and the most
-of those. What the engine has learned of drafts and prices is the same at the start of every turn and stays
-as it is, so that all sides draft alike, step by step, which `alike` says.
+Bars: 0 and 5 within 3 % of none, 20 within 5 %. The speed of a machine varies by more than that, so sides are
+compared within short rounds only: every side has its turn in each, in another order than in the one before,
+and its speed is divided by that of the side without logprobs. Median, minimum and maximum are reported. The
+state of the draft policy is the same at the start of every turn and does not change, so that all sides make
+the same drafts, which `alike` checks.
 """
 
 from __future__ import annotations
@@ -111,5 +111,5 @@ def kernels(bench: Bench) -> dict[str, dict[str, float]]:
 
 
 def is_extra(name: str) -> bool:
-    """What may grow with logprobs: their kernels, the packing and the copy of results."""
+    """Return whether a kernel is for logprobs, packing or the copy of results."""
     return any(part in name for part in ("scan", "finish", "Cat", "cat", "Memcpy"))

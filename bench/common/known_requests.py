@@ -1,6 +1,6 @@
-"""Requests whose answers are known, and requests that are none: what `serve_faults.py` sends.
+"""Requests with known outputs, and invalid requests: what `serve_faults.py` sends.
 
-An answer is known from `LLM` in this process, alone and without drafts; it must come back in every bit.
+An output is known from `LLM` in this process, alone and without drafts; it must be returned bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Body = dict[str, Any]
 
 
 def bodies() -> list[Body]:
-    """Requests of every kind, whose answers are known."""
+    """Return requests of every kind with known outputs."""
     kinds: list[Body] = [
         {"temperature": 0, "logprobs": 5},
         {"temperature": 0.8, "logprobs": 2},
@@ -34,7 +34,7 @@ def bodies() -> list[Body]:
 
 
 def expectations(model: str) -> list[tuple[list[int], list[float]]]:
-    """Alone and without drafts."""
+    """Return tokens and logprobs of each request, alone and without drafts."""
     llm = LLM(model)
     found = []
     for body in bodies():
@@ -47,8 +47,8 @@ def expectations(model: str) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-def told(reply: Reply) -> tuple[list[int], list[float]]:
-    """Of a stream or a whole answer."""
+def tokens_of(reply: Reply) -> tuple[list[int], list[float]]:
+    """Return tokens and logprobs of a stream or a whole response."""
     ids: list[int] = []
     values: list[float] = []
     if reply.data.startswith(b"data: "):
@@ -61,11 +61,11 @@ def told(reply: Reply) -> tuple[list[int], list[float]]:
     return ids, values
 
 
-# --- and those that are none -----------------------------------------------------------------------------
+# --- invalid requests ------------------------------------------------------------------------------------
 
 
-def nonsense(chance: random.Random) -> bytes:
-    """One bad request."""
+def invalid_request(chance: random.Random) -> bytes:
+    """Return the bytes of an invalid request."""
     good = request_bytes(bodies()[chance.randrange(STREAMS)])
     kind = chance.randrange(9)
     if kind == 0:

@@ -1,4 +1,4 @@
-"""Small helpers of the benchmarks: medians, hardware, commit, the last line of JSON."""
+"""Helpers of all benchmarks: best of several runs, hardware, commit, the last line of JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-# how far a start has come, where no terminal shows a bar
+# shows the progress of a start without a terminal
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
 
 def best(function: Callable[[], object], repeat: int) -> float:
-    """Seconds of the quickest of `repeat` calls."""
+    """Return the seconds of the fastest of `repeat` calls."""
     times = []
     for _ in range(repeat):
         begin = time.perf_counter()
@@ -30,9 +30,9 @@ def best(function: Callable[[], object], repeat: int) -> float:
 
 
 def read_bandwidth(size: int, repeat: int = 8) -> float:
-    """Bytes a second when all threads read `size` bytes once: the quicker of two readers.
+    """Return bytes a second when all threads read `size` bytes once, by the faster of two readers.
 
-    The data lie in large pages, as packed weights do: with small ones the floor would be too easy.
+    The data lie in large pages, as packed weights do: small ones are read more slowly.
     """
     from draftproof.ops.cpu.backend import CpuOps
     from draftproof.ops.cpu.jit.huge_pages import WeightMemory
@@ -44,7 +44,7 @@ def read_bandwidth(size: int, repeat: int = 8) -> float:
 
 
 def others_seconds() -> float:
-    """Processor time that others have had by now, this machine's neighbours too; 0 where nobody says."""
+    """Return the processor time of other processes and machines so far; 0 if it is unknown."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -55,9 +55,9 @@ def others_seconds() -> float:
 
 
 def python_us() -> float:
-    """Microseconds of a fixed piece of Python, the median of some: how quick this processor is just now.
+    """Return the microseconds of a fixed piece of Python: how fast this processor is now.
 
-    Where others share it that may change by half from one second to the next, and with it all the host does.
+    On a shared machine this changes by up to a half from one second to the next, and host times with it.
     """
     times = []
     for _ in range(9):
@@ -68,6 +68,7 @@ def python_us() -> float:
 
 
 def hardware() -> dict[str, Any]:
+    """Return the names of the processors and the version of torch."""
     cpu = platform.processor() or "unknown"
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -80,6 +81,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str:
+    """Return the commit of the working tree."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,
@@ -90,7 +92,7 @@ def commit() -> str:
 
 
 def finish(name: str, figures: dict[str, Any]) -> None:
-    """The last line of stdout is one JSON document."""
+    """Print the figures as one JSON document, the last line of stdout."""
     document = {
         "bench": name,
         "command": " ".join(["python", *sys.argv]),

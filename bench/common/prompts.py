@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks: chat requests of 50 to 1000 tokens, text that wants to be repeated, and others.
+"""Prompts of the benchmarks: chat requests of 50 to 1000 tokens, text to copy, text to edit, free text.
 
 Lengths are spread evenly on a logarithmic scale. With a tokenizer the prompts are text in the model's chat
 format; without one (dummy weights) they are random tokens of the same lengths.
@@ -59,13 +59,14 @@ TASKS = (
 
 
 def lengths(count: int) -> list[int]:
-    """50 to 1000, evenly on a logarithmic scale, in a fixed shuffled order."""
+    """Return lengths from 50 to 1000, evenly on a logarithmic scale, in a fixed shuffled order."""
     spread = [round(50 * 20 ** (i / max(1, count - 1))) for i in range(count)] if count > 1 else [224]
     random.Random(5).shuffle(spread)
     return spread
 
 
 def chat_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
+    """Return chat requests about notes, cut to the lengths of `lengths`."""
     draw, prompts = random.Random(1), []
     for i, length in enumerate(lengths(count)):
         if tokenizer is None:
@@ -80,7 +81,7 @@ def chat_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
 
 
 def copy_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
-    """Two passages three times over and the first words again: greedy text goes on with them."""
+    """Return two passages three times over and their first words again: greedy output continues them."""
     draw, prompts = random.Random(2), []
     for i in range(count):
         if tokenizer is None:
@@ -93,13 +94,13 @@ def copy_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
     return prompts
 
 
-def _asked(text: str, tokenizer: Any) -> list[int]:
+def _chat(text: str, tokenizer: Any) -> list[int]:
     chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     return list(tokenizer.encode(chat, add_special_tokens=False))
 
 
 def edit_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
-    """A passage with mistakes to put right: most of the answer is in the prompt."""
+    """Return passages with mistakes to correct: most of the output is in the prompt."""
     if tokenizer is None:
         return copy_prompts(count, vocab, None)
     draw, prompts = random.Random(3), []
@@ -108,12 +109,12 @@ def edit_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
         for at in draw.sample(range(len(words)), 6):
             words[at] = words[at][::-1]
         task = "Correct the spelling of the following text. Repeat the whole text and change nothing else."
-        prompts.append(_asked(f"{task} Text {i}:\n\n{' '.join(words)}", tokenizer))
+        prompts.append(_chat(f"{task} Text {i}:\n\n{' '.join(words)}", tokenizer))
     return prompts
 
 
 def free_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
-    """Nothing to copy from."""
+    """Return prompts without text to copy."""
     draw, prompts = random.Random(4), []
     people = ("a tired baker", "two sisters", "an old sailor", "a clockmaker")
     places = ("a lighthouse", "a city on Mars", "a night train", "an empty theatre")
@@ -122,5 +123,5 @@ def free_prompts(count: int, vocab: int, tokenizer: Any) -> list[list[int]]:
             prompts.append([draw.randrange(3, vocab) for _ in range(24)])
             continue
         who, where = draw.choice(people), draw.choice(places)
-        prompts.append(_asked(f"Make up a story about {who} in {where}. It begins on day {i}.", tokenizer))
+        prompts.append(_chat(f"Make up a story about {who} in {where}. It begins on day {i}.", tokenizer))
     return prompts

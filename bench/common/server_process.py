@@ -1,7 +1,7 @@
-"""A server started by its command, the processes it is made of, and a cheap HTTP client for it.
+"""Server started by its command, its processes, and a cheap HTTP client for it.
 
 The client writes and reads raw sockets: a load client that parses every event with a library would be the
-bottleneck, and one that behaves badly on purpose needs the socket anyway.
+bottleneck, and a client that misbehaves on purpose needs the socket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECONDS = 300.0
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all its descendants."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -44,6 +44,7 @@ def family(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
+    """Return whether a process runs."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -51,6 +52,7 @@ def alive(pid: int) -> bool:
 
 
 def rss_mib(pid: int) -> float:
+    """Return the resident memory of a process."""
     try:
         found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -59,16 +61,18 @@ def rss_mib(pid: int) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def num_files(pid: int) -> int:
+    """Return the number of open files of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 class Program:
-    """`draftproof serve`, running."""
+    """Running `draftproof serve`."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, banner: str) -> None:
         self.process, self.url, self.banner = process, url, banner
@@ -78,6 +82,7 @@ class Program:
 
     @property
     def pid(self) -> int:
+        """Return the id of the main process."""
         return self.process.pid
 
     def _running(self, module: str) -> list[int]:
@@ -93,13 +98,15 @@ class Program:
         return found
 
     def worker(self) -> int | None:
+        """Return the id of the worker process."""
         return next(iter(self._running("draftproof.serve.worker.main")), None)
 
     def servers(self) -> list[int]:
-        """Those that speak HTTP."""
+        """Return the ids of the HTTP processes."""
         return self._running("draftproof.serve.http_processes") or [self.pid]
 
     def rss(self) -> dict[str, float]:
+        """Return the resident memory of server and worker, in MiB."""
         worker = self.worker()
         return {
             "server": max(rss_mib(pid) for pid in self.servers()),
@@ -107,13 +114,14 @@ class Program:
         }
 
     def left(self, seconds: float = 15.0) -> list[int]:
-        """Those of its processes that are still there after so many seconds."""
+        """Return its processes that still run after so many seconds."""
         end = time.monotonic() + seconds
         while any(map(alive, self.seen)) and time.monotonic() < end:
             time.sleep(0.05)
         return [pid for pid in self.seen if alive(pid)]
 
     def stop(self) -> int:
+        """Terminate the server and return its exit status."""
         self.seen.update(family(self.pid))
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -122,8 +130,10 @@ class Program:
 
 @contextmanager
 def served(model: str, *options: str, errors: str = os.devnull, **variables: str) -> Iterator[Program]:
-    """On any free port; the file `errors` takes what it writes to standard error, `variables` are for its
-    environment."""
+    """Start a server on a free port.
+
+    errors: file for its standard error. variables: of its environment.
+    """
     command = [sys.executable, "-m", "draftproof", "serve", model, "--port", "0", *options]
     environment = {**os.environ, "COLUMNS": "200", **variables}
     with open(errors, "a") as sink:
@@ -152,19 +162,23 @@ def served(model: str, *options: str, errors: str = os.devnull, **variables: str
 
 @dataclass
 class Reply:
+    """Response of the server."""
+
     status: int
-    data: bytes  # what the answer's body is, without the chunks of its transfer
+    data: bytes  # body, without the framing of chunks
 
     def json(self) -> Any:
+        """Return the body as JSON."""
         return json.loads(self.data)
 
     def events(self) -> list[Any]:
-        """Of a stream; the last is "[DONE]" if it is whole."""
+        """Return the events of a stream; the last one of a complete stream is "[DONE]"."""
         lines = [line[6:] for line in self.data.split(b"\n\n") if line.startswith(b"data: ")]
         return ["[DONE]" if line == b"[DONE]" else json.loads(line) for line in lines]
 
 
 def request_bytes(body: Any, path: str = "/v1/completions", method: str = "POST") -> bytes:
+    """Return an HTTP request with a JSON body."""
     data = b"" if body is None else json.dumps(body).encode()
     kind = "content-type: application/json\r\n" if body is not None else ""
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{kind}"
@@ -172,6 +186,7 @@ def request_bytes(body: Any, path: str = "/v1/completions", method: str = "POST"
 
 
 def parse(data: bytes) -> Reply:
+    """Return the response in the received bytes."""
     head, _, rest = data.partition(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1]) if head.startswith(b"HTTP/") else 0
     if b"transfer-encoding: chunked" not in head.lower():
@@ -192,7 +207,7 @@ async def ask(
     on_data: Callable[[bytes], object] | None = None,
     seconds: float = SECONDS,
 ) -> Reply:
-    """The whole answer; `on_data` hears of each piece as it arrives."""
+    """Send a request and return the whole response; `on_data` is called with each piece of it."""
     async with asyncio.timeout(seconds):
         reader, writer = await asyncio.open_connection(*where)
         try:
@@ -208,4 +223,5 @@ async def ask(
 
 
 async def get(where: tuple[str, int], path: str) -> Reply:
+    """Send a GET request."""
     return await ask(where, None, path, "GET", seconds=30)

@@ -1,6 +1,6 @@
-"""A worker without a model: it says made-up tokens at once, to see how much the rest of the server can carry.
+"""Worker without a model, which commits random tokens at once, to measure the rest of the server.
 
-The engine alone is made up; frames, sockets, text, HTTP and events are those of `draftproof serve`.
+Only the engine is replaced; frames, sockets, text, HTTP and events are those of `draftproof serve`.
 Run by `bench/serve_load.py --device none`.
 """
 
@@ -39,7 +39,7 @@ class MadeUp:
     ops = None
 
     def __init__(self, vocab: int, seconds: float) -> None:
-        self.limits = Limits(vocab, 4096, TOP, 1 << 24, 0, False)
+        self.limits = Limits(vocab, 4096, TOP, 1 << 24, 0)
         self.seconds = seconds  # that a step takes at least
         self._requests: dict[str, tuple[Request, list[int]]] = {}
         self._noise = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""The same weights under `transformers`, for comparisons in the same run."""
+"""Comparison with `transformers` on the same weights in the same run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from draftproof.models.load import load_checkpoint
 
 
 def load_peer(model: str, dtype: torch.dtype, device: str, **options: Any) -> Any:
+    """Return a `transformers` model with the weights of `model`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -37,15 +38,15 @@ def load_peer(model: str, dtype: torch.dtype, device: str, **options: Any) -> An
 
 
 def prompt_logprobs(peer: Any, ids: list[int]) -> Tensor:
-    """Of each prompt token after the first, given those before it."""
+    """Return the logprob of each prompt token after the first."""
     with torch.inference_mode():
         tokens = torch.tensor([ids], device=peer.device)
-        laws = torch.log_softmax(peer(tokens).logits[0].float(), -1)
-        return laws[:-1].gather(1, tokens[0, 1:, None])[:, 0].cpu()
+        logprobs = torch.log_softmax(peer(tokens).logits[0].float(), -1)
+        return logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0].cpu()
 
 
 def rate(peer: Any, ids: list[int], tokens: int) -> float:
-    """Tokens a second of greedy decoding, prefill included."""
+    """Return tokens a second of greedy decoding, prefill included."""
     begin = time.perf_counter()
     with torch.inference_mode():
         peer.generate(
@@ -60,7 +61,7 @@ def rate(peer: Any, ids: list[int], tokens: int) -> float:
 
 
 def side_by_side(llm: LLM, prompts: list[list[int]], tokens: int, **options: Any) -> dict[str, Any]:
-    """Speed at batch 1 and the logprobs of prompt tokens, ours and theirs in bf16, against theirs in fp32."""
+    """Return speeds at batch 1, and errors of prompt logprobs in bf16 against `transformers` in fp32."""
     device = str(llm.engine.ops.device)
     model = llm.config.model
     truth = load_peer(model, torch.float32, device, **options)
@@ -68,8 +69,7 @@ def side_by_side(llm: LLM, prompts: list[list[int]], tokens: int, **options: Any
     del truth
     peer = load_peer(model, torch.bfloat16, device, **options)
     theirs = [prompt_logprobs(peer, ids) for ids in prompts]
-    asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    scored = llm.generate(prompts, asked, use_tqdm=False)
+    scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     ours = [
         torch.tensor(
             [

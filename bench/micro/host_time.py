@@ -1,14 +1,12 @@
-"""What the host does beside a step, piece by piece; the last line of stdout is JSON.
+"""Host time of a step by function; the last line of stdout is JSON.
 
     python bench/micro/host_time.py --prompts spec_bench.jsonl [--device cuda]
-        [--methods eagle3,suffix,hybrid]
-                           [--batches 8] [--rounds 4] [--count 16] [--tasks chat,qa]
+        [--methods eagle3,suffix,hybrid] [--batches 8] [--rounds 4] [--count 16] [--tasks chat,qa]
 
-The same prompts in every round, task by task, as `head.py` asks them, once more before that is clocked:
-microseconds a step of each piece without those that it calls, waiting for the device apart; what a step
-takes in which somebody came, somebody ended, a pool took something in, or nothing of that; and how often the
-device had nothing left to do when a step was queued. Clocks make every piece some tenths of a microsecond
-longer.
+Every round has the prompts of `head.py`, task by task, after a round that is not timed. Figures: microseconds
+a step of each function without those that it calls, and of waiting for the device; the time of a step in
+which a request was admitted or finished, or the suffix pool stored outputs; and how often the device was idle
+when a step was queued. Timing adds some tenths of a microsecond to every function.
 """
 
 from __future__ import annotations
@@ -35,26 +33,29 @@ from draftproof import LLM
 from draftproof.ops.contract.types import PendingCopy
 
 WAITS = "wait"
-NAMED = 24  # pieces
+NAMED = 24  # functions that are listed
 USUAL = {"methods": "eagle3,suffix,hybrid", "batches": "8", "rounds": "4", "count": "16"}
-EVENTS = {"admit": "somebody came", "finish": "somebody ended", "pool takes in": "a pool took in"}
+EVENTS = {"admit": "admitted", "finish": "finished", "pool inserts": "pool stored"}
 
 
 class Clocks:
-    """Seconds of named calls, without those of calls that they make."""
+    """Seconds of named calls, without the calls that they make."""
 
     def __init__(self) -> None:
         self._inner: list[float] = []
         self.on = False
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
+        """Start anew."""
         self.spent: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
-        self.steps: list[tuple[frozenset[str], float]] = []  # what happened in it, and the host's seconds
+        self.steps: list[tuple[frozenset[str], float]] = []  # events in the step, and host seconds
         self.idle = self.queued = 0
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call` with its time added to `name`."""
+
         def clocked(*given: Any, **named: Any) -> Any:
             self._inner.append(0.0)
             begin = time.perf_counter()
@@ -71,7 +72,7 @@ class Clocks:
         return clocked
 
     def step(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Whole steps, and which events they had."""
+        """Return `call` with the time and the events of each step recorded."""
 
         def stepped() -> Any:
             before, waited = dict(self.calls), self.spent[WAITS]
@@ -85,7 +86,8 @@ class Clocks:
 
         return stepped
 
-    def told(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
+        """Return the figures since the last reset."""
         steps = max(1, len(self.steps))
         pieces = sorted(self.spent.items(), key=lambda piece: -piece[1])[:NAMED]
         kinds: dict[str, list[float]] = defaultdict(list)
@@ -109,7 +111,7 @@ class Clocks:
 
 
 def watched(llm: LLM) -> Clocks:
-    """From now on the pieces of this engine's steps are clocked."""
+    """Time the functions of this engine's steps from now on."""
     from draftproof.ops.triton.graphs import Stage  # needs triton
 
     clocks, core = Clocks(), llm.engine
@@ -128,11 +130,11 @@ def watched(llm: LLM) -> Clocks:
         *(
             ("observe", loop.policy, "observe"),
             ("release", loop.release, "release_finished"),
-            ("finish", loop, "_endings"),
+            ("finish", loop, "_finish_requests"),
         ),
         *(("finish", loop.scheduler, "finish_keep_pages"), ("release", loop.scheduler, "release_pages")),
         *(("pool inserts", pool, "_insert"), ("pool adds", pool, "add"), ("pool sends", pool, "send")),
-        ("meanwhile", loop, "meanwhile"),
+        ("meanwhile", loop.scheduler, "meanwhile"),
         *(("proposer start", proposer, "start"), ("proposer idle work", proposer, "do_idle_work")),
         *(("admit", loop.scheduler, "_admit"), ("choose drafts", loop.policy._budget, "choose")),
     ]
@@ -162,28 +164,29 @@ def watched(llm: LLM) -> Clocks:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all methods, batch sizes and tasks."""
     engines, tasks = steps.some_of(options)
     found: dict[str, Any] = {}
     for name in options.methods:
         llm = engines[name]
         clocks = watched(llm)
-        for batch, (task, asked) in product(options.batches, tasks.items()):
+        for batch, (task, prompts) in product(options.batches, tasks.items()):
             seconds, tokens = [], 0
-            clocks.forget()
+            clocks.reset()
             for number in range(-1, options.rounds):
                 salt = f"{batch} {number}"
-                head.run(llm, asked, batch, 1, salt)  # into the prefix cache
+                head.run(llm, prompts, batch, 1, salt)  # into the prefix cache
                 clocks.on = number >= 0
-                spent, said, _ = head.run(llm, asked, batch, options.tokens, salt)
+                spent, outputs, _ = head.run(llm, prompts, batch, options.tokens, salt)
                 clocks.on = False
                 seconds += [spent] * (number >= 0)
-                tokens = sum(map(len, said.values()))
+                tokens = sum(map(len, outputs.values()))
             rate = round(tokens / float(np.median(seconds)))
-            here = {"tok/s": rate, "us of a piece of Python": python_us(), **clocks.told()}
+            here = {"tok/s": rate, "us of a piece of Python": python_us(), **clocks.figures()}
             found[f"{name}, batch {batch}, {task}"] = here
             print(f"{name}, batch {batch}, {task}: {json.dumps(here)}", flush=True)
     return found
 
 
 if __name__ == "__main__":
-    finish("pieces", measure(steps.parsed(what=__doc__, usual=USUAL)))
+    finish("host_time", measure(steps.parsed(what=__doc__, usual=USUAL)))

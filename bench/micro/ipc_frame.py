@@ -134,7 +134,7 @@ def main() -> None:
         "decode_us": timed(receive),
         "transfer_us": transfer_microseconds(frame),
     }
-    finish("wire", found)
+    finish("ipc_frame", found)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
         total = {name: total[name] + found[name] for name in total}
     assert total["accepted"] == 0
     seconds = round(time.monotonic() - began, 1)
-    finish("wire_fuzz", {"frames": options.frames, **total, "seconds": seconds})
+    finish("ipc_frame_fuzz", {"frames": options.frames, **total, "seconds": seconds})
 
 
 if __name__ == "__main__":

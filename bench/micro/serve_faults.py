@@ -1,10 +1,10 @@
-"""Faults of every kind against `draftproof serve`; the last line of stdout is JSON with a verdict.
+"""Faults of every kind in `draftproof serve`; the last line of stdout is JSON with `passed`.
 
     python bench/micro/serve_faults.py [--only worker_killed …] [--bad-seconds 60] [--connections 10000]
 
-Before, during (where the worker lives) and after each fault correct requests get right answers: tokens and
-logprobs are those of the same request alone, without speculation, in `LLM` in this process, in every bit.
-Memory is flat and no process is left behind.
+Before, during (where the worker runs) and after each fault, valid requests get right outputs: tokens and
+logprobs are bit for bit those of the same request alone, without speculation, in `LLM` in this process.
+Memory does not grow and no process remains.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from collections.abc import Awaitable, Callable
 from glob import glob
 from typing import Any
 
-from common.known_requests import STREAMS, bodies, expectations, nonsense, told
+from common.known_requests import STREAMS, bodies, expectations, invalid_request, tokens_of
 from common.measure import finish
 from common.server_process import NGRAM, Program, Reply, ask, get, num_files, request_bytes, rss_mib, served
 
-MIB_SERVER, MIB_WORKER = 24.0, 64.0  # that memory may grow by between the middle and the end of a fault
+MIB_SERVER, MIB_WORKER = 24.0, 64.0  # by which memory may grow in the second half of a fault
 
 
 class Faults:
-    """One server, and what it is put through."""
+    """Faults of one server."""
 
     def __init__(self, program: Program, expected: list[Any], options: argparse.Namespace) -> None:
         self.program, self.expected, self.options = program, expected, options
         self.where = program.where
 
     async def probe(self, count: int = 8, begin: int = 0) -> dict[str, int]:
-        """Correct requests at once, half of them streams: how many were right."""
+        """Send valid requests at once, half of them streams; return how many outputs were right."""
         todo = [i % STREAMS for i in range(begin, begin + count)]
-        asks = [ask(self.where, {**bodies()[i], "stream": i % 2 == 0}) for i in todo]
-        replies = await asyncio.gather(*asks, return_exceptions=True)
+        requests = [ask(self.where, {**bodies()[i], "stream": i % 2 == 0}) for i in todo]
+        replies = await asyncio.gather(*requests, return_exceptions=True)
         result: Counter[str] = Counter(right=0, wrong=0)
         for i, reply in zip(todo, replies, strict=True):
             if isinstance(reply, BaseException):
@@ -56,11 +56,11 @@ class Faults:
             elif reply.status != 200:
                 result[f"status_{reply.status}"] += 1
             else:
-                result["right" if told(reply) == self.expected[i] else "wrong"] += 1
+                result["right" if tokens_of(reply) == self.expected[i] else "wrong"] += 1
         return dict(result)
 
     async def healthy(self, seconds: float = 120) -> float | None:
-        """Seconds until it is."""
+        """Return the seconds until the server is healthy."""
         began = time.monotonic()
         while time.monotonic() - began < seconds:
             try:
@@ -72,7 +72,7 @@ class Faults:
         return None
 
     async def until_idle(self, seconds: float = 60) -> bool:
-        """Does nothing run any more?"""
+        """Wait until no request runs; return False if some still do."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             text = (await get(self.where, "/metrics")).data.decode()
@@ -82,10 +82,10 @@ class Faults:
             await asyncio.sleep(0.2)
         return False
 
-    # --- what happens -------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------------
 
     async def worker_killed(self) -> dict[str, Any]:
-        """In the middle of 32 streams and 4 whole answers; twice."""
+        """Kill the worker during 32 streams and 4 other requests, twice."""
         rounds = []
         for _ in range(2):
             begun: set[int] = set()
@@ -119,7 +119,7 @@ class Faults:
                 events = reply.events()
                 clean += events[-1] == "[DONE]" and "error" in events[-2]
                 same = not bodies()[i].get("structured_outputs")
-                ids, values = told(reply)
+                ids, values = tokens_of(reply)
                 known = self.expected[i]
                 size = min(len(ids), len(known[0])) if same else 0
                 prefix += ids[:size] == known[0][:size] and values[:size] == known[1][:size]
@@ -128,7 +128,7 @@ class Faults:
                 {
                     "streams_ended_by_an_error_event": clean,
                     "what_they_had_was_right": prefix,
-                    "last_told_after_s": round(max(ended) - death[0], 3),
+                    "last_ended_after_s": round(max(ended) - death[0], 3),
                     "health_red_after_s": red,
                     "whole_answers": {str(status): n for status, n in statuses.items()},
                     "healthy_again_after_s": back,
@@ -140,13 +140,13 @@ class Faults:
             and r["health_red_after_s"] is not None
             and r["whole_answers"] == {"503": 4}
             and r["healthy_again_after_s"] is not None
-            and r["last_told_after_s"] < 5
+            and r["last_ended_after_s"] < 5
             for r in rounds
         )
         return {"passed": good, "rounds": rounds}
 
     async def never_reads(self) -> dict[str, Any]:
-        """Sixteen clients ask for long streams with many logprobs and do not read a byte."""
+        """Open sixteen long streams with many logprobs and read none of them."""
         sockets = []
         for i in range(16):
             made = socket.socket()
@@ -159,14 +159,14 @@ class Faults:
         for i in range(4):
             during.append(await self.probe(begin=8 * i))
             sizes.append(self.program.rss()["server"])
-        idle = await self.until_idle(180)  # they are let go after --stall-seconds
+        idle = await self.until_idle(180)  # they are dropped after --stall-seconds
         for made in sockets:
             made.close()
         right = all(found.get("right") == 8 for found in during)
         return {"passed": right and idle, "during": during, "let_go": idle, "server_mib": sizes}
 
     async def connections(self) -> dict[str, Any]:
-        """Opened and closed: some say nothing, some half a request, some a whole one; some reset."""
+        """Open and close connections: without a request, with half of one, a whole one, or a reset."""
         count, sizes, files = self.options.connections, [], []
         during: list[dict[str, int]] = []
         half = request_bytes(bodies()[0])
@@ -200,7 +200,7 @@ class Faults:
         return {"passed": right and flat, **facts}
 
     async def bad_requests(self) -> dict[str, Any]:
-        """Random bytes, broken HTTP, broken JSON, wrong options, wrong paths; correct ones among them."""
+        """Send invalid requests of every kind, and valid ones among them."""
         seconds, statuses = self.options.bad_seconds, Counter[str]()
         end = time.monotonic() + seconds
         sizes: list[dict[str, float]] = []
@@ -211,7 +211,7 @@ class Faults:
                 reader, writer = await asyncio.open_connection(*self.where)
                 try:
                     async with asyncio.timeout(60):
-                        writer.write(nonsense(chance))
+                        writer.write(invalid_request(chance))
                         if chance.random() < 0.8 and writer.can_write_eof():
                             writer.write_eof()
                         data = await reader.read(20)
@@ -248,7 +248,7 @@ def with_server(
     *more: str,
     **keys: Any,
 ) -> dict[str, Any]:
-    """Right before, what `act` finds, right after, and nothing left behind."""
+    """Run `act` on a server; outputs are right before and after it, and nothing remains."""
     speculation = ("--speculative-config", NGRAM, "--stall-seconds", "5")
     folder = tempfile.mkdtemp()
     with served(options.model, *speculation, *more, TMPDIR=folder, **keys) as program:
@@ -279,7 +279,7 @@ def with_server(
 
 
 async def server_killed(faults: Faults) -> dict[str, Any]:
-    """All that it had started ends with it."""
+    """Kill the main process; all its processes end too."""
     long = {**bodies()[0], "max_tokens": 600, "ignore_eos": True, "stream": True}
     begun: set[int] = set()
     tasks = [
@@ -297,25 +297,27 @@ async def server_killed(faults: Faults) -> dict[str, Any]:
 
 
 async def one_of_two_killed(faults: Faults) -> dict[str, Any]:
-    """Of two server processes: the other one serves on, another is started, the worker lives."""
+    """Kill one of two HTTP processes; the other one serves on, a new one starts, the worker stays."""
     worker, (first, *_) = faults.program.worker(), faults.program.servers()
     os.kill(first, signal.SIGKILL)
     await asyncio.sleep(0.1)
-    answers = await faults.probe(16)
+    outputs = await faults.probe(16)
     end = time.monotonic() + 60
     while len(faults.program.servers()) < 2 and time.monotonic() < end:
         await asyncio.sleep(0.1)
     same = faults.program.worker() == worker
-    good = answers.get("right", 0) == 16 and same and len(faults.program.servers()) == 2
-    return {"passed": good, "meanwhile": answers, "worker_is_the_same": same}
+    good = outputs.get("right", 0) == 16 and same and len(faults.program.servers()) == 2
+    return {"passed": good, "meanwhile": outputs, "worker_is_the_same": same}
 
 
-async def nothing_more(faults: Faults) -> dict[str, Any]:
+async def probe_only(faults: Faults) -> dict[str, Any]:
+    """Send valid requests to a server that started with the fault."""
     lost = [await faults.probe(8, 8 * i) for i in range(3)]
     return {"passed": all(found.get("right") == 8 for found in lost), "during": lost}
 
 
 def main() -> None:
+    """Run the chosen faults."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -335,7 +337,7 @@ def main() -> None:
         if name in names:
             act = getattr(Faults, name)
         elif name.startswith("disk_full"):
-            act, more = nothing_more, full[name.removeprefix("disk_full_")]
+            act, more = probe_only, full[name.removeprefix("disk_full_")]
             keys = {} if more else {"errors": "/dev/full"}
         else:
             act = server_killed if name == "server_killed" else one_of_two_killed

@@ -1,13 +1,13 @@
-"""Which sizes of steps n-gram drafts choose, what they take, and what they were thought to take.
+"""Sizes of the steps with n-gram drafts, with their measured and predicted times.
 
     python bench/micro/step_sizes.py [--device cuda] [--batches 64,256,64] [--rounds 4] [--logprobs 5]
         [--tokens 256]
 
-The last line of stdout is JSON. Chat prompts through `LLM.generate`, plain and with drafts in turn, batch
-after batch with one engine, so that one batch may be looked at before and after another. With --logprobs each
-side has a turn with so many too. Of each side's last round: steps by their rows, milliseconds of them, of the
-host beside the device, and by the prices, and how many had come before the host was ready for them; and what
-is left of the time, which is prompts, and the host alone.
+The last line of stdout is JSON. Chat prompts through `LLM.generate`, plain and with drafts in turn, all batch
+sizes with one engine, so that a batch size can be measured before and after another one. With --logprobs each
+side has a turn with so many too. Figures of each side's last round: steps by their rows, their milliseconds,
+those of the host and as predicted by the cost model, and how many steps were ready before the host waited for
+them; and the time outside of decode steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from draftproof import LLM
 
 
 class Watch:
-    """Steps by the rows they have room for: seconds, the host's, and what the prices say."""
+    """Steps by padded rows: seconds, of the host, and predicted by the cost model."""
 
     def __init__(self, llm: LLM) -> None:
         self.policy = llm.engine.loop.policy
@@ -59,12 +59,15 @@ class Watch:
             self.seen[self.cost.size(rows)].append(line)
         return seconds
 
-    def told(self, spent: float) -> dict[str, Any]:
+    def figures(self, spent: float) -> dict[str, Any]:
+        """Return the figures of a run of `spent` seconds."""
         decoding = sum(one[0] for many in self.seen.values() for one in many)
         lines = {
             rows: {
                 "steps": len(many),
-                **dict(zip(("took", "host", "thought"), 1e3 * np.mean(many, 0)[:3].round(6), strict=True)),
+                **dict(
+                    zip(("measured", "host", "predicted"), 1e3 * np.mean(many, 0)[:3].round(6), strict=True)
+                ),
                 "late": sum(late for *_, late in many),
             }
             for rows, many in sorted(self.seen.items())
@@ -77,16 +80,18 @@ class Watch:
 
 
 def turn(bench: Bench, batch: int, **changes: Any) -> tuple[float, dict[str, Any]]:
+    """Run one batch; return tokens a second and the figures of its steps."""
     llm, prompts = bench.llm(), bench.prompts("chat", batch)
     with Watch(llm) as watch:
         begin = time.perf_counter()
         found = timed(llm, prompts, params_of(batch, bench.options.tokens, **changes))
-        told = watch.told(time.perf_counter() - begin)
-    told["tokens a request and step"] = round(found["acceptance length"], 3)
-    return found["tok/s"], told
+        figures = watch.figures(time.perf_counter() - begin)
+    figures["tokens a request and step"] = round(found["acceptance length"], 3)
+    return found["tok/s"], figures
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all batch sizes."""
     bench, found = Bench(options), []
     sides = dict(SETTINGS)
     if options.logprobs is not None:
@@ -110,6 +115,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", default="smollm2-135m")
@@ -126,4 +132,4 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    finish("sizes", {"batches": measure(parsed())})
+    finish("step_sizes", {"batches": measure(parsed())})

@@ -1,15 +1,14 @@
-"""Where a step's time goes while proposers draft, round by round; the last line of stdout is JSON.
+"""Step time with drafts, round by round; the last line of stdout is JSON.
 
     python bench/micro/step_time.py --prompts spec_bench.jsonl [--device cuda] [--methods eagle3,hybrid]
-        [--batches 1,8]
-                          [--rounds 6] [--count 8] [--tasks chat,qa]
+        [--batches 1,8] [--rounds 6] [--count 8] [--tasks chat,qa]
 
-The same prompts in every round, task by task, as `head.py` asks them. Of each round: microseconds of a step,
-tokens that it commits, what the host takes of it (median, 90 %) and how often the device was done before it,
-for which share of the steps a model was asked and for how many rounds, steps that were captured and kernels
-that were compiled meanwhile, and the longest ones. On a GPU the first and the last round are run once more
-under a profiler: microseconds of each kernel a step, how often it runs, and how long the device was busy.
-What grows from the first to the last is what slows an engine down.
+Every round has the prompts of `head.py`, task by task. Figures of a round: microseconds of a step, tokens per
+request and step, host time (median, 90 %), share of the steps that were ready before the host, share of the
+steps with rounds of a draft model and their number, graphs captured and kernels compiled meanwhile, and the
+longest steps. On a GPU the first and the last round run once more under a profiler: microseconds and calls of
+each kernel a step, and the busy share of the device. A figure that grows from round to round shows what slows
+the engine down.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from common.measure import finish
 
 from draftproof import LLM
 
-KERNELS = 14  # that are named
-compiled: list[str] = []  # kernels, since the program began: after an engine's start it should be none
+KERNELS = 14  # listed
+compiled: list[str] = []  # kernels compiled since `watch_compiling`; after a warm-up there should be none
 
 
 def watch_compiling() -> None:
-    """From now on `compiled` tells which kernels are compiled."""
+    """Add the kernels that are compiled from now on to `compiled`."""
     from triton import knobs
 
-    knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["fn"].name)
+    knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
 
 
 class Watch:
-    """Steps of an engine as they are queued, and how long each call of `step` takes."""
+    """Recorder of an engine's steps: times of calls, host times, rounds of the draft model."""
 
     def __init__(self, llm: LLM) -> None:
         self.engine, self.loop = llm.engine, llm.engine.loop
@@ -53,7 +52,7 @@ class Watch:
         self.policy = self.loop.policy
         self.calls: list[float] = []
         self.rounds: list[int] = []
-        self.host: list[tuple[float, bool]] = []  # seconds, and whether the device was the first
+        self.host: list[tuple[float, bool]] = []  # seconds, and whether the step was ready before
 
     def __enter__(self) -> Watch:
         self.captured, self.compiled = len(self.loop.device.graphs), len(compiled)
@@ -73,6 +72,7 @@ class Watch:
         return self._observe(step)
 
     def step(self) -> Any:
+        """Run a step and record its time."""
         begin = time.perf_counter()
         try:
             return self._step()
@@ -80,39 +80,47 @@ class Watch:
             self.calls.append(time.perf_counter() - begin)
 
     def run(self, planned: Any, decision: Any, *more: Any) -> Any:
+        """Queue a step and record the rounds of the draft model."""
         ran, drafting = self._run(planned, decision, *more), self.loop.device.drafting
         self.rounds.append(drafting.last_run(len(planned.slots), decision).rounds)
         return ran
 
-    def told(self, seconds: float, tokens: int, steps: int) -> dict[str, Any]:
+    def figures(self, seconds: float, tokens: int, steps: int) -> dict[str, Any]:
+        """Return the figures of a round."""
         longest = np.sort(self.calls)[::-1][:4]
-        asked = [rounds for rounds in self.rounds if rounds]
+        drafted = [rounds for rounds in self.rounds if rounds]
         return {
             "us a step": round(1e6 * seconds / len(self.calls), 1),
             "tokens a request and step": round(tokens / max(1, steps), 2),
             "host us": [round(1e6 * one) for one in np.quantile([s for s, _ in self.host], [0.5, 0.9])],
             "late": round(float(np.mean([late for _, late in self.host])), 3),
-            "asked": round(len(asked) / max(1, len(self.rounds)), 3),
-            "rounds when asked": round(float(np.mean(asked)), 2) if asked else 0,
+            "steps with rounds": round(len(drafted) / max(1, len(self.rounds)), 3),
+            "rounds of these": round(float(np.mean(drafted)), 2) if drafted else 0,
             "captured": len(self.loop.device.graphs) - self.captured,
             "compiled": compiled[self.compiled :],
             "longest, ms": [round(1e3 * one, 2) for one in longest.tolist()],
         }
 
 
-def one_round(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, salt: str) -> dict[str, Any]:
-    head.run(llm, asked, batch, 1, salt)  # into the prefix cache
+def one_round(
+    llm: LLM, prompts: Sequence[head.PromptCopy], batch: int, tokens: int, salt: str
+) -> dict[str, Any]:
+    """Return the figures of one round."""
+    head.run(llm, prompts, batch, 1, salt)  # into the prefix cache
     with Watch(llm) as watch:
-        spent, answers, (steps, *_) = head.run(llm, asked, batch, tokens, salt)
-    return watch.told(spent, sum(map(len, answers.values())), steps)
+        spent, outputs, (steps, *_) = head.run(llm, prompts, batch, tokens, salt)
+    return watch.figures(spent, sum(map(len, outputs.values())), steps)
 
 
-def profiled(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, salt: str) -> dict[str, Any]:
+def profiled(
+    llm: LLM, prompts: Sequence[head.PromptCopy], batch: int, tokens: int, salt: str
+) -> dict[str, Any]:
+    """Return device time and kernels of one round."""
     from torch.profiler import ProfilerActivity, profile
 
-    head.run(llm, asked, batch, 1, salt)
+    head.run(llm, prompts, batch, 1, salt)
     with profile(activities=[ProfilerActivity.CUDA]) as seen, Watch(llm) as watch:
-        spent, *_ = head.run(llm, asked, batch, tokens, salt)
+        spent, *_ = head.run(llm, prompts, batch, tokens, salt)
         torch.cuda.synchronize()
     steps = len(watch.calls)
     events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)
@@ -127,8 +135,8 @@ def profiled(llm: LLM, asked: Sequence[head.Asked], batch: int, tokens: int, sal
     }
 
 
-def some_of(options: argparse.Namespace) -> tuple[head.Engines, dict[str, list[head.Asked]]]:
-    """Engines, and what they are asked, task by task."""
+def some_of(options: argparse.Namespace) -> tuple[head.Engines, dict[str, list[head.PromptCopy]]]:
+    """Return the engines and the prompts by task."""
     engines = head.Engines(options, head.read(options.prompts, options.each))
     if unknown := sorted(set(options.tasks) - set(engines.prompts)):
         raise SystemExit(f"--tasks: of {', '.join(engines.prompts)}, not {', '.join(unknown)}")
@@ -136,6 +144,7 @@ def some_of(options: argparse.Namespace) -> tuple[head.Engines, dict[str, list[h
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all methods and batch sizes."""
     engines, prompts = some_of(options)
     found: dict[str, Any] = {}
     if options.device == "cuda":
@@ -144,11 +153,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         llm = engines[name]
         for batch in options.batches:
             here: dict[str, Any] = found.setdefault(f"{name}, batch {batch}", {})
-            for number, (task, asked) in product(range(options.rounds), prompts.items()):
-                given = llm, asked, batch, options.tokens
+            for number, (task, mine) in product(range(options.rounds), prompts.items()):
+                given = llm, mine, batch, options.tokens
                 here.setdefault(task, []).append(one_round(*given, f"{batch} {number}"))
-                said = f"{name}, batch {batch}, {task}"
-                print(f"{said}, round {number}: {json.dumps(here[task][-1])}", flush=True)
+                label = f"{name}, batch {batch}, {task}"
+                print(f"{label}, round {number}: {json.dumps(here[task][-1])}", flush=True)
                 if options.device == "cuda" and number in (0, options.rounds - 1):
                     when = f"{task}, after the first round" if number == 0 else f"{task}, at the end"
                     here[when] = profiled(*given, f"{batch} {number} again")
@@ -162,6 +171,7 @@ USUAL = {"methods": "eagle3,hybrid", "batches": "1,8", "rounds": "6", "count": "
 def parsed(
     arguments: Sequence[str] | None = None, what: str | None = __doc__, usual: dict[str, str] = USUAL
 ) -> argparse.Namespace:
+    """Return the options, with those of `head.py`."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=["chat"])
     mine, rest = parser.parse_known_args(arguments)
@@ -172,4 +182,4 @@ def parsed(
 
 
 if __name__ == "__main__":
-    finish("steps", measure(parsed()))
+    finish("step_time", measure(parsed()))

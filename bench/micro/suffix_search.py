@@ -1,12 +1,11 @@
-"""What suffix drafts cost; the last line of stdout is JSON.
+"""Cost of suffix drafts; the last line of stdout is JSON.
 
     python bench/micro/suffix_search.py [--device cpu] [--rounds 9]
 
-Time of this thread on the CPU, of the device on a GPU, and the quickest of the rounds. Microseconds: `search`
-is the op, a step of a batch with a full pool and texts of 500 tokens; `tell` takes in one response; `host`
-is what the engine's host costs a step with a device that answers at once: without drafts, with n-gram and
-with suffix drafts, responses of 64 tokens that are learned. If the package arctic-inference can be imported,
-the same of its trees, with the depth that vLLM gives them.
+Thread time on the CPU, device time on a GPU, and the fastest of the rounds. Microseconds: `search` is the op
+for a step with a full pool and texts of 500 tokens; `store` adds one output to the pool; `host` is the host
+time of a step with an instant device: without drafts, with n-gram and with suffix drafts, and outputs of 64
+tokens that are learned. If the package arctic-inference is installed, also its trees, with vLLM's depth.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ RULE = SuffixOptions(1, 1.5, 0.15)
 
 
 def texts(number: int, length: int, seed: int) -> np.ndarray:
-    """Words by their frequency, in phrases that recur: [number, length]."""
+    """Return texts [number, length] of words by frequency, in phrases that recur."""
     draw = np.random.default_rng(seed)
     phrases = np.minimum(draw.zipf(1.2, (4000, 8)), VOCAB - 1)
     chosen = phrases[np.minimum(draw.zipf(1.3, (number, length // 8 + 1)), 3999)]
     return chosen.reshape(number, -1)[:, :length].astype(np.int64)
 
 
-def quickest(function: Callable[[], object], rounds: int, times: int = 5) -> float:
-    """Microseconds of one call."""
+def fastest(function: Callable[[], object], rounds: int, times: int = 5) -> float:
+    """Return the microseconds of one call."""
     spent = []
     for _ in range(rounds):
         begin = time.thread_time()
@@ -57,22 +56,29 @@ def quickest(function: Callable[[], object], rounds: int, times: int = 5) -> flo
     return round(1e6 * min(spent), 1)
 
 
+def store(pool: Pool, ids: np.ndarray) -> None:
+    """Add an output with a prompt of 32 tokens to the pool, on the device too."""
+    pool.add(None, ids, 32)
+    pool.store()
+    pool.send()
+
+
 def filled(ops: Ops) -> tuple[Slots, Pool]:
+    """Return slots with texts, and a full pool."""
     slots, pool = Slots(max(BATCHES), 2048, K, 1, 64, ops), Pool(ops, max(BATCHES), 1 << 19, 1e9)
     for line in texts(2600, 240, 1):
-        pool.tell(None, line, 32)
-        pool.send()
-    pool.send()
+        store(pool, line)
     columns = slots.columns
     columns.tokens[:, :LENGTH] = torch.from_numpy(texts(max(BATCHES), LENGTH, 2)).to(ops.device)
     columns.length.fill_(LENGTH)
     for slot in range(max(BATCHES)):
-        pool.seat(slot, None)
+        pool.set_owner(slot, None)
     pool.send()
     return slots, pool
 
 
 def search(ops: Ops, rounds: int) -> dict[str, Any]:
+    """Return microseconds of both searches and of adding to the pool."""
     slots, pool = filled(ops)
     found: dict[str, Any] = {}
     for batch in BATCHES:
@@ -84,21 +90,16 @@ def search(ops: Ops, rounds: int) -> dict[str, Any]:
         ):
             call()
             on_device = ops.device.type != "cpu"
-            took = 1e6 * ops.runtime.seconds(ops.runtime.graph(call)) if on_device else quickest(call, rounds)
+            took = 1e6 * ops.runtime.seconds(ops.runtime.graph(call)) if on_device else fastest(call, rounds)
             found[f"{name}, batch {batch}"] = round(took, 1)
     draw = iter(texts(10 * rounds, 192, 3))
 
-    def tell() -> None:
-        pool.tell(None, next(draw), 32)
-        pool.send()
-        pool.send()
-
-    found["tell, a response of 160 tokens"] = quickest(tell, rounds)
+    found["store, an output of 160 tokens"] = fastest(lambda: store(pool, next(draw)), rounds)
     return found
 
 
 def engine(rounds: int) -> dict[str, float]:
-    """Microseconds of the host's part of a step, requests that come and go included."""
+    """Return the microseconds of the host per step, while requests start and finish."""
     found = {}
     for batch in BATCHES:
         for method in (None, "ngram", "suffix"):
@@ -113,7 +114,7 @@ def engine(rounds: int) -> dict[str, float]:
 
 
 def run(llm: Any, batch: int) -> tuple[int, float]:
-    """Each slot has three requests, one after the other."""
+    """Run three requests for each slot; return steps and seconds."""
     core = llm.engine
     loop = core.loop
     instant = loop.device = host.Instant(loop.device)
@@ -132,6 +133,7 @@ def run(llm: Any, batch: int) -> tuple[int, float]:
 
 
 def arctic(rounds: int) -> dict[str, float]:
+    """Return the microseconds of arctic-inference."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     cache = SuffixDecodingCache(24, 10_000)
@@ -139,8 +141,8 @@ def arctic(rounds: int) -> dict[str, float]:
         cache.start_request(i, line[:32])
         cache.add_active_response(i, line[32:])
         cache.stop_request(i)
-    said = texts(max(BATCHES), LENGTH, 2).astype(np.int32)
-    for i, line in enumerate(said):
+    outputs = texts(max(BATCHES), LENGTH, 2).astype(np.int32)
+    for i, line in enumerate(outputs):
         cache.start_request(("q", i), line[:-100])
         cache.add_active_response(("q", i), line[-100:])
     found = {}
@@ -148,20 +150,21 @@ def arctic(rounds: int) -> dict[str, float]:
 
         def step(batch: int = batch) -> None:
             for i in range(batch):
-                cache.speculate(("q", i), said[i, -24:], max_spec_tokens=K)
+                cache.speculate(("q", i), outputs[i, -24:], max_spec_tokens=K)
 
-        found[f"speculate, batch {batch}"] = quickest(step, rounds, 1)
+        found[f"speculate, batch {batch}"] = fastest(step, rounds, 1)
         one = np.array([7], np.int32)
 
         def add(batch: int = batch, one: np.ndarray = one) -> None:
             for i in range(batch):
                 cache.add_active_response(("q", i), one)
 
-        found[f"add a token, batch {batch}"] = quickest(add, rounds, 1)
+        found[f"add a token, batch {batch}"] = fastest(add, rounds, 1)
     return found
 
 
 def main() -> None:
+    """Measure all parts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
@@ -177,7 +180,7 @@ def main() -> None:
             figures["arctic"] = arctic(options.rounds)
         except ImportError:
             print("arctic-inference is not installed")
-    finish("suffix", {"us": figures})
+    finish("suffix_search", {"us": figures})
 
 
 if __name__ == "__main__":

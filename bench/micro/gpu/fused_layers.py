@@ -75,7 +75,7 @@ def batches(most: int) -> list[list[tuple[int, int]]]:
 
 
 def all_layers_at_once(ops: TritonOps) -> None:
-    """The bits of the ops one by one, in hidden rows and in every cache; the counters come back to zero."""
+    """Check hidden rows and caches against separate ops, bit by bit, and that the counters are zero again."""
     medium = AttentionShape(num_q=15, num_kv=5, dim=64, scale=0.125, window=0)
     for heads, hidden, inner, bias, windows, most in (
         (SMALL_HEADS, 576, 1536, False, (0, 0, 0), 64),

@@ -73,7 +73,7 @@ def main() -> None:
             us = round(microseconds(ops, given, top), 2) if ops.launch.cuda else None
             found.append({"rows": rows, "picked": picked, "top": top, **change, "us": us, "same": same})
             print(found[-1], flush=True)
-    finish("gpu_logprob_kernels", {"found": found})
+    finish("logprob_kernels", {"found": found})
 
 
 if __name__ == "__main__":

@@ -344,7 +344,7 @@ def attention_rows_stand_alone(ops: TritonOps) -> None:
 
 
 def two_ops_in_one(ops: TritonOps) -> None:
-    """The kernels that do two ops give the bits of the two ops, for every number of rows."""
+    """Check that kernels for two ops give the bits of the two ops, for every number of rows."""
     for heads, hidden, inner in ((SMALL_HEADS, 576, 1536), (LARGE_HEADS, 4096, 14336)):
         width = (heads.num_q + 2 * heads.num_kv) * heads.dim
         qkv = ops.forward.pack_linear(randn(width, hidden, seed=1, dtype=torch.bfloat16) / hidden**0.5)
@@ -369,7 +369,7 @@ def two_ops_in_one(ops: TritonOps) -> None:
 
 
 def cublas_everywhere_is_noticed(ops: TritonOps) -> None:
-    """The control: with cuBLAS at every number of rows the same comparison finds rows that differ."""
+    """Check that the comparison finds differing rows with cuBLAS at every number of rows."""
     packed = ops.forward.pack_linear(randn(4096, 14336, seed=1, dtype=torch.bfloat16) / 120)
     x = randn(512, 14336, seed=2, dtype=torch.bfloat16)
     counts = (1, 8, 64, 128, 256)

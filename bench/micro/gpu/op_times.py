@@ -173,7 +173,7 @@ PROTOTYPE = (909, 948, 931, 1270, 1349, 1664, 1927)
 
 
 def forward_times(pdl: bool, context: int = 400) -> dict[str, Any]:
-    """A SmolLM2-shaped pass: µs of its graph, and of one with logits and argmax."""
+    """Return the µs of a SmolLM2-shaped pass, and of one with logits and argmax."""
     ops = TritonOps(GPU, pdl=pdl)
     loaded = load_checkpoint(CONFIG, dtype="bfloat16", load_format="dummy")
     slots, pages = 256, 2048 // 16

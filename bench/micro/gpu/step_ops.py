@@ -59,7 +59,7 @@ def compare(ops: TritonOps, name: str, size: Size, seeds: tuple[int, ...]) -> No
 
 
 def step_of(entries: int) -> Callable[[TritonOps], None]:
-    """A check of the ops with so many entries: each K with one vocabulary, one K with a larger one."""
+    """Return a check of the ops with so many entries: each K with one vocabulary, one K with a larger one."""
 
     def check(ops: TritonOps) -> None:
         for k, vocab in [(k, 49152) for k in DRAFTS] + [(5, 128256)]:
@@ -73,7 +73,7 @@ def step_of(entries: int) -> Callable[[TritonOps], None]:
 
 
 def logprobs_in(vocab: int) -> Callable[[TritonOps], None]:
-    """The rows of a large batch, and fewer; the sizes of the top list go with the seed."""
+    """Return a check of logprobs for a large batch and a small one; sizes of the top list vary by seed."""
 
     def check(ops: TritonOps) -> None:
         for picks in (7, 300):
