@@ -109,7 +109,6 @@ WRONG_REQUESTS = [
     ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": "proposers:Junk"}}),
     ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": 5}}),
     ("speculative", "unknown verify_strategy", {"speculative": {"verify_strategy": ["greedy"]}}),
-    ("prediction", "method 'given'", {"prediction": [5, 6]}),
     ("prediction", "257 tokens and max_model_len is 256", {"prediction_ids": [5] * 257}),
 ]
 
@@ -129,9 +128,10 @@ def test_invalid_request_is_rejected_by_option(busy, param, message, options):
 
 def test_speculation_options_without_speculative_config_are_refused():
     plain = tiny.engine()
-    for wanted in ({"num_speculative_tokens": 2}, {"adaptive": False}):
-        with pytest.raises(RequestError, match="without speculative_config"):
-            plain.add(request(speculative=wanted))
+    refused = [{"speculative": {"num_speculative_tokens": 2}}, {"speculative": {"adaptive": False}}]
+    for options in (*refused, {"prediction": [5, 6]}):
+        with pytest.raises(RequestError, match="speculative_config"):
+            plain.add(request(**options))
     plain.add(request(speculative=False))
 
 

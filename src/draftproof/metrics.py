@@ -60,14 +60,19 @@ class SpecStats:
     num_accepted_tokens: int = 0  # drafts that were accepted and committed
     num_emitted_tokens: int = 0  # committed tokens, recovered and bonus ones included
     accepted_per_position: list[int] = field(default_factory=list)
+    num_predicted_drafts: int = 0  # drafts from the request's prediction
+    num_accepted_predicted: int = 0
 
-    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+    def record(self, drafted: int, accepted: int, emitted: int, is_predicted: bool = False) -> None:
         """Count one verify step of one request."""
         self.num_steps += 1
         self.num_drafts += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         self.num_emitted_tokens += emitted
+        if is_predicted:
+            self.num_predicted_drafts += drafted
+            self.num_accepted_predicted += accepted
         missing = drafted - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * max(missing, 0))
         for i in range(accepted):
@@ -79,6 +84,8 @@ class SpecStats:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_emitted_tokens += other.num_emitted_tokens
+        self.num_predicted_drafts += other.num_predicted_drafts
+        self.num_accepted_predicted += other.num_accepted_predicted
         missing = len(other.accepted_per_position) - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * max(missing, 0))
         for i, count in enumerate(other.accepted_per_position):

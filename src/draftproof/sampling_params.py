@@ -93,7 +93,7 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw"
     include_draft_logprobs: bool = False
     speculative: SpeculativeParams | dict[str, Any] | bool | None = None
-    prediction: str | Sequence[int] | None = None  # what the caller expects; for method "given"
+    prediction: str | Sequence[int] | None = None  # expected output, drafted where it continues the output
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None  # what the answer must follow
     priority: int = 0  # smaller ones are served first
     cache_salt: str | None = None  # cached prefixes are found by requests with the same salt alone

@@ -48,6 +48,9 @@ class Request:
     grammar: Grammar | None = None  # compiled from `params.structured_outputs`
 
 
+PREDICTION_SOURCE = "given"  # source of drafts from a request's prediction
+
+
 # --- engine, proposers and strategies ---------------------------------------------------------
 
 
@@ -299,3 +302,4 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    is_predicted: bool = False  # the drafts are from the request's prediction

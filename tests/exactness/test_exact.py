@@ -33,7 +33,8 @@ MODEL_METHODS = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer
 MODEL_METHODS += ["hybrid"]
 DEVICE_METHODS = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").graph_safe]
 DEVICE_METHODS += DEVICE_TEST_METHODS
-OVERLAP_MATRIX = pairwise({**FACTORS, "option": OVERLAP_OPTIONS, "method": DEVICE_METHODS, "overlap": [True]})
+OVERLAP_FACTORS = {"option": OVERLAP_OPTIONS, "method": DEVICE_METHODS, "overlap": [True]}
+OVERLAP_MATRIX = pairwise({**FACTORS, **OVERLAP_FACTORS, "predictions": [False]})
 
 
 @pytest.mark.parametrize("case", MATRIX, ids=named)
@@ -129,6 +130,30 @@ def test_prefix_hits_cover_all_full_pages_but_the_last():
         batch = Batch([replace(case, salt=second) for case in cases], engine=engine)
         assert batch.differences() == []
         assert [batch.stats[str(i)].num_cached_tokens for i in range(4)] == [cached] * 4
+
+
+# --- predictions beside any proposer ---
+
+
+@pytest.mark.parametrize(("method", "strategy"), [*product([*METHODS, *DEVICE_TEST_METHODS], EXACT)])
+def test_prediction_beside_any_proposer_is_used_and_changes_no_bit(method, strategy, monkeypatch):
+    """Every other request has one, and some arrive while others run ahead."""
+    monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})
+    options = ["none", "frequency", "draft_logprobs", "none"]
+    heats = (0.7, 0.0, 1.3, 0.7)
+    pairs = zip(options, heats, strict=True)
+    cases = [Case(i, *pair, strategy, 12 + 5 * i, prompt=False) for i, pair in enumerate(pairs)]
+    spec = {"method": method, "verify_strategy": strategy, "num_speculative_tokens": 3, "adaptive": False}
+    for overlap in (False, True) if method in DEVICE_METHODS else (False,):
+        batch = Batch(cases, Setup(), spec, overlap=overlap, arrivals=[0, 0, 4, 6], has_predictions=True)
+        assert batch.differences() == []
+        steps = {case.index: batch.records[str(case.index)].steps for case in cases}
+        assert not [step for i in (1, 3) for step in steps[i] if step.is_predicted]
+        predicted = [step for step in steps[0] if step.is_predicted]
+        assert sum(step.num_accepted for step in predicted) > 10
+        assert {source for step in predicted for source in step.sources} == {"given"}
+        records = [draft for step in steps[2] if step.is_predicted for draft in step.drafts]
+        assert records and all(d.source == "given" and d.draft_logprob is None for d in records)
 
 
 # --- different options in one batch ---

@@ -40,7 +40,6 @@ def test_invalid_requests_are_rejected_and_others_continue(make: Any, alone: Any
         ("a" * 5000, None, None, "max_model_len"),  # tokenized in another thread
         ("ab", {"temperature": 0}, None, "must be SamplingParams"),
         ("ab", params(logprobs=21), None, "max_logprobs"),
-        ("ab", params(prediction=[10]), None, "method 'given'"),
         ("ab", params(), "long", "already running"),
         ("ab", params(n=2), "long", "already running"),
         ("ab", params(), "many-1", "already running"),

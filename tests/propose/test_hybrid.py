@@ -228,7 +228,7 @@ def test_options_are_checked():
         ([NGRAM], "two to 4"),
         ([NGRAM, "suffix"], "a mapping with a 'method'"),
         ([NGRAM, {"method": "sufix"}], "suffix"),
-        ([NGRAM, {"method": "given"}], "on the device"),
+        ([NGRAM, {"method": "given"}], "beside any proposers"),
         ([NGRAM, hybrid(NGRAM, NGRAM)], "on the device"),
         ([NGRAM, {**SUFFIX, "min_mach": 3}], "min_match"),
         ([NGRAM, {**SUFFIX, "num_speculative_tokens": 0}], "1..64"),

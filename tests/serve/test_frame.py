@@ -28,7 +28,7 @@ from draftproof.serve.ipc.frame import (
     pack,
     unpack,
 )
-from draftproof.types import NUM_OUT, TOKENS, LogprobKind, Request
+from draftproof.types import NUM_DRAFT, NUM_OUT, TOKENS, LogprobKind, Request
 from frames import STATS, Step, random_step, sealed
 from fuzzing import fuzz
 
@@ -48,6 +48,8 @@ def check_same(step: Step, data: bytes, at: list[int]) -> None:
     finishes = step.results.finishes
     assert results.finishes == {place: finishes[i] for place, i in enumerate(at) if i in finishes}
     for place, i in enumerate(at):
+        count = int(results.table[place, NUM_DRAFT])  # rejected drafts have a source too
+        assert results.sources_of(place, count) == step.results.sources_of(i, count)
         received = results.host_logprobs.get(place, HostLogprobs())
         sent = step.results.host_logprobs.get(i, HostLogprobs())
         has_drafts = step.results.requests[i].params.include_draft_logprobs and step.results.table[i, NUM_OUT]
@@ -134,12 +136,12 @@ def test_admission_failures_decode_with_message_and_param() -> None:
 
 
 GOLDEN = """
-44505246694220d80100010002000000a00200000000000005000000000000001100000000000000000000000000d03f
+44505246ee8ac5e90200010002000000a00200000000000005000000000000001100000000000000000000000000d03f
 000000000000124003000000000000000100000000000000040000000000000001000000000000000500000000000000
-090000000000000002000000000000000600000000000000040000000700000003000000020000000200000001000000
+090000000000000002000000000000000600000000000000040000000700000005000000020000000200000001000000
 010000000300000001000000020000000200000004000000020000000200000001030002000000000900000000000000
 080000000000000000000000000000800600000000000000020001000300010001000200020000000100000002000000
-01020000000000001f000000200000002100000022000000230000002400000025000000000000000100010000000000
+01020000000000001f000000200000002100000022000000230000002400000025000000000000000100000001000000
 000000bf000080be000080bf000000c01e000000270000000200000001000000000080c0000000000500000000000000
 000000000100000003000000000000000100000000000000200000000000000000000000000000000001000000000000
 000000000200000000000000000000000000000000000000000000000000000000000000000000000100000000000000
@@ -187,7 +189,7 @@ def golden_step() -> Step:
 
 def test_frame_bytes_are_pinned() -> None:
     """A failure means that the format changed: VERSION must change with it."""
-    assert VERSION == 1 and HEADER_STRUCT.size == 176
+    assert VERSION == 2 and HEADER_STRUCT.size == 176
     step = golden_step()
     frame = step.frame(5)
     check_same(step, frame, [0, 1, 2, 3])
@@ -205,7 +207,7 @@ def test_invalid_frame_error_names_the_cause() -> None:
 
     assert "shorter than a header" in error_of(b"") and "shorter than a header" in error_of(frame[:100])
     assert "wrong magic" in error_of(b"DPRX" + frame[4:])
-    assert "version 2" in error_of(sealed(frame[:8] + b"\2\0" + frame[10:]))
+    assert "version 1" in error_of(sealed(frame[:8] + b"\1\0" + frame[10:]))
     assert "unknown kind" in error_of(sealed(frame[:10] + b"\2\0" + frame[12:]))
     assert "size field" in error_of(frame[:-8]) and "size field" in error_of(frame + b"\0" * 8)
     assert "checksum" in error_of(frame[:-1] + bytes([frame[-1] ^ 1]))

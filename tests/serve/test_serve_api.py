@@ -285,16 +285,42 @@ def test_speculation_options_change_metrics_and_no_output(served: Served) -> Non
     assert all(draft["source"] == "ngram" and draft["target_logprob"] <= 0 for draft in known["drafts"])
 
 
-def test_prediction_is_drafted_and_counted(folder: Any, plain: Any) -> None:
-    want = reference(plain, chat_ids(plain, "one"), max_tokens=16, temperature=0, ignore_eos=True).outputs[0]
-    given = {"method": "given", "num_speculative_tokens": 4, "adaptive": False}
-    expected: Any = {"type": "content", "content": want.text}
-    with serving(tiny(folder, given)) as running:
-        options: Any = {"max_tokens": 16, "temperature": 0, "extra_body": {"ignore_eos": True}}
-        got = running.chat("one", prediction=expected, **options)
-        details = got.usage.completion_tokens_details
+BESIDE = {
+    "given": {},
+    "ngram": {},
+    "hybrid": {"proposers": [{"method": "ngram"}, {"method": "suffix"}]},
+}
+
+
+@pytest.mark.parametrize("method", BESIDE)
+def test_prediction_beside_any_proposer_gives_the_same_text_and_its_own_usage(
+    folder: Any, plain: Any, method: str
+) -> None:
+    want = reference(plain, chat_ids(plain, "one"), max_tokens=40, temperature=0, ignore_eos=True).outputs[0]
+    spec = {"method": method, "num_speculative_tokens": 4, "adaptive": False, **BESIDE[method]}
+    middle = len(want.text) // 2
+    expected: Any = {"type": "content", "content": want.text[:middle] + "?" + want.text[middle:]}
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 0}
+    extra = {"ignore_eos": True, "include_draft_logprobs": True}
+    with serving(tiny(folder, spec)) as running:
+        got = running.chat("one", prediction=expected, extra_body=extra, **options)
         assert got.choices[0].message.content == want.text
-        assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens >= 0
+        accepted = [draft["accepted"] for draft in got.choices[0].drafts if draft["source"] == "given"]
+        counts = sum(accepted), len(accepted) - sum(accepted)
+        assert usage_of(got.usage) == counts and counts[0] > 4 and counts[1] > 0
+        stream = running.chat(
+            "one",
+            prediction=expected,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+            **options,
+        )
+        *chunks, last = stream
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want.text
+        assert usage_of(last.usage) == counts
+        off = {"ignore_eos": True, "speculative": False}
+        assert usage_of(running.chat("one", prediction=expected, extra_body=off, **options).usage) == (0, 0)
         assert running.chat("one", max_tokens=2).usage.completion_tokens_details is None
         for size, message in (
             (2000, "max_model_len is 256"),
@@ -304,6 +330,12 @@ def test_prediction_is_drafted_and_counted(folder: Any, plain: Any) -> None:
             with pytest.raises(openai.BadRequestError, match=message) as caught:
                 running.chat("one", max_tokens=2, prediction=long)
             assert caught.value.param == "prediction"
+
+
+def usage_of(usage: Any) -> tuple[int, int]:
+    """Return the accepted and rejected prediction tokens of a response."""
+    details = usage.completion_tokens_details
+    return details.accepted_prediction_tokens, details.rejected_prediction_tokens
 
 
 @pytest.mark.parametrize("granularity", ["token", "step"])

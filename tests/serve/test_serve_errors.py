@@ -89,7 +89,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 2}, "logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
@@ -118,11 +117,18 @@ def test_error_message_contains_a_hint(served: Served) -> None:
         return served.post("/v1/chat/completions", {**CHAT, **change}).json()["error"]["message"]
 
     assert "did you mean 'temperature'" in message(temprature=1)
-    prediction = {"type": "content", "content": "x"}
-    assert '--speculative-config \'{"method": "given"}\'' in message(prediction=prediction)
     assert message(tools=[{"type": "function"}]) == "tools: tool calls are not supported"
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert "only text is supported" in message(messages=[image])
+
+
+def test_prediction_without_speculation_is_refused_with_a_hint(folder: Any) -> None:
+    with serving(tiny(folder)) as running:
+        body = {**CHAT, "prediction": {"type": "content", "content": "x"}}
+        got = running.post("/v1/chat/completions", body)
+    error = got.json()["error"]
+    assert (got.status_code, error["param"], error["code"]) == (400, "prediction", "unsupported_option")
+    assert "start the server with a --speculative-config" in error["message"]
 
 
 def test_too_long_prompt_has_the_code_of_openai_and_is_not_counted(served: Served) -> None:

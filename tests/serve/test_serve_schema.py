@@ -126,7 +126,7 @@ def test_number_in_place_of_a_boolean_is_rejected(name: str, value: Any) -> None
 
 
 def test_document_requires_a_key_where_the_server_does() -> None:
-    limits = Limits(320, 64, 20, 64, 0, False)
+    limits = Limits(320, 64, 20, 64, 0)
     found = document(["m"], limits, False, needs_key=True)
     assert found["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
     assert "security" not in found["paths"]["/health"]["get"]

@@ -40,6 +40,7 @@ FACTORS = {
     "prefix": ["miss", "hit", "other salts", "off"],
     "pages": ["many", "few", "preempted"],  # few: some requests are preempted; preempted: all, many times
     "priority": ["equal", "shuffled"],
+    "predictions": [False, True],  # every other request has one
 }
 MATRIX = pairwise(FACTORS)
 DEVICE_TEST_METHODS = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
@@ -102,6 +103,7 @@ def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, devic
         sizes=sizes,
         warm=levels["prefix"] != "miss",
         preempts_all=levels["pages"] == "preempted",
+        has_predictions=levels.get("predictions", False),
         **TRAFFIC[levels["traffic"]],
     )
     assert batch.differences() == []

@@ -51,6 +51,7 @@ BYTES += [
 ]
 VOCAB = len(BYTES) + 2  # the model knows tokens that the tokenizer does not
 SOURCES = ("ngram", "given")
+IDS: dict[str, Any] = {"prompt_token_ids": [4], "prediction_ids": [5]}
 STOPS = ["wordword", "x\n", "a a", "\ufffd\ufffd", "\ufffd", "é", "b  b", "<|end|>", "€ and 你 "]
 K = 3
 
@@ -132,7 +133,7 @@ def script(seed: int, steps: int = 60, at_once: int = 5, ends: float = 0.06) -> 
     draw, running, made, count = random.Random(seed), [], [], 0
     while len(made) < steps or running:
         while len(running) < at_once and len(made) < steps and draw.random() < 0.7:
-            running.append(Request(id=str(count), prompt_token_ids=[4], params=params_of(draw), seed=count))
+            running.append(Request(id=str(count), **IDS, params=params_of(draw), seed=count))
             count += 1
         here = [r for r in running if draw.random() < 0.9]
         results = step_of(draw, here, ends if len(made) < steps else 0.5)
@@ -257,7 +258,7 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
     """Whenever it happens, also before its first token."""
     for cut in (0, 1, 7, 30):
         steps = [replace(r, finishes={}) for r in script(7, steps=cut, at_once=1, ends=0.0)[:cut]]
-        request = Request(id="x", prompt_token_ids=[4], params=SamplingParams(logprobs=2), seed=1)
+        request = Request(id="x", **IDS, params=SamplingParams(logprobs=2), seed=1)
         builder, table = StreamingOutput(0, request, ODD), OutputTable(VOCAB, K, SOURCES)
         answer = table.new_output(0, request, ODD)
         for results in steps:
@@ -305,7 +306,7 @@ def test_nothing_is_kept_of_answers_that_ended() -> None:
 def test_a_window_longer_than_a_page() -> None:
     """A line has room for two steps at least, however many drafts there are."""
     table = OutputTable(VOCAB, 200, SOURCES)
-    request = Request(id="x", prompt_token_ids=[4], params=SamplingParams(), seed=1)
+    request = Request(id="x", **IDS, params=SamplingParams(), seed=1)
     answer = table.new_output(0, request, ODD)
     table.open(answer)
     columns = np.zeros((1, TOKENS + 201), np.int64)

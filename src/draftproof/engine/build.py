@@ -110,7 +110,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
         max_logprobs=config.max_logprobs,
         kv_tokens=sizes.kv_tokens,
         speculative_tokens=sizes.k if proposer else 0,
-        takes_prediction=bool(proposer and proposer.takes_prediction),
         at_once=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
     )
     return EngineParts(ops, runner, loop, limits, strategies)

@@ -19,6 +19,7 @@ import numpy as np
 from draftproof.arrays import Ints
 from draftproof.engine.drafting.host_proposer import propose_batch
 from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, StepObservation
+from draftproof.engine.drafting.prediction_drafts import PredictionDrafts, with_prediction_source
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.fault_recovery import (
     FAULTS,
@@ -63,12 +64,13 @@ class Loop:
         self.scheduler = scheduler
         self.slots = slots
         self.device = device
-        self.sources = proposer.sources if proposer else ()
+        self.sources = with_prediction_source(proposer)
         self.overlap = overlap
         self.debug = debug
         self._background_work: Callable[[], object] = lambda: None
         self.pending: PendingSteps = deque()
-        self.hooks = ProposerHooks(proposer, device.drafting, debug)
+        self.predictions = PredictionDrafts(scheduler, device, source=len(self.sources) - 1)
+        self.hooks = ProposerHooks(proposer, device.drafting, self.predictions, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._number = 0  # number of the last queued step
         self._features: tuple[int, StepFeatures] | None = None
@@ -239,6 +241,8 @@ class Loop:
             own, source = found.draft_logprobs, found.draft_sources
             own = None if own is None else own[planned.slots]
             source = None if source is None else source[planned.slots]
+            if len(self.predictions):
+                source = self.predictions.mark_sources(planned.slots, source)
             host_logprobs = {}
             if pending_step.waits and self.scheduler.num_needing_sync and pending_step.computed is not None:
                 starts = self.scheduler.mirror.length[planned.slots]
@@ -273,6 +277,8 @@ class Loop:
         results = StepResults(requests, table, columns, self.sources, source, finishes, host_logprobs)
         if self.hooks.drafts_on_host:
             self._propose(pending_step)
+        if len(self.predictions):
+            self.hooks.draft_predictions(planned)
         self.release.release_if_idle()
         return results
 

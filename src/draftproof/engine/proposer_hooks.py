@@ -8,17 +8,21 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 from draftproof.engine.drafting.device_proposer import DraftRunner
-from draftproof.engine.sequence import Sequence
+from draftproof.engine.drafting.prediction_drafts import PredictionDrafts
+from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.propose.base import Proposer
 
 
 class ProposerHooks:
     """Owner of the engine's proposer."""
 
-    def __init__(self, proposer: Proposer | None, drafting: DraftRunner, debug: bool) -> None:
+    def __init__(
+        self, proposer: Proposer | None, drafting: DraftRunner, predictions: PredictionDrafts, debug: bool
+    ) -> None:
         """`debug`: raise the proposer's exception instead of switching the proposer off."""
         self.proposer = proposer
         self._drafting = drafting
+        self._predictions = predictions
         self._debug = debug
 
     @property
@@ -41,11 +45,14 @@ class ProposerHooks:
         for sequence in admitted:
             if self.proposer is not None:
                 self.call(self.proposer.start, sequence.slot, sequence.request)
+            if self.proposer is not None and sequence.uses_prediction and not self.proposer.takes_prediction:
+                self._predictions.start(sequence.slot, sequence.request)
         if self.proposer is not None:
             self.call(self.proposer.prepare)
 
     def stop(self, slot: int) -> None:
         """Announce that the request in `slot` is gone."""
+        self._predictions.stop(slot)
         if self.proposer is not None:
             self.call(self.proposer.stop, slot)
 
@@ -60,6 +67,11 @@ class ProposerHooks:
             hook(*arguments)
         except Exception as error:  # a plug-in's code may raise anything
             self.switch_off(error)
+
+    def draft_predictions(self, planned: StepPlan) -> None:
+        """Replace drafts after a step where the predictions of its requests continue the outputs."""
+        if self.proposer is not None:
+            self.call(self._predictions.draft, planned, self.proposer)
 
     def check_device_failure(self) -> None:
         """Switch the proposer off if it failed in the device step."""

@@ -66,7 +66,13 @@ class Sequence:
     @property
     def needs_sync(self) -> bool:
         """Return whether the host is needed in every step of the request."""
-        return self.has_host_processors or self.needs_host_logprobs or self.guide is not None
+        has_host_options = self.has_host_processors or self.needs_host_logprobs
+        return has_host_options or self.guide is not None or self.uses_prediction
+
+    @property
+    def uses_prediction(self) -> bool:
+        """Return whether drafts may be made from the request's prediction."""
+        return self.draft_limit > 0 and len(self.request.prediction_ids) > 0
 
     @property
     def may_need_sync(self) -> bool:

@@ -20,7 +20,6 @@ class Limits:
     max_logprobs: int  # -1: no limit
     kv_tokens: int  # that the page pool can hold
     speculative_tokens: int  # 0: speculation is off
-    takes_prediction: bool
     at_once: int | None = None  # requests that may be here, those that wait included; None: any number
 
 
@@ -129,5 +128,5 @@ def _check_speculation(request: Request, limits: Limits) -> None:
                 f"num_speculative_tokens={k} is above the engine's {limits.speculative_tokens}",
                 "speculative",
             )
-    if request.params.prediction is not None and not limits.takes_prediction:
-        raise RequestError("prediction needs an engine with speculative_config method 'given'", "prediction")
+    if request.params.prediction is not None and not limits.speculative_tokens:
+        raise RequestError("prediction needs an engine with a speculative_config", "prediction")

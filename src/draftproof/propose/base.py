@@ -51,7 +51,7 @@ class Proposer(ABC):
     extending_source: int = -1  # index of the source that extends drafts of others
     stops_early: bool = False  # with costs given, it makes no draft that is not worth a round of its model
     learns: ClassVar[bool] = False  # from the tokens of finished requests
-    takes_prediction: ClassVar[bool] = False  # drafts from Request.prediction_ids
+    takes_prediction: ClassVar[bool] = False  # drafts from Request.prediction_ids itself
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
@@ -74,6 +74,10 @@ class Proposer(ABC):
 
     def stop(self, slot: int) -> None:
         """End the request in `slot`."""
+        return None
+
+    def discard(self, slots: Tensor) -> None:
+        """Drop the last drafts of these slots: drafts from predictions replaced them."""
         return None
 
     def learn(self, request: Request, ids: NDArray[np.int64]) -> None:

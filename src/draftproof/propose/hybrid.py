@@ -94,6 +94,10 @@ class HybridProposer(DeviceProposer):
         for member in self.members:
             member.stop(slot)
 
+    def discard(self, slots: Tensor) -> None:
+        """Count no acceptance for the drafts that were selected last."""
+        self.record.last[2].index_fill_(0, slots, 0)
+
     def learn(self, request: Request, ids: Ints) -> None:
         """Give the tokens of a finished request to the members that learn."""
         for member in self.members:
@@ -282,6 +286,8 @@ def _parse_member(given: Any) -> _Member:
     mine = dict(given)
     method, limit = mine.pop("method"), mine.pop("num_speculative_tokens", None)
     kind = lookup(PROPOSERS, method, "speculative method")
+    if kind.takes_prediction:
+        raise ConfigError(f"hybrid: predictions are used beside any proposers, leave {method!r} out")
     if kind is HybridProposer or not issubclass(kind, DeviceProposer):
         able = [n for n in PROPOSERS if n not in ("hybrid", "given")]
         raise ConfigError(

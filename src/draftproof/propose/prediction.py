@@ -1,4 +1,4 @@
-"""Prediction proposer (method `given`): drafts from the text that the caller predicts.
+"""Drafts from the text that the caller predicts: by the proposer `given`, and beside any other proposer.
 
 While the output follows the prediction, its next tokens are drafted. After a divergence the last tokens of
 the output are searched in the prediction, longest match first and the nearest position behind the divergence,
@@ -14,13 +14,13 @@ import numpy as np
 
 from draftproof.propose.base import Proposer, ProposerEnv
 from draftproof.propose.ngram import MATCH_OPTIONS, match_lengths
-from draftproof.types import Draft, ProposeBatch, Request
+from draftproof.types import PREDICTION_SOURCE, Draft, ProposeBatch, Request, SlotColumns
 
 
 class GivenProposer(Proposer):
     """Drafts from the prediction of each request, on the host."""
 
-    sources = ("given",)
+    sources = (PREDICTION_SOURCE,)
     is_free = True
     takes_prediction = True
     defaults = MATCH_OPTIONS
@@ -28,8 +28,37 @@ class GivenProposer(Proposer):
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         """Check the match lengths."""
         super().__init__(env, options)
-        self.min_match, self.max_match = match_lengths(self.options)
+        self._cursors = PredictionCursors(self.options)
+
+    def start(self, slot: int, request: Request) -> None:
+        """Place a cursor at the start of the request's prediction."""
+        self._cursors.start(slot, request)
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        """Return the tokens behind each cursor."""
+        drafts = self._cursors.next_tokens(batch.columns, batch.slots, batch.lengths, batch.budget)
+        return Draft.from_lists(drafts, self.env.k)
+
+    def stop(self, slot: int) -> None:
+        """Drop the cursor."""
+        self._cursors.stop(slot)
+
+
+class PredictionCursors:
+    """Cursors of the requests with a prediction, by slot."""
+
+    def __init__(self, options: Mapping[str, Any] = MATCH_OPTIONS) -> None:
+        """Check the match lengths."""
+        self.min_match, self.max_match = match_lengths(options)
         self._cursors: dict[int, PredictionCursor] = {}
+
+    def __len__(self) -> int:
+        """Return the number of cursors."""
+        return len(self._cursors)
+
+    def __contains__(self, slot: int) -> bool:
+        """Return whether the request in `slot` has a prediction."""
+        return slot in self._cursors
 
     def start(self, slot: int, request: Request) -> None:
         """Place a cursor at the start of the request's prediction."""
@@ -41,17 +70,19 @@ class GivenProposer(Proposer):
                 max_match=self.max_match,
             )
 
-    def propose(self, batch: ProposeBatch) -> Draft:
-        """Return the tokens behind each cursor."""
+    def next_tokens(
+        self, columns: SlotColumns, slots: Sequence[int], lengths: Sequence[int], budgets: Sequence[int]
+    ) -> list[list[int]]:
+        """Return the tokens behind each cursor, at most `budgets`; lengths: committed tokens."""
         drafts: list[list[int]] = []
-        for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
+        for slot, length, budget in zip(slots, lengths, budgets, strict=True):
             cursor = self._cursors.get(slot)
             if cursor is None or budget == 0:
                 drafts.append([])
                 continue
-            cursor.advance(batch.columns.tokens[slot, cursor.num_seen : length].tolist())
+            cursor.advance(columns.tokens[slot, cursor.num_seen : length].tolist())
             drafts.append(cursor.next_tokens(budget))
-        return Draft.from_lists(drafts, self.env.k)
+        return drafts
 
     def stop(self, slot: int) -> None:
         """Drop the cursor."""

@@ -200,7 +200,8 @@ class StreamingOutput:
         """Count a step and return its drafts if the request wants them."""
         if not kept:
             return None
-        self.output.metrics.record(step.num_draft, min(step.num_accepted, kept), kept)
+        accepted = min(step.num_accepted, kept)
+        self.output.metrics.record(step.num_draft, accepted, kept, step.is_predicted)
         if step.drafts is None or self.output.drafts is None:
             return None
         end = len(self.output.token_ids) + kept

@@ -31,7 +31,9 @@ class AcceptanceWarning:
         else:
             place = np.arange(sources.shape[1])
             for total, count in ((self._drafts, drafts), (self._accepted, accepted)):
-                total += np.bincount(sources[place < count[:, None]], minlength=len(total))
+                # predictions come after the proposer's sources and are not counted
+                found = np.bincount(sources[place < count[:, None]], minlength=len(total))
+                total += found[: len(total)]
         for i in np.flatnonzero(~self._is_judged & (self._drafts >= MIN_DRAFTS)).tolist():
             self._judge(i)
 

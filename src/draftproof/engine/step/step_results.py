@@ -24,6 +24,7 @@ from draftproof.types import (
     NUM_DRAFT,
     NUM_OUT,
     PICK,
+    PREDICTION_SOURCE,
     TOKENS,
     FinishStatus,
     LogprobKind,
@@ -71,7 +72,7 @@ class StepResults(Sequence[StepOutput]):
     requests: list[Request]  # [n]
     table: Ints  # [n, TOKENS + K + 1], see types.Outcome
     columns: dict[LogprobKind, LogprobColumns]
-    sources: tuple[str, ...] = ()  # names of the proposer's draft sources
+    sources: tuple[str, ...] = ()  # names of the draft sources
     source: NDArray[np.int8] | None = None  # [n, K] index into `sources`; None: all drafts are of the first
     finishes: dict[int, Finish] = field(default_factory=dict)
     host_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class StepResults(Sequence[StepOutput]):
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop if finish else None,
             error=finish.error if finish else None,
+            is_predicted=bool(request.prediction_ids) and self._is_predicted(i),
         )
 
     def sources_of(self, i: int, count: int) -> list[str]:
@@ -130,6 +132,10 @@ class StepResults(Sequence[StepOutput]):
         if self.source is None:
             return [self.sources[0]] * count if count else []
         return [self.sources[number] for number in self.source[i, :count].tolist()]
+
+    def _is_predicted(self, i: int) -> bool:
+        """Return whether the drafts of request i are from its prediction."""
+        return self._lines[i][NUM_DRAFT] > 0 and self.sources_of(i, 1) == [PREDICTION_SOURCE]
 
     def _logprobs(self, i: int, extra: HostLogprobs | None) -> list[LogprobRow] | None:
         params = self.requests[i].params

@@ -23,7 +23,7 @@ RESERVED_TEMPLATE_NAMES = {
     *("add_generation_prompt", "continue_final_message"),
 }
 TOO_LONG = "context_length_exceeded"  # the code that clients test for
-PREDICTION_HINT = """start the server with --speculative-config '{"method": "given"}' to use it"""
+PREDICTION_HINT = """start the server with a --speculative-config, such as '{"method": "ngram"}', to use it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class RequestParser:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         self._check_logprobs("top_logprobs", body.top_logprobs)
-        if body.prediction is not None and not self._llm.limits.takes_prediction:
+        if body.prediction is not None and not self._llm.limits.speculative_tokens:
             raise ApiError(400, f"prediction: {PREDICTION_HINT}", "prediction", "unsupported_option")
         prediction = None if body.prediction is None else _text(body.prediction.content)
         self._check_characters(len(prediction or ""), "prediction", self._llm.limits.max_model_len)

@@ -50,8 +50,8 @@ class ResponseBuilder:
         num_cached = sum(output.num_cached_tokens for output in outputs)
         details: Any = UNSET
         if self.parsed.params.prediction is not None:
-            accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
-            drafted = sum(output.metrics.num_draft_tokens for output in outputs)
+            accepted = sum(output.metrics.num_accepted_predicted for output in outputs)
+            drafted = sum(output.metrics.num_predicted_drafts for output in outputs)
             details = schema.CompletionDetails(
                 accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
             )

@@ -65,12 +65,11 @@ class DecodedFrame:
 def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> DecodedFrame:
     """Decode a frame. Raises FrameError. `sources`: `bounds.num_sources` names."""
     header, columns = unpack(data, bounds)
-    table, owner, place = _outcome_table(header, columns)
+    table = _outcome_table(header, columns)
     source = None
-    if bounds.num_sources > 1:
+    if header.draft_sources:
         source = np.zeros((header.requests, bounds.max_drafts), np.int8)
-        accepted = place < table[owner, NUM_ACCEPTED]
-        source[owner[accepted], place[accepted]] = columns["source"]
+        source[np.arange(bounds.max_drafts) < table[:, NUM_DRAFT, None]] = columns["source"]
     extras: dict[int, HostLogprobs] = {}
     if header.sets:
         _decode_row_sets(columns, extras)
@@ -165,8 +164,8 @@ def to_step_results(
     return StepResults(group.requests, table, frame.columns, sources, source, endings, extras, failures)
 
 
-def _outcome_table(header: Header, columns: Columns) -> tuple[Ints, Ints, Ints]:
-    """Rebuild the outcome table; also return each token's request index and position within the step."""
+def _outcome_table(header: Header, columns: Columns) -> Ints:
+    """Rebuild the outcome table."""
     out, kinds = columns["num_out"].astype(np.int64), columns["logprob_kind"]
     table = np.zeros((header.requests, TOKENS + header.max_drafts + 1), np.int64)
     table[:, NUM_OUT] = out
@@ -180,7 +179,7 @@ def _outcome_table(header: Header, columns: Columns) -> tuple[Ints, Ints, Ints]:
     owner = np.repeat(np.arange(header.requests), out)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(out) - out, out)
     table[owner, TOKENS + place] = columns["token"]
-    return table, owner, place
+    return table
 
 
 def _logprob_blocks(header: Header, columns: Columns) -> dict[LogprobKind, LogprobColumns]:

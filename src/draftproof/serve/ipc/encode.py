@@ -108,8 +108,7 @@ def encode_step(
     counts = {"requests": size, "tokens": len(owner)}
     if results.source is not None:
         source = results.source if group.at is None else results.source[group.at]
-        accepted = place < table[owner, NUM_ACCEPTED]
-        columns["source"] = source[owner[accepted], place[accepted]]
+        columns["source"] = source[np.arange(source.shape[1]) < table[:, NUM_DRAFT, None]]
         counts["draft_sources"] = len(columns["source"])
     if group.max_top:
         _add_logprob_blocks(columns, counts, results, group, owner, table[owner, PICK] + place)

@@ -25,7 +25,7 @@ from draftproof.outputs import FinishReason
 from draftproof.types import LogprobKind
 
 MAGIC = b"DPRF"
-VERSION = 1
+VERSION = 2
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -77,7 +77,7 @@ class Header(NamedTuple):
     num_cached_pages: int
     requests: int = 0  # from here on: number of entries, named in COLUMNS
     tokens: int = 0
-    draft_sources: int = 0  # accepted drafts whose source is given
+    draft_sources: int = 0  # drafts; 0: all are of the first source
     raw_rows: int = 0
     raw_columns: int = 0  # the token itself and the top tokens; 0: not requested
     processed_rows: int = 0
@@ -108,7 +108,7 @@ COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("num_accepted", U2, "requests"),  # accepted drafts; they come first among the tokens
     ("logprob_kind", U1, "requests"),  # types.LogprobKind: the block that has a row per token of it
     ("token", U4, "tokens"),  # of all requests, in their order
-    ("source", U1, "draft_sources"),  # proposer of each accepted draft, if there are several
+    ("source", U1, "draft_sources"),  # source of each draft, if there are several
     ("raw_value", F4, "raw_values"),  # [raw_rows, raw_columns] logprobs
     ("raw_id", U4, "raw_ids"),  # [raw_rows, raw_columns - 1] top tokens
     ("raw_rank", U4, "raw_rows"),  # rank of the token itself
@@ -287,8 +287,8 @@ def _check_tokens(header: Header, found: Columns, bounds: Bounds) -> None:
     total = int(out.sum())
     _require(total == header.tokens, f"{header.tokens} tokens, but num_out adds up to {total}")
     _check_below("token", found, bounds.vocab_size)
-    sources = int(found["num_accepted"].sum()) if bounds.num_sources > 1 else 0
-    _require(header.draft_sources == sources, f"{header.draft_sources} draft sources, expected {sources}")
+    drafts = int(found["num_draft"].sum()) if bounds.num_sources > 1 else 0
+    _require(header.draft_sources in (0, drafts), f"{header.draft_sources} draft sources, expected {drafts}")
     _check_below("source", found, bounds.num_sources)
     for kind, name in LOGPROB_BLOCKS:
         rows, columns = getattr(header, f"{name}_rows"), getattr(header, f"{name}_columns")

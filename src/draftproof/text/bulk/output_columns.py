@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from draftproof.metrics import SpecStats
 from draftproof.text.bulk.logprob_rows import LogprobBuffer, Rows, pack_rows
-from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind
+from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, PREDICTION_SOURCE, TOKENS, LogprobKind
 
 Ints = NDArray[np.int64]
 PLAIN, BONUS, RECOVERED, ACCEPTED = range(4)  # provenance of a token; ACCEPTED + i: a draft of source i
 # columns of the counters
 NUM_STEPS, NUM_DRAFTED_STEPS, NUM_DRAFTED, NUM_ACCEPTED_DRAFTS, MAX_DRAFTED = range(5)
+NUM_PREDICTED, NUM_ACCEPTED_PREDICTED, NUM_COUNTERS = range(5, 8)
 
 
 class LogprobArrays(Protocol):
@@ -53,7 +54,7 @@ class OutputColumns:
         self.width = width  # tokens of a line
         self.fill = np.zeros(0, np.int64)  # [lines] tokens in use
         self.logprob_kind = np.zeros(0, np.int64)  # [lines] a LogprobKind
-        self._counters = np.zeros((0, 5), np.int64)
+        self._counters = np.zeros((0, NUM_COUNTERS), np.int64)
         self._accepted_at = np.zeros((0, max_drafts), np.int64)  # by position in the draft window
         self._tokens = np.zeros(0, np.int64)  # [lines * width]
         self._origins = np.zeros(0, np.int16)  # [lines * width] provenance
@@ -61,6 +62,7 @@ class OutputColumns:
         self._totals = np.zeros(0, np.float64)  # [lines] sum of the tokens' own logprobs
         names = ["plain", "bonus", "recovered", *(f"accepted:{source}" for source in sources)]
         self._origin_names = np.array(names, object)
+        self._prediction = list(sources).index(PREDICTION_SOURCE) if PREDICTION_SOURCE in sources else -1
 
     @property
     def num_bytes(self) -> int:
@@ -102,9 +104,10 @@ class OutputColumns:
         self.fill += before[-1]
         self._counters[:, NUM_STEPS] += (by_step > 0).sum(0)
         if table[:, NUM_DRAFT].any():
-            known = [step.source for step in steps if step.source is not None]
-            self._origins[where] = _origins(owner, place, table, joined(known) if known else None)
+            source = _joined_sources(steps)
+            self._origins[where] = _origins(owner, place, table, source)
             committed = out > 0  # a step that committed no token is not counted
+            self._count_predicted(committed, number, lines, table, source)
             self._count_drafts(
                 number[committed],
                 lines[committed],
@@ -132,6 +135,22 @@ class OutputColumns:
         counters[:, NUM_ACCEPTED_DRAFTS] += accepted.sum(0)
         np.maximum(counters[:, MAX_DRAFTED], drafted.max(0), out=counters[:, MAX_DRAFTED])
         self._accepted_at += (accepted[..., None] > np.arange(self._accepted_at.shape[1])).sum(0)
+
+    def _count_predicted(
+        self,
+        committed: NDArray[np.bool_],
+        number: Ints,
+        lines: Ints,
+        table: Ints,
+        source: NDArray[np.int8] | None,
+    ) -> None:
+        """Add the draft counts of the entries whose drafts are from their prediction."""
+        is_predicted = self._prediction == 0 if source is None else source[:, 0] == self._prediction
+        if not np.any(is_predicted):
+            return
+        at = committed & is_predicted
+        for counter, column in ((NUM_PREDICTED, NUM_DRAFT), (NUM_ACCEPTED_PREDICTED, NUM_ACCEPTED)):
+            self._counters[:, counter] += self._by_step(number[at], lines[at], table[at, column]).sum(0)
 
     def _add_logprobs(
         self,
@@ -217,6 +236,8 @@ def _stats(counters: list[int], accepted_at: list[int], emitted: int) -> SpecSta
         num_accepted_tokens=counters[NUM_ACCEPTED_DRAFTS],
         num_emitted_tokens=emitted,
         accepted_per_position=accepted_at[: counters[MAX_DRAFTED]],
+        num_predicted_drafts=counters[NUM_PREDICTED],
+        num_accepted_predicted=counters[NUM_ACCEPTED_PREDICTED],
     )
 
 
@@ -229,6 +250,15 @@ def _origins(owner: Ints, place: Ints, table: Ints, source: NDArray[np.int8] | N
         return np.where(is_accepted, ACCEPTED, last[owner])
     proposer = source[owner, np.minimum(place, source.shape[1] - 1)].astype(np.int64)
     return np.where(is_accepted, ACCEPTED + proposer, last[owner])
+
+
+def _joined_sources(steps: Sequence[StepColumns]) -> NDArray[np.int8] | None:
+    """Return the sources [n, K] of all steps; None if all drafts are of the first source."""
+    known = [step.source for step in steps if step.source is not None]
+    if 0 < len(known) < len(steps):
+        none = np.zeros((1, known[0].shape[1]), np.int8)
+        known = [none.repeat(len(s.lines), 0) if s.source is None else s.source for s in steps]
+    return joined(known) if known else None
 
 
 def joined(columns: list[NDArray[Any]]) -> NDArray[Any]:

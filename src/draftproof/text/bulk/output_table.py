@@ -168,7 +168,7 @@ class OutputTable:
         if self._num_with_stops:
             table, matched = self._scan_stops(lines, table, finishes)
         tops = [(kind, found.ids.shape[1]) for kind, found in logprobs.items()]
-        step_kind = table.shape[1], source is None, tops
+        step_kind = table.shape[1], tops
         if step_kind != self._step_kind:
             self.flush_steps()
             self._step_kind = step_kind
