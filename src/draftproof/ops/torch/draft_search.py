@@ -111,7 +111,8 @@ def _rates(columns: SlotColumns, record: AcceptanceRecord, real: Tensor, slot: T
     accepted = accepted - (accepted >> DECAY_SHIFT) + its * num_accepted[:, None]
     rejected = rejected - (rejected >> DECAY_SHIFT) + its * (num_accepted < given)[:, None]
     record.accepted[slot[real]], record.rejected[slot[real]] = accepted[real], rejected[real]
-    return acceptance_rate(accepted, rejected).T
+    rates: Tensor = acceptance_rate(accepted, rejected)
+    return rates.T
 
 
 def _texts(columns: SlotColumns, slot: Tensor, begun: Tensor, had: Tensor) -> tuple[Tensor, Tensor]:
