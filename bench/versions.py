@@ -31,7 +31,11 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},
-    "hybrid": {"method": "hybrid", "num_speculative_tokens": 5, "proposers": ["eagle3", "ngram"]},
+    "hybrid": {
+        "method": "hybrid",
+        "num_speculative_tokens": 5,
+        "proposers": [{"method": "eagle3"}, {"method": "suffix"}],
+    },
 }
 WORKER = Path(__file__).parent / "common" / "version_worker.py"
 
