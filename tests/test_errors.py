@@ -252,9 +252,7 @@ SYNTHETIC = {"method": "ngram", "accept_policy": "synthetic"}
 WRONG_CONFIGS = [
     ("did you mean 'ngram'", {"method": "ngrams"}),
     ("needs a 'method'", {"num_speculative_tokens": 3}),
-    ("in 1..64", {"method": "ngram", "num_speculative_tokens": 65}),
-    ("in 1..64", {"method": "ngram", "num_speculative_tokens": 0}),
-    ("in 1..64", {"method": "ngram", "num_speculative_tokens": True}),
+    *(("in 1..64", {"method": "ngram", "num_speculative_tokens": value}) for value in (65, 0, True)),
     ("did you mean 'target_match'", {"method": "ngram", "verify_strategy": "target_macth"}),
     ("did you mean 'prompt_lookup_max'", {"method": "ngram", "prompt_lookup_maxx": 3}),
     ("did you mean 'reject_all'", {"method": "ngram", "accept_policy": "rejectall"}),
@@ -282,6 +280,10 @@ def test_invalid_speculative_config_is_rejected(message, spec):
         tiny.engine(speculative=SpeculativeConfig.parse(spec))
 
 
+WRONG_BOOLEANS = {"overlap": "no", "debug": None, "warm_up": 0}
+WRONG_STRINGS = {"backend": None, "device": 0, "tokenizer": True, "revision": 5}
+
+
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -292,16 +294,9 @@ def test_invalid_speculative_config_is_rejected(message, spec):
         ("numerics must be one of", {"numerics": "quick"}),
         ("speculative_config must be a mapping", {"speculative_config": 3}),
         ("max_logprobs", {"max_logprobs": -2}),
-        ("seed must be", {"seed": "7"}),
-        ("seed must be", {"seed": -1}),
-        ("seed must be", {"seed": 2**63}),
-        ("overlap must be true or false", {"overlap": "no"}),
-        ("debug must be true or false", {"debug": None}),
-        ("warm_up must be true or false", {"warm_up": 0}),
-        ("backend must be a string", {"backend": None}),
-        ("device must be a string", {"device": 0}),
-        ("tokenizer must be a string", {"tokenizer": True}),
-        ("revision must be a string", {"revision": 5}),
+        *(("seed must be", {"seed": value}) for value in ("7", -1, 2**63)),
+        *((f"{name} must be true or false", {name: value}) for name, value in WRONG_BOOLEANS.items()),
+        *((f"{name} must be a string", {name: value}) for name, value in WRONG_STRINGS.items()),
     ],
 )
 def test_invalid_engine_config_is_rejected(message, options):

@@ -285,17 +285,11 @@ def test_speculation_options_change_metrics_and_no_output(served: Served) -> Non
     assert all(draft["source"] == "ngram" and draft["target_logprob"] <= 0 for draft in known["drafts"])
 
 
-BESIDE = {
-    "given": {},
-    "ngram": {},
-    "hybrid": {"proposers": [{"method": "ngram"}, {"method": "suffix"}]},
-}
+BESIDE = {"given": {}, "ngram": {}, "hybrid": {"proposers": [{"method": "ngram"}, {"method": "suffix"}]}}
 
 
 @pytest.mark.parametrize("method", BESIDE)
-def test_prediction_beside_any_proposer_gives_the_same_text_and_its_own_usage(
-    folder: Any, plain: Any, method: str
-) -> None:
+def test_prediction_beside_any_proposer_gives_the_same_text(folder: Any, plain: Any, method: str) -> None:
     want = reference(plain, chat_ids(plain, "one"), max_tokens=40, temperature=0, ignore_eos=True).outputs[0]
     spec = {"method": method, "num_speculative_tokens": 4, "adaptive": False, **BESIDE[method]}
     middle = len(want.text) // 2
@@ -308,24 +302,15 @@ def test_prediction_beside_any_proposer_gives_the_same_text_and_its_own_usage(
         accepted = [draft["accepted"] for draft in got.choices[0].drafts if draft["source"] == "given"]
         counts = sum(accepted), len(accepted) - sum(accepted)
         assert usage_of(got.usage) == counts and counts[0] > 4 and counts[1] > 0
-        stream = running.chat(
-            "one",
-            prediction=expected,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-            **options,
-        )
-        *chunks, last = stream
+        streamed: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        ignore = {"ignore_eos": True}
+        *chunks, last = running.chat("one", prediction=expected, extra_body=ignore, **options, **streamed)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want.text
         assert usage_of(last.usage) == counts
         off = {"ignore_eos": True, "speculative": False}
         assert usage_of(running.chat("one", prediction=expected, extra_body=off, **options).usage) == (0, 0)
         assert running.chat("one", max_tokens=2).usage.completion_tokens_details is None
-        for size, message in (
-            (2000, "max_model_len is 256"),
-            (1 << 20, "characters are more than 256 tokens"),
-        ):
+        for size, message in ((2000, "max_model_len is 256"), (1 << 20, "characters are more than 256")):
             long: Any = {"type": "content", "content": "x" * size}
             with pytest.raises(openai.BadRequestError, match=message) as caught:
                 running.chat("one", max_tokens=2, prediction=long)

@@ -199,8 +199,8 @@ def _lists(columns: Columns, prefix: str, *names: str, optional: Sequence[str] =
     """Iterate over the entries of several columns; values of `optional` ones are None without their flag."""
     lists = [columns[f"{prefix}_{name}"].tolist() for name in names]
     for name in optional:
-        pairs = zip(columns[f"{prefix}_has_{name}"], columns[f"{prefix}_{name}"].tolist(), strict=True)
-        lists.append([value if has else None for has, value in pairs])
+        flags, values = columns[f"{prefix}_has_{name}"].tolist(), columns[f"{prefix}_{name}"].tolist()
+        lists.append([value if has else None for has, value in zip(flags, values, strict=True)])
     return zip(*lists, strict=True)
 
 
