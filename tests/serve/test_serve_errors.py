@@ -200,7 +200,7 @@ def test_request_id_of_an_open_request_is_rejected(served: Served, monkeypatch: 
 
 def test_options_that_forbid_every_token_give_400(served: Served) -> None:
     body = {**TEXT, "logit_bias": {}, "allowed_token_ids": [1], "min_tokens": 2}
-    for stream in (False, True):  # of a stream no byte was sent, so the status is not sent either
+    for stream in (False, True):  # a stream without a token has an error status as well
         got = served.post("/v1/completions", {**body, "stream": stream})
         assert got.status_code == 400 and "no token is left" in got.json()["error"]["message"]
 
