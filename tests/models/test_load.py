@@ -20,9 +20,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models import hub, load, weight_cache
+from draftproof.models import hub, load
 from draftproof.models import weights as model_tensors
 from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.gguf import weight_cache
 from draftproof.models.gguf.file import read_gguf
 from draftproof.models.gguf.llama import config_from_gguf
 from draftproof.models.load import load_checkpoint, load_config

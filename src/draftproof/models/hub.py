@@ -14,7 +14,6 @@ from pathlib import Path
 
 from draftproof.config import DEFAULT_MODEL
 from draftproof.errors import LoadError, nearest
-from draftproof.models.weight_cache import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,12 @@ BUILTIN = {
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 _HUB_WEIGHTS = ["*.safetensors"]
+
+
+def cache_folder() -> Path:
+    """Return $DRAFTPROOF_CACHE, or ~/.cache/draftproof. The folder may not exist yet."""
+    named = os.environ.get("DRAFTPROOF_CACHE")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "draftproof"
 
 
 def find_model(model: str, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:

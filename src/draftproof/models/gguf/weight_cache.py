@@ -1,4 +1,4 @@
-"""Cache folder: downloaded models, and dequantised GGUF weights for a quick restart."""
+"""Cache of dequantised GGUF weights, for a quick restart."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
+from draftproof.models.hub import cache_folder
 from draftproof.models.safetensors_io import read_safetensors
 
 _VERSION = 1  # of the contents of an unpacked file; a new number leaves old files unused
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _LOG = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Return $DRAFTPROOF_CACHE, or ~/.cache/draftproof. The folder may not exist yet."""
-    named = os.environ.get("DRAFTPROOF_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "draftproof"
 
 
 def unpacked_path(source: Path, dtype: torch.dtype) -> Path:
