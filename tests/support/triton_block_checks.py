@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 import triton_checks  # it chooses the interpreter, before the kernels are imported
-from draftproof.models.layers import run_layers, run_layers_unfused
+from draftproof.models.layers import run_layers
 from draftproof.ops import Attention, AttentionShape, Layer, Mlp
 from draftproof.ops.triton.fused import layers as fused_layers
 from draftproof.ops.triton.gemm.weight import PackedLinear
@@ -81,7 +81,7 @@ def same_bits(
             "mixed", fused_layers.MAX_ROWS * heads.num_q * heads.dim, BF16
         ).fill_(7)
         made = run_layers(ops, x.clone(), layers, norm, rows, rope, ours, 1e-5)
-        wanted = run_layers_unfused(ops, x, layers, norm, rows, rope, theirs, 1e-5)
+        wanted = run_layers(ops, x, layers, norm, rows, rope, theirs, 1e-5, fused=False)
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-2]) == bits(want[:-2]), (where, (got != want).any(1).tolist())
         assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True)), where
@@ -115,7 +115,7 @@ def taps_and_a_head() -> None:
         assert ops.forward._fused_layers.supports(x, these)
         made = run_layers(ops, x.clone(), these, last, rows, rope, ours, 1e-5, taps, table)
         real = replace(rows, tokens=rows.tokens.clamp(min=0))
-        wanted = run_layers_unfused(ops, x, these, last, real, rope, theirs, 1e-5, taps, table)
+        wanted = run_layers(ops, x, these, last, real, rope, theirs, 1e-5, taps, table, fused=False)
         assert len(made) == len(wanted) == 2 + len(taps)
         for got, want in zip(made, wanted, strict=True):
             assert bits(got[:-1]) == bits(want[:-1])
@@ -163,7 +163,8 @@ def a_round_for_nobody() -> None:
         if live is None:
             idle = all(bool((part == 7).all()) for part in scratch)
             return not idle or bits(mine) != bits(x) or bits(ours[0]) != bits(paged.cache)
-        want = run_layers_unfused(ops, x.clone(), [layer], None, rows, rope, theirs, 1e-5, (), table)[0]
+        given = ops, x.clone(), [layer], None, rows, rope, theirs, 1e-5, (), table
+        want = run_layers(*given, fused=False)[0]
         return bits(mine[live]) != bits(want[live]) or bits(ours[0]) != bits(theirs[0])
 
     assert not any(wrong(live) for live in (None, 0, 2, 5))

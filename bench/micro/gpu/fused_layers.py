@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from op_checks import GPU, LARGE_HEADS, SMALL_HEADS, Paged, randn, rope
 
-from draftproof.models.layers import run_layers, run_layers_unfused
+from draftproof.models.layers import run_layers
 from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.fused import layers as fused_layers
@@ -91,7 +91,8 @@ def all_layers_at_once(ops: TritonOps) -> None:
                 assert ops.forward._fused_layers.supports(x, layers)
                 ours, theirs = ([cache.clone() for cache in caches] for _ in range(2))
                 got = run_layers(ops, x.clone(), layers, norm, rows, table, ours, 1e-5)[0][: len(where)]
-                want = run_layers_unfused(ops, x, layers, norm, rows, table, theirs, 1e-5)[0][: len(where)]
+                want = run_layers(ops, x, layers, norm, rows, table, theirs, 1e-5, fused=False)[0]
+                want = want[: len(where)]
                 assert not want.isnan().any() and torch.equal(got, want), f"hidden {hidden}: {where}"
                 for mine, other in zip(ours, theirs, strict=True):
                     assert torch.equal(mine.view(torch.int16), other.view(torch.int16)), f"K, V: {where}"
@@ -149,8 +150,8 @@ def block_times(ops: TritonOps, steps: tuple[tuple[int, int, int], ...]) -> dict
             lambda rest=rest, rows=rows: run_layers(ops, ops.forward.embed(rows.tokens, embedding), *rest)
         )
         many = captured(
-            lambda rest=rest, rows=rows: run_layers_unfused(
-                ops, ops.forward.embed(rows.tokens, embedding), *rest
+            lambda rest=rest, rows=rows: run_layers(
+                ops, ops.forward.embed(rows.tokens, embedding), *rest, fused=False
             )
         )
         took = {"all at once": micros(one[0]), "one by one": micros(many[0])}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +19,9 @@ from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Ops,
 class DenseDecoder:
     """Model of every dense family; see `registry.Model`. The caller owns the storage of K and V."""
 
+    config_from_hf = staticmethod(dense_config_from_hf)
+    expected_tensors = staticmethod(dense_tensor_shapes)
+
     def __init__(self, config: ModelConfig, weights: dict[str, WeightTensor], ops: Ops, max_len: int) -> None:
         """Pack `weights` for the backend; entries are removed from the dictionary as they are packed."""
         self.config = config
@@ -35,18 +37,6 @@ class DenseDecoder:
             self.lm_head = pack_weight(ops, FloatWeight(self.embedding))
         else:
             self.lm_head = packer.packed(["lm_head"], bias=False)
-
-    @staticmethod
-    def config_from_hf(
-        architecture: str, raw: Mapping[str, Any], generation: Mapping[str, Any]
-    ) -> ModelConfig:
-        """Parse config.json and generation_config.json."""
-        return dense_config_from_hf(architecture, raw, generation)
-
-    @staticmethod
-    def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of every tensor of a checkpoint, in forward order."""
-        return dense_tensor_shapes(config)
 
     @staticmethod
     def kv_layout(config: ModelConfig, dtype: torch.dtype) -> KVLayout:

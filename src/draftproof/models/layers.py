@@ -21,37 +21,18 @@ def run_layers(
     taps: Sequence[int] = (),  # layers whose residual is returned
     embedding: Tensor | None = None,  # [V, hidden], for a first layer with `token_norm`
     output_rows: Tensor | None = None,  # [W] int64: rows to return; None: all
+    fused: bool = True,  # False: op by op, which defines the bits that a fused kernel must reproduce
 ) -> tuple[Tensor, ...]:
     """Run all layers and the norm after them, and store K and V of every row.
 
     Return the normed rows and the residual (the residual twice without `norm`), then the residual after
     each layer of `taps`: [R, hidden] each, or [W, hidden] with `output_rows`.
     """
-    if output_rows is None and ops.forward.fused_layers is not None:
-        fused = ops.forward.fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
-        if fused is not None:
-            residual, *tapped = fused
-            normed = residual if norm is None else ops.forward.rms_norm(residual, norm, eps)
-            return normed, residual, *tapped
-    return run_layers_unfused(
-        ops, residual, layers, norm, rows, rope, caches, eps, taps, embedding, output_rows
-    )
-
-
-def run_layers_unfused(
-    ops: Ops,
-    residual: Tensor,
-    layers: Sequence[Layer],
-    norm: Tensor | None,
-    rows: Rows,
-    rope: Tensor,
-    caches: Sequence[Tensor],
-    eps: float,
-    taps: Sequence[int] = (),
-    embedding: Tensor | None = None,
-    output_rows: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Run the layers op by op: the definition of `run_layers`, whose bits a fused kernel must reproduce."""
+    if fused and output_rows is None and ops.forward.fused_layers is not None:
+        found = ops.forward.fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
+        if found is not None:
+            normed = found[0] if norm is None else ops.forward.rms_norm(found[0], norm, eps)
+            return normed, *found
     x, residual = first_layer_input(ops, residual, layers[0], rows, embedding, eps)
     next_norms = [layer.attention_norm for layer in layers[1:]] + [norm]
     tapped: dict[int, Tensor] = {}

@@ -59,11 +59,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Divide low frequencies by `factor`, keep high ones, blend those between."""
-    low, high, old_len = (
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position,
-    )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    old_len = scaling.original_max_position
     wavelen = 2 * math.pi / plain
     scaled = torch.where(wavelen > old_len / low, plain / scaling.factor, plain)
     smooth = (old_len / wavelen - low) / (high - low)

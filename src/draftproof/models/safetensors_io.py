@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import read_json
+from draftproof.models.gguf.file import content_hint
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -51,19 +53,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise LoadError(f"{path}: no such file") from error
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise LoadError(f"{path}: not a usable safetensors file: {error}{_content_hint(path)}") from error
-
-
-def _content_hint(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError:
-        return ""
-    if start.startswith(b"version https://git-lfs"):
-        return " (a Git LFS pointer; fetch the file itself with `git lfs pull`)"
-    if start.startswith(b"GGUF"):
-        return " (it is a GGUF file)"
-    if start.startswith(b"PK"):
-        return " (it is a zip archive, perhaps a PyTorch checkpoint)"
-    return ""
+        hint = ""
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            hint = content_hint(file.read(64), "safetensors")
+        raise LoadError(f"{path}: not a usable safetensors file: {error}{hint}") from error

@@ -22,8 +22,7 @@ _IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\..*")
 
 def dense_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return Hugging Face name -> shape of every tensor of a dense decoder, in forward order."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -32,45 +31,26 @@ def dense_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes |= linear_shapes(
-            prefix,
-            hidden=hidden,
-            attention_inputs=hidden,
-            q_size=q_size,
-            kv_size=kv_size,
-            inner=inner,
-            qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-            mlp_bias=config.mlp_bias,
-        )
+        shapes |= linear_shapes(prefix, config, hidden)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
-def linear_shapes(
-    prefix: str,
-    *,
-    hidden: int,
-    attention_inputs: int,  # columns of q_proj, k_proj and v_proj
-    q_size: int,
-    kv_size: int,
-    inner: int,
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
-) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the linear weights of one layer."""
+def linear_shapes(prefix: str, config: ModelConfig, qkv_inputs: int) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the linear weights of one layer; `qkv_inputs`: columns of q, k and v."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns, bias in (
-        ("self_attn.q_proj", q_size, attention_inputs, qkv_bias),
-        ("self_attn.k_proj", kv_size, attention_inputs, qkv_bias),
-        ("self_attn.v_proj", kv_size, attention_inputs, qkv_bias),
-        ("self_attn.o_proj", hidden, q_size, o_bias),
-        ("mlp.gate_proj", inner, hidden, mlp_bias),
-        ("mlp.up_proj", inner, hidden, mlp_bias),
-        ("mlp.down_proj", hidden, inner, mlp_bias),
+        ("self_attn.q_proj", q_size, qkv_inputs, config.qkv_bias),
+        ("self_attn.k_proj", kv_size, qkv_inputs, config.qkv_bias),
+        ("self_attn.v_proj", kv_size, qkv_inputs, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q_size, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
     ):
         shapes[f"{prefix}{name}.weight"] = (rows, columns)
         if bias:
@@ -107,10 +87,9 @@ def check_shapes(
 ) -> None:
     """Raise LoadError with the names that are missing, unknown or of another shape."""
     if missing := [name for name in expected if name not in found]:
-        shapes = [f"{name} {list(expected[name])}" for name in missing]
-        raise LoadError(f"{where}: missing {_some(shapes)}")
+        raise LoadError(f"{where}: missing {_some(f'{name} {list(expected[name])}' for name in missing)}")
     if unknown := [name for name in found if name not in expected]:
-        shapes = [f"{name} {list(found[name])}" for name in unknown]
+        shapes = (f"{name} {list(found[name])}" for name in unknown)
         raise LoadError(f"{where}: the model has no place for {_some(shapes)}")
     wrong = [
         f"{name} is {list(found[name])} but should be {list(shape)}"

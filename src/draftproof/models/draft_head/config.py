@@ -17,15 +17,16 @@ from draftproof.ops import KVLayout
 
 FEATURES = ("aux", "last", "last_normed")
 FEATURE_NORMS = ("none", "whole", "each")
+# Fields that a ModelConfig has under the same names.
+LAYER_SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "rope_scaling")
+_LAYER_FIELDS = ("intermediate_size", "num_layers", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", *LAYER_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
     """How a kind of draft head combines the target's feature row and the token's embedding row."""
 
-    attends_to_pair: (
-        bool  # the first attention reads both rows, normed, side by side; else they are projected
-    )
+    attends_to_pair: bool  # the first attention reads both rows side by side; else they are projected
     norms_inputs: bool  # both rows are normed before they are combined
     projection: str  # name of the weight that projects several rows to one
 
@@ -50,13 +51,8 @@ class TargetIdentity:
     @classmethod
     def from_weights(cls, config: ModelConfig, tensors: Mapping[str, Tensor]) -> TargetIdentity:
         """Compute the identity of a model from its configuration and float tensors."""
-        return cls(
-            model_type=config.architecture,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            num_layers=config.num_layers,
-            digest=weights_digest(tensors),
-        )
+        sizes = config.hidden_size, config.vocab_size, config.num_layers
+        return cls(config.architecture, *sizes, digest=weights_digest(tensors))
 
     def check(self, found: TargetIdentity, where: str) -> None:
         """Raise LoadError with the reasons if `found` is another model."""
@@ -157,20 +153,9 @@ class DraftHeadConfig:
         return ModelConfig(
             architecture=self.kind,
             vocab_size=self.draft_vocab_size,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
             norm_eps=self.rms_norm_eps,
-            rope_theta=self.rope_theta,
-            rope_scaling=self.rope_scaling,
-            qkv_bias=self.qkv_bias,
-            o_bias=self.o_bias,
-            mlp_bias=self.mlp_bias,
-            qk_norm=self.qk_norm,
             windows=(self.window,) * self.num_layers,
+            **{name: getattr(self, name) for name in _LAYER_FIELDS},
         )
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
@@ -179,8 +164,7 @@ class DraftHeadConfig:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every stored tensor; `formats` renames those of public formats."""
-        hidden, kv = self.hidden_size, self.num_kv_heads * self.head_dim
-        q, inner, wide = self.num_heads * self.head_dim, self.intermediate_size, self.target.hidden_size
+        hidden, wide, decoder = self.hidden_size, self.target.hidden_size, self.decoder()
         shapes: dict[str, tuple[int, ...]] = {}
         if self.own_embedding:
             shapes["embed_tokens.weight"] = (self.target.vocab_size, hidden)
@@ -205,17 +189,7 @@ class DraftHeadConfig:
                 shapes[at + "hidden_norm.weight"] = (hidden,)
             if not first or self.input_norm:
                 shapes[at + "input_layernorm.weight"] = (hidden,)
-            shapes |= linear_shapes(
-                at,
-                hidden=hidden,
-                attention_inputs=inputs,
-                q_size=q,
-                kv_size=kv,
-                inner=inner,
-                qkv_bias=self.qkv_bias,
-                o_bias=self.o_bias,
-                mlp_bias=self.mlp_bias,
-            )
+            shapes |= linear_shapes(at, decoder, inputs)
             if self.qk_norm:
                 shapes |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes[at + "post_attention_layernorm.weight"] = (hidden,)
@@ -260,7 +234,6 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, norm in norms.items():
         digest.update(name.encode() + str(tuple(norm.shape)).encode())
-        digest.update(
-            norm.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-        )
+        values = norm.detach().to("cpu", torch.bfloat16).contiguous()
+        digest.update(values.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]

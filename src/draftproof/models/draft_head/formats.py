@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, read_json
-from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
 from draftproof.models.hub import find_model
 from draftproof.models.registry import config_from_hf
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
@@ -93,9 +93,8 @@ def read_draft_head(where: str | Path, num_layers: int) -> tuple[DraftHeadConfig
         else:
             config, tensors = _read_public(raw, _draft_tensors(tensors, raw), num_layers)
             weights = read_weights(tensors)
-        check_shapes(
-            {name: weight.shape for name, weight in weights.items()}, config.tensors(), "its tensors"
-        )
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        check_shapes(shapes, config.tensors(), "its tensors")
         _check_ids(config, weights)
     except LoadError as error:
         raise LoadError(f"{folder}: {error}") from error
@@ -151,10 +150,9 @@ def _read_public(
         known = ", ".join(_SPECULATORS_KINDS)
         raise LoadError(f"speculators of type {kind!r} are not supported; supported: {known}")
     mask = tensors.get("t2d")
-    named = {
-        _rename(name): t for name, t in tensors.items() if name not in _UNUSED and "rotary_emb" not in name
-    }
-    if len(named) < sum(name not in _UNUSED and "rotary_emb" not in name for name in tensors):
+    used = [name for name in tensors if name not in _UNUSED and "rotary_emb" not in name]
+    named = {_rename(name): tensors[name] for name in used}
+    if len(named) < len(used):
         raise LoadError("two of its tensors have the same meaning")
     inner = raw.get("transformer_layer_config", raw)
     decoder = _decoder(inner, named)
@@ -178,7 +176,6 @@ def _read_public(
 
 
 def _rename(name: str) -> str:
-    """Return our name of a tensor of a public format."""
     name = name.removeprefix("model.")
     for prefix, renamed in _PREFIXES:
         if name.startswith(prefix):
@@ -208,15 +205,9 @@ def _common(raw: Mapping[str, Any], decoder: ModelConfig, named: Mapping[str, Te
     wide = int(raw.get("target_hidden_size") or decoder.hidden_size)
     target = TargetIdentity(str(names[0]) if len(names) == 1 else "", wide, vocab, 0, "")
     return {
-        "hidden_size": decoder.hidden_size,
-        "intermediate_size": decoder.intermediate_size,
-        "num_heads": decoder.num_heads,
-        "num_kv_heads": decoder.num_kv_heads,
-        "head_dim": decoder.head_dim,
+        **{name: getattr(decoder, name) for name in ("intermediate_size", "qk_norm", *LAYER_SIZES)},
         "num_layers": len(layers) or 1,
         "rms_norm_eps": decoder.norm_eps,
-        "rope_theta": decoder.rope_theta,
-        "rope_scaling": decoder.rope_scaling,
         "draft_vocab_size": vocab if ids is None else len(ids),
         "share_lm_head": "lm_head.weight" not in named,
         "own_embedding": "embed_tokens.weight" in named,
@@ -224,7 +215,6 @@ def _common(raw: Mapping[str, Any], decoder: ModelConfig, named: Mapping[str, Te
         "qkv_bias": "layers.0.self_attn.q_proj.bias" in named,
         "o_bias": "layers.0.self_attn.o_proj.bias" in named,
         "mlp_bias": "layers.0.mlp.gate_proj.bias" in named,
-        "qk_norm": decoder.qk_norm,
         "window": decoder.windows[0],
     }
 
@@ -246,14 +236,10 @@ def _eagle3(
     layers = tuple(int(i) - from_one for i in ids)
     if any(not 0 <= layer < num_layers for layer in layers):
         raise LoadError(f"it reads layers {list(ids)} of its target: this model has {num_layers}")
-    norm = "none"
+    norm = "each" if "feature_norm.0.weight" in named else "none"
     if "feature_norm.weight" in named:
         norm = "whole"
-    elif "feature_norm.0.weight" in named:
-        norm = "each"
-    flags: dict[str, Any] = {
-        name: bool(raw.get(name, False)) for name in ("norm_before_residual", "norm_output")
-    }
+    flags: dict[str, Any] = {k: bool(raw.get(k, False)) for k in ("norm_before_residual", "norm_output")}
     return DraftHeadConfig(kind="eagle3", aux_layers=layers, feature_norm=norm, **flags, **common)
 
 

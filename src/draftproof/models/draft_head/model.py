@@ -77,12 +77,10 @@ class DraftHeadModel:
         self.norm = packer.tensor("norm.weight") if config.final_norm else None
         if not config.share_lm_head:
             self.lm_head = packer.packed(["lm_head"], bias=False)
+        elif self.ids is None:
+            self.lm_head = target.lm_head
         else:
-            self.lm_head = (
-                target.lm_head
-                if self.ids is None
-                else ops.forward.pack_draft_linear(target.lm_head_rows(self.ids))
-            )
+            self.lm_head = ops.forward.pack_draft_linear(target.lm_head_rows(self.ids))
 
     def feature(self, rows: Tensor) -> Tensor:
         """Reduce rows of the target [R, layers * target hidden] to feature rows [R, hidden]."""
@@ -127,9 +125,8 @@ class DraftHeadModel:
         return ops.forward.linear(ops.forward.concat_columns(embedded, feature), self.fc)
 
     def _normed(self, row: Tensor) -> Tensor:
-        return (
-            row if self.norm is None else self.ops.forward.rms_norm(row, self.norm, self.config.rms_norm_eps)
-        )
+        eps = self.config.rms_norm_eps
+        return row if self.norm is None else self.ops.forward.rms_norm(row, self.norm, eps)
 
     def next_feature(self, row: Tensor) -> Tensor:
         """Return the features of the next round."""

@@ -6,6 +6,7 @@ error on a damaged file. Quantised blocks are dequantised by `gguf`.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -35,6 +36,14 @@ TYPES = {
 
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+
+# Beginnings of other contents that files with a model's name have.
+_CONTENTS = (
+    (b"version https://git-lfs", "a Git LFS pointer; fetch the file itself with `git lfs pull`"),
+    (b"PK", "a zip archive: a wheel or a PyTorch checkpoint"),
+    (b"<", "an HTML page: the download failed"),
+    (MAGIC, "it is a GGUF file"),
+)
 
 # Control tokens that end a turn even where the metadata names only the end of the text.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>")
@@ -138,7 +147,8 @@ def read_gguf(path: Path) -> GGUFFile:
 def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     cursor = _Cursor(data)
     if (magic := cursor.take(4)) != MAGIC:
-        raise LoadError(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}{_content_hint(data)}")
+        hint = content_hint(data[:64], "GGUF")
+        raise LoadError(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}{hint}")
     version = cursor.number("I")
     if version not in (2, 3):
         swapped = version & 0xFFFF == 0
@@ -173,17 +183,12 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-def _content_hint(data: mmap.mmap) -> str:
-    head = bytes(data[:64])
-    if head.startswith(b"version https://git-lfs"):
-        return " (a Git LFS pointer; fetch the file itself with `git lfs pull`)"
-    if head.startswith(b"PK"):
-        return " (a zip archive: a wheel or a PyTorch checkpoint)"
-    if head[8:9] == b"{":
-        return " (it looks like safetensors)"
-    if head.lstrip().startswith(b"<"):
-        return " (an HTML page: the download failed)"
-    return ""
+def content_hint(start: bytes, read_as: str) -> str:
+    """Return a hint about a file that begins with `start` and could not be read as GGUF or safetensors."""
+    for prefix, hint in _CONTENTS:
+        if start.lstrip().startswith(prefix):
+            return f" ({hint})"
+    return " (it looks like safetensors)" if read_as == "GGUF" and start[8:9] == b"{" else ""
 
 
 def type_name(type_id: int) -> str:
@@ -203,10 +208,7 @@ def num_bytes(info: TensorInfo) -> int:
     _, block, size = TYPES[info.type_id]
     if info.shape and info.shape[-1] % block:
         raise LoadError(f"tensor {info.name!r}: rows of {info.shape[-1]} are not whole blocks of {block}")
-    count = 1
-    for dim in info.shape:
-        count *= dim
-    return count // block * size
+    return math.prod(info.shape) // block * size
 
 
 def check_types(file: GGUFFile) -> None:

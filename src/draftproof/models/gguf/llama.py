@@ -28,11 +28,7 @@ GGUF_ARCHITECTURES = {
 # llama.cpp stores q and k of these as adjacent rotary pairs; the rope kernels rotate halves.
 _INTERLEAVED = ("llama", "mistral")
 
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -89,10 +85,10 @@ def _config(file: GGUFFile) -> ModelConfig:
         raise LoadError("partial rotary embeddings are not supported")
     if "token_embd.weight" not in file.tensors:
         raise LoadError("missing token_embd.weight: is this a model, or an adapter or a projector?")
-    tokens = meta.get("tokenizer.ggml.tokens", ())
+    tokens, rows = meta.get("tokenizer.ggml.tokens", ()), file.tensors["token_embd.weight"].shape[0]
     return ModelConfig(
         architecture=GGUF_ARCHITECTURES[arch],
-        vocab_size=int(meta.get(f"{arch}.vocab_size") or len(tokens) or _vocab_rows(file)),
+        vocab_size=int(meta.get(f"{arch}.vocab_size") or len(tokens) or rows),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -128,10 +124,6 @@ def _check_supported(meta: dict[str, Any], arch: str) -> None:
     for key in ("logit_scale", "residual_scale", "embedding_scale", "attention.scale"):
         if meta.get(f"{arch}.{key}"):
             raise LoadError(f"{arch}.{key} is not supported")
-
-
-def _vocab_rows(file: GGUFFile) -> int:
-    return file.tensors["token_embd.weight"].shape[0]
 
 
 def _short(value: float) -> float:
