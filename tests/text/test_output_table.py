@@ -22,10 +22,9 @@ from draftproof.outputs import CompletionOutput
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.bulk import output_columns, output_table
 from draftproof.text.bulk.detokenizer import BulkDetokenizer
-from draftproof.text.bulk.output import BulkOutput
+from draftproof.text.bulk.output import BulkOutput, StopScanner
 from draftproof.text.bulk.output_columns import OutputColumns
 from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
-from draftproof.text.bulk.stop_strings import StopScanner
 from draftproof.text.streaming_output import StreamingOutput
 from draftproof.types import (
     FIRST_ROW,
@@ -272,7 +271,6 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
             if answer.line < 0:
                 table.open(answer)
             table.add(np.array([answer.line]), columns, results.source, mine, {})
-            assert table.num_tokens(answer) == len(builder.output.token_ids)
         builder.abort()
         assert differences(builder.output, table.close(answer, "abort", None, None)) == []
         assert not table.num_open

@@ -23,13 +23,8 @@ class Detokenizer:
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._strip = 0 if continues else tokenizer.strip_left
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._length = 0
+        self.length = 0  # characters returned so far
         self.offsets: list[int] = []  # per token: the character of the text where it begins
-
-    @property
-    def length(self) -> int:
-        """Characters returned so far."""
-        return self._length
 
     @property
     def has_pending_bytes(self) -> bool:
@@ -45,13 +40,12 @@ class Detokenizer:
         return self._emit(self._decoder.decode(b"", final=True))
 
     def _push_one(self, token_id: int) -> str:
-        """Return the text that one token completes."""
         data = b"" if token_id in self._skip else self._tokenizer.token_bytes(token_id)
         # The first byte alone decides whether held bytes belong to this token's character or end before it.
         held = self.has_pending_bytes
         head = self._decoder.decode(data[:1])
         abandoned = held and (len(head) == 2 or (len(head) == 1 and self.has_pending_bytes))
-        self.offsets.append(self._length + abandoned)
+        self.offsets.append(self.length + abandoned)
         return self._emit(head + self._decoder.decode(data[1:]))
 
     def _emit(self, text: str) -> str:
@@ -62,5 +56,5 @@ class Detokenizer:
             # After any other character no space is dropped.
             self._strip = self._strip - cut if spaces == len(text) else 0
             text = text[cut:]
-        self._length += len(text)
+        self.length += len(text)
         return text

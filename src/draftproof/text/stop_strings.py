@@ -19,8 +19,6 @@ class StopMatch:
     """Stop string that was found; the text after `text_length` characters is cut."""
 
     stop: str
-    token_index: int  # 0-based index of the token that completed it, the last of the output
-    start: int  # character of the output text where the stop string begins
     text_length: int  # of the output text that remains
 
 
@@ -46,11 +44,6 @@ class StopStrings:
         self._tokens = 0
         self.match: StopMatch | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the output, up to the one that completed a stop string."""
-        return self._tokens
-
     def push(self, pieces: Sequence[str]) -> str:
         """Take one piece per token and return the text to show; `match` is set if the output ended."""
         return "".join(self._push_one(piece, new_token=True) for piece in pieces)
@@ -70,7 +63,6 @@ class StopStrings:
         return self.match
 
     def _push_one(self, piece: str, new_token: bool) -> str:
-        """Take one piece and return the text to show."""
         if self.match is not None:
             return ""
         self._append(piece, new_token)
@@ -83,7 +75,6 @@ class StopStrings:
         return text
 
     def _append(self, piece: str, new_token: bool) -> None:
-        """Append a piece and search it."""
         self._tokens += new_token
         if not piece:
             return
@@ -93,8 +84,7 @@ class StopStrings:
             self.match = self._find(len(piece))
 
     def _trim_tail(self) -> None:
-        """Drop text that no stop string can reach."""
-        # text that is not shown yet stays: an unfinished stop is shorter than a stop
+        # Text that is not shown yet stays: an unfinished stop is shorter than a stop.
         self._tail = self._tail[-self._reach :] if self._reach else ""
 
     def _find(self, fresh: int) -> StopMatch | None:
@@ -109,8 +99,7 @@ class StopStrings:
         if best is None:
             return None
         start = base + best[0]
-        length = start + len(best[1]) if self._include else start
-        return StopMatch(best[1], self._tokens - 1, start, length)
+        return StopMatch(best[1], start + len(best[1]) if self._include else start)
 
     def _held(self, piece: str) -> int:
         """Return the length of the longest suffix of the text that begins a stop string.
@@ -119,7 +108,7 @@ class StopStrings:
         so a long stop string costs no more than a short one.
         """
         for number, stop in enumerate(self._stops):
-            fallback, size = _prefix_function(stop), self._prefix_length[number]
+            fallback, size = prefix_function(stop), self._prefix_length[number]
             for character in piece:
                 while size and stop[size] != character:
                     size = fallback[size - 1]
@@ -138,12 +127,12 @@ class StopStrings:
 
 
 @lru_cache(maxsize=1024)
-def _prefix_function(stop: str) -> tuple[int, ...]:
-    """Return, for each prefix of `stop`, the length of the longest shorter prefix that ends it."""
+def prefix_function(text: str | bytes) -> tuple[int, ...]:
+    """Return, for each prefix of `text`, the length of the longest shorter prefix that ends it."""
     sizes, size = [0], 0
-    for character in stop[1:]:
-        while size and stop[size] != character:
+    for element in text[1:]:
+        while size and text[size] != element:
             size = sizes[size - 1]
-        size += stop[size] == character
+        size += text[size] == element
         sizes.append(size)
     return tuple(sizes)

@@ -7,7 +7,7 @@ logprobs, text, provenance and statistics alike. `text/bulk` builds the same out
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from draftproof.outputs import CompletionOutput, DraftRecord, FinishReason, LogprobRow, TokenEvent, no_text
 from draftproof.text.detokenizer import Detokenizer
@@ -20,67 +20,50 @@ Finish = tuple[FinishReason | None, int | str | None, str | None]  # reason, sto
 Drafted = tuple[int, list[DraftRecord] | None]  # number of drafts verified; the drafts, on request
 
 
+@dataclass(slots=True, eq=False)
 class StepEvents(Sequence[TokenEvent]):
     """Events of one step of one output, each created when it is read.
 
     Unread events take little more memory than the output itself, so a slow reader costs little.
     """
 
-    __slots__ = (
-        "_drafted",
-        "_finish",
-        "_first",
-        "_index",
-        "_logprobs",
-        "_offsets",
-        "_provenance",
-        "_texts",
-        "_tokens",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        tokens: list[int],
-        texts: list[str],
-        provenance: list[str],
-        logprobs: LogprobMaps | None,  # of the whole output
-        offsets: list[int] | None,  # of the whole output
-        first: int,  # index of the step's first token in both
-        finish: Finish,
-        drafted: Drafted,
-    ) -> None:
-        self._index, self._tokens, self._texts, self._provenance = index, tokens, texts, provenance
-        self._logprobs, self._offsets, self._first = logprobs, offsets, first
-        self._finish, self._drafted = finish, drafted
+    output_index: int
+    tokens: list[int]
+    texts: list[str]
+    provenance: list[str]
+    logprobs: LogprobMaps | None  # of the whole output
+    offsets: list[int] | None  # of the whole output
+    first: int  # index of the step's first token in both
+    finish: Finish
+    drafted: Drafted
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self.texts)
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        return map(self.__getitem__, range(len(self._texts)))
+        return map(self.__getitem__, range(len(self.texts)))
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # slices are lists
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
         last = i == len(self) - 1
-        reason, stop, error = self._finish if last else (None, None, None)
-        num_draft, drafts = self._drafted if last else (0, None)
+        reason, stop, error = self.finish if last else (None, None, None)
+        num_draft, drafts = self.drafted if last else (0, None)
         return TokenEvent(
-            index=self._index,
-            token_id=self._tokens[i],
-            text=self._texts[i],
-            provenance=self._provenance[i],
-            logprob_row=None if self._logprobs is None else self._logprobs.rows[self._first + i],
+            index=self.output_index,
+            token_id=self.tokens[i],
+            text=self.texts[i],
+            provenance=self.provenance[i],
+            logprob_row=None if self.logprobs is None else self.logprobs.rows[self.first + i],
             step_end=last,
             finish_reason=reason,
             stop_reason=stop,
             error=error,
-            text_offset=0 if self._offsets is None else self._offsets[self._first + i],
+            text_offset=0 if self.offsets is None else self.offsets[self.first + i],
             num_draft=num_draft,
             drafts=drafts,
-            token_text=no_text if self._logprobs is None else self._logprobs.token_text,
+            token_text=no_text if self.logprobs is None else self.logprobs.token_text,
         )
 
 
@@ -102,9 +85,7 @@ class StreamingOutput:
         if tokenizer is not None:  # the output continues the prompt and keeps its leading space
             self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, continues=True)
         self._stops = StopStrings(
-            params.stop,
-            include_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
+            params.stop, include_in_output=params.include_stop_str_in_output, min_tokens=params.min_tokens
         )
 
     @property
@@ -140,7 +121,7 @@ class StreamingOutput:
         if self.finished and not texts:
             return [self._end_event(out.text[before:])]
         return StepEvents(
-            index=out.index,
+            output_index=out.index,
             tokens=step.token_ids,
             texts=texts,
             provenance=origins,
@@ -152,7 +133,6 @@ class StreamingOutput:
         )
 
     def _end_event(self, text: str) -> TokenEvent:
-        """Return the event of an end without a token."""
         out = self.output
         return TokenEvent(
             index=out.index,
@@ -187,7 +167,6 @@ class StreamingOutput:
         return texts
 
     def _piece(self, step: StepOutput, i: int, token: int) -> str:
-        """Return the text that token i of a step completes."""
         if self._detokenizer is None:
             return ""
         ends = step.finish_reason == "stop" and i == len(step.token_ids) - 1
@@ -211,7 +190,6 @@ class StreamingOutput:
         return drafts
 
     def _add(self, step: StepOutput, kept: int, origins: list[str]) -> None:
-        """Append tokens, provenance and logprobs."""
         out = self.output
         out.token_ids.extend(step.token_ids[:kept])
         out.provenance.extend(origins)

@@ -111,8 +111,7 @@ class Tokenizer:
                 raise RequestError(str(error), "chat_template") from error
         if template is None:
             raise RequestError(
-                f"{self.where}: this model has no chat template; send a plain prompt instead",
-                "messages",
+                f"{self.where}: this model has no chat template; send a plain prompt instead", "messages"
             )
         return template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 

@@ -51,7 +51,6 @@ class TokenTexts:
         return self._single[token_id]
 
     def _load(self, token_id: int) -> None:
-        """Decode one token into the cache."""
         skip = self.skip_special_tokens and token_id in self.tokenizer.special_ids
         try:
             text = "" if skip else self.tokenizer.token_bytes(token_id).decode("utf-8")
@@ -163,7 +162,6 @@ def push_many(
 
 
 def _push(one: BulkDetokenizer, ids: Ints, hides_last: bool) -> None:
-    """Push the tokens of one output."""
     one.push(ids[:-1] if hides_last else ids)
     if hides_last:
         one.push_hidden()

@@ -33,6 +33,13 @@ def unpack_rows(rows: Rows) -> tuple[Column, Column, Column, Column]:
     return rows[:, 0], rows.view(np.float32)[:, VALUES_AT : 3 + top], rows[:, 3 + top :], rows[:, 1]
 
 
+def longer(column: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Return a copy that is extended with zeros to `rows` rows."""
+    made = np.zeros((rows, *column.shape[1:]), column.dtype)
+    made[: len(column)] = column
+    return made
+
+
 class LogprobBuffer:
     """Rows for a fixed number of tokens, as wide as the largest `top` of any request so far."""
 
@@ -42,9 +49,7 @@ class LogprobBuffer:
 
     def resize(self, num_tokens: int) -> None:
         """Grow to `num_tokens` rows."""
-        longer = np.zeros((num_tokens, self.rows.shape[1]), np.int32)
-        longer[: len(self.rows)] = self.rows
-        self.rows = longer
+        self.rows = longer(self.rows, num_tokens)
 
     def widen(self, top: int) -> None:
         """Grow to `top` best entries a row."""

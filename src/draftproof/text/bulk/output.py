@@ -1,18 +1,60 @@
-"""Output that is not streamed: the part of it that has left the output table."""
+"""Output that is not streamed: its search for stop strings, and what has left the output table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from draftproof.outputs import CompletionOutput, FinishReason, LogprobRow
-from draftproof.sampling_params import top_of
+from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts
 from draftproof.text.bulk.logprob_rows import Rows
-from draftproof.text.bulk.stop_strings import StopScanner
+from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
-from draftproof.text.stop_strings import StopMatch
+from draftproof.text.stop_strings import StopMatch, StopStrings
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import LogprobKind, Request
+
+
+class StopScanner:
+    """Stop-string search in one output: one cache lookup for most tokens, results as of `StopStrings`."""
+
+    def __init__(self, params: SamplingParams, token_texts: TokenTexts) -> None:
+        self._token_texts = token_texts
+        self._detokenizer = Detokenizer(
+            token_texts.tokenizer, token_texts.skip_special_tokens, continues=True
+        )
+        self._has_pending_bytes = False
+        self._stops = StopStrings(
+            params.stop, include_in_output=params.include_stop_str_in_output, min_tokens=params.min_tokens
+        )
+
+    @property
+    def match(self) -> StopMatch | None:
+        """Stop string that was found, if any."""
+        return self._stops.match
+
+    def push(self, tokens: list[int], hides_last: bool) -> int:
+        """Return how many of the tokens count: all, or up to the one that completes a stop string.
+
+        `hides_last`: the last token adds no text.
+        """
+        for i, token in enumerate(tokens):
+            piece = "" if hides_last and i == len(tokens) - 1 else self._piece(token)
+            if self._stops.scan(piece) is not None:
+                return i + 1
+        return len(tokens)
+
+    def finish(self) -> None:
+        """End the output for another reason; pending bytes may still complete a stop string."""
+        if self.match is None:
+            self._stops.scan(self._detokenizer.finish(), new_token=False)
+
+    def _piece(self, token: int) -> str:
+        if not self._has_pending_bytes and (text := self._token_texts.token_text(token)) is not None:
+            return text
+        piece = self._detokenizer.push([token])[0]
+        self._has_pending_bytes = self._detokenizer.has_pending_bytes
+        return piece
 
 
 class BulkOutput:

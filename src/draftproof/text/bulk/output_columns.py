@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.metrics import SpecStats
-from draftproof.text.bulk.logprob_rows import LogprobBuffer, Rows, pack_rows
+from draftproof.text.bulk.logprob_rows import LogprobBuffer, Rows, longer, pack_rows
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, PREDICTION_SOURCE, TOKENS, LogprobKind
 
 Ints = NDArray[np.int64]
@@ -127,7 +127,6 @@ class OutputColumns:
         return found
 
     def _count_drafts(self, number: Ints, lines: Ints, num_draft: Ints, num_accepted: Ints) -> None:
-        """Add the draft counts of n entries to the counters."""
         drafted, accepted = (self._by_step(number, lines, column) for column in (num_draft, num_accepted))
         counters = self._counters
         counters[:, NUM_DRAFTED_STEPS] += (drafted > 0).sum(0)
@@ -228,7 +227,6 @@ class OutputColumns:
 
 
 def _stats(counters: list[int], accepted_at: list[int], emitted: int) -> SpecStats:
-    """Build the statistics of one output from its counters."""
     return SpecStats(
         num_steps=counters[NUM_STEPS],
         num_drafts=counters[NUM_DRAFTED_STEPS],
@@ -264,10 +262,3 @@ def _joined_sources(steps: Sequence[StepColumns]) -> NDArray[np.int8] | None:
 def joined(columns: list[NDArray[Any]]) -> NDArray[Any]:
     """Concatenate arrays; a single one is returned without a copy."""
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
-
-
-def longer(column: NDArray[Any], rows: int) -> NDArray[Any]:
-    """Return a copy that is extended with zeros to `rows` rows."""
-    made = np.zeros((rows, *column.shape[1:]), column.dtype)
-    made[: len(column)] = column
-    return made

@@ -17,16 +17,11 @@ from numpy.typing import NDArray
 
 from draftproof.outputs import CompletionOutput, FinishReason
 from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts, push_many
+from draftproof.text.bulk.logprob_rows import longer
 from draftproof.text.bulk.output import BulkOutput
-from draftproof.text.bulk.output_columns import Ints, LogprobArrays, OutputColumns, StepColumns, longer
+from draftproof.text.bulk.output_columns import Ints, LogprobArrays, OutputColumns, StepColumns
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import (
-    NUM_ACCEPTED,
-    NUM_OUT,
-    TOKENS,
-    LogprobKind,
-    Request,
-)
+from draftproof.types import NUM_ACCEPTED, NUM_OUT, TOKENS, LogprobKind, Request
 
 MIN_LINE_TOKENS = 256
 MAX_BATCHED_STEPS = 32
@@ -110,12 +105,6 @@ class OutputTable:
         if len(self._finished) >= limit or not self._steps:  # without steps all their tokens are appended
             self.flush_steps()
 
-    def num_tokens(self, output: BulkOutput) -> int:
-        """Return the tokens of an output so far."""
-        self.flush_steps()
-        line = output.line
-        return len(output.output.token_ids) + (int(self._columns.fill[line]) if line >= 0 else 0)
-
     @property
     def num_open(self) -> int:
         """Outputs that have a line."""
@@ -127,7 +116,6 @@ class OutputTable:
         return self._columns.num_bytes + self._first_flush.nbytes
 
     def _add_lines(self) -> None:
-        """Double the number of lines."""
         have = len(self._outputs)
         added = max(8, have)
         self._free.extend(range(have + added - 1, have - 1, -1))

@@ -109,10 +109,7 @@ class GrammarCompiler:
                 process.close()
                 raise RequestError(f"structured_outputs needs xgrammar, and {error}", PARAM) from error
             self._info = xgrammar.TokenizerInfo(
-                vocabulary,
-                xgrammar.VocabType.RAW,
-                vocab_size=self._vocab_size,
-                stop_token_ids=self._stops,
+                vocabulary, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=self._stops
             )
             self._process = process
             return process

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from draftproof.text.stop_strings import prefix_function
+
 
 class ReasoningEnd:
     """Matcher of the section's end over the bytes of the output."""
@@ -13,7 +15,7 @@ class ReasoningEnd:
         self._token = end if isinstance(end, int) else -1
         self._text = end.encode() if isinstance(end, str) else b""
         self._token_bytes = token_bytes
-        self._fallback = _prefix_function(self._text)
+        self._fallback = prefix_function(self._text)
         self._overshooting: dict[int, list[tuple[int, bytes]]] = {}
 
     def advance(self, matched: int, token: int) -> tuple[int, bytes | None]:
@@ -44,14 +46,3 @@ class ReasoningEnd:
                         found.append((token, rest))
             self._overshooting[matched] = found
         return self._overshooting[matched]
-
-
-def _prefix_function(text: bytes) -> list[int]:
-    """Return, for each prefix, the length of its longest proper prefix that is also its suffix."""
-    out = [0] * len(text)
-    for at in range(1, len(text)):
-        size = out[at - 1]
-        while size and text[at] != text[size]:
-            size = out[size - 1]
-        out[at] = size + (text[at] == text[size])
-    return out
