@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Replay the records and print the figures."""
-    from draftproof.simulate.records import read
+    from draftproof.simulate.records import read_records
     from draftproof.simulate.replay import replay
     from draftproof.speculative_config import SpeculativeConfig, read_speculation
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         from draftproof.text.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(load_config(options.tokenizer)[1])
-    records = read(options.records, tokenizer)
+    records = read_records(options.records, tokenizer)
     costs = _costs(options)
     outcomes = replay(records, config, lengths, options.batch, costs)
     report = {

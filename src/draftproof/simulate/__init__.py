@@ -1,1 +1,1 @@
-"""What a proposer would have gained: recorded outputs are said again, and only the guessing is real."""
+"""Simulation: recorded outputs are replayed with a real proposer and no model."""
