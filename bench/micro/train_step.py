@@ -1,6 +1,6 @@
 """How long a training update takes, and which ops take it; the last line of stdout is JSON.
 
-    python bench/micro/train_step.py [--model smollm2-135m] [--device cuda] [--keep 0,1] [--attention written]
+    python bench/micro/train_step.py [--model smollm2-135m] [--device cuda] [--keep 0,1]
 
 Texts of random ids, of 64 to 1,024 tokens: the time does not depend on what is said. The pace is measured
 without the profiler, the ops' shares, and what they take together, with it.
@@ -46,7 +46,6 @@ def measure(options: argparse.Namespace, checkpoint: Checkpoint, keep: int) -> d
         draft_vocab=options.draft_vocab,
         intermediate_size=options.intermediate_size,
         dtype=options.dtype,
-        attention=options.attention,
         steps=1000,
     )
     some = texts(options.texts, 1024, checkpoint.config.vocab_size)
@@ -87,7 +86,6 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=16384)
     parser.add_argument("--intermediate-size", type=int, default=1920)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--attention", default="joined")
     parser.add_argument("--keep", type=lambda text: [int(n) for n in text.split(",")], default=[0, 1])
     parser.add_argument("--top", type=int, default=25, help="ops to be named")
     options = parser.parse_args()

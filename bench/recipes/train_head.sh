@@ -13,7 +13,7 @@ if [ -n "${BEGIN:-}" ]; then long="$long --begin $BEGIN --new-ids 1"; fi
 # shellcheck disable=SC2086
 exec "${PYTHON:-python3}" -m draftproof train "${MODEL:-smollm2-135m}" --work "$work" --prompts "$@" \
     --verifier HuggingFaceTB/SmolLM2-135M-Instruct --max-num-seqs 1024 \
-    --tokens "${TOKENS:-22000000}" --shard 8192 --held-out 96 --prompt-tokens 960 --answer-tokens 256 \
+    --tokens "${TOKENS:-22000000}" --shard 8192 --held-out 96 --prompt-tokens 960 --output-tokens 256 \
     --written 0.2 --systems 0 --opened 0.6 --shown 0.1 --follow 0 --greedy 0.15 \
     --draft-vocab "${DRAFT_VOCAB:-16384}" --intermediate-size "${INTERMEDIATE:-4608}" --bits "${BITS:-8}" --max-len 1216 --keep "${KEEP:-1}" \
     --feature-norm each --learning-rate 0.01 --warmup 100 --decay 0.65 --overlap 8 --prompt-weight 0.15 --prompt-rows 4 \

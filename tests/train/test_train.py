@@ -1,9 +1,10 @@
-"""Training a head: what is learnt is what the engine computes; the same seed gives the same file."""
+"""Head training: equality with the engine, gradients, batches, resumed runs, evaluation, exported files."""
 
 from __future__ import annotations
 
 import json
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,6 @@ from draftproof.models.draft_head.formats import load_draft_head
 from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import Ops
 from draftproof.sampling_params import SamplingParams
-from draftproof.train.config import check_plan
 from draftproof.train.data.dataset import (
     Batch,
     Batches,
@@ -28,7 +28,6 @@ from draftproof.train.data.dataset import (
     coverage,
     frequent_ids,
     read_texts,
-    shard_tokens,
     write_shard,
 )
 from draftproof.train.evaluate import LOGIT_SCALES
@@ -42,7 +41,7 @@ from draftproof.train.trainer import Trainer, loss_weight
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_the_teacher_says_what_the_engine_says(name: str) -> None:
+def test_target_model_predicts_the_tokens_of_the_engine(name: str) -> None:
     made = tiny.checkpoint(name)
     target_model = TargetModel(made.config, made.tensors, torch.device("cpu"), torch.float32, 64)
     wanted = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -50,20 +49,20 @@ def test_the_teacher_says_what_the_engine_says(name: str) -> None:
     prompt = tiny.prompt(3)
     tokens = torch.tensor([[*prompt, *record.token_ids]])
     states = target_model(tokens, (0, 1))
-    said = target_model.logits(states.hidden)[0].argmax(-1)[len(prompt) - 1 : -1]
-    assert said.tolist() == record.token_ids
+    predicted = target_model.logits(states.hidden)[0].argmax(-1)[len(prompt) - 1 : -1]
+    assert predicted.tolist() == record.token_ids
     assert states.features.shape == (1, tokens.shape[1], 2 * made.config.hidden_size)
 
 
-# --- the convention -------------------------------------------------------------------------------------
+# --- unrolled steps -------------------------------------------------------------------------------------
+
+ATTENTIONS = ("attend_joined", "attend")
 
 
-WAYS = ("joined", "written")
-
-
-def worst_difference(attention: str, steps: int = 4) -> float:
-    """Between the unrolled pass and the same chains, row by row with stored keys."""
-    made = trained.trainer(unroll=steps, attention=attention)
+def unrolled_error(attention: str, steps: int = 4) -> float:
+    """Return the largest difference to drafts that are computed row by row with stored keys."""
+    made = trained.trainer(unroll=steps)
+    made.module.attend = getattr(head_module, attention)
     weights = {name: weight.detach() for name, weight in made.weights.items()}
     tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
     states = made.target_model(tokens, made.config.aux_layers)
@@ -77,37 +76,35 @@ def worst_difference(attention: str, steps: int = 4) -> float:
     return worst
 
 
-@pytest.mark.parametrize("attention", WAYS)
-def test_unrolled_is_what_is_drafted(attention: str) -> None:
-    assert worst_difference(attention) < 1e-5
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_unrolled_steps_equal_drafted_rows(attention: str) -> None:
+    assert unrolled_error(attention) < 1e-5
 
 
-def test_a_mask_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: one key too few for the rows of step 0."""
-
+def test_control_mask_off_by_one_changes_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(length: int, device: torch.device) -> torch.Tensor:
-        see = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
-        see[0, 0] = True
-        return see
+        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
+        mask[0, 0] = True
+        return mask
 
     monkeypatch.setattr(head_module, "visible", short)
-    assert worst_difference("written") > 1e-3
+    assert unrolled_error("attend") > 1e-3
 
 
-def test_a_sum_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the keys of step 0 weigh twice what they do, or their weight has no slope."""
+def test_control_wrong_sum_of_exponents_changes_outputs_or_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Double the sum over the keys of step 0, then drop its gradient."""
     monkeypatch.setattr(
         head_module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1] + math.log(2))
     )
-    assert worst_difference("joined") > 1e-3
-    assert slopes_apart() > 1e-3
+    assert unrolled_error("attend_joined") > 1e-3
+    assert gradient_error() > 1e-3
     monkeypatch.setattr(head_module, "causal", lambda *given: (causal(*given)[0], causal(*given)[1].detach()))
-    assert worst_difference("joined") < 1e-5
-    assert slopes_apart() > 1e-3
+    assert unrolled_error("attend_joined") < 1e-5
+    assert gradient_error() > 1e-3
 
 
-def slopes_apart() -> float:
-    """The largest difference between the slopes of the two ways to attend."""
+def gradient_error() -> float:
+    """Return the largest difference between the gradients of both attention functions."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(heads: int) -> torch.Tensor:
@@ -115,28 +112,27 @@ def slopes_apart() -> float:
 
     q, stored, wanted = numbers(6), [(numbers(2), numbers(2)) for _ in range(3)], numbers(6).detach()
     given = [q, *(rows for pair in stored for rows in pair)]
-    found = [
-        torch.autograd.grad(attend(q, stored), given, wanted)
-        for attend in (head_module.attend, head_module.attend_joined)
-    ]
+    attends = [getattr(head_module, name) for name in ATTENTIONS]
+    found = [torch.autograd.grad(attend(q, stored), given, wanted) for attend in attends]
     return max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))
 
 
-def test_both_ways_to_attend_have_one_slope() -> None:
-    assert slopes_apart() < 1e-5
+def test_both_attention_functions_have_equal_gradients() -> None:
+    assert gradient_error() < 1e-5
 
 
-@pytest.mark.parametrize("attention", WAYS)
-def test_a_position_off_by_one_is_seen(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: later steps turned as if they stood where the first did."""
-    rotation, seen = head_module.rotation, []
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_control_rope_position_of_the_first_step_changes_outputs(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotation, tables = head_module.rotation, []
 
     def stuck(table: torch.Tensor) -> Any:
-        seen.append(table)
-        return rotation(seen[0])
+        tables.append(table)
+        return rotation(tables[0])
 
     monkeypatch.setattr(head_module, "rotation", stuck)
-    assert worst_difference(attention) > 1e-3
+    assert unrolled_error(attention) > 1e-3
 
 
 # --- the loss -------------------------------------------------------------------------------------------
@@ -145,8 +141,8 @@ def test_a_position_off_by_one_is_seen(attention: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "loss_weights", [LossWeights(), LossWeights(hard=0.3), LossWeights(hard=0.1, overlap=0.7)]
 )
-def test_the_loss_has_its_own_slope(loss_weights: LossWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against autograd over the definition, in pieces of one row and of five as well."""
+def test_loss_gradient_equals_autograd(loss_weights: LossWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with autograd over the definition, for chunks of one row, five rows and all rows."""
     generator = torch.Generator().manual_seed(1)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -163,10 +159,10 @@ def test_the_loss_has_its_own_slope(loss_weights: LossWeights, monkeypatch: pyte
         best = torch.nn.functional.one_hot(distribution.argmax(-1), 11)
         hard = loss_weights.hard * greedy_rows[:, None, None]
         distribution = ((1 - hard) * distribution + hard * best)[:, 1 + step :]
-        said = (student[step, :, : 5 - step] @ head.T).softmax(-1)
-        apart = (distribution * (distribution.log() - said.log())).sum(-1)
-        apart = apart + loss_weights.overlap * (1 - torch.minimum(distribution, said).sum(-1))
-        expected[step] = (weight[step, :, : 5 - step] * apart).sum()
+        probs = (student[step, :, : 5 - step] @ head.T).softmax(-1)
+        divergence = (distribution * (distribution.log() - probs.log())).sum(-1)
+        divergence = divergence + loss_weights.overlap * (1 - torch.minimum(distribution, probs).sum(-1))
+        expected[step] = (weight[step, :, : 5 - step] * divergence).sum()
     expected.sum().backward()
     gradient = student.grad
     flat = target_model.flatten(0, 1), head, weight.flatten(1), greedy_rows.repeat_interleave(6)
@@ -182,11 +178,10 @@ def test_the_loss_has_its_own_slope(loss_weights: LossWeights, monkeypatch: pyte
 # --- text -----------------------------------------------------------------------------------------------
 
 
-def test_shards_come_back_as_they_were(tmp_path: Path) -> None:
+def test_shards_read_back_equal(tmp_path: Path) -> None:
     some = trained.texts()[:5]
     write_shard(tmp_path, 0, some[:3], 97)
     write_shard(tmp_path, 1, some[3:], 70000)
-    assert len(shard_tokens(tmp_path)) == 2
     for old, new in zip(some, read_texts(tmp_path), strict=True):
         assert old.tokens.tolist() == new.tokens.tolist()
         facts = (old.prompt_length, old.temperature, old.seed)
@@ -195,7 +190,7 @@ def test_shards_come_back_as_they_were(tmp_path: Path) -> None:
         read_texts(tmp_path / "nothing")
 
 
-def test_every_text_once_an_epoch() -> None:
+def test_epoch_holds_every_text_once() -> None:
     every = [Text(np.arange(3 + i % 90), 1, 0.0, i) for i in range(300)]
     batches = Batches(every, 512, 80, seed=4)
     for number in (0, 1):
@@ -205,15 +200,12 @@ def test_every_text_once_an_epoch() -> None:
             width = -(-max(min(len(every[i].tokens), 80) for i in group) // 64) * 64
             assert width * len(group) <= 512
     assert batches.epoch(0) != batches.epoch(1)
-    # and from a later step on it is the same order
-    ahead, whole = batches.from_step(70), batches.from_step(0)
-    for _ in range(70):
-        next(whole)
-    for _ in range(60):
-        assert next(ahead).tokens.tolist() == next(whole).tokens.tolist()
+    resumed, first = islice(batches.from_step(70), 60), islice(batches.from_step(0), 70, 130)
+    for ahead, whole in zip(resumed, first, strict=True):
+        assert ahead.tokens.tolist() == whole.tokens.tolist()
 
 
-def test_frequent_ids_are_those_of_answers() -> None:
+def test_frequent_ids_count_outputs_only() -> None:
     some = [Text(np.asarray([9, 9, 9, 5, 5, 3]), 3, 0.0, 0), Text(np.asarray([8, 5, 3, 7]), 1, 0.0, 0)]
     assert frequent_ids(some, 12, 3).tolist() == [3, 5, 7]
     assert frequent_ids(some, 12, 5).tolist() == [0, 1, 3, 5, 7]
@@ -228,7 +220,14 @@ def written(made: Any, folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
+def learn_until(made: Trainer, step: int) -> None:
+    for batch in made.batches.from_step(made.step):
+        if made.step == step:
+            break
+        made.learn(batch)
+
+
+def test_training_improves_acceptance_and_repeats_with_its_seed(tmp_path: Path) -> None:
     one = trained.trainer(steps=30, eval_every=10)
     assert one.run(tmp_path / "one")
     points = [point["acceptance"] for point in one.curve]
@@ -237,14 +236,10 @@ def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
     assert points[-1]["coupled"]["length"] > points[-1]["argmax"]["length"] + 0.25
     losses = [point["loss"] for point in one.curve[1:]]
     assert all(last < first for first, last in zip(losses[0], losses[-1], strict=True))
-    # once more, but cut twice on the way
-    for stop in (7, 21, 30):
+    for stop in (7, 21, 30):  # again, interrupted twice
         part = trained.trainer(steps=30, eval_every=10)
         assert part.resume(tmp_path / "two") == (stop > 7)
-        for batch in part.batches.from_step(part.step):
-            if part.step == stop:
-                break
-            part.learn(batch)
+        learn_until(part, stop)
         part.save(tmp_path / "two")
     assert written(part, tmp_path / "head two") == written(one, tmp_path / "head one")
     other = trained.trainer(steps=30, seed=1)
@@ -252,8 +247,7 @@ def test_it_learns_and_the_seed_decides(tmp_path: Path) -> None:
     assert written(other, tmp_path / "head other") != written(one, tmp_path / "head one")
 
 
-def test_what_counts() -> None:
-    """Chains of answers in full, of prompts less, none beyond the text."""
+def test_loss_weight_of_output_prompt_and_padding_rows() -> None:
     made = trained.trainer(unroll=2, decay=0.5, prompt_weight=0.25)
     batch = Batch.of([Text(np.arange(7), 4, 0.0, 0), Text(np.arange(5), 1, 1.0, 0)], 64, multiple=8)
     weight, greedy_rows = loss_weight(batch, made.plan, made.step)
@@ -264,18 +258,18 @@ def test_what_counts() -> None:
     second = torch.tensor([[0.25, 0.25, 0.25, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]])
     torch.testing.assert_close(weight[1] * total, 0.5 * second.flatten())
     made = trained.trainer(unroll=2, decay=0.5, prompt_weight=0.25, prompt_rows=3)
-    seen = []
+    used = []
     for made.step in range(3):  # every row of a prompt once, with three times the weight
-        seen.append(loss_weight(batch, made.plan, made.step)[0][0])
+        used.append(loss_weight(batch, made.plan, made.step)[0][0])
         rows = Rows.of(loss_weight(batch, made.plan, made.step)[0])
         assert rows.chosen.tolist() == [made.step and 3 - made.step, 3, 4, 8, 9, 10]
         assert rows.target_rows.tolist() == sorted({p + j for p in rows.chosen.tolist() for j in (1, 2)})
         assert rows.target_rows[rows.target_index].tolist() == [(rows.chosen + j).tolist() for j in (1, 2)]
-    assert torch.equal(torch.stack(seen).sum(0) != 0, weight[0] != 0)
+    assert torch.equal(torch.stack(used).sum(0) != 0, weight[0] != 0)
 
 
 def replayed(made: Trainer) -> Trainer:
-    """As on a device that replays: batches are filled up, and rows to a few numbers."""
+    """Let a trainer compute gradients as on a device with graphs, with padded batches and rows."""
 
     class ReplayRuntime:
         asynchronous = True
@@ -290,19 +284,17 @@ def replayed(made: Trainer) -> Trainer:
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_what_is_filled_up_changes_nothing(keep: int) -> None:
+def test_padding_changes_no_gradient(keep: int) -> None:
     plain, other = trained.trainer(keep=keep), replayed(trained.trainer(keep=keep))
     shapes = set()
     for number, group in enumerate(plain.batches.epoch(0)[:6]):
         batch = plain.batches._batch(group[: 8 - number])
         batch_tensors, wide = plain._batch_tensors(batch), other._batch_tensors(batch)
-        shapes.add(tuple(part.shape for part in wide.parts))
-        assert (
-            len(wide.tokens) == 512 // batch.tokens.shape[1] and len(wide.target_rows) == wide.tokens.numel()
-        )
-        assert len(wide.chosen) % (wide.tokens.numel() // 8) == 0 and len(wide.chosen) > len(
-            batch_tensors.chosen
-        )
+        shapes.add(tuple(part.shape for part in wide))
+        assert len(wide.tokens) == 512 // batch.tokens.shape[1]
+        assert len(wide.target_rows) == wide.tokens.numel()
+        assert len(wide.chosen) % (wide.tokens.numel() // 8) == 0
+        assert len(wide.chosen) > len(batch_tensors.chosen)
         (ours, losses), (theirs, same) = plain.gradients(batch_tensors, True), other.gradients(wide, False)
         torch.testing.assert_close(losses, same)
         for one, two in zip(ours, theirs, strict=True):
@@ -312,8 +304,7 @@ def test_what_is_filled_up_changes_nothing(keep: int) -> None:
     assert len(shapes) > 1
 
 
-def test_what_is_kept_is_what_is_computed(tmp_path: Path) -> None:
-    """The target's rows of every batch, found among those of all texts; a cut changes nothing."""
+def test_kept_target_states_equal_computed_ones_and_survive_a_resume(tmp_path: Path) -> None:
     plain, kept = trained.trainer(), trained.trainer(keep=1)
     for batch, _ in zip(plain.batches.from_step(0), range(4), strict=False):
         tokens = torch.from_numpy(batch.tokens)
@@ -326,16 +317,13 @@ def test_what_is_kept_is_what_is_computed(tmp_path: Path) -> None:
     for stop in (5, 12):
         part = trained.trainer(keep=1)
         part.resume(tmp_path / "part")
-        for batch in part.batches.from_step(part.step):
-            if part.step == stop:
-                break
-            part.learn(batch)
+        learn_until(part, stop)
         part.save(tmp_path / "part")
     whole, cut = (tmp_path / name / "head" / "model.safetensors" for name in ("whole", "part"))
     assert whole.read_bytes() == cut.read_bytes()
 
 
-def test_a_head_is_gone_on_from(tmp_path: Path) -> None:
+def test_training_continues_from_an_existing_head(tmp_path: Path) -> None:
     first = trained.trainer()
     first.run(tmp_path)
     folder = str(tmp_path / "head")
@@ -345,13 +333,13 @@ def test_a_head_is_gone_on_from(tmp_path: Path) -> None:
         assert torch.equal(again.weights[name].detach(), weight), name
     assert again.accepted(again.held) == first.accepted(first.held)
     wider = trained.trainer(begin=folder, intermediate_size=first.config.intermediate_size + 8, new_ids=1)
-    assert wider.accepted(wider.held) == first.accepted(first.held)  # what was added says nothing yet
+    assert wider.accepted(wider.held) == first.accepted(first.held)  # added columns are zero
     assert trained.trainer(begin=folder, draft_vocab=70).d2t.shape == (70,)
     with pytest.raises(ConfigError, match="cannot continue from this head: intermediate_size is"):
         trained.trainer(begin=folder, intermediate_size=40)
 
 
-def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:
+def test_time_limit_leaves_a_state_to_resume_from(tmp_path: Path) -> None:
     made = trained.trainer()
     assert not made.run(tmp_path, stop_at=0.0)
     again = trained.trainer()
@@ -360,12 +348,11 @@ def test_time_that_is_up_leaves_a_state(tmp_path: Path) -> None:
         trained.trainer(draft_vocab=60).resume(tmp_path)
 
 
-def test_acceptance_counts_as_the_engine_does() -> None:
-    """A head that is always right commits K + 1 a step, one that is always wrong one."""
+def test_acceptance_is_k_plus_one_if_all_drafts_are_right_and_one_if_none_is() -> None:
     made = trained.trainer(drafts=3)
     text = made.held[0]
     tokens = torch.from_numpy(text.tokens.astype(np.int64))
-    left = len(tokens) - 1 - text.prompt_length  # the first token of an answer comes without a draft
+    left = len(tokens) - 1 - text.prompt_length  # the first token of an output has no draft
 
     def right(logits: Any, seeds: Any, positions: torch.Tensor) -> torch.Tensor:
         return tokens[positions + text.prompt_length]
@@ -379,27 +366,23 @@ def test_acceptance_counts_as_the_engine_does() -> None:
     assert worst.steps == left and worst.length == 1.0 and set(worst.rates) == {0.0}
 
 
-def test_a_head_is_sharpened_for_the_noise() -> None:
-    """One that hedges too much gets surer, one that is too sure does not; its best token stays the best."""
+def test_scale_logits_sharpens_flat_logits_only_and_keeps_greedy_acceptance() -> None:
     made = trained.trainer(steps=25, drafts=3)
-    for batch in made.batches.from_step(0):
-        if made.step == 25:
-            break
-        made.learn(batch)
+    learn_until(made, 25)
     norm = made.weights["norm.weight"].data
     trained_norm = norm.clone()
     made.held = list(trained.texts())
-    for spoilt in (0.6, 3.0):
-        norm.copy_(trained_norm * spoilt)
+    for factor in (0.6, 3.0):
+        norm.copy_(trained_norm * factor)
         before, kept = made.accepted(made.held), norm.clone()
-        foretold = made.evaluator.acceptance_by_logit_scale(made.rounded(), made.held, 64)
-        assert list(foretold) == list(LOGIT_SCALES) and foretold[1.0] == before["coupled"]
-        best = max(foretold, key=lambda factor: foretold[factor].length)
-        assert (best > 1) == (spoilt < 1)
+        by_scale = made.evaluator.acceptance_by_logit_scale(made.rounded(), made.held, 64)
+        assert list(by_scale) == list(LOGIT_SCALES) and by_scale[1.0] == before["coupled"]
+        best = max(by_scale, key=lambda scale: by_scale[scale].length)
+        assert (best > 1) == (factor < 1)
         made.scale_logits()
         assert torch.equal(norm, kept * best)
         after = made.accepted(made.held)
-        assert after["coupled"].length == pytest.approx(foretold[best].length, rel=0.03)  # bf16 rounds
+        assert after["coupled"].length == pytest.approx(by_scale[best].length, rel=0.03)  # bf16 rounds
         assert after["greedy"].length == pytest.approx(before["greedy"].length, rel=0.03)
     for options in ({"scale_logits": 0}, {"norm_output": 1}):
         other = trained.trainer(**options)
@@ -409,15 +392,11 @@ def test_a_head_is_sharpened_for_the_noise() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"bits": 8}, {"feature_norm": "each", "norm_output": 1}])
-def test_the_engine_accepts_what_training_counted(tmp_path: Path, options: dict[str, Any]) -> None:
-    """The head in the engine: the same texts as without it, in as many steps as were foretold."""
+def test_engine_takes_the_steps_that_evaluation_counted(tmp_path: Path, options: dict[str, Any]) -> None:
     made = trained.trainer(steps=25, drafts=3, **options)
-    for batch in made.batches.from_step(0):
-        if made.step == 25:
-            break
-        made.learn(batch)
+    learn_until(made, 25)
     write_head(tmp_path, made.config, made.weights, made.d2t, made.plan.bits)
-    foretold = made.accepted(made.held)
+    expected = made.accepted(made.held)
     spec = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive": False}
     for name, temperature in (("greedy", 0.0), ("coupled", 1.0)):
         texts = [text for text in made.held if text.temperature == temperature]
@@ -436,14 +415,13 @@ def test_the_engine_accepts_what_training_counted(tmp_path: Path, options: dict[
             record = records[request.id]
             assert record.token_ids == text.tokens[text.prompt_length :].tolist()
             steps += len([step for step in record.steps if step.token_ids]) - 1  # the first has no drafts
-        assert steps == foretold[name].steps and foretold[name].length > 1.1
+        assert steps == expected[name].steps and expected[name].length > 1.1
 
 
 # --- files ----------------------------------------------------------------------------------------------
 
 
-def test_a_head_in_eight_bits(tmp_path: Path) -> None:
-    """Half of the bytes, what is read is what was tried, and a file without its scales is refused."""
+def test_int8_head_is_half_as_large_and_reads_back_as_evaluated(tmp_path: Path) -> None:
     made = trained.trainer(bits=8)
     made.run(tmp_path)
     write_head(tmp_path / "wide", made.config, made.weights, made.d2t)
@@ -467,20 +445,15 @@ def test_a_head_in_eight_bits(tmp_path: Path) -> None:
         trained.plan(bits=4)
 
 
-def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
+def export_speculators(made: Trainer, folder: Path, verifier: str) -> None:
+    given = made.config, made.weights, made.d2t, made.target_model.config, made.head
+    write_speculators(folder, *given, verifier=verifier, drafts=3)
+
+
+def test_both_formats_hold_equal_weights(tmp_path: Path) -> None:
     made = trained.trainer()
     write_head(tmp_path / "ours", made.config, made.weights, made.d2t)
-    config = made.target_model.config
-    write_speculators(
-        tmp_path / "theirs",
-        made.config,
-        made.weights,
-        made.d2t,
-        config,
-        made.head,
-        verifier="some/model",
-        drafts=3,
-    )
+    export_speculators(made, tmp_path / "theirs", "some/model")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert set(ours) == {*made.weights, "d2t"} and set(theirs) == {*ours, "t2d", "lm_head.weight"}
     for name in made.weights:
@@ -497,25 +470,20 @@ def test_both_formats_hold_the_same_head(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1}])
-def test_speculators_read_what_was_written(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Their own class loads the file and, over the same rows, gives the logits that training had."""
+def test_speculators_class_gives_the_logits_of_training(tmp_path: Path, options: dict[str, Any]) -> None:
     pytest.importorskip("speculators")
     from speculators import SpeculatorModelConfig
     from speculators.models.eagle3 import Eagle3DraftModel
 
     made = trained.trainer(unroll=3, **options)
-    model = made.target_model.config
     trained.write_model(tmp_path)
-    more = {"verifier": str(tmp_path), "drafts": 3}
     head = tmp_path / "head"
-    write_speculators(head, made.config, made.weights, made.d2t, model, made.head, **more)
+    export_speculators(made, head, str(tmp_path))
     config = SpeculatorModelConfig.from_pretrained(str(head))
     config.transformer_layer_config._attn_implementation = "eager"
     theirs = Eagle3DraftModel.from_pretrained(str(head), config=config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        theirs.embed_tokens.weight.copy_(
-            made.target_model.embedding
-        )  # is the verifier's, and not in the file
+    with torch.no_grad():  # the embedding is the verifier's, and not in the file
+        theirs.embed_tokens.weight.copy_(made.target_model.embedding)
     tokens = torch.from_numpy(made.held[0].tokens.astype(np.int64))[None]
     states = made.target_model(tokens, made.config.aux_layers)
     logits: list[torch.Tensor] = []
@@ -528,24 +496,14 @@ def test_speculators_read_what_was_written(tmp_path: Path, options: dict[str, An
         outputs = made.module.unroll(weights, states.features, embeds, 3)
         ours = made.module.normed(weights, outputs) @ made.head.bfloat16().float().T
     for step in range(3):
-        rows = tokens.shape[1] - 1 - step  # the others' tokens are not there
+        rows = tokens.shape[1] - 1 - step  # rows whose token exists
         torch.testing.assert_close(ours[step, :, :rows], logits[step][:, :rows], atol=1e-4, rtol=1e-4)
 
 
-def test_a_head_knows_its_target() -> None:
+def test_target_identity_depends_on_the_model_and_not_on_the_dtype() -> None:
     one, other = (tiny.checkpoint(name) for name in ("llama", "qwen2"))
     target = trained.trainer().config.target
-    assert (
-        target
-        == TargetIdentity.from_weights(one.config, one.tensors)
-        != TargetIdentity.from_weights(other.config, other.tensors)
-    )
-    tensors = {name: tensor.bfloat16() for name, tensor in one.tensors.items()}
-    assert TargetIdentity.from_weights(one.config, tensors) == target
-
-
-def test_another_plan_needs_another_folder(tmp_path: Path) -> None:
-    check_plan(tmp_path / "train.json", trained.plan())
-    check_plan(tmp_path / "train.json", trained.plan())
-    with pytest.raises(ConfigError, match="steps was 12 and is 13.*another work folder"):
-        check_plan(tmp_path / "train.json", trained.plan(steps=13))
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = {name: tensor.to(dtype) for name, tensor in one.tensors.items()}
+        assert TargetIdentity.from_weights(one.config, tensors) == target
+    assert TargetIdentity.from_weights(other.config, other.tensors) != target

@@ -1,4 +1,4 @@
-"""`draftproof train` from end to end on a tiny model: all phases, cut and resumed, the same twice."""
+"""`draftproof train` on a tiny model: all phases, interrupted and resumed, with equal files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a folder. Its 97 ids are three special ones and the printable letters of ASCII."""
+    """Write the tiny model; its 97 ids are three special ones and the printable ASCII characters."""
     folder = tmp_path_factory.mktemp("model")
     trained.write_model(folder)
     letters = ["Ġ", *map(chr, range(33, 126))]
@@ -54,7 +54,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(model: Path, prompts: Path, work: Path, *more: str) -> int:
     options = {
         "--tokens": 900, "--held-out": 2, "--shard": 8, "--written": 0.5, "--prompt-tokens": 90,
-        "--answer-tokens": 24, "--max-num-seqs": 4, "--steps": 6, "--batch-tokens": 512, "--max-len": 128,
+        "--output-tokens": 24, "--max-num-seqs": 4, "--steps": 6, "--batch-tokens": 512, "--max-len": 128,
         "--eval-every": 3, "--eval-texts": 2, "--draft-vocab": 64, "--warmup": 1, "--unroll": 2,
         "--drafts": 2,
     }  # fmt: skip
@@ -64,21 +64,21 @@ def train(model: Path, prompts: Path, work: Path, *more: str) -> int:
 
 
 def files(work: Path) -> dict[str, bytes]:
-    """What a run leaves behind, but for its state, which holds no promise about bytes."""
+    """Return the files of a run, without the state, whose bytes may differ."""
     every = [path for path in work.rglob("*") if path.is_file() and path.name != "state.pt"]
     return {str(path.relative_to(work)): path.read_bytes() for path in every}
 
 
-def test_cut_or_not_it_is_the_same(
+def test_interrupted_run_writes_the_files_of_a_whole_run(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(model, prompts, tmp_path / "one") == 0
-    said = capsys.readouterr().out
-    assert said.count("2 of 2 answers are those without drafts") == 2, said
+    printed = capsys.readouterr().out
+    assert printed.count("2 of 2 outputs equal those without drafts") == 2, printed
     made = files(tmp_path / "one")
     assert {"head/model.safetensors", "speculators/config.json", "train/curve.json", "eval.json"} <= set(made)
     for phase in ("generate", "train"):
-        assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 2  # of what?
+        assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 2
         assert train(model, prompts, tmp_path / "two", "--phase", phase, "--stop-after", "0") == STOPPED
         assert train(model, prompts, tmp_path / "two", "--phase", phase) == 0
     assert train(model, prompts, tmp_path / "two", "--phase", "eval") == 0
@@ -90,7 +90,7 @@ def test_cut_or_not_it_is_the_same(
     texts = read_texts(tmp_path / "one" / "text")
     assert sum(len(text.tokens) for text in texts) >= 900
     assert {text.temperature for text in texts} == {0.0, 1.0}
-    # as many steps as fit; they are counted once
+    # --seconds chooses the number of steps once
     timed = ("--phase", "train", "--steps", "0", "--seconds", "0.3", "--stop-after")
     (tmp_path / "three").mkdir()
     (tmp_path / "three" / "text").symlink_to(tmp_path / "one" / "text")
@@ -106,7 +106,7 @@ def test_cut_or_not_it_is_the_same(
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         (["--optimizer", "sgd"], "optimizer is adamw or muon"),
         (["--aux-layers", "0,99"], "has layers 0.."),
@@ -116,56 +116,53 @@ def test_cut_or_not_it_is_the_same(
         (["--seconds", "5"], "chooses --steps"),
         (["--held-out", "-1"], "held_out is not negative"),
         (["--temperature", "0.0004"], "kept in thousandths"),
-        (["--prompt-tokens", "300"], "--prompt-tokens 300 and --answer-tokens 24 need 688 positions"),
+        (["--prompt-tokens", "300"], "--prompt-tokens 300 and --output-tokens 24 need 688 positions"),
         (["--prompt-tokens", "5"], "raise --prompt-tokens"),
-        (["--written", "1", "--held-out", "0", "--answer-tokens", "1"], "does not end the prompts"),
+        (["--written", "1", "--held-out", "0", "--output-tokens", "1"], "does not end the prompts"),
         (["--phase", "train"], "run the phase `generate` first"),
         (["--phase", "eval"], "run the phase `generate` first"),
         (["--phase", "write"], "run the phase `train` first"),
     ],
 )
-def test_what_cannot_start_leaves_nothing(
-    wish: list[str],
+def test_refused_options_leave_no_folder(
+    options: list[str],
     message: str,
     model: Path,
     prompts: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert train(model, prompts, tmp_path / "work", *wish) == 2
+    assert train(model, prompts, tmp_path / "work", *options) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "work").exists()
 
 
-def test_text_that_goes_on_is_other_text(
+def test_training_on_incomplete_text_cannot_resume_after_the_text_has_grown(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training may begin before the text is done, and then goes on with what it began with."""
     assert train(model, prompts, tmp_path, "--phase", "generate", "--tokens", "300") == 0
     plan = tmp_path / "text.json"
-    plan.write_text(plan.read_text().replace('"tokens": 300', '"tokens": 900'))  # as if it had been cut
+    plan.write_text(plan.read_text().replace('"tokens": 300', '"tokens": 900'))  # as after an interruption
     learn = ("--phase", "train", "--stop-after", "0")
     assert train(model, prompts, tmp_path, *learn) == train(model, prompts, tmp_path, *learn) == STOPPED
     assert capsys.readouterr().out.count("of 900: the text is not complete") == 2
     assert train(model, prompts, tmp_path, "--phase", "generate") == 0
     assert train(model, prompts, tmp_path, "--phase", "train") == 2
-    told = capsys.readouterr()
-    assert "not complete" not in told.out and "started with other text" in " ".join(told.err.split())
+    printed = capsys.readouterr()
+    assert "not complete" not in printed.out and "started with other text" in " ".join(printed.err.split())
 
 
-def test_held_out_prompts_that_are_too_long_are_told(
+def test_held_out_prompts_that_are_too_long_are_reported(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(model, prompts, tmp_path, "--max-len", "22") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "2 of 4 held-out texts are left out: their prompts are not shorter than --max-len 22" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 of 4 held-out texts are left out: their prompts are not shorter than --max-len 22" in printed
 
 
-def test_a_head_is_there_before_it_is_sharpened(
+def test_head_is_written_before_logits_are_scaled(
     model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sharpening takes its time, and somebody may end it."""
-
     def ended(trainer: Trainer) -> bool:
         raise LoadError("ended")
 
@@ -176,37 +173,33 @@ def test_a_head_is_there_before_it_is_sharpened(
     assert {"head/config.json", "head/model.safetensors", "speculators/model.safetensors"} <= set(plain)
     monkeypatch.setattr("draftproof.train.evaluate.LOGIT_SCALES", (1.2,))
     assert train(model, prompts, tmp_path) == 0
-    sharp = files(tmp_path)
-    assert all(
-        sharp[name] != plain[name]
-        for name in plain
-        if name.endswith("model.safetensors") and "train" not in name
-    )
+    scaled = files(tmp_path)
+    heads = [name for name in plain if name.endswith("model.safetensors") and "train" not in name]
+    assert all(scaled[name] != plain[name] for name in heads)
 
 
-def test_one_trainer_at_a_time(
+def test_trainer_is_freed_before_the_next_trainer_or_engine_is_built(
     model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the target says of all the text may fill a device: it is gone when the next one comes, and before
-    the engine does, whether or not the collector happens to come by."""
+    """Disable the garbage collector: kept target states may fill a device."""
     made: list[weakref.ref[Trainer]] = []
     whole, engine, alive = Trainer.__init__, pipeline.LLM, []
 
-    def told(what: str) -> None:
+    def count_alive(what: str) -> None:
         alive.append((what, sum(one() is not None for one in made)))
 
     def init(self: Trainer, *given: Any) -> None:
-        told("trainer")
+        count_alive("trainer")
         made.append(weakref.ref(self))
         whole(self, *given)
 
-    def initial(*given: Any, **options: Any) -> Any:
-        told("engine")
+    def build_engine(*given: Any, **options: Any) -> Any:
+        count_alive("engine")
         return engine(*given, **options)
 
     monkeypatch.setattr(Trainer, "__init__", init)
     assert train(model, prompts, tmp_path, "--phase", "generate") == 0
-    monkeypatch.setattr(pipeline, "LLM", initial)
+    monkeypatch.setattr(pipeline, "LLM", build_engine)
     gc.disable()
     try:
         assert all(train(model, prompts, tmp_path, "--phase", name) == 0 for name in ("train", "eval"))
@@ -215,16 +208,12 @@ def test_one_trainer_at_a_time(
     assert alive == [("trainer", 0), ("trainer", 0), ("engine", 0)]
 
 
-def test_what_is_no_prompt_is_named(tmp_path: Path) -> None:
+def test_read_prompts_names_the_line_of_a_wrong_prompt(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        '{"prompt": "a\u2028b"}\n\n{"turns": ["c", "d"]}\n{"prompt_token_ids": [3, 4]}\n', "utf-8"
-    )
-    assert read_prompts([str(path)]) == [
-        [{"role": "user", "content": "a\u2028b"}],
-        [{"role": "user", "content": "c"}],
-        [3, 4],
-    ]
+    lines = '{"prompt": "a\u2028b"}\n\n{"turns": ["c", "d"]}\n{"prompt_token_ids": [3, 4]}\n'
+    path.write_text(lines, "utf-8")
+    messages = [[{"role": "user", "content": text}] for text in ("a\u2028b", "c")]
+    assert read_prompts([str(path)]) == [*messages, [3, 4]]
     path.write_text('{"prompt": "a"}\n{"question": "b"}\n')
     with pytest.raises(ConfigError, match="line 2: not a prompt"):
         read_prompts([str(path)])

@@ -1,4 +1,4 @@
-"""How many updates fit into a time, and which held-out texts a head is tried on."""
+"""Time budget of a training run, and the held-out texts that are evaluated."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from draftproof.train.time_budget import TimeEstimate, measured
 from draftproof.train.trainer import Trainer
 
 
-def test_all_of_the_phase_fits() -> None:
-    """Updates, points of the curve, what is saved on the way and what comes once."""
+def test_steps_are_the_largest_number_that_fits_the_time() -> None:
     found = TimeEstimate(update=0.1, point=2.0, saving=0.2, once=30.0)
     steps = found.steps(300.0, 250)
     assert steps == 2444
@@ -35,10 +34,10 @@ def test_all_of_the_phase_fits() -> None:
     ("options", "once"),
     [({"scale_logits": 0}, 0.0), ({"scale_logits": 1}, 2.0), ({"scale_logits": 0, "keep": 1}, 100.0)],
 )
-def test_what_is_done_beside_updates_is_measured(
+def test_measured_estimate_scales_the_timed_part_to_the_whole_text(
     options: dict[str, int], once: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that is timed takes a second here, of a part of the text and of half of the held-out texts."""
+    """Let every timed part take one second."""
 
     def timed(trainer: Trainer, work: Any) -> float:
         work()
@@ -52,7 +51,7 @@ def test_what_is_done_beside_updates_is_measured(
     assert found == TimeEstimate(update=1 / time_budget.TIMED_UPDATES, point=1.0, saving=1.0, once=once)
 
 
-def test_held_out_prompts_that_are_too_long_are_left_out() -> None:
+def test_held_out_texts_with_prompts_beyond_max_len_are_left_out() -> None:
     every = trained.texts()
     long = Text(np.arange(90, dtype=np.uint16), 70, 0.0, 1)
     held = [long, *every[:8], Text(np.arange(70, dtype=np.uint16), 64, 1.0, 1)]

@@ -14,7 +14,6 @@ from draftproof.errors import ConfigError
 
 
 def _option(default: Any, text: str) -> Any:
-    """Declare an option of the command line with its help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -37,19 +36,28 @@ class TextPlan:
     temperature: float = _option(1.0, "temperature of the other outputs")
     follow: float = _option(0.3, "share of conversations that continue with another turn")
     prompt_tokens: int = _option(640, "maximum prompt length; longer prompts are left out")
-    answer_tokens: int = _option(384, "maximum output length")
+    output_tokens: int = _option(384, "maximum output length")
 
     def __post_init__(self) -> None:
         for name in ("written", "systems", "opened", "shown", "greedy", "follow"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a share in 0..1, got {getattr(self, name)}")
-        _positive(self, ("tokens", "shard", "prompt_tokens", "answer_tokens", "temperature"))
+        _positive(self, ("tokens", "shard", "prompt_tokens", "output_tokens", "temperature"))
         if self.held_out < 0:
             raise ConfigError(f"held_out is not negative, got {self.held_out}")
         if abs(1000 * self.temperature - round(1000 * self.temperature)) > 1e-9:
             raise ConfigError(f"temperature is kept in thousandths, got {self.temperature}: round it")
         if not self.prompts and self.written < 1:
             raise ConfigError("give a file of --prompts, or --written 1: the model then writes all of them")
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("norm_output", "keep", "new_ids", "scale_logits"), (0, 1)),
+    "feature_norm": ("none", "each"),
+    "bits": (8, 16),
+    "optimizer": ("adamw", "muon"),
+    "dtype": ("bfloat16", "float32"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +92,6 @@ class TrainPlan:
     scale_logits: int = _option(1, "1: scale the logits at the end for the best held-out acceptance")
     begin: str = _option("", "folder of a head to continue from, with its draft ids; empty: a new head")
     new_ids: int = _option(0, "1: with --begin, choose the draft ids from the text again")
-    attention: str = _option(
-        "joined", "attention of the head: joined (library kernel plus own keys) or written (plain ops)"
-    )
     keep: int = _option(0, "1: compute the target states once and keep them on the device")
     bits: int = _option(16, "bits of stored matrices: 16, or 8 with a scale per row")
     dtype: str = _option("bfloat16", "dtype of activations: bfloat16 or float32; weights are trained in fp32")
@@ -96,21 +101,12 @@ class TrainPlan:
     def __post_init__(self) -> None:
         _positive(self, ("unroll", "drafts", "batch_tokens", "max_len", "eval_every", "prompt_rows"))
         _positive(self, ("learning_rate", "epochs", "clip"))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = " or ".join(map(str, choices))
+                raise ConfigError(f"{name} is {known}, got {getattr(self, name)!r}")
         if min(self.draft_vocab, self.intermediate_size, self.steps, self.eval_texts, self.warmup) < 0:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
-        if self.feature_norm not in ("none", "each") or self.norm_output not in (0, 1):
-            raise ConfigError("feature_norm is none or each, norm_output 0 or 1")
-        for name in ("keep", "new_ids", "scale_logits"):
-            if getattr(self, name) not in (0, 1):
-                raise ConfigError(f"{name} is 0 or 1, got {getattr(self, name)}")
-        if self.bits not in (8, 16):
-            raise ConfigError(f"bits is 8 or 16, got {self.bits}")
-        if self.attention not in ("joined", "written"):
-            raise ConfigError(f"attention is joined or written, got {self.attention!r}")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ConfigError(f"optimizer is adamw or muon, got {self.optimizer!r}")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if not 0 <= self.hard < 1 or self.overlap < 0 or self.prompt_weight < 0:
             raise ConfigError("hard is a share in 0..1, overlap and prompt_weight are not negative")
 
@@ -148,6 +144,7 @@ def write_json(path: Path, value: Mapping[str, Any] | list[Any]) -> None:
 
 
 def digest_files(paths: tuple[str, ...]) -> str:
+    """Return a digest of the contents of files; raise ConfigError for one that cannot be read."""
     known = hashlib.sha256()
     for path in paths:
         try:

@@ -21,9 +21,8 @@ from draftproof.train.data.dataset import Batch, Text
 from draftproof.train.model.head_module import HeadModule, Weights
 from draftproof.train.model.target import TargetModel
 
-Rule = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # logits [R, draft vocab], seeds [R], positions [R] -> ids [R]
+# logits [R, draft vocab], seeds [R], positions [R] -> ids [R]
+Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHUNK_ROWS = 512  # of logits over the whole vocabulary at a time
 GROUP_TEXTS = 8  # texts at a time
 LOGIT_SCALES = (1.0, 1.05, 1.1, 1.15, 1.2)  # candidate factors of a head's logits
@@ -93,10 +92,8 @@ class Evaluator:
             for begin in range(0, len(logits), CHUNK_ROWS):
                 some = slice(begin, begin + CHUNK_ROWS)
                 scaled = F.pad(logits[some].float() / temperature, (0, 1), value=-torch.inf)
-                scaled = scaled[:, self.t2d].contiguous()  # [rows, vocab]
-                picked.append(
-                    self.ops.sampling.gumbel_argmax(scaled, seeds[some], positions[some], STREAM_SAMPLE)
-                )
+                scaled, noise = scaled[:, self.t2d].contiguous(), (seeds[some], positions[some])
+                picked.append(self.ops.sampling.gumbel_argmax(scaled, *noise, STREAM_SAMPLE))
             return torch.cat(picked)
 
         return rule

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.draft_head.config import DraftHeadConfig
-from draftproof.models.draft_head.quantize import quantize_matrices
+from draftproof.models.weight_formats import Int8RowWeight
 from draftproof.train.config import write_json
 
 WEIGHTS = "model.safetensors"
@@ -122,17 +122,19 @@ def _rope(config: DraftHeadConfig) -> dict[str, Any]:
 
 def stored(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """Return the tensors as a file stores them: bf16, with `bits=8` matrices in int8."""
-    some = quantize_matrices(weights) if bits == 8 else dict(weights)
-    return {
-        name: weight.detach().bfloat16() if name in weights and weight.is_floating_point() else weight
-        for name, weight in some.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if bits == 8 and weight.dim() == 2:
+            tensors |= Int8RowWeight.quantize(weight).stored(name)
+        else:
+            tensors[name] = weight.detach().bfloat16() if weight.is_floating_point() else weight
+    return tensors
 
 
 def _save(folder: Path, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    half = folder / (WEIGHTS + ".part")
+    partial = folder / (WEIGHTS + ".part")
     on_host = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
-    save_file(on_host, half, metadata={"format": "pt"})
-    half.chmod(0o644)  # the library writes for the owner alone
-    os.replace(half, folder / WEIGHTS)
+    save_file(on_host, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # the library writes for the owner alone
+    os.replace(partial, folder / WEIGHTS)

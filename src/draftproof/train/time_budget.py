@@ -44,26 +44,22 @@ def measured(trainer: Trainer, began: float, tokens: int) -> TimeEstimate:
     `began`: start of the phase (`time.monotonic()`). `tokens`: size of the whole text; the trainer may hold
     a part of it.
     """
-    reading = time.monotonic() - began  # comes once more
+    once = time.monotonic() - began  # the text is read once more
     target_states, plan, held = trainer.target_states, trainer.plan, trainer.held
-    once = reading
     if plan.keep:
         target_states.compute_all()  # compiles and allocates
         target_states.release()
         once += _timed(trainer, target_states.compute_all) * tokens / int(trainer.batches.begins[-1])
     update, first = time_updates(trainer)
-    once += 2 * max(
-        0.0, first - TIMED_UPDATES * update
-    )  # compiling and capturing; other shapes are still to come
+    # Compilation and capture, twice: other shapes follow.
+    once += 2 * max(0.0, first - TIMED_UPDATES * update)
     trainer.accepted(held[:GROUP_TEXTS])  # compiles, too
     point = _timed(trainer, lambda: trainer.accepted(held[: plan.eval_texts]))
     if trainer.scales_logits:
         warm = [text for text in held if text.temperature > 0]
-        some, weights = warm[:GROUP_TEXTS], trainer.rounded()
-        spent = _timed(
-            trainer, lambda: trainer.evaluator.acceptance_by_logit_scale(weights, some, plan.max_len)
-        )
-        once += spent * len(warm) / max(1, len(some))
+        given = trainer.rounded(), warm[:GROUP_TEXTS], plan.max_len
+        spent = _timed(trainer, lambda: trainer.evaluator.acceptance_by_logit_scale(*given))
+        once += spent * len(warm) / max(1, len(given[1]))
     with TemporaryDirectory() as folder:
         saving = _timed(trainer, lambda: trainer.save(Path(folder)))
     return TimeEstimate(update, point, saving, once + time.monotonic() - began)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
 from draftproof.models.draft_head.formats import load_draft_head
 from draftproof.models.load import DTYPES, Checkpoint
 from draftproof.models.weight_formats import dequantize_all, read_weights
@@ -49,14 +49,9 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> Dr
         )
     return DraftHeadConfig(
         kind="eagle3",
-        hidden_size=config.hidden_size,
+        **{name: getattr(config, name) for name in LAYER_SIZES},
         intermediate_size=plan.intermediate_size or config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         rms_norm_eps=config.norm_eps,
-        rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
         feature="aux",
         aux_layers=plan.aux_layers or _three_layers(config),
         draft_vocab_size=draft_vocab,
@@ -143,7 +138,7 @@ class Trainer:
         self.d2t = ids.to(device)
         room = plan.max_len + plan.unroll + plan.drafts + 64
         self.target_model = TargetModel(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
-        self.module = HeadModule(self.config, device, room, plan.attention)
+        self.module = HeadModule(self.config, device, room)
         self.head = self.target_model.head[self.d2t]  # [draft vocab, hidden]
         self.ops = resolve("auto", device)
         self.evaluator = Evaluator(self.target_model, self.module, self.d2t, self.ops, plan.drafts)
@@ -218,7 +213,6 @@ class Trainer:
         return parts / self.decays
 
     def _batch_tensors(self, batch: Batch) -> BatchTensors:
-        """Return the host tensors that an update is computed from."""
         grain = 1
         if self.gradients.replays:
             batch = batch.padded_to(self.plan.batch_tokens // batch.tokens.shape[1])
@@ -229,9 +223,7 @@ class Trainer:
         rows = Rows.of(weight, grain)
         stored = self.target_states.places(batch)
         tokens = torch.from_numpy(batch.tokens)
-        return BatchTensors(
-            tokens, stored, weight, greedy_rows, rows.chosen, rows.places, rows.target_rows, rows.target_index
-        )
+        return BatchTensors(tokens, stored, weight, greedy_rows, *rows)
 
     def _gradients(self, batch_tensors: BatchTensors, measure: bool) -> GradientsAndLoss:
         """Compute gradients and losses from tensors on the device."""
@@ -242,18 +234,9 @@ class Trainer:
         outputs = self.module.unroll(rounded, states.features, embeds, unroll)
         student = self.module.normed(rounded, outputs).flatten(1, 2)
         there = states.hidden.flatten(0, 1)
-        rows = Rows(
-            batch_tensors.chosen, batch_tensors.places, batch_tensors.target_rows, batch_tensors.target_index
-        )
+        weight, greedy_rows, *rows = batch_tensors[2:]
         loss, parts = unrolled_loss(
-            student,
-            there,
-            self.head,
-            batch_tensors.weight,
-            batch_tensors.greedy_rows,
-            rows,
-            self.loss_weights,
-            measure,
+            student, there, self.head, weight, greedy_rows, Rows(*rows), self.loss_weights, measure
         )
         return torch.autograd.grad(loss, list(self.weights.values())), parts
 

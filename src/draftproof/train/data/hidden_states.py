@@ -1,7 +1,7 @@
-"""What the target says of the texts: computed whenever it is needed, or once, and kept on the device.
+"""Hidden states of the target for the texts: computed for every batch, or once and kept on the device.
 
-Kept rows are computed before training, in an order that depends on the texts alone: a run that goes on after
-a cut computes them again and has the same bits.
+Kept rows are computed before training, in an order that depends on the texts alone, so that a resumed run
+computes the same bits again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftproof.train.model.target import TargetModel, TargetStates
 
 
 class TargetStateCache:
-    """`keep`: all rows stay on the device, (layers + 1) * hidden numbers a token."""
+    """Target states; with `keep` all rows stay on the device, (layers + 1) * hidden numbers a token."""
 
     def __init__(
         self, target_model: TargetModel, batches: Batches, layers: tuple[int, ...], ops: Ops, keep: bool
@@ -26,7 +26,7 @@ class TargetStateCache:
         self.keep = keep
 
     def __call__(self, tokens: Tensor, stored: Tensor) -> TargetStates:
-        """tokens [B, T]: those of a batch; stored: its places. Both on the device."""
+        """Return the states of a batch from its tokens [B, T] and its `places`, both on the device."""
         if not self.keep:
             return self.target_model(tokens, self.layers)
         rows = F.embedding(stored, self.compute_all())  # [B, T, (layers + 1) * hidden]
@@ -34,7 +34,7 @@ class TargetStateCache:
         return TargetStates(rows[..., :wide], rows[..., wide:])
 
     def compute_all(self) -> Tensor:
-        """All rows; computed if they are not there."""
+        """Return all rows, computed at the first call."""
         if self._rows is None:
             self._rows = self._compute()
         return self._rows
@@ -43,8 +43,7 @@ class TargetStateCache:
         self._rows = None
 
     def places(self, batch: Batch) -> Tensor:
-        """[B, T]: where the rows of each text stand; those beyond its end have the last place. [0]: nothing
-        is kept."""
+        """Return the stored row of each token [B, T]; padding has the last row. [0] without `keep`."""
         if not self.keep:
             return torch.zeros(0, dtype=torch.int64)
         column = torch.arange(batch.tokens.shape[1])[None, :]

@@ -1,7 +1,7 @@
-"""How users' messages begin: a model that is given such an opening goes on as a user would.
+"""Openings of user messages, which a model completes to a prompt.
 
-Left to itself a model asks what it was most often asked. These beginnings bring it to questions of fact, to
-translation, and to texts that are there to be summarised, rewritten or asked about.
+Without an opening a model writes the prompts that were most frequent in its training. These openings lead to
+questions of fact, translation, and tasks about a given text.
 """
 
 from __future__ import annotations
@@ -12,17 +12,9 @@ from collections.abc import Sequence
 QUESTIONS = (
     *("What is", "What was", "What does", "What are the", "Who was", "Who wrote", "Who is the", "When did"),
     *("When was the", "Where is", "Where does", "Why do", "Why is", "How do I", "How does", "How many"),
-    *(
-        "How much",
-        "How long",
-        "Which",
-        "Is it true that",
-        "Can you",
-        "Could you",
-        "Should I",
-        "In which year",
-    ),
-    *("The name of", "what is the", "who played", "when is the", "where was the", "how old is"),
+    *("How much", "How long", "Which", "Is it true that", "Can you", "Could you", "Should I"),
+    *("In which year", "The name of", "what is the", "who played", "when is the", "where was the"),
+    *("how old is",),
 )
 TASKS = (
     *("Write a", "Write an email", "Write a short story", "Write a poem", "Write a blog post about", "Draft"),
@@ -44,7 +36,7 @@ TRANSLATE = (
     "What does this {} sentence mean in English?\n\n",
     "Please translate the following {} text to English:\n\n",
 )
-# {} is the text; those that end open are gone on with, so that the question fits the text
+# {} is the text; the model completes a message of ASK, so that the question fits the text
 READ = (
     "Summarize the following text: {}",
     "Summarize this article:\n\n{}",
@@ -65,7 +57,7 @@ ASK = (
 
 
 def opening(rng: random.Random) -> str:
-    """The beginning of a message, for the model to go on with."""
+    """Return the opening of a message, for the model to complete."""
     kind = rng.random()
     if kind < 0.2:
         language = rng.choice(sorted(LANGUAGES))
@@ -74,7 +66,7 @@ def opening(rng: random.Random) -> str:
 
 
 def message_about(texts: Sequence[str], rng: random.Random) -> tuple[str, bool]:
-    """A message about these texts, and whether the model is to go on with it."""
-    goes_on = rng.random() < 0.5
-    message = rng.choice(ASK if goes_on else READ).replace("{}", "\n".join(texts))
-    return (message + rng.choice(QUESTIONS) if goes_on else message), goes_on
+    """Return a message about these texts, and whether the model has to complete it."""
+    is_open = rng.random() < 0.5
+    message = rng.choice(ASK if is_open else READ).replace("{}", "\n".join(texts))
+    return (message + rng.choice(QUESTIONS) if is_open else message), is_open

@@ -1,10 +1,9 @@
-"""Causal attention of a library that also says how much all keys weigh together, with slopes of both.
+"""Causal attention of torch that also returns the log of the sum of exponents, both differentiable.
 
-A head's later steps attend to a few more keys, one of each step: the two are joined by their weights, which
-are the sums of exponents that the library has anyway. It takes no slope of them, but can be led to: the slope
-of a score is share * (slope of its value - mean of those slopes), the mean as out * slope of out. One more
-column of the values, all ones, with the slope of the sum as its slope adds that to the first of the two; in
-`out` that column is given as 0, so that it is not in the mean.
+Later steps of a head attend to one more key per step; the two parts are joined by their sums of exponents.
+The library computes no gradient of that sum. The gradient of a score is share * (gradient of its value -
+mean of those gradients), where the mean is computed as out * gradient of out. A column of ones in the values,
+whose gradient is that of the sum, adds the missing term; it is 0 in `out`, so the mean does not include it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PAD_COLUMNS = 8  # columns more: the library wants multiples of it
+PAD_COLUMNS = 8  # added columns: the library requires multiples of it
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, heads, T, dim] each -> out [B, heads, T, dim], log of the sum of exponents [B, heads, T] fp32."""
+    """Return out [B, heads, T, dim] and the log of the sum of exponents [B, heads, T] fp32."""
     out, total = _Causal.apply(q, k, v)
     return out, total
 
@@ -32,7 +31,7 @@ class _Causal(torch.autograd.Function):
         if q.is_cuda:
             found = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
             out, total = found[0], found[1]
-            # cumulated lengths and the longest ones, state of the noise that is not used
+            # cumulative and maximum lengths, and the state of the dropout, which is not used
             ctx.more = (*found[2:6], *found[6:8])
         else:
             out, total = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

@@ -7,21 +7,19 @@ update is replayed, the first of a shape too, so that a resumed run gives the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftproof.ops import Ops
 
-GradientsAndLoss = tuple[
-    Sequence[Tensor], Tensor
-]  # one per weight; [unroll] fp32: loss at each draft position
+# one gradient per weight; [unroll] fp32: loss at each draft position
+GradientsAndLoss = tuple[Sequence[Tensor], Tensor]
 MAX_ROW_COUNTS = 8  # captured numbers of trained rows per text width
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTensors:
+class BatchTensors(NamedTuple):
     """Input tensors of a gradient computation, on the host or on the device. N = B * T."""
 
     tokens: Tensor  # [B, T] int64
@@ -32,10 +30,6 @@ class BatchTensors:
     places: Tensor  # [N] int64
     target_rows: Tensor  # [S] int64
     target_index: Tensor  # [unroll, M] int64
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__)
 
 
 class GradientGraph:
@@ -58,21 +52,19 @@ class GradientGraph:
     def __call__(self, batch_tensors: BatchTensors, measure: bool) -> GradientsAndLoss:
         """Compute gradients of host tensors. A replay always measures; its results last until the next."""
         if not self.replays:
-            return self._compute(
-                BatchTensors(*(self._ops.runtime.send(part) for part in batch_tensors.parts)), measure
-            )
-        shape = tuple(part.shape for part in batch_tensors.parts)
+            return self._compute(BatchTensors(*map(self._ops.runtime.send, batch_tensors)), measure)
+        shape = tuple(part.shape for part in batch_tensors)
         if shape not in self._made:
             self._made[shape] = self._captured(batch_tensors)
         given, replay = self._made[shape]
-        for part, target in zip(batch_tensors.parts, given.parts, strict=True):
+        for part, target in zip(batch_tensors, given, strict=True):
             if len(part):
                 self._ops.runtime.send(part, target)
         replay()
         return self._gradients, self._losses
 
     def _captured(self, batch_tensors: BatchTensors) -> tuple[BatchTensors, Callable[[], None]]:
-        given = BatchTensors(*(self._ops.runtime.send(part) for part in batch_tensors.parts))
+        given = BatchTensors(*map(self._ops.runtime.send, batch_tensors))
 
         def run() -> None:
             gradients, losses = self._compute(given, True)

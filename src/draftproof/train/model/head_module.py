@@ -1,9 +1,8 @@
-"""The head as it is trained: weights in fp32, its step over whole texts, unrolled as it drafts.
+"""Draft head for training: its step over whole texts, unrolled as it drafts.
 
-Row p of step j is what the engine computes j steps after row p of the target: it takes the output of step
-j - 1 at row p as its feature, the embedding of token p + 1 + j, rope position p + j, and attends to the keys
-that would then be stored: those of step 0 up to row p, made of the target's own features, and its own of
-steps 1 to j.
+Row p of step j is what the engine computes j steps after row p of the target. Its feature is the output of
+step j - 1 at row p, its token is p + 1 + j, its rope position p + j. It attends to the keys that would then
+be stored: those of step 0 up to row p, computed from the target's features, and its own of steps 1 to j.
 """
 
 from __future__ import annotations
@@ -26,24 +25,22 @@ Keys = tuple[Tensor, Tensor]  # K and V [B, kv heads, T, dim] of one step
 
 
 def new_weights(config: DraftHeadConfig, feature_rms: Tensor, norm: Tensor, seed: int) -> dict[str, Tensor]:
-    """Weights to begin with, fp32 on the CPU. feature_rms [layers]: how large the features of each layer are.
+    """Return initial weights, fp32 on the CPU. feature_rms [layers]: size of each layer's features.
 
-    `fc` begins as the mean of the layers, each brought to the size of one: the head then starts from what the
-    target already knows, and what attention and MLP add starts small. norm [hidden]: the target's last one,
-    which its LM head is used to.
+    `fc` begins as the mean of the layers, each scaled to size one; attention and MLP begin small. norm
+    [hidden]: the target's last norm, which fits its LM head.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in config.tensors().items():
         if name == "d2t":
             continue
-        if len(shape) == 1:
-            weights[name] = torch.ones(shape)
-            continue
-        std = 1 / math.sqrt(shape[1])
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            std *= 0.1
-        weights[name] = torch.randn(shape, generator=generator) * std
+        weights[name] = torch.ones(shape)
+        if len(shape) > 1:
+            std = 1 / math.sqrt(shape[1])
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std *= 0.1
+            weights[name] = torch.randn(shape, generator=generator) * std
     layers, hidden = len(config.aux_layers), config.hidden_size
     fc = weights["fc.weight"].view(hidden, layers, hidden).mul_(0.1)
     fc += torch.eye(hidden)[:, None] / math.sqrt(layers)
@@ -54,20 +51,18 @@ def new_weights(config: DraftHeadConfig, feature_rms: Tensor, norm: Tensor, seed
 
 
 class HeadModule:
-    """Computes a head's steps. Weights are given with every call: fp32 to train, rounded to try."""
+    """Steps of a head. Weights are given with every call: fp32 for training, rounded for evaluation."""
 
-    def __init__(
-        self, config: DraftHeadConfig, device: torch.device, max_len: int, attention: str = "written"
-    ) -> None:
+    def __init__(self, config: DraftHeadConfig, device: torch.device, max_len: int) -> None:
         self.config = config
-        self.attend = {"joined": attend_joined, "written": attend}[attention]
+        self.attend = attend_joined
         self.rope = rope_table(config.decoder(), max_len).to(device)  # [max_len, head_dim] fp32
 
     def unroll(self, weights: Weights, features: Tensor, embeds: Tensor, steps: int) -> Tensor:
-        """Outputs of every step, before the norm: [steps, B, T, hidden].
+        """Return the outputs of every step before the norm: [steps, B, T, hidden].
 
-        features [B, T, layers * hidden]: of the target's rows. embeds [B, T + steps, hidden]: of the tokens,
-        with anything after the text: rows whose token is not there mean nothing.
+        features [B, T, layers * hidden]: of the target's rows. embeds [B, T + steps, hidden]: of the tokens;
+        rows whose token lies after the text have no meaning.
         """
         length = features.shape[1]
         feature = self.feature(weights, features)
@@ -82,28 +77,23 @@ class HeadModule:
         return torch.stack(outputs)
 
     def feature(self, weights: Weights, features: Tensor) -> Tensor:
-        """What the head makes of the target's rows: [..., layers * hidden] -> [..., hidden]."""
-        config = self.config
-        if config.feature_norm == "each":
-            rows = features.chunk(len(config.aux_layers), dim=-1)
-            features = torch.cat(
-                [
-                    F.rms_norm(row, row.shape[-1:], weights[f"feature_norm.{i}.weight"], config.rms_norm_eps)
-                    for i, row in enumerate(rows)
-                ],
-                dim=-1,
-            )
+        """Reduce rows of the target [..., layers * hidden] to features [..., hidden]."""
+        if self.config.feature_norm == "each":
+            rows, eps = features.chunk(len(self.config.aux_layers), dim=-1), self.config.rms_norm_eps
+            norms = [weights[f"feature_norm.{i}.weight"] for i in range(len(rows))]
+            normed = (F.rms_norm(row, norm.shape, norm, eps) for row, norm in zip(rows, norms, strict=True))
+            features = torch.cat(list(normed), dim=-1)
         return F.linear(features, weights["fc.weight"])
 
     def step(
         self,
         weights: Weights,
         feature: Tensor,  # [B, T, hidden]
-        token: Tensor,  # [B, T, hidden]: embedding of the token that came after
+        token: Tensor,  # [B, T, hidden]: embedding of the next token
         rope: tuple[Tensor, Tensor],
-        stored: list[Keys],  # of the steps before; this one's are added
+        stored: list[Keys],  # of earlier steps; those of this step are added
     ) -> Tensor:
-        """One step of every row: its output before the norm, [B, T, hidden]."""
+        """Return the output of one step of every row before the norm, [B, T, hidden]."""
         config, at = self.config, "layers.0."
         batch, length, hidden = feature.shape
         eps = config.rms_norm_eps
@@ -131,19 +121,19 @@ class HeadModule:
         return x + F.linear(y, weights[at + "mlp.down_proj.weight"])
 
     def normed(self, weights: Weights, outputs: Tensor) -> Tensor:
-        """What the LM head is given."""
+        """Return the input of the LM head."""
         config = self.config
         return F.rms_norm(outputs, (config.hidden_size,), weights["norm.weight"], config.rms_norm_eps)
 
 
 def attend_joined(q: Tensor, stored: list[Keys]) -> Tensor:
-    """As `attend`, with the library's attention over step 0's keys: nothing here is of size T * T."""
-    if q.is_cuda and q.dtype == torch.float32:  # for which the library has no kernel
+    """Compute `attend` with the library's attention over step 0's keys: no tensor has size T * T."""
+    if q.is_cuda and q.dtype == torch.float32:  # the library has no kernel for it
         return attend(q, stored)
     (keys, values), own = stored[0], stored[1:]
     batch, heads, length, dim = q.shape
     groups = heads // keys.shape[1]
-    first, total = causal(q, _for_each(keys, groups), _for_each(values, groups))
+    first, total = causal(q, _expand(keys, groups), _expand(values, groups))
     if not own:
         return first
     q = q.view(batch, -1, groups, length, dim)
@@ -151,30 +141,29 @@ def attend_joined(q: Tensor, stored: list[Keys]) -> Tensor:
     shares = torch.softmax(torch.stack([total, *alone], dim=-1), dim=-1).to(q.dtype)  # [B, heads, T, steps]
     out = shares[..., :1] * first
     for index, (_, v) in enumerate(own):
-        out = out + shares[..., index + 1, None] * _for_each(v, groups)
+        out = out + shares[..., index + 1, None] * _expand(v, groups)
     return out
 
 
-def _for_each(rows: Tensor, groups: int) -> Tensor:
-    """[B, kv heads, T, dim] -> [B, heads, T, dim]."""
+def _expand(rows: Tensor, groups: int) -> Tensor:
+    """Repeat [B, kv heads, T, dim] for the heads that share them: [B, heads, T, dim]."""
     return rows[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 def visible(length: int, device: torch.device) -> Tensor:
-    """[T, T] bool: row p sees the keys of step 0 up to p."""
+    """Return the mask [T, T] of keys of step 0: row p attends to keys up to p."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 def attend(q: Tensor, stored: list[Keys]) -> Tensor:
-    """Row p over step 0's keys up to p, and over its own of the later steps: [B, heads, T, dim].
+    """Attend from row p to step 0's keys up to p and to its own keys of later steps: [B, heads, T, dim].
 
-    Written out, because a library's attention would need the later steps' keys as T columns each, all but one
-    of them masked. Scores are the only thing of size T * T here.
+    Plain ops, because a library's attention would need T columns for each later step, all but one masked.
     """
     (keys, values), own = stored[0], stored[1:]
     batch, heads, length, dim = q.shape
     groups = heads // keys.shape[1]
-    q = (q * dim**-0.5).reshape(batch, -1, groups * length, dim)  # heads that share keys, one after another
+    q = (q * dim**-0.5).reshape(batch, -1, groups * length, dim)  # heads that share keys are adjacent
     scores = q @ keys.transpose(-1, -2)  # [B, kv heads, groups * T, T]
     scores = scores.view(batch, -1, groups, length, length)
     hidden = ~visible(length, q.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ class LossWeights:
     overlap: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows of the drafts that are trained, among the N rows of all texts concatenated."""
 
     chosen: Tensor  # [M] int64, ascending
@@ -102,10 +101,8 @@ class _Unrolled(torch.autograd.Function):
         gradient = torch.empty_like(student)
         parts = torch.full((steps,), 0.0 if measure else torch.nan, device=student.device)
         gradient_function = _gradient_function(student.device, len(head))
-        hard, share = (
-            (loss_weights.hard * greedy_rows)[rows.chosen],
-            weight[:, rows.chosen],
-        )  # [M], [steps, M]
+        hard = (loss_weights.hard * greedy_rows)[rows.chosen]  # [M]
+        share = weight[:, rows.chosen]  # [steps, M]
         target_logits = F.linear(target_hidden[rows.target_rows], head)  # [S, vocab]
         some = max(1, CHUNK_BYTES // (4 * len(head)))
         found = torch.zeros(count + 1, hidden, dtype=student.dtype, device=student.device)  # the last stays 0
@@ -149,7 +146,6 @@ def _gradient_eager(
     overlap: float,
     measure: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient and the values with torch ops."""
     there, hard, share = target_logits[which], hard[:, None], share[:, None]
     values = share[:, 0] * _divergence(logits, there, hard, overlap) if measure else share.new_zeros(0)
     return compiled(_gradient, logits.device)(logits, there, hard, share, overlap), values
@@ -179,8 +175,6 @@ def _gradient(logits: Tensor, there: Tensor, hard: Tensor, share: Tensor, overla
     head_probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
     gradient = head_probs - distribution
     if overlap:
-        low = torch.where(
-            head_probs < distribution, head_probs, 0.0
-        )  # where more of the head's share is wanted
+        low = torch.where(head_probs < distribution, head_probs, 0.0)  # tokens that need more probability
         gradient = gradient + overlap * (head_probs * low.sum(-1, keepdim=True) - low)
     return (gradient * share).to(logits.dtype)
