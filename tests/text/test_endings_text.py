@@ -1,47 +1,34 @@
 """Endings through LLM: text, offsets, logprobs, provenance, usage and statistics have one length.
 
-A tiny model with a made-up vocabulary of pieces of one to three characters, some of them halves of a
-character, so that stop strings begin and end anywhere in a token and anywhere in a draft window.
+The tiny model has tokens of one to three characters, some of them partial characters, so that stop strings
+begin and end anywhere in a token and in a draft window.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rich.progress import Progress
 
 import proposers
-from draftproof import LLM, SamplingParams
+from draftproof import SamplingParams
 from draftproof.engine.step.step_results import StepResults
 from draftproof.text.streaming_output import StreamingOutput
-from text_pieces import CONFIG, FIRST, PIECES, Always, Pieces, seen
+from text_pieces import CONFIG, FIRST, PIECES, Always, make_llm, seen
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-
-    def make(spec, **more):
-        options = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 4, "debug": True}
-        llm = LLM(str(folder), speculative_config=spec, **options, **more)
-        llm.tokenizer = Pieces()
-        return llm
-
-    return make
+    return partial(make_llm, tmp_path_factory.mktemp("tiny"), max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
 def llms(make):
     spec = {"num_speculative_tokens": 5, "adaptive": False}
-    return (
-        make(None),
-        make({"method": "proposers:Perfect", **spec}),
-        make({"method": "proposers:Flaky", **spec}),
-    )
+    return make(None), *(make({"method": f"proposers:{name}", **spec}) for name in ("Perfect", "Flaky"))
 
 
 def params(**options):
@@ -79,7 +66,7 @@ def _ended_on_a_draft(output):
     return bool(output.provenance) and output.provenance[-1].startswith("accepted:")
 
 
-def answers(llms, prompt="ab", **options):
+def checked_output(llms, prompt="ab", **options):
     """Return the plain output after checking that the speculative ones equal it and have equal counts."""
     plain, *others = llms
     want = plain.generate(prompt, params(**options))[0]
@@ -97,53 +84,53 @@ def answers(llms, prompt="ab", **options):
     return want.outputs[0]
 
 
-def test_a_stop_string_at_any_place_of_any_length(llms):
-    free = answers(llms, ignore_eos=True)
+def test_stop_string_of_any_length_ends_the_text_anywhere(llms):
+    free = checked_output(llms, ignore_eos=True)
     assert len(free.text) > 20 and "\ufffd" in free.text
     for begin in range(0, len(free.text) - 5, 2):
         for size in (1, 2, 3, 5):
             stop = free.text[begin : begin + size]
-            out = answers(llms, stop=[stop], ignore_eos=True)
+            out = checked_output(llms, stop=[stop], ignore_eos=True)
             assert out.finish_reason == "stop" and out.stop_reason == stop
             assert out.text == free.text[: free.text.index(stop)]
 
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("minimum", [0, 4, 9])
-def test_several_stop_strings_min_tokens_and_the_stop_in_the_text(llms, include, minimum):
+def test_stop_strings_with_min_tokens_and_included_stop(llms, include, minimum):
     for seed in range(6):
-        out = answers(
-            llms,
-            stop=["bb", "ba", "a b", "\u00e9"],
-            include_stop_str_in_output=include,
-            min_tokens=minimum,
-            seed=seed,
-        )
+        options = {"stop": ["bb", "ba", "a b", "\u00e9"], "include_stop_str_in_output": include}
+        out = checked_output(llms, **options, min_tokens=minimum, seed=seed)
         assert out.finish_reason in ("stop", "length")
         assert len(out.token_ids) > minimum or out.finish_reason == "length"
 
 
-def test_end_of_text_stop_tokens_and_limits(llms):
+def test_end_tokens_stop_tokens_and_limits_finish_the_output(llms):
     reasons = set()
     for seed in range(8):
         for options in ({}, {"stop_token_ids": [12, 17]}, {"max_tokens": 7}, {"stop": ["abb"]}):
-            reasons.add(answers(llms, seed=seed, **options).finish_reason)
+            reasons.add(checked_output(llms, seed=seed, **options).finish_reason)
     assert reasons == {"stop", "length"}
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 6, 7])
-def test_an_error_inside_a_window(llms, at):
+def failing_after(count):
+    """Return a logits processor that raises after `count` tokens of the output."""
+
     def fails(tokens, row):
-        if len(tokens) == 2 + at:
+        if len(tokens) == 2 + count:
             raise ValueError("enough")
         return row
 
-    out = answers(llms, logits_processors=[fails], ignore_eos=True)
+    return fails
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 6, 7])
+def test_error_inside_a_window_keeps_the_tokens_before_it(llms, at):
+    out = checked_output(llms, logits_processors=[failing_after(at)], ignore_eos=True)
     assert len(out.token_ids) == at and out.finish_reason == "error" and "enough" in out.error
 
 
-def test_a_stream_left_at_any_token(llms):
-    """What was taken is a beginning of the answer, and nothing stays behind."""
+def test_closed_stream_leaves_no_work(llms):
     plain, perfect, _ = llms
     free = plain.generate("ab", params(ignore_eos=True))[0].outputs[0]
     proposers.set_answers(Always(free.token_ids))
@@ -156,7 +143,7 @@ def test_a_stream_left_at_any_token(llms):
         assert not perfect.engine.has_work
 
 
-def test_a_stream_ends_where_the_answer_ends(llms):
+def test_stream_equals_generate(llms):
     _, perfect, flaky = llms
     for llm in (perfect, flaky):
         for options in ({"stop": ["ba"]}, {"ignore_eos": True}, {"max_tokens": 6}, {"seed": 3}):
@@ -171,24 +158,19 @@ def test_a_stream_ends_where_the_answer_ends(llms):
 @pytest.mark.parametrize("at", [0, 1, 4, 7])
 def test_stream_error_is_in_the_last_event(llms, at):
     """Check the end event of a failed step, with and without a token in that step."""
-
-    def fails(tokens, row):
-        if len(tokens) == 2 + at:
-            raise ValueError("enough")
-        return row
-
+    failing = params(logits_processors=[failing_after(at)], ignore_eos=True)
     for llm in llms:
-        events = list(llm.stream("ab", params(logits_processors=[fails], ignore_eos=True)))
+        events = list(llm.stream("ab", failing))
         assert events[-1].finish_reason == "error" and "enough" in events[-1].error
         assert len([e for e in events if e.token_id is not None]) == at
-        whole = llm.generate("ab", params(logits_processors=[fails], ignore_eos=True))[0].outputs[0]
+        whole = llm.generate("ab", failing)[0].outputs[0]
         assert "".join(e.text for e in events) == whole.text
 
 
 @pytest.mark.parametrize("given_params", [-1, 50])
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 def test_all_logprobs_of_a_small_vocabulary(make, given_params, mode):
-    """All there are, or more than that: the device lists so few itself."""
+    """Request all logprobs, or more than the vocabulary has."""
     llm, vocab = make(None, max_logprobs=-1), CONFIG["vocab_size"]
     want, got = (
         params(logprobs=top, logprobs_mode=mode, include_draft_logprobs=False)
@@ -200,22 +182,22 @@ def test_all_logprobs_of_a_small_vocabulary(make, given_params, mode):
     assert [event.logprobs for event in llm.stream("ab", got)] == whole.logprobs
 
 
-def test_control_tokens_kept_behind_a_stop_string(llms, monkeypatch):
+def test_control_tokens_kept_after_a_stop_string_are_detected(llms, monkeypatch):
     def broken(self, step):
         return [self._stops.push([self._piece(step, i, token)]) for i, token in enumerate(step.token_ids)]
 
-    stop = answers(llms, ignore_eos=True).text[4:7]
-    assert answers(llms, ignore_eos=True, stop=[stop]).finish_reason == "stop"
+    stop = checked_output(llms, ignore_eos=True).text[4:7]
+    assert checked_output(llms, ignore_eos=True, stop=[stop]).finish_reason == "stop"
     monkeypatch.setattr(StreamingOutput, "_visible_texts", broken)
     with pytest.raises(AssertionError):
-        answers(llms, ignore_eos=True, stop=[stop])
+        checked_output(llms, ignore_eos=True, stop=[stop])
 
 
 # --- built in bulk, or token by token ---------------------------------------------------------------------
 
 
 def free_options(draw):
-    """Whatever an answer may depend on, apart from drafts that are told one by one."""
+    """Return random options, without those that disable bulk outputs."""
     return {
         "include_draft_logprobs": False,
         "logprobs": draw.choice([None, 0, 2, 5, 20]),
@@ -235,7 +217,7 @@ def free_options(draw):
 
 
 def both_ways(llm, seed):
-    """Return a batch whose answers are built in bulk, and the same with every step looked at."""
+    """Return the bulk outputs of a batch, and those with every step as an object."""
     draw = random.Random(seed)
     options = [free_options(draw) for _ in range(9)]
     prompts = [draw.choice(["a", "ab", "abba", "b a"]) for _ in options]
@@ -253,7 +235,7 @@ def bulk_tokens(results):
     return sum(r.usage["completion_tokens"] for r in results)
 
 
-def test_bulk_is_what_token_by_token_gives(llms):
+def test_bulk_outputs_equal_outputs_built_token_by_token(llms):
     proposers.set_answers(Always([FIRST, FIRST + 2, FIRST + 5] * 60))
     reasons, origins = set(), set()
     for llm in llms:
@@ -267,7 +249,7 @@ def test_bulk_is_what_token_by_token_gives(llms):
     assert {"plain", "bonus", "recovered"} < origins
 
 
-def test_results_a_step_late_change_no_answer(llms, make):
+def test_overlapped_steps_change_no_output(llms, make):
     """A stop string is found while the next step is in flight; the results of that step are dropped."""
     late = make(None, overlap=True)
     assert late.engine.loop.overlap
@@ -280,16 +262,16 @@ def test_results_a_step_late_change_no_answer(llms, make):
     text = llms[0].generate("ab", params(**free))[0].outputs[0].text
     wanted_params = [params(**free, stop=[text[6:8]]), params(**free), params(**free, max_tokens=3)]
     for llm in (late, llms[0]):
-        answers = llm.generate(["ab"] * 3, wanted_params, use_tqdm=False)
-        assert [a.outputs[0].text for a in answers[:2]] == [text[: text.index(text[6:8])], text]
-        assert sum(a.metrics.num_emitted_tokens for a in answers) == bulk_tokens(answers)
+        results = llm.generate(["ab"] * 3, wanted_params, use_tqdm=False)
+        assert [a.outputs[0].text for a in results[:2]] == [text[: text.index(text[6:8])], text]
+        assert sum(a.metrics.num_emitted_tokens for a in results) == bulk_tokens(results)
         assert not llm.tracker.has_pending_outputs and not llm.engine.has_work
 
 
-def test_control_a_bulk_answer_that_differs(llms, monkeypatch):
+def test_control_hidden_token_lost_in_bulk_is_detected(llms, monkeypatch):
     monkeypatch.setattr("draftproof.text.bulk.detokenizer.BulkDetokenizer.push_hidden", lambda self: None)
     with pytest.raises(AssertionError):
-        test_bulk_is_what_token_by_token_gives(llms)
+        test_bulk_outputs_equal_outputs_built_token_by_token(llms)
 
 
 def test_no_step_output_is_created_for_bulk_outputs(llms, monkeypatch):
@@ -308,7 +290,7 @@ def test_no_step_output_is_created_for_bulk_outputs(llms, monkeypatch):
     assert not plain.engine.has_work
 
 
-def test_streams_stop_strings_and_bulk_in_one_engine(llms):
+def test_streams_stop_strings_and_bulk_outputs_share_an_engine(llms):
     """Each request gets its own results; overlapping calls leave no state."""
     for llm in llms:
         alone = llm.generate(["ab", "ba", "a"], params(ignore_eos=True), use_tqdm=False)
@@ -316,18 +298,18 @@ def test_streams_stop_strings_and_bulk_in_one_engine(llms):
         events = [next(stream)]
         quiet, stop = params(ignore_eos=True, include_draft_logprobs=False), alone[1].outputs[0].text[3:5]
         wanted_params = [quiet, params(ignore_eos=True, stop=[stop]), quiet]
-        answers = llm.generate(["ab", "ba", "a"], wanted_params, use_tqdm=False)
+        results = llm.generate(["ab", "ba", "a"], wanted_params, use_tqdm=False)
         events += stream
         assert [e.token_id for e in events] == alone[0].outputs[0].token_ids
         assert "".join(e.text for e in events) == alone[0].outputs[0].text
         for i in (0, 2):
-            assert seen(answers[i].outputs[0]) == seen(alone[i].outputs[0])
-        assert answers[1].outputs[0].stop_reason == stop
+            assert seen(results[i].outputs[0]) == seen(alone[i].outputs[0])
+        assert results[1].outputs[0].stop_reason == stop
         assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeypatch):
+def test_interrupted_batch_is_counted_and_leaves_no_work(llms, after, monkeypatch):
     for llm in llms:
         reported, before = [], llm.stats.num_emitted_tokens
 
@@ -342,16 +324,13 @@ def test_an_interrupted_batch_leaves_nothing_and_is_counted(llms, after, monkeyp
             patch.setattr(llm.engine, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 quiet = params(ignore_eos=True, include_draft_logprobs=False)
-                llm.generate(
-                    ["ab", "a", "b"],
-                    [quiet, params(ignore_eos=True, stop=["bbbbb"]), params()],
-                    use_tqdm=False,
-                )
+                mixed = [quiet, params(ignore_eos=True, stop=["bbbbb"]), params()]
+                llm.generate(["ab", "a", "b"], mixed, use_tqdm=False)
         assert llm.stats.num_emitted_tokens - before == sum(reported)
         assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
 
 
-def test_the_bar_moves_with_endings_alone(llms, monkeypatch):
+def test_progress_bar_counts_finished_outputs(llms, monkeypatch):
     updates = []
     monkeypatch.setattr(Progress, "update", lambda self, task, completed: updates.append(completed))
     wanted_params = [params(max_tokens=n, include_draft_logprobs=n % 2 == 0) for n in (3, 3, 9, 17, 18)]

@@ -1,6 +1,6 @@
-"""Every answer follows its schema, and its law is that of constrained decoding without drafts.
+"""Structured outputs follow their schema, with the distribution of constrained decoding without drafts.
 
-The tiny models have random weights over single characters, so at temperature 1 they try everything.
+The tiny models have random weights over single characters, so at temperature 1 outputs vary.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ METHODS = ["ngram", "proposers:Junk", "proposers:Flaky", "proposers:DeviceJunk"]
 
 
 def answers(method: str | None, count: int = RUNS, **options: Any) -> dict[str, tiny.Record]:
-    """One request a seed, over all schemas."""
+    """Run one request per seed, over all schemas."""
     spec = method and {"method": method, "num_speculative_tokens": 5, "adaptive": False, **options}
     target = tiny.engine(speculative=spec or None, max_num_seqs=250, max_num_batched_tokens=2048, debug=False)
     requests = []
     for i in range(count):
         wanted = {"json": SCHEMAS[i % len(SCHEMAS)], "max_whitespace": 2}
-        ask = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=wanted)
-        requests.append(tiny.request(i, ask, 5 + i % 9, grammar=grammars.grammars().compile(ask)))
+        params = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=wanted)
+        requests.append(tiny.request(i, params, 5 + i % 9, grammar=grammars.grammars().compile(params)))
     return tiny.run(target, requests)
 
 
 def wrong(records: dict[str, tiny.Record]) -> list[str]:
-    """Answers that do not parse or do not validate."""
+    """Return the outputs that do not parse or do not validate."""
     found = []
     for name, record in records.items():
         text = TINY.text(record.token_ids)
@@ -90,14 +90,15 @@ def plain() -> dict[str, tiny.Record]:
     return answers(None)
 
 
-def test_all_of_500_without_drafts(plain: dict[str, tiny.Record]) -> None:
+def test_500_outputs_without_drafts_are_valid(plain: dict[str, tiny.Record]) -> None:
     assert wrong(plain) == []
     assert len({TINY.text(r.token_ids) for r in plain.values()}) > RUNS // 2, "they differ"
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_all_of_500_with_drafts(method: str, plain: dict[str, tiny.Record]) -> None:
-    """Outputs equal those without drafts, token by token."""
+def test_500_outputs_with_drafts_are_valid_and_equal_those_without(
+    method: str, plain: dict[str, tiny.Record]
+) -> None:
     proposers.set_answers({name: record.token_ids for name, record in plain.items()})
     records = answers(method)
     assert wrong(records) == []
@@ -106,14 +107,14 @@ def test_all_of_500_with_drafts(method: str, plain: dict[str, tiny.Record]) -> N
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "topp", "greedy"])
-def test_all_of_500_under_each_strategy(strategy: str, plain: dict[str, tiny.Record]) -> None:
+def test_500_outputs_of_each_verify_strategy_are_valid(strategy: str, plain: dict[str, tiny.Record]) -> None:
     proposers.set_answers({name: record.token_ids for name, record in plain.items()})
     records = answers("proposers:Flaky", verify_strategy=strategy)
     assert wrong(records) == []
     assert sum(step.num_accepted for r in records.values() for step in r.steps) > RUNS
 
 
-def test_control_masks_that_ignore_drafts_are_seen(
+def test_control_masks_that_ignore_drafts_are_detected(
     monkeypatch: pytest.MonkeyPatch, plain: dict[str, tiny.Record]
 ) -> None:
     proposers.set_answers({name: record.token_ids for name, record in plain.items()})
@@ -131,8 +132,8 @@ def test_control_masks_that_ignore_drafts_are_seen(
 # --- a real model -------------------------------------------------------------------------------------
 
 
-def test_a_real_model_answers_by_schema(smollm2_path: object) -> None:
-    spec = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}  # a clock decides otherwise
+def test_smollm2_outputs_follow_the_schema_with_and_without_drafts(smollm2_path: object) -> None:
+    spec = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}  # independent of timings
     llm = LLM("smollm2-135m", speculative_config=spec)
     schema = {
         "type": "object",
@@ -147,34 +148,31 @@ def test_a_real_model_answers_by_schema(smollm2_path: object) -> None:
     prompts = [f'{{"name": "Zoë", "age": 3, "tags": ["a", "b"]}}\nNow {name} as JSON:\n' for name in people]
     wanted = {"json": schema, "max_whitespace": 1}
 
-    def ask(**more: Any) -> list[Any]:
+    def generate(**more: Any) -> list[Any]:
         params = SamplingParams(n=2, max_tokens=150, seed=5, logprobs=2, structured_outputs=wanted, **more)
-        return [answer for out in llm.generate(prompts, params, use_tqdm=False) for answer in out.outputs]
+        return [output for out in llm.generate(prompts, params, use_tqdm=False) for output in out.outputs]
 
-    drafted, alone = ask(), ask(speculative=False)
+    drafted, alone = generate(), generate(speculative=False)
     for one, other in zip(drafted, alone, strict=True):
         assert one.finish_reason == "stop", one.text
         jsonschema.validate(json.loads(one.text), schema)
         assert one.token_ids == other.token_ids and list(one.logprobs) == list(other.logprobs)
     assert sum(one.metrics.num_accepted_tokens for one in drafted) > 0
-    streamed = "".join(
-        e.text
-        for e in llm.stream(prompts[0], SamplingParams(max_tokens=150, seed=5, structured_outputs=wanted))
-    )
-    assert streamed == drafted[0].text
+    params = SamplingParams(max_tokens=150, seed=5, structured_outputs=wanted)
+    assert "".join(event.text for event in llm.stream(prompts[0], params)) == drafted[0].text
     llm._grammars.close()
 
 
-# --- the law ------------------------------------------------------------------------------------------
+# --- distribution -------------------------------------------------------------------------------------
 
-REGEX = "[abc](a[ab]|b[cd]|c[ad])"  # what may follow a draft depends on the draft
+REGEX = "[abc](a[ab]|b[cd]|c[ad])"  # allowed tokens depend on the drafts before them
 NEXT = {"": "abc", "x": "abc", "xa": "ab", "xb": "cd", "xc": "ad"}
 OUTCOMES = [a + b + c for a in "abc" for b in "abc" for c in NEXT["x" + b]]
 COUNT = 16_000
 
 
 class SampledLetters(Proposer):
-    """Samples drafts with the target's noise from a law of its own; z, a quarter of it, is never allowed."""
+    """Sample drafts with the target's noise from another distribution, with a quarter on z, never allowed."""
 
     sources = ("sampled",)
     reports_probs = True
@@ -199,20 +197,20 @@ class SampledLetters(Proposer):
 
 
 class DroppedLetters(SampledLetters):
-    """Takes drafts back that the grammar does not allow: what is left is no longer sampled from its law."""
+    """Drop drafts that the grammar forbids; the others no longer follow the reported distribution."""
 
     drops = True
 
 
 def exact_distribution(temperature: float) -> dict[tuple[str, ...], float]:
-    """From the engine's own logprobs of forced continuations, cut to what may follow."""
+    """Compute probabilities from the engine's logprobs of forced continuations, over allowed tokens."""
     target = tiny.engine(max_logprobs=-1)
     base = tiny.prompt(0)
 
     def row(produced: str, allowed: str) -> dict[str, float]:
         ids = [*base, *map(grammars.token_of, produced)]
-        ask = SamplingParams(max_tokens=1, logprobs=-1)
-        line = tiny.run(target, [tiny.request(0, ask, prompt_token_ids=ids)])["0"].logprobs[0]
+        params = SamplingParams(max_tokens=1, logprobs=-1)
+        line = tiny.run(target, [tiny.request(0, params, prompt_token_ids=ids)])["0"].logprobs[0]
         values = dict(zip(line.token_ids, line.logprobs, strict=True))
         weights = {c: math.exp(values[grammars.token_of(c)] / temperature) for c in allowed}
         return {c: w / sum(weights.values()) for c, w in weights.items()}
@@ -235,32 +233,31 @@ def sampled(strategy: str, proposer: str, count: int = COUNT) -> list[tuple[str,
         "adaptive": False,
     }
     target = tiny.engine(speculative=spec, max_num_seqs=64, max_num_batched_tokens=1024, debug=False)
-    ask = SamplingParams(temperature=3.0, max_tokens=8, structured_outputs={"regex": REGEX})
-    grammar = grammars.grammars().compile(ask)
-    requests = [tiny.request(i, ask, prompt_token_ids=tiny.prompt(0), grammar=grammar) for i in range(count)]
+    params = SamplingParams(temperature=3.0, max_tokens=8, structured_outputs={"regex": REGEX})
+    given = {"prompt_token_ids": tiny.prompt(0), "grammar": grammars.grammars().compile(params)}
+    requests = [tiny.request(i, params, **given) for i in range(count)]
     records = tiny.run(target, requests)
     assert all(r.finish[0] == "stop" and r.token_ids[-1] == EOS for r in records.values())
     assert sum(s.num_accepted for r in records.values() for s in r.steps) > count // 10
     return [(TINY.text(r.token_ids),) for r in records.values()]
 
 
-def test_power() -> None:
+def test_sample_size_detects_the_assumed_bias() -> None:
     cells = len(OUTCOMES)
     assert stats.ncx2.sf(stats.chi2.isf(ALPHA, cells - 1), cells - 1, COUNT * BIAS**2 * 4) > 0.99
 
 
-# target_match gives the answers without drafts, token by token (above): a smaller sample will do
+# target_match equals decoding without drafts, token by token (above): a smaller sample suffices
 @pytest.mark.parametrize(("strategy", "count"), [("rejection", COUNT), ("target_match", COUNT // 4)])
 def test_distribution_equals_constrained_decoding(strategy: str, count: int) -> None:
     value = p_value(sampled(strategy, "SampledLetters", count), exact_distribution(3.0))
     assert value >= ALPHA, value
 
 
-def test_control_drafts_dropped_before_verification() -> None:
-    """Why a draft that breaks the grammar is left to fall: cutting it off beforehand biases `rejection`."""
+def test_control_drafts_dropped_before_verification_bias_rejection() -> None:
     assert p_value(sampled("rejection", "DroppedLetters", COUNT // 4), exact_distribution(3.0)) < ALPHA
 
 
 @pytest.mark.parametrize("strategy", ["topp", "greedy"])
-def test_control_what_is_lossy_fails_the_same_test(strategy: str) -> None:
+def test_control_lossy_strategy_is_detected(strategy: str) -> None:
     assert p_value(sampled(strategy, "SampledLetters", 4000), exact_distribution(3.0)) < ALPHA

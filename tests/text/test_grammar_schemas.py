@@ -1,4 +1,4 @@
-"""A schema is enforced or refused: random schemas, random answers that their masks allow, all valid."""
+"""Schemas are enforced or refused: random outputs that the masks of random schemas allow are valid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMAS, ANSWERS, LONGEST = 150, 4, 600
 
 
 class Maker:
-    """Random schemas, of everything that is supported and now and then of something that is not."""
+    """Random schemas of supported keywords and, sometimes, unsupported ones."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -102,7 +102,7 @@ def make(seed: int) -> dict[str, Any]:
 
 
 def answer(grammar: Any, chance: random.Random) -> str | None:
-    """Any token that the mask allows, more often those that close something; None: it comes to no end."""
+    """Sample tokens that the mask allows, closing ones more often; None if the output does not end."""
     state, row, tokens = grammar.start(), torch.zeros(W, dtype=torch.int32), []
     while len(tokens) < LONGEST:
         state.fill(row)
@@ -134,15 +134,14 @@ def invalid(seed: int) -> tuple[str, list[str]]:
     return ("ended" if ended else "endless"), wrong
 
 
-def test_every_answer_of_every_schema_is_valid() -> None:
+def test_outputs_of_random_schemas_are_valid() -> None:
     found = [invalid(seed) for seed in range(SCHEMAS)]
     assert [line for _, wrong in found for line in wrong] == []
     counts = {what: sum(became == what for became, _ in found) for what in ("ended", "refused", "endless")}
     assert counts["ended"] > SCHEMAS // 2 and counts["refused"] > 5 and counts["endless"] < 10, counts
 
 
-def test_control_without_the_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schemas whose keywords are ignored: some answer is found that they should not have let through."""
+def test_control_schemas_with_ignored_keywords_give_invalid_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = [seed for seed in range(3 * SCHEMAS) if not_enforced(make(seed))]
     monkeypatch.setattr(text_grammar, "not_enforced", lambda schema: None)
     assert any(invalid(seed)[1] for seed in seeds)

@@ -1,4 +1,4 @@
-"""Structured output as a user asks for it: what is understood, what is refused and why, what is bounded."""
+"""Structured outputs: accepted and refused options, schemas and regexes, limits of the compiler process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ def compiled(**wanted: Any) -> Any:
 
 def matches(text: str, **wanted: Any) -> bool:
     """Return whether the text is a complete output."""
-    import xgrammar
-
     matcher = xgrammar.GrammarMatcher(compiled(**wanted).compiled)
     return bool(matcher.accept_string(text) and matcher.is_completed())
 
@@ -71,16 +69,16 @@ SHAPES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_wrong_shape(name: str) -> None:
+def test_malformed_structured_outputs_are_refused_with_the_reason(name: str) -> None:
     value, message = SHAPES[name]
     with pytest.raises(RequestError, match=message) as caught:
         SamplingParams(structured_outputs=value)
     assert caught.value.param == "structured_outputs"
 
 
-def test_shapes_that_are_right() -> None:
-    ask = SamplingParams(structured_outputs={"json": '{"type": "integer"}'})
-    assert ask.structure == StructuredOutputs(json={"type": "integer"}) and ask.structure.kind == "json"
+def test_well_formed_structured_outputs_are_normalised() -> None:
+    params = SamplingParams(structured_outputs={"json": '{"type": "integer"}'})
+    assert params.structure == StructuredOutputs(json={"type": "integer"}) and params.structure.kind == "json"
     assert SamplingParams().structure is None
     assert SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "b", "a"])).structure == (
         StructuredOutputs(choice=("a", "b"))
@@ -90,15 +88,12 @@ def test_shapes_that_are_right() -> None:
     assert isinstance(text, str) and text.index("z") < text.index('"a"'), "the order is the user's"
 
 
-def test_reasoning_end_is_a_token_that_exists() -> None:
-    ask = SamplingParams(structured_outputs={"regex": "a", "reasoning_end": tiny.VOCAB})
-    request = tiny.request(0, ask, grammar=grammars.grammar("regex"))
+def test_engine_refuses_unknown_reasoning_end_and_uncompiled_grammar() -> None:
+    params = SamplingParams(structured_outputs={"regex": "a", "reasoning_end": tiny.VOCAB})
+    request = tiny.request(0, params, grammar=grammars.grammar("regex"))
     with pytest.raises(RequestError, match="outside the vocabulary") as caught:
         tiny.engine().check(request)
     assert caught.value.param == "structured_outputs"
-
-
-def test_the_engine_wants_it_compiled() -> None:
     with pytest.raises(RequestError, match="must be compiled"):
         tiny.engine().check(tiny.request(0, SamplingParams(structured_outputs={"regex": "a"})))
 
@@ -126,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_grammar_that_cannot_be_used(name: str) -> None:
+def test_uncompilable_grammar_is_refused_with_the_reason(name: str) -> None:
     wanted, message = REFUSED[name]
     with pytest.raises(RequestError) as caught:
         compiled(**wanted)
@@ -134,29 +129,26 @@ def test_a_grammar_that_cannot_be_used(name: str) -> None:
     assert "/project" not in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_without_a_tokenizer_or_an_end() -> None:
-    ask = SamplingParams(structured_outputs={"regex": "a"})
+def test_compiler_needs_a_tokenizer_an_end_token_and_xgrammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a"})
     for made, message in (
         (GrammarCompiler(None, 97, [2]), "needs a tokenizer"),
         (GrammarCompiler(TINY, 97, []), "end-of-text"),
     ):
         with pytest.raises(RequestError, match=message) as caught:
-            made.compile(ask)
+            made.compile(params)
         assert caught.value.param == "structured_outputs"
     assert GrammarCompiler(None, 97, []).compile(SamplingParams()) is None
-
-
-def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_grammar, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install xgrammar"):
-        GrammarCompiler(TINY, 97, [2]).compile(SamplingParams(structured_outputs={"regex": "a"}))
+        GrammarCompiler(TINY, 97, [2]).compile(params)
 
 
 # --- schemas: enforced or refused -----------------------------------------------------------------------
 
 ONE: dict[str, Any] = {"type": "integer"}
 AB = {"a": ONE, "b": ONE}
-# a schema, an answer that it allows, and one that it does not
+# a schema, an output that it allows, and one that it does not
 SCHEMAS: dict[str, tuple[Any, Any, Any]] = {
     "integer": (ONE, 3, "x"),
     "minimum": ({**ONE, "minimum": 5}, 7, 3),
@@ -186,7 +178,7 @@ SCHEMAS: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize("bounds", [{"maxLength": 3}, {"minLength": 1}, {"minLength": 1, "maxLength": 900}])
 def test_strings_of_bounded_length_are_json(bounds: dict[str, int]) -> None:
-    """The compiler itself would let control characters through."""
+    """Compare with the compiler itself, which allows control characters."""
     info = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], stop_token_ids=[10])
     made = worker._build(xgrammar, info, "json", json.dumps({"type": "string", **bounds}), {})
     plain = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps({"type": "string", **bounds}))
@@ -198,9 +190,7 @@ def test_strings_of_bounded_length_are_json(bounds: dict[str, int]) -> None:
         except ValueError:
             right = False
         assert _takes(made, produced) == right, text
-        assert _takes(plain, produced) == (
-            right or text in ("\x00", "\x1f", "a\tb")
-        )  # control: why this is needed
+        assert _takes(plain, produced) == (right or text in ("\x00", "\x1f", "a\tb"))
 
 
 def _takes(grammar: Any, text: str) -> bool:
@@ -208,7 +198,7 @@ def _takes(grammar: Any, text: str) -> bool:
     return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(10)
 
 
-IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an answer that the compiler would let through
+IGNORED: dict[str, tuple[Any, Any]] = {  # a schema, and an output that the compiler would allow
     "not": ({**ONE, "not": {"const": 3}}, 3),
     "if": ({**ONE, "if": {"minimum": 3}, "then": {"minimum": 5}}, 4),
     "uniqueItems": ({"type": "array", "items": ONE, "uniqueItems": True}, [1, 1]),
@@ -276,7 +266,7 @@ def test_schema_keywords_are_enforced(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("name", IGNORED)
-def test_what_would_be_ignored_is_refused(name: str, depth: int) -> None:
+def test_schema_with_ignored_keyword_is_refused_with_its_place(name: str, depth: int) -> None:
     schema, wrong = IGNORED[name]
     assert not valid(wrong, schema)
     if depth == 1:
@@ -289,37 +279,16 @@ def test_what_would_be_ignored_is_refused(name: str, depth: int) -> None:
     assert caught.value.param == "structured_outputs"
 
 
-SPECIAL = [
-    '"',
-    r"\"",
-    'a|"',
-    r"\\",
-    r"\n",
-    "\t",
-    r"\x22",
-    r"\u005c",
-    r"\cA",
-    '["]',
-    r"[\\]",
-    r"[\x00-\x1f]",
-    r"[\b]",
-]
-USUAL = [
-    ".",
-    '[^"\\\\]*',
-    "[ -~]",
-    r"[\x00-\x7f]+",
-    r"\s\S\d",
-    r"[^\n]",
-    r"\.\/\-",
-    "a{2,3}",
-    r"[\]]",
-    "^(a|b)$",
-]
+SPECIAL = ['"', r"\"", 'a|"', r"\\", r"\n", "\t", r"\x22", r"\u005c", r"\cA", '["]', r"[\\]"]
+SPECIAL += [r"[\x00-\x1f]", r"[\b]"]
+USUAL = [".", '[^"\\\\]*', "[ -~]", r"[\x00-\x7f]+", r"\s\S\d", r"[^\n]", r"\.\/\-", "a{2,3}", r"[\]]"]
+USUAL += ["^(a|b)$"]
+REGEXES = ["a.b", ".", "[.]", r"\.", r"\\.", r"[\]].", r"[^.]", ".{2}", r"\x61b", r"[\x61-b]c", r"\u0061b"]
+REGEXES += [r"\\x61", "^a|b$"]
+REGEX_TEXTS = ["ab", "a\nb", "axb", ".", "\n", "\\.", "\\x", "]x", "]\n", "..", "bc", "\\x61", "a", "b", "x"]
 
 
-def test_patterns_that_no_json_string_can_follow() -> None:
-    """What a pattern names goes between the quotation marks as it is: whatever is let through is JSON."""
+def test_pattern_with_characters_that_json_escapes_is_refused() -> None:
     for pattern in SPECIAL:
         assert "backslash" in str(not_enforced({"type": "string", "pattern": pattern})), pattern
     for pattern in USUAL:
@@ -329,48 +298,14 @@ def test_patterns_that_no_json_string_can_follow() -> None:
             assert not matches(f'"{inside}"', json=schema), (pattern, inside)
 
 
-@pytest.mark.parametrize(
-    "regex",
-    [
-        "a.b",
-        ".",
-        "[.]",
-        r"\.",
-        r"\\.",
-        r"[\]].",
-        r"[^.]",
-        ".{2}",
-        r"\x61b",
-        r"[\x61-b]c",
-        r"\u0061b",
-        r"\\x61",
-        "^a|b$",
-    ],
-)
-def test_a_regex_means_what_it_means_elsewhere(regex: str) -> None:
-    texts = [
-        "ab",
-        "a\nb",
-        "axb",
-        ".",
-        "\n",
-        "\\.",
-        "\\x",
-        "]x",
-        "]\n",
-        "..",
-        "bc",
-        "\\x61",
-        "a",
-        "b",
-        "x",
-        "a\r",
-    ]
-    found = [text for text in texts if matches(text, regex=regex)]
-    assert found == [text for text in texts if re.fullmatch(regex, text) and text != "a\r"]
+@pytest.mark.parametrize("regex", REGEXES)
+def test_regex_matches_as_in_python(regex: str) -> None:
+    found = [text for text in REGEX_TEXTS if matches(text, regex=regex)]
+    assert found == [text for text in REGEX_TEXTS if re.fullmatch(regex, text)]
+    assert not matches("a\r", regex=regex)
 
 
-def test_other_places_of_a_schema() -> None:
+def test_schema_problems_are_found_in_all_places() -> None:
     for key in ("$defs", "definitions", "patternProperties"):
         schema = {"type": "object", key: {"n": {"not": {}}}}
         assert not_enforced(schema) == f"#/{key}/n: 'not' is not supported"
@@ -395,12 +330,12 @@ def test_other_places_of_a_schema() -> None:
     ],
     ids=str,
 )
-def test_whitespace(wanted: dict[str, Any], right: str, wrong: str) -> None:
+def test_whitespace_options_limit_whitespace(wanted: dict[str, Any], right: str, wrong: str) -> None:
     schema = {"type": "object", "properties": {"a": ONE}, "required": ["a"]}
     assert matches(right, json=schema, **wanted) and not matches(wrong, json=schema, **wanted)
 
 
-def test_choices_are_literal() -> None:
+def test_choices_match_literally() -> None:
     odd = ['a"b', "c\\d", "[x]", "tab\t", "x ::= y", "a|b"]
     for text in odd:
         assert matches(text, choice=odd)
@@ -412,7 +347,7 @@ def test_choices_are_literal() -> None:
 BIG = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(12_000)}}
 
 
-def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
+def test_grammar_beyond_the_time_limit_is_refused_and_the_next_compiles() -> None:
     made = GrammarCompiler(TINY, tiny.VOCAB, [EOS])
     made.seconds = 0.05
     with pytest.raises(RequestError, match="longer than 0.05 s") as caught:
@@ -424,7 +359,7 @@ def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
 
 
 def test_dead_compiler_process_fails_its_job_alone() -> None:
-    """Before a job or in it; the next is served by another."""
+    """Kill the process before a job, during a job, and before the job is sent."""
     process = GrammarProcess(VOCABULARY, [EOS])
 
     def kill() -> None:
@@ -440,7 +375,7 @@ def test_dead_compiler_process_fails_its_job_alone() -> None:
         process.compile(("json", json.dumps(BIG), {}), 60)
     assert caught.value.param == "structured_outputs"
     assert process.compile(("regex", "b+", {}), 60)
-    process._running = lambda: process._worker  # it ended while it was being asked
+    process._running = lambda: process._worker  # as if it ended while the job was sent
     kill()
     with pytest.raises(RequestError, match="broke over it"):
         process.compile(("regex", "b+", {}), 60)
@@ -449,8 +384,8 @@ def test_dead_compiler_process_fails_its_job_alone() -> None:
     process.close()
 
 
-def test_a_grammar_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The limit is the system's; where it has none there is nothing to see."""
+def test_grammar_beyond_the_memory_limit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Expect a refusal where the system supports a memory limit."""
     source = Path(worker.__file__).read_text()
     small = tmp_path / "worker.py"
     small.write_text(source.replace("MAX_COMPILE_BYTES = 4 << 30", "MAX_COMPILE_BYTES = 24 << 20"))
@@ -465,7 +400,7 @@ def test_a_grammar_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch, t
     process.close()
 
 
-def test_jobs_of_several_threads() -> None:
+def test_jobs_of_several_threads_are_all_compiled() -> None:
     process, done = GrammarProcess(VOCABULARY, [EOS]), []
 
     def work(letter: str) -> None:
@@ -481,7 +416,7 @@ def test_jobs_of_several_threads() -> None:
     assert sorted(letter for letter, _ in done) == [*"abcdef"]
 
 
-def test_each_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_cache_compiles_once_and_evicts_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     whole = GrammarProcess.compile
 
@@ -493,28 +428,33 @@ def test_each_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: 
     monkeypatch.setattr(text_grammar, "MAX_CACHED_GRAMMARS", 2)
     made = GrammarCompiler(TINY, tiny.VOCAB, [EOS])
 
-    def ask(regex: str, **more: Any) -> None:
+    def compile_regex(regex: str, **more: Any) -> None:
         made.compile(SamplingParams(structured_outputs={"regex": regex, **more}))
 
-    ask("a"), ask("b"), ask("a"), ask("a", reasoning_end="x")
+    def compile_all(regexes: str) -> None:
+        for regex in regexes:
+            compile_regex(regex)
+
+    compile_all("aba")
+    compile_regex("a", reasoning_end="x")
     assert [job[1] for job in jobs] == ["a", "b"]
-    ask("c"), ask("a"), ask("b")  # b was the oldest
+    compile_all("cab")  # b was the oldest
     assert [job[1] for job in jobs] == ["a", "b", "c", "b"]
     monkeypatch.setattr(text_grammar, "MAX_CACHED_BYTES", 1)
-    ask("d"), ask("d"), ask("b")
+    compile_all("ddb")
     assert [job[1] for job in jobs][4:] == ["d", "b"]
     monkeypatch.setattr(text_grammar, "MAX_COMPILED_CHARS", 1)
     with pytest.raises(RequestError, match="too large"):
-        ask("e")
+        compile_regex("e")
     made.close()
 
 
-# --- the end of a free section ----------------------------------------------------------------------------
+# --- end of the reasoning section -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["a", "ab", "aab", "abab", "abcabd"])
-def test_the_end_is_found_wherever_tokens_are_cut(end: str) -> None:
-    """Against looking at the whole text, for all texts of six tokens."""
+def test_reasoning_end_is_found_across_tokens(end: str) -> None:
+    """Compare with a search of the whole text, for all texts of six tokens."""
     produced = [b"a", b"b", b"aab", b"bc", b"cab", b"d", b""]
     found = ReasoningEnd(end, produced)
     front: list[tuple[bytes, int]] = [(b"", 0)]

@@ -1,4 +1,4 @@
-"""Long texts: the same tokens, other threads go on meanwhile, and what cannot fit is refused at once."""
+"""Long texts: equal tokens, tokenized without the interpreter lock, and refused early if they cannot fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny(make_folder(tmp_path_factory.mktemp("long")))
 
 
-def test_the_same_tokens(llm: Any) -> None:
+def test_long_text_has_the_tokens_of_the_backend(llm: Any) -> None:
     tokenizer: Tokenizer = llm.get_tokenizer()
     text = "\n".join(CORPUS * 40)
     assert len(text) > MIN_UNLOCKED_CHARS
@@ -24,8 +24,7 @@ def test_the_same_tokens(llm: Any) -> None:
     assert max(len(tokenizer.backend.id_to_token(i)) for i in tokenizer.encode(text)) <= tokenizer.longest
 
 
-def test_other_threads_go_on(llm: Any) -> None:
-    """They count while a text is tokenised; with the interpreter's lock held they could not."""
+def test_other_threads_run_while_a_long_text_is_tokenized(llm: Any) -> None:
     tokenizer: Tokenizer = llm.get_tokenizer()
     text, counts = " ".join(CORPUS * 2000), []
     done = threading.Event()
@@ -50,11 +49,11 @@ def test_other_threads_go_on(llm: Any) -> None:
     assert ours > 10 * control
 
 
-def test_what_cannot_fit_is_not_tokenised(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_beyond_the_context_is_not_tokenized(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     size = llm.engine.limits.max_model_len * llm.get_tokenizer().longest + 1
 
     def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("it was tokenised")
+        raise AssertionError("it was tokenized")
 
     with serving(llm) as served:
         monkeypatch.setattr(Tokenizer, "encode", never)

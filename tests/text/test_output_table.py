@@ -1,7 +1,7 @@
-"""Answers built in bulk against answers built token by token: equal in every field, to the bit.
+"""Bulk outputs against streaming outputs: equal in every field, to the bit.
 
-Made-up steps of requests that come and go, with windows of any outcome and tokens that are halves of a
-character, nothing at all, or special; the pages are so small that every border is crossed.
+Random steps of requests that start and finish, with windows of any result and tokens that are partial
+characters, empty, or special; lines are so short that every border is crossed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,9 @@ from draftproof.types import (
 
 BYTES = [b"", b"", b"<|end|>", b"<|pad|>", b" a", b" ", b"  b", b"x", b"word", b"\n", b"<0x0A>"]
 BYTES += [b"\xc3", b"\xa9", b"\xa9b", b"a\xc3", b"\xe2", b"\x82", b"\xac", b"\x82\xac", b"\xe2\x82", b"\xff"]
-BYTES += [
-    b"\xf0\x9f",
-    b"\x98\x80",
-    b"\xf0\x9f\x98\x80",
-    "é".encode(),
-    "€ and 你".encode(),
-    b"\xed\xa0\x80",
-    b"\xc0",
-]
-VOCAB = len(BYTES) + 2  # the model knows tokens that the tokenizer does not
+BYTES += [b"\xf0\x9f", b"\x98\x80", b"\xf0\x9f\x98\x80", "é".encode(), "€ and 你".encode()]
+BYTES += [b"\xed\xa0\x80", b"\xc0"]
+VOCAB = len(BYTES) + 2  # the model has tokens that the tokenizer has not
 SOURCES = ("ngram", "given")
 IDS: dict[str, Any] = {"prompt_token_ids": [4], "prediction_ids": [5]}
 STOPS = ["wordword", "x\n", "a a", "\ufffd\ufffd", "\ufffd", "é", "b  b", "<|end|>", "€ and 你 "]
@@ -103,7 +96,7 @@ def columns_of(draw: random.Random, picks: int) -> LogprobColumns:
 def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepResults:
     n = len(requests)
     table = np.full((n, TOKENS + K + 1), -(2**40))
-    plain = draw.random() < 0.3  # a step without any draft takes a shorter way
+    plain = draw.random() < 0.3  # a step without any draft takes another path
     pick, endings = 0, {}
     for i, request in enumerate(requests):
         drafted = 0 if plain else draw.randint(0, K)
@@ -112,7 +105,7 @@ def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepRe
         tokens = [draw.randrange(VOCAB) for _ in range(out)]
         if draw.random() < ends:
             endings[i] = finish_of(draw, tokens[-1] if tokens else None)
-        elif out == accepted:  # only an end cuts a window short
+        elif out == accepted:  # only a finish shortens a window
             tokens.append(draw.randrange(VOCAB))
             out += 1
         table[i, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED, FIRST_ROW]] = out, drafted, accepted, 0
@@ -143,7 +136,7 @@ def script(seed: int, steps: int = 60, at_once: int = 5, ends: float = 0.06) -> 
 
 
 def alive(results: StepResults, over: Container[str]) -> StepResults:
-    """Without those whom a stop string has ended: the engine no longer knows them."""
+    """Return the results without requests that a stop string has finished."""
     at = [i for i, request in enumerate(results.requests) if request.id not in over]
     return replace(
         results,
@@ -156,8 +149,8 @@ def alive(results: StepResults, over: Container[str]) -> StepResults:
 
 def singly(steps: list[StepResults], tokenizer: Any) -> dict[str, CompletionOutput]:
     builders: dict[str, StreamingOutput] = {}
-    for everybody in steps:
-        results = alive(everybody, {name for name, builder in builders.items() if builder.finished})
+    for step in steps:
+        results = alive(step, {name for name, builder in builders.items() if builder.finished})
         for request, output in zip(results.requests, results, strict=True):
             builder = builders.setdefault(request.id, StreamingOutput(0, request, tokenizer))
             builder.feed(output)
@@ -167,26 +160,26 @@ def singly(steps: list[StepResults], tokenizer: Any) -> dict[str, CompletionOutp
 def in_bulk(
     steps: list[StepResults], tokenizer: Any, table: OutputTable | None = None, soon: bool = False
 ) -> dict[str, CompletionOutput]:
-    """`soon`: answers that ended are closed when something is written down."""
-    table, answers, done = table or OutputTable(VOCAB, K, SOURCES), {}, {}
+    """Return bulk outputs; `soon`: finished outputs are closed when steps are appended."""
+    table, outputs, done = table or OutputTable(VOCAB, K, SOURCES), {}, {}
     close = table.close_deferred if soon else table.close_all
     lines = np.zeros(0, np.int64)
-    for everybody in steps:
-        results = alive(everybody, done)
+    for step in steps:
+        results = alive(step, done)
         for request in results.requests:
-            if request.id not in answers:
-                answers[request.id] = table.new_output(0, request, tokenizer)
-                table.open(answers[request.id])
-        now = np.array([answers[r.id].line for r in results.requests], np.int64)
+            if request.id not in outputs:
+                outputs[request.id] = table.new_output(0, request, tokenizer)
+                table.open(outputs[request.id])
+        now = np.array([outputs[r.id].line for r in results.requests], np.int64)
         lines = lines if np.array_equal(lines, now) else now  # as `RequestTracker` does
         ends = {i: ending.reason for i, ending in results.finishes.items()}
         matched = table.add(lines, results.table, results.source, results.columns, ends)
         ended = {i: results.finishes.get(i, Finish("stop")) for i in {*results.finishes, *matched}}
         over = {results.requests[i].id: ending for i, ending in ended.items()}
-        close([FinishedOutput(answers[name], e.reason, e.stop, e.error) for name, e in over.items()])
-        done.update({name: answers.pop(name).output for name in over})
+        close([FinishedOutput(outputs[name], e.reason, e.stop, e.error) for name, e in over.items()])
+        done.update({name: outputs.pop(name).output for name in over})
     table.flush_steps()
-    assert not answers and not table.num_open
+    assert not outputs and not table.num_open
     return done
 
 
@@ -220,32 +213,27 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_table, "MIN_LINE_TOKENS", 9)
 
 
-def test_equal_in_every_field() -> None:
+def test_bulk_output_equals_streaming_output() -> None:
     assert compare(range(25)) == set()
 
 
-def test_equal_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_output_equals_streaming_output_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_output_table.STOPS", [])  # which stop strings need
     monkeypatch.setattr(random.Random, "sample", lambda self, *rest: [])
     assert compare(range(100, 105), None) == set()
 
 
-def test_equal_with_pages_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_output_equals_streaming_output_with_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_table, "MIN_LINE_TOKENS", 128)
     assert compare(range(200, 205)) == set()
 
 
-def test_the_scripts_have_everything_in_them() -> None:
+def test_scripts_cover_all_finishes_provenances_and_texts() -> None:
     outputs = [o for seed in range(25) for o in singly(script(seed), ODD).values()]
     assert {o.finish_reason for o in outputs} == {"stop", "length", "error"}
     assert {o.stop_reason for o in outputs} >= {*STOPS, None, 7}
-    assert {s for o in outputs for s in o.provenance} == {
-        "plain",
-        "bonus",
-        "recovered",
-        "accepted:ngram",
-        "accepted:given",
-    }
+    accepted = {f"accepted:{source}" for source in SOURCES}
+    assert {s for o in outputs for s in o.provenance} == {"plain", "bonus", "recovered", *accepted}
     assert any(not o.token_ids for o in outputs) and max(len(o.token_ids) for o in outputs) > 60
     assert any("\ufffd" in o.text for o in outputs) and any("€" in o.text for o in outputs)
     assert any(o.text.startswith(" ") for o in outputs) and any("<|end|>" in o.text for o in outputs)
@@ -253,13 +241,13 @@ def test_the_scripts_have_everything_in_them() -> None:
     assert {len(o.logprobs[0]) > 1 for o in outputs if o.logprobs} == {False, True}
 
 
-def test_an_aborted_answer_keeps_what_it_has() -> None:
-    """Whenever it happens, also before its first token."""
+def test_aborted_output_keeps_its_tokens() -> None:
+    """Abort before the first token and after some."""
     for cut in (0, 1, 7, 30):
         steps = [replace(r, finishes={}) for r in script(7, steps=cut, at_once=1, ends=0.0)[:cut]]
         request = Request(id="x", **IDS, params=SamplingParams(logprobs=2), seed=1)
         builder, table = StreamingOutput(0, request, ODD), OutputTable(VOCAB, K, SOURCES)
-        answer = table.new_output(0, request, ODD)
+        output = table.new_output(0, request, ODD)
         for results in steps:
             if not len(results):
                 continue
@@ -268,112 +256,123 @@ def test_an_aborted_answer_keeps_what_it_has() -> None:
             mine = {LogprobKind.RAW: columns_of(random.Random(1), K + 1)}
             reported = StepResults([request], columns, mine, SOURCES, results.source)
             builder.feed(reported[0])
-            if answer.line < 0:
-                table.open(answer)
-            table.add(np.array([answer.line]), columns, results.source, mine, {})
+            if output.line < 0:
+                table.open(output)
+            table.add(np.array([output.line]), columns, results.source, mine, {})
         builder.abort()
-        assert differences(builder.output, table.close(answer, "abort", None, None)) == []
+        assert differences(builder.output, table.close(output, "abort", None, None)) == []
         assert not table.num_open
 
 
-def room(table: OutputTable) -> int:
-    return table.num_bytes
-
-
-def test_nothing_is_kept_of_answers_that_ended() -> None:
-    """Thousands of requests, a few at a time: as many lines as run at once, and no answer stays."""
+def test_finished_outputs_are_freed_and_their_lines_reused() -> None:
     table = OutputTable(VOCAB, K, SOURCES)
     kept: list[weakref.ref[BulkOutput]] = []
     make = table.new_output
 
     def watched(*args: Any) -> BulkOutput:
-        answer = make(*args)
-        kept.append(weakref.ref(answer))
-        return answer
+        output = make(*args)
+        kept.append(weakref.ref(output))
+        return output
 
     table.new_output = watched  # type: ignore[method-assign]
     in_bulk(script(1, steps=900, at_once=6, ends=0.2), ODD, table)
     gc.collect()
     assert len(kept) > 500 and not [ref for ref in kept if ref() is not None]
     assert len(table._outputs) == 8
-    size = room(table)
+    size = table.num_bytes
     in_bulk(script(2, steps=900, at_once=6, ends=0.2), ODD, table)
-    assert size == room(table)
+    assert size == table.num_bytes
 
 
-def test_a_window_longer_than_a_page() -> None:
-    """A line has room for two steps at least, however many drafts there are."""
+def test_line_holds_at_least_two_windows() -> None:
     table = OutputTable(VOCAB, 200, SOURCES)
     request = Request(id="x", **IDS, params=SamplingParams(), seed=1)
-    answer = table.new_output(0, request, ODD)
-    table.open(answer)
+    output = table.new_output(0, request, ODD)
+    table.open(output)
     columns = np.zeros((1, TOKENS + 201), np.int64)
     columns[0, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED]] = 201, 200, 200
     columns[0, TOKENS:] = 7
     for _ in range(3):
-        table.add(np.array([answer.line]), columns, None, {}, {})
-    out = table.close(answer, "length", None, None)
+        table.add(np.array([output.line]), columns, None, {}, {})
+    out = table.close(output, "length", None, None)
     assert out.text == "x" * 603 and out.metrics.accepted_per_position == [3] * 200
 
 
-# --- controls: what would be seen -------------------------------------------------------------------------
+# --- negative controls ------------------------------------------------------------------------------------
 
 
-def test_control_half_a_character_lost_at_a_page_border(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = BulkDetokenizer.push
-
-    def forgetful(self: BulkDetokenizer, ids: Any) -> None:
+def drop_held_bytes(push: Any) -> Any:
+    def broken(self: BulkDetokenizer, ids: Any) -> None:
         push(self, ids)
         self._incremental = None
 
-    monkeypatch.setattr(BulkDetokenizer, "push", forgetful)
-    assert compare(range(5)) == {"text", "text_offsets"}
+    return broken
 
 
-def test_control_the_stop_token_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = OutputTable._flush_lines
-    monkeypatch.setattr(
-        OutputTable, "_flush_lines", lambda self, lines, hides_last: empty(self, lines, [False] * len(lines))
-    )
-    assert "text" in compare(range(5))
-
-
-def test_control_tokens_kept_behind_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = StopScanner.push
-
-    def all_of_them(self: StopScanner, tokens: list[int], hides_last: bool) -> int:
-        push(self, tokens, hides_last)
-        return len(tokens)
-
-    monkeypatch.setattr(StopScanner, "push", all_of_them)
-    assert {"token_ids", "provenance", "metrics", "text_offsets", "logprobs"} <= compare(range(5))
-
-
-def test_control_a_stop_string_begun_with_half_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StopScanner, "_piece", lambda self, token: self._token_texts.token_text(token) or "")
-    assert "text" in compare(range(5))
-
-
-def test_control_a_stop_string_in_bytes_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StopScanner, "finish", lambda self: None)
-    assert "stop_reason" in compare(range(10))
-
-
-def test_control_a_line_emptied_before_the_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = OutputTable.add
-
-    def early(self: OutputTable, *args: Any) -> Any:
+def flush_before_the_finish_is_known(add: Any) -> Any:
+    def broken(self: OutputTable, *args: Any) -> Any:
         matched = add(self, *args)
         self.flush_steps()
         self._flush_full_lines()
         return matched
 
-    monkeypatch.setattr(OutputTable, "add", early)
-    assert "text" in compare(range(10))
+    return broken
 
 
-def test_control_an_answer_closed_after_the_next_ones_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ended must be closed before its line is looked at again: its last token may be one to hide."""
+def take_logprobs_of_the_row_before(add: Any) -> Any:
+    def broken(self: Any, lines: Any, number: Any, owner: Any, where: Any, place: Any, *rest: Any) -> None:
+        add(self, lines, number, owner, where, np.maximum(place - 1, 0), *rest)
+
+    return broken
+
+
+# object, attribute, function from its value to a wrong one, seeds, fields that differ, whether only these do
+CONTROLS: dict[str, tuple[Any, str, Any, int, set[str], bool]] = {
+    "held bytes lost at a flush": (
+        *(BulkDetokenizer, "push", drop_held_bytes),
+        *(5, {"text", "text_offsets"}, True),
+    ),
+    "stop token shown": (
+        *(OutputTable, "_flush_lines"),
+        lambda flush: lambda self, lines, hides_last: flush(self, lines, [False] * len(lines)),
+        *(5, {"text"}, False),
+    ),
+    "tokens kept after a stop string": (
+        *(StopScanner, "push"),
+        lambda push: lambda self, tokens, hides_last: max(push(self, tokens, hides_last), len(tokens)),
+        *(5, {"token_ids", "provenance", "metrics", "text_offsets", "logprobs"}, False),
+    ),
+    "stop string that begins with a partial character missed": (
+        *(StopScanner, "_piece", lambda _: lambda self, token: self._token_texts.token_text(token) or ""),
+        *(5, {"text"}, False),
+    ),
+    "stop string in held bytes missed": (
+        *(StopScanner, "finish", lambda _: lambda self: None),
+        *(10, {"stop_reason"}, False),
+    ),
+    "line flushed before the finish is known": (
+        *(OutputTable, "add", flush_before_the_finish_is_known),
+        *(10, {"text"}, False),
+    ),
+    "logprobs of another row": (
+        *(OutputColumns, "_add_logprobs", take_logprobs_of_the_row_before),
+        *(3, {"logprobs", "cumulative_logprob"}, False),
+    ),
+    "provenance": (output_columns, "BONUS", lambda _: 2, 3, {"provenance"}, True),
+    "counters": (output_columns, "MAX_DRAFTED", lambda _: 0, 3, {"metrics"}, True),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, attribute, broken, seeds, fields, exact = CONTROLS[name]
+    monkeypatch.setattr(target, attribute, broken(getattr(target, attribute)))
+    found = compare(range(seeds))
+    assert found == fields if exact else fields <= found
+
+
+def test_control_output_closed_after_later_steps_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close outputs after their line was flushed: their last token may be one to hide."""
     flush = OutputTable.flush_steps
 
     def late(self: OutputTable) -> None:
@@ -393,19 +392,7 @@ def test_control_an_answer_closed_after_the_next_ones_are_written(monkeypatch: p
     assert "text" in compare(range(10))
 
 
-def test_control_logprobs_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = OutputColumns._add_logprobs
-
-    def shifted(
-        self: OutputColumns, lines: Any, number: Any, owner: Any, where: Any, place: Any, *rest: Any
-    ) -> None:
-        add(self, lines, number, owner, where, np.maximum(place - 1, 0), *rest)
-
-    monkeypatch.setattr(OutputColumns, "_add_logprobs", shifted)
-    assert {"logprobs", "cumulative_logprob"} <= compare(range(3))
-
-
-def test_control_steps_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_steps_in_another_order_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     append = OutputColumns.append
 
     def backwards(self: OutputColumns, steps: list[Any]) -> None:
@@ -416,9 +403,9 @@ def test_control_steps_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None
     assert {"token_ids", "logprobs", "text"} <= compare(range(3))
 
 
-def test_control_a_sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_sum_in_another_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pairwise:
-        """numpy with an accumulate that ends in numpy's own sum."""
+        """Module numpy with an accumulate that ends in numpy's own sum."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(np, name)
@@ -430,12 +417,3 @@ def test_control_a_sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(output_columns, "np", Pairwise())
     assert compare(range(10)) == {"cumulative_logprob", "cumulative bits"}
-
-
-def test_control_origins_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_columns, "BONUS", 2)
-    assert compare(range(3)) == {"provenance"}
-    monkeypatch.undo()
-    monkeypatch.setattr(output_table, "MIN_LINE_TOKENS", 9)
-    monkeypatch.setattr(output_columns, "MAX_DRAFTED", 0)
-    assert compare(range(3)) == {"metrics"}

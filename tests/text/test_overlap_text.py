@@ -1,16 +1,16 @@
-"""Overlap through LLM: a stop string is seen by the host alone, when the next step is already under way."""
+"""Overlap through LLM: the host finds a stop string while the next step is in flight."""
 
 from __future__ import annotations
 
 import gc
-import json
+from functools import partial
 
 import pytest
 
 import proposers
-from draftproof import LLM, SamplingParams
+from draftproof import SamplingParams
 from draftproof.errors import RequestError
-from text_pieces import CONFIG, FIRST, PIECES, Always, Pieces, seen
+from text_pieces import FIRST, PIECES, Always, make_llm, seen
 
 SPECS = [None, {"method": "ngram"}, {"method": "proposers:DeviceFlaky", "adaptive": False}]
 PROMPTS = ["ab", "ba", "aab", "abab", "b", "bba"]
@@ -19,16 +19,8 @@ PROMPTS = ["ab", "ba", "aab", "abab", "b", "bba"]
 @pytest.fixture(scope="module")
 def llms(tmp_path_factory):
     """Return LLMs; the first reads every step at once. With two slots a finished request's slot is reused."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-
-    def make(spec, overlap):
-        options = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 2, "debug": True}
-        llm = LLM(str(folder), speculative_config=spec, overlap=overlap, **options)
-        llm.tokenizer = Pieces()
-        return llm
-
-    return make(None, False), *(make(spec, True) for spec in SPECS)
+    make = partial(make_llm, tmp_path_factory.mktemp("tiny"), max_num_seqs=2)
+    return make(None, overlap=False), *(make(spec, overlap=True) for spec in SPECS)
 
 
 def params(seed: int = 11, **options) -> SamplingParams:
@@ -47,7 +39,7 @@ STRUCTURES = {
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_answers_and_counts_are_those_of_steps_read_at_once(llms, name):
+def test_overlapped_outputs_and_counts_equal_synchronous_ones(llms, name):
     plain, *ahead = llms
     given_params = [params(seed, **STRUCTURES[name]) for seed in range(len(PROMPTS))]
     want = plain.generate(PROMPTS, given_params, use_tqdm=False)
@@ -84,8 +76,7 @@ def test_stream_has_no_event_after_its_end(llms, name):
         assert events[-1].finish_reason == want.finish_reason
 
 
-def test_streams_side_by_side_one_left_early(llms):
-    """The one that is left has a step under way; another takes its slot; a third goes on."""
+def test_closed_stream_leaves_its_slot_to_the_next_request(llms):
     plain, *ahead = llms
     prompts = PROMPTS[:3]
     alone = [plain.generate(p, params(i, ignore_eos=True))[0].outputs[0] for i, p in enumerate(prompts)]
@@ -104,7 +95,7 @@ def test_streams_side_by_side_one_left_early(llms):
 
 @pytest.fixture
 def prompts_at_a_step(llms, monkeypatch):
-    """How many prompts had been taken in at each step, where a step is full with three tokens of them."""
+    """Return a function that records the number of opened prompts at each step; a step holds three rows."""
 
     def watch(llm):
         taken, at = [0], []
@@ -126,7 +117,7 @@ def prompts_at_a_step(llms, monkeypatch):
     return watch
 
 
-def test_the_device_has_a_step_before_all_prompts_are_in(llms, prompts_at_a_step):
+def test_first_step_runs_before_all_prompts_are_opened(llms, prompts_at_a_step):
     plain, *ahead = llms
     given_params = [params(seed, max_tokens=3 + seed % 4, ignore_eos=True) for seed in range(len(PROMPTS))]
     want = plain.generate(PROMPTS, given_params, use_tqdm=False)
@@ -135,12 +126,12 @@ def test_the_device_has_a_step_before_all_prompts_are_in(llms, prompts_at_a_step
         got = llm.generate(PROMPTS, given_params, use_tqdm=False)
         assert [seen(one.outputs[0]) for one in got] == [seen(one.outputs[0]) for one in want]
         assert at[0] == 2 and at[1] == 3 and at[-1] == len(PROMPTS)
-    at = prompts_at_a_step(plain)  # steps are waited for: there is nothing to gain
+    at = prompts_at_a_step(plain)  # synchronous steps start after all prompts
     plain.generate(PROMPTS, given_params, use_tqdm=False)
     assert set(at) == {len(PROMPTS)}
 
 
-def test_a_later_prompt_that_is_refused_leaves_nothing_of_the_earlier_ones(llms, prompts_at_a_step):
+def test_refused_later_prompt_leaves_no_work_of_earlier_ones(llms, prompts_at_a_step):
     before = gc.get_threshold()
     for llm in llms[1:]:
         at = prompts_at_a_step(llm)

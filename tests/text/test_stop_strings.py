@@ -1,4 +1,4 @@
-"""Stop strings: the outcome depends on the tokens alone, and no part of one is ever shown."""
+"""Stop strings: results depend on the tokens alone, and no part of a stop string is shown."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from draftproof.text.stop_strings import StopMatch, StopStrings
 
 def run(
     pieces: list[str], stops: list[str], steps: list[int] | None = None, **options: object
-) -> tuple[str, StopMatch | None, int]:
-    """Feed the pieces in steps of the given sizes; (shown text, match, tokens that count)."""
+) -> tuple[str, StopMatch | None]:
+    """Push the pieces in steps of the given sizes; return the shown text and the match."""
     watch = StopStrings(stops, **options)  # type: ignore[arg-type]
     shown, at = "", 0
     for size in steps or [1] * len(pieces):
@@ -21,12 +21,12 @@ def run(
         at += size
     if watch.match is None:
         shown += watch.finish()
-    return shown, watch.match, watch.num_tokens
+    return shown, watch.match
 
 
 def reference(
     pieces: list[str], stops: list[str], include: bool, min_tokens: int
-) -> tuple[str, StopMatch | None, int]:
+) -> tuple[str, StopMatch | None]:
     """Apply the rule by a search over the whole text after each token."""
     text = ""
     for index, piece in enumerate(pieces):
@@ -40,12 +40,12 @@ def reference(
         if found and index >= min_tokens:
             start, _, stop = min(found)
             end = start + len(stop) if include else start
-            return text[:end], StopMatch(stop, index, start, end), index + 1
-    return text, None, len(pieces)
+            return text[:end], StopMatch(stop, end)
+    return text, None
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_random_texts_against_the_rule(include: bool) -> None:
+def test_random_texts_equal_the_reference(include: bool) -> None:
     rng = random.Random(9)
     stopped = 0
     for _ in range(4000):
@@ -63,12 +63,12 @@ def test_random_texts_against_the_rule(include: bool) -> None:
     assert stopped > 1000
 
 
-def test_nothing_is_shown_that_may_have_to_be_taken_back() -> None:
+def test_shown_text_is_never_part_of_a_stop_string() -> None:
     rng = random.Random(10)
     for _ in range(2000):
         pieces = ["".join(rng.choices("ab", k=rng.randrange(3))) for _ in range(10)]
         stops = ["".join(rng.choices("ab", k=rng.randrange(1, 5))) for _ in range(2)]
-        final, match, _ = reference(pieces, stops, False, 0)
+        final, match = reference(pieces, stops, False, 0)
         watch = StopStrings(stops)
         shown, text = "", ""
         for piece in pieces:
@@ -81,30 +81,25 @@ def test_nothing_is_shown_that_may_have_to_be_taken_back() -> None:
         assert (watch.match is None) == (match is None)
 
 
-def test_across_tokens() -> None:
-    shown, match, tokens = run(["Hello", " wor", "ld", "!\n", "\nmore", "!"], ["\n\n"])
-    assert shown == "Hello world!"
-    assert match == StopMatch("\n\n", token_index=4, start=12, text_length=12)
-    assert tokens == 5  # the last one is not part of the output
+def test_stop_string_across_tokens_ends_the_text() -> None:
+    found = run(["Hello", " wor", "ld", "!\n", "\nmore", "!"], ["\n\n"])
+    assert found == ("Hello world!", StopMatch("\n\n", 12))
 
 
-def test_included() -> None:
-    shown, match, _ = run(["a", "b\n", "\nc"], ["\n\n"], include_in_output=True)
-    assert shown == "ab\n\n"
-    assert match is not None
-    assert match.text_length == 4
+def test_included_stop_string_is_shown_and_nothing_is_held() -> None:
+    assert run(["a", "b\n", "\nc"], ["\n\n"], include_in_output=True) == ("ab\n\n", StopMatch("\n\n", 4))
     watch = StopStrings(["\n\n"], include_in_output=True)
-    assert watch.push(["b\n"]) == "b\n"  # nothing needs to be held back then
+    assert watch.push(["b\n"]) == "b\n"
 
 
-def test_which_one_counts() -> None:
-    assert run(["xabcab"], ["cab", "abc"])[1] == StopMatch("abc", 0, 1, 1)  # begins first
-    assert run(["xabc"], ["ab", "abc"])[1] == StopMatch("abc", 0, 1, 1)  # the longer
-    assert run(["xab", "c"], ["ab", "abc"])[1] == StopMatch("ab", 0, 1, 1)  # completed first
-    assert run(["a", "b"], ["b", "b"])[1] == StopMatch("b", 1, 1, 1)
+def test_first_completed_then_first_then_longest_stop_string_counts() -> None:
+    assert run(["xabcab"], ["cab", "abc"])[1] == StopMatch("abc", 1)  # begins first
+    assert run(["xabc"], ["ab", "abc"])[1] == StopMatch("abc", 1)  # the longer
+    assert run(["xab", "c"], ["ab", "abc"])[1] == StopMatch("ab", 1)  # completed first
+    assert run(["a", "b"], ["b", "b"])[1] == StopMatch("b", 1)
 
 
-def test_min_tokens() -> None:
+def test_stop_string_within_min_tokens_does_not_count() -> None:
     pieces = ["a", "STOP", "b", "STO", "P", "c"]
     assert run(pieces, ["STOP"])[0] == "a"
     assert run(pieces, ["STOP"], min_tokens=1)[0] == "a"  # the second token may stop
@@ -120,18 +115,15 @@ def test_held_text_is_shown_at_the_end() -> None:
     assert watch.match is None
 
 
-def test_the_last_text_of_a_token_can_stop() -> None:
+def test_held_bytes_can_complete_a_stop_string() -> None:
     watch = StopStrings(["x\ufffd"])
     assert watch.push(["ax", ""]) == "a"
     assert watch.finish("\ufffd") == ""
-    assert watch.match == StopMatch("x\ufffd", 1, 1, 1)
+    assert watch.match == StopMatch("x\ufffd", 1)
 
 
-def test_no_stops_hold_nothing() -> None:
-    assert run(["a", "", "b"], []) == ("ab", None, 3)
+def test_no_stop_strings_hold_nothing_and_an_empty_one_is_refused() -> None:
+    assert run(["a", "", "b"], []) == ("ab", None)
     assert StopStrings([]).push(["abc"]) == "abc"
-
-
-def test_empty_stop_string() -> None:
     with pytest.raises(RequestError, match="empty"):
         StopStrings(["a", ""])

@@ -1,4 +1,4 @@
-"""Tokenizers from folders and from GGUF metadata agree with their originals; chat is transformers' chat."""
+"""Tokenizers from folders and GGUF metadata equal their originals; chat templates equal transformers."""
 
 from __future__ import annotations
 
@@ -53,13 +53,8 @@ def trained_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(CORPUS, trainer)
+    options = {"special_tokens": SPECIAL, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, show_progress=False, **options))
     model = json.loads(backend.to_str())["model"]
     return model["vocab"], [tuple(merge) for merge in model["merges"][:-20]]
 
@@ -67,12 +62,8 @@ def trained_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
 @cache
 def byte_bpe(kind: str) -> tokenizers.Tokenizer:
     """Build a small byte-level BPE of `kind`, like its model's tokenizer.json."""
-    pre = {
-        "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
-        "smollm": pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        ),
-    }
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pre = {"gpt-2": plain, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), plain])}
     from transformers.convert_slow_tokenizer import TikTokenConverter
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -92,7 +83,7 @@ def byte_bpe(kind: str) -> tokenizers.Tokenizer:
 
 
 def gguf_of(path: Path, backend: tokenizers.Tokenizer, pre: str, **extra: Any) -> Path:
-    """Return the metadata that llama.cpp's converter writes for a byte-level BPE."""
+    """Write the metadata that llama.cpp's converter writes for a byte-level BPE."""
     model = json.loads(backend.to_str())["model"]
     size = backend.get_vocab_size(with_added_tokens=True)
     tokens = [backend.id_to_token(i) for i in range(size)]
@@ -146,14 +137,14 @@ def test_gguf_byte_level_equals_its_original(tmp_path: Path, pre: str) -> None:
         assert ids == original.encode(text).ids
         for skip in (True, False):
             assert found.decode(ids, skip) == original.decode(ids, skip_special_tokens=skip)
-    for _ in range(300):  # also what no text encodes to: broken characters
+    for _ in range(300):  # ids that no text encodes to: invalid bytes
         ids = [rng.randrange(found.vocab_size) for _ in range(12)]
         assert found.decode(ids, False) == original.decode(ids, skip_special_tokens=False)
-    for other in {"gpt-2", "smollm", "llama-bpe", "qwen2"} - {pre}:  # the kinds are told apart
+    for other in {"gpt-2", "smollm", "llama-bpe", "qwen2"} - {pre}:  # the kinds differ
         assert any(found.encode(text) != byte_bpe(other).encode(text).ids for text in texts)
 
 
-def test_qwen2_as_transformers_builds_it(tmp_path: Path) -> None:
+def test_gguf_qwen2_equals_the_tokenizer_of_transformers(tmp_path: Path) -> None:
     original = byte_bpe("qwen2")
     model = json.loads(original.to_str())["model"]
     theirs = transformers.Qwen2Tokenizer(
@@ -174,7 +165,9 @@ def test_qwen2_as_transformers_builds_it(tmp_path: Path) -> None:
         ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, ([0], [1])),
     ],
 )
-def test_ends_of_text(tmp_path: Path, pre: str, extra: dict[str, Any], wanted: Any) -> None:
+def test_bos_and_eos_follow_the_metadata(
+    tmp_path: Path, pre: str, extra: dict[str, Any], wanted: Any
+) -> None:
     found = load_tokenizer(gguf_of(tmp_path / "t.gguf", byte_bpe(pre), pre, **extra))
     plain = found.encode("hello", add_special_tokens=False)
     assert found.encode("hello") == [*wanted[0], *plain, *wanted[1]]
@@ -183,7 +176,7 @@ def test_ends_of_text(tmp_path: Path, pre: str, extra: dict[str, Any], wanted: A
     assert found.special_ids == {0, 1}
 
 
-def test_single_tokens(tmp_path: Path) -> None:
+def test_token_bytes_and_texts_of_single_tokens(tmp_path: Path) -> None:
     found = load_tokenizer(gguf_of(tmp_path / "t.gguf", byte_bpe("smollm"), "smollm"))
     ids = found.encode("The 👍<|eos|>")
     assert b"".join(found.token_bytes(i) for i in ids) == "The 👍<|eos|>".encode()
@@ -196,7 +189,7 @@ def test_single_tokens(tmp_path: Path) -> None:
         found.encode("\ud800")
 
 
-def test_the_byte_alphabet_is_gpt2s() -> None:
+def test_byte_alphabet_equals_that_of_gpt2() -> None:
     assert set(byte_level_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(byte_level_alphabet().values()) == list(range(256))
 
@@ -227,16 +220,13 @@ def spm_path(folder: Path, **extra: Any) -> Path:
 
 
 def spm_reference(text: str) -> list[int]:
-    """SentencePiece's BPE as defined: again and again join the two whose union scores best."""
+    """Encode by the definition of SentencePiece's BPE: join the pair with the best score, repeatedly."""
     tokens, types, scores = sentencepiece()
     vocab = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind == 1}
     parts = list(("▁" + text).replace(" ", "▁")) if text else []
     while True:
-        joins = [
-            (-scores[vocab[a + b]], i)
-            for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
-            if a + b in vocab
-        ]
+        pairs = enumerate(zip(parts, parts[1:], strict=False))
+        joins = [(-scores[vocab[a + b]], i) for i, (a, b) in pairs if a + b in vocab]
         if not joins:
             break
         _, i = min(joins)
@@ -251,7 +241,7 @@ def test_sentencepiece_equals_the_definition(tmp_path: Path) -> None:
     found = load_tokenizer(spm_path(tmp_path))
     rng = random.Random(3)
     everything = "".join(CORPUS)
-    cuts = []  # in the middle of words, where pieces overlap and the order of joining matters
+    cuts = []  # inside words, where the order of joins matters
     for _ in range(300):
         starts = [rng.randrange(len(everything)) for _ in range(3)]
         cuts.append("".join(everything[at : at + rng.randrange(1, 8)] for at in starts))
@@ -263,7 +253,7 @@ def test_sentencepiece_equals_the_definition(tmp_path: Path) -> None:
     assert found.encode("a</s>b") == [1, *spm_reference("a"), 2, *spm_reference("b")]
 
 
-def test_sentencepiece_without_space_prefix(tmp_path: Path) -> None:
+def test_sentencepiece_without_space_prefix_keeps_the_leading_space(tmp_path: Path) -> None:
     found = load_tokenizer(spm_path(tmp_path, add_space_prefix=False, add_bos_token=False))
     assert found.decode(found.encode(" the quick")) == " the quick"
     assert found.encode("the") != found.encode(" the")
@@ -276,7 +266,7 @@ def test_decode_equals_tokenizers_where_bytes_are_characters(tmp_path: Path) -> 
     for _ in range(300):
         ids = found.encode(random_text(rng)) + found.encode(random_text(rng), False)
         assert found.decode(ids) == found.backend.decode(ids)
-    # A broken sequence: tokenizers gives up its whole run of bytes, we keep what is a character.
+    # In an invalid sequence `tokenizers` drops the whole run of bytes; valid characters are kept here.
     ids = [3 + byte for byte in b"\xe4\xbd\xa0\xff"]
     assert found.decode(ids) == "你\ufffd"
 
@@ -295,19 +285,17 @@ def test_decode_equals_tokenizers_where_bytes_are_characters(tmp_path: Path) -> 
         ({"tokenizer.chat_template": "{% for %}"}, "cannot be compiled"),
     ],
 )
-def test_refused_metadata(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_unusable_tokenizer_metadata_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     path = gguf_of(tmp_path / "t.gguf", byte_bpe("gpt-2"), **({"pre": "gpt-2"} | fields))
     with pytest.raises(LoadError, match=message):
         load_tokenizer(path)
 
 
-def test_merges_that_do_not_fit(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     path = write_metadata(tmp_path / "t.gguf", {"model": "gpt2"}, ["a", "b"], [1, 1], merges=["a c"])
     with pytest.raises(LoadError, match="merges"):
         load_tokenizer(path)
-
-
-def test_missing_and_broken_files(tmp_path: Path) -> None:
+    path.unlink()
     with pytest.raises(LoadError, match="no tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
@@ -320,13 +308,13 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_decoders_that_look_around_are_refused() -> None:
+def test_decoder_that_depends_on_context_is_refused() -> None:
     with pytest.raises(LoadError, match="WordPiece"):
         byte_decoder(decoders.WordPiece())
     assert byte_decoder(decoders.Metaspace()).to_bytes("▁a") == b" a"
 
 
-def test_words_joined_by_spaces() -> None:
+def test_word_level_tokens_are_joined_by_spaces() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     found = Tokenizer(backend, special_tokens={})
     assert found.decode([0, 1, 0]) == backend.decode([0, 1, 0]) == "a b a"
@@ -344,7 +332,7 @@ def save_folder(folder: Path, template: str | None = CHAT) -> Any:
     return theirs
 
 
-def test_folder(tmp_path: Path) -> None:
+def test_tokenizer_folder_equals_transformers(tmp_path: Path) -> None:
     theirs = save_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
     found = load_tokenizer(tmp_path)
@@ -368,7 +356,7 @@ def test_folder(tmp_path: Path) -> None:
         "{{ strftime_now('%Y') }}{% if tools is none %}no tools{% endif %}{{ flag | default('unset') }}",
     ],
 )
-def test_chat_as_transformers_renders_it(tmp_path: Path, template: str) -> None:
+def test_chat_template_renders_as_in_transformers(tmp_path: Path, template: str) -> None:
     theirs = save_folder(tmp_path, template)
     found = load_tokenizer(tmp_path)
     tools = [{"type": "function", "function": {"name": "größe", "parameters": {}}}]
@@ -380,7 +368,7 @@ def test_chat_as_transformers_renders_it(tmp_path: Path, template: str) -> None:
 
 @pytest.mark.parametrize("content", ["Yo", "Yo ", " x "])
 @pytest.mark.parametrize("filters", ["", " | trim"])
-def test_continued_messages_as_in_transformers(tmp_path: Path, content: str, filters: str) -> None:
+def test_continued_message_renders_as_in_transformers(tmp_path: Path, content: str, filters: str) -> None:
     theirs = save_folder(tmp_path, CHAT.replace("m['content']", f"(m['content']{filters})"))
     found = load_tokenizer(tmp_path)
     messages = [*MESSAGES, {"role": "assistant", "content": content}]
@@ -396,25 +384,23 @@ def test_continued_messages_as_in_transformers(tmp_path: Path, content: str, fil
         dropped.render(messages, **options)
 
 
-def test_content_in_parts() -> None:
+def test_content_parts_are_joined_unless_the_template_accepts_them() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "user", "content": parts}]
     plain = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {}, "here")
     assert plain.render(messages) == "[one\ntwo]"
-    knows = ChatTemplate(
+    accepts_parts = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}",
-        {},
-        "here",
+        "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}"
     )
-    assert knows.render(messages) == "(one)(two)"
+    assert ChatTemplate(accepts_parts, {}, "here").render(messages) == "(one)(two)"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     with pytest.raises(RequestError, match="only text"):
         plain.render(image)
-    assert messages[0]["content"] is parts  # the caller's messages stay as they were
+    assert messages[0]["content"] is parts  # the caller's messages are not changed
 
 
-def test_where_templates_are_kept(tmp_path: Path) -> None:
+def test_chat_template_files_take_precedence_in_order(tmp_path: Path) -> None:
     save_folder(tmp_path, None)
     with pytest.raises(RequestError, match="no chat template"):
         load_tokenizer(tmp_path).apply_chat_template(MESSAGES)
@@ -441,7 +427,7 @@ def test_where_templates_are_kept(tmp_path: Path) -> None:
         ("{% for i in range(10**9) %}{% endfor %}", "refused|cannot render"),
     ],
 )
-def test_templates_are_sandboxed(template: str, message: str) -> None:
+def test_failing_or_unsafe_template_raises_request_error(template: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         ChatTemplate(template, {}, "here").render(MESSAGES, add_generation_prompt=True)
 
@@ -449,7 +435,7 @@ def test_templates_are_sandboxed(template: str, message: str) -> None:
 # --- the default model ----------------------------------------------------------------------------
 
 
-def test_smollm2(smollm2_path: Path) -> None:
+def test_smollm2_tokenizer_encodes_and_decodes(smollm2_path: Path) -> None:
     found = load_tokenizer(smollm2_path)
     assert found.vocab_size == 49152
     assert found.eos_token_ids == (2,)

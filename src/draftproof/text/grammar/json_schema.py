@@ -33,14 +33,8 @@ _IMPLIED = (
     ),
 )
 _ASSERTS = {"type", *_NUMBER, *_STRING, *_ARRAY, *_OBJECT}
-_EXCLUSIVE = (
-    "$ref",
-    "const",
-    "enum",
-    "anyOf",
-    "oneOf",
-    "allOf",
-)  # other keywords beside one of these are ignored
+# other keywords beside one of these are ignored
+_EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _ONE = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
 _SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf")

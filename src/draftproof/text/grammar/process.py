@@ -137,9 +137,7 @@ def _why(error: Exception, seconds: float) -> str:
             f"structured_outputs: it takes longer than {seconds:g} s to compile: make it smaller, "
             "for example by lower bounds on repetitions and fewer alternatives"
         )
-    if isinstance(
-        error, (EOFError, BrokenPipeError)
-    ):  # it ended before its reply, or before it had read the job
+    if isinstance(error, (EOFError, BrokenPipeError)):  # it ended before its reply or before it read the job
         return "structured_outputs: the compiler broke over it (too much memory, or nesting): make it smaller"
     return str(error)
 
