@@ -1,8 +1,4 @@
-"""Model configuration: one frozen record that describes a decoder to the forward pass.
-
-It is built from a Hugging Face `config.json` or from GGUF metadata. Features that the forward pass cannot
-compute are refused while it is built, before any weight is read.
-"""
+"""Model configuration that the forward pass reads; what it cannot compute is refused here."""
 
 from __future__ import annotations
 

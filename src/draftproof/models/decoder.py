@@ -75,10 +75,7 @@ def decoder_layer(
     index: int,
     input_norm: str | None = "input_layernorm",
 ) -> Layer:
-    """Pack layer `index`, whose tensor names begin with `prefix`.
-
-    `input_norm` names the norm before the attention; None: the layer has none.
-    """
+    """Pack layer `index`, whose tensor names begin with `prefix`; `input_norm` None: without that norm."""
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     return Layer(
         attention_norm=None if input_norm is None else packer.tensor(f"{prefix}{input_norm}.weight"),

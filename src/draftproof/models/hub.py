@@ -48,10 +48,7 @@ def cache_folder() -> Path:
 
 
 def find_model(model: str, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
-    """Return the folder or .gguf file of `model`, downloaded if it is not local.
-
-    Without `weights` only the configuration and tokenizer of a hub folder are downloaded.
-    """
+    """Return the folder or .gguf file of `model`, downloaded if not local; a hub folder without `weights`."""
     path = Path(model).expanduser()
     if _exists(path):
         return path

@@ -22,10 +22,7 @@ Drafted = tuple[int, list[DraftRecord] | None]  # number of drafts verified; the
 
 @dataclass(slots=True, eq=False)
 class StepEvents(Sequence[TokenEvent]):
-    """Events of one step of one output, each created when it is read.
-
-    Unread events take little more memory than the output itself, so a slow reader costs little.
-    """
+    """Events of one step of one output, each created when it is read, so that unread ones are small."""
 
     output_index: int
     tokens: list[int]
@@ -94,11 +91,7 @@ class StreamingOutput:
         return self.output.finish_reason is not None
 
     def feed(self, step: StepOutput, wants_events: bool = True) -> Sequence[TokenEvent]:
-        """Append the tokens of a step.
-
-        Return one event for each token that counts, and one for an end without a token; none unless
-        `wants_events`.
-        """
+        """Append the tokens of a step; return an event for each one, or for an end without a token."""
         texts = self._visible_texts(step)
         kept = len(texts)
         drafts = self._count(step, kept)

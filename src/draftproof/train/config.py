@@ -118,10 +118,7 @@ def _positive(plan: TextPlan | TrainPlan, names: tuple[str, ...]) -> None:
 
 
 def check_plan(path: Path, plan: TextPlan | TrainPlan, begin: bool = True) -> None:
-    """Compare a plan with the one stored at `path`; store it with `begin` if there is none.
-
-    A run that fails before its start stores nothing, so that the next one may differ.
-    """
+    """Compare a plan with the one stored at `path`; with `begin` store it if there is none."""
     now: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
     if path.exists():
         before = json.loads(path.read_text())

@@ -131,10 +131,7 @@ class Run:
         return True
 
     def evaluate(self, plan: TrainPlan, verifier: str | None = None) -> dict[str, Any]:
-        """Measure acceptance on every held-out text, as training counts it and in the engine.
-
-        The trained weights may come from an incomplete run. The engine must generate the texts again.
-        """
+        """Measure acceptance on every held-out text, as training counts it and in the engine."""
         check_plan(self.work / "train.json", plan, begin=False)
         trainer = self._trainer(plan)
         trainer.resume(self.work / "train")

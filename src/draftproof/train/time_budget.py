@@ -39,11 +39,7 @@ class TimeEstimate:
 
 
 def measured(trainer: Trainer, began: float, tokens: int) -> TimeEstimate:
-    """Time the parts of a phase; changes the weights.
-
-    `began`: start of the phase (`time.monotonic()`). `tokens`: size of the whole text; the trainer may hold
-    a part of it.
-    """
+    """Time the parts of a phase that began at `began`, for a text of `tokens` tokens; changes the weights."""
     once = time.monotonic() - began  # the text is read once more
     target_states, plan, held = trainer.target_states, trainer.plan, trainer.held
     if plan.keep:

@@ -99,12 +99,9 @@ def _three_layers(config: ModelConfig) -> tuple[int, ...]:
 
 
 def loss_weight(batch: Batch, plan: TrainPlan, step: int) -> tuple[Tensor, Tensor]:
-    """Return the loss weight [unroll, B * T] of each draft position and the greedy-text flag [B * T].
-
-    Every `prompt_rows`-th row of a prompt is used, with the weight of those skipped; the next update uses
-    others.
-    """
+    """Return the loss weight [unroll, B * T] of each draft position and the greedy-text flag [B * T]."""
     row, lengths = np.arange(batch.tokens.shape[1])[None, :], batch.lengths[:, None]
+    # Every `prompt_rows`-th row of a prompt, with the weight of those skipped; the next update uses others.
     prompt = np.where((row + step) % plan.prompt_rows, 0.0, plan.prompt_weight * plan.prompt_rows)
     whole = np.where(row >= batch.prompt_lengths[:, None] - 1, 1.0, prompt)
     weight = np.stack([whole * (row + 2 + j < lengths) * plan.decay**j for j in range(plan.unroll)])

@@ -224,12 +224,9 @@ class DraftHeadConfig:
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of the norms as bf16, which is equal for every dtype and quantisation of a model.
-
-    Where all norms are ones, as in an untrained model, rows of the embedding are included.
-    """
+    """Return a digest of the norms as bf16, equal for every dtype and quantisation of a model."""
     norms = {name: tensors[name] for name in sorted(tensors) if name.endswith("norm.weight")}
-    if all(bool((norm == 1).all()) for norm in norms.values()):
+    if all(bool((norm == 1).all()) for norm in norms.values()):  # an untrained model
         norms["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:64]
     digest = hashlib.sha256()
     for name, norm in norms.items():

@@ -65,10 +65,7 @@ _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def read_draft_head(where: str | Path, num_layers: int) -> tuple[DraftHeadConfig, dict[str, WeightTensor]]:
-    """Read the configuration and weights of a draft head for a target model of `num_layers` layers.
-
-    `where` is a folder with the draft head alone, or the folder of a model whose files hold MTP layers too.
-    """
+    """Read a draft head of a target with `num_layers` layers, from its own folder or that of its target."""
     folder = find_model(str(where), progress=False)
     if not folder.is_dir() or not (folder / "config.json").exists():
         raise LoadError(f"{where}: a head is a folder with config.json and a safetensors file")
@@ -213,10 +210,7 @@ def _common(raw: Mapping[str, Any], decoder: ModelConfig, named: Mapping[str, Te
 def _eagle3(
     raw: Mapping[str, Any], named: dict[str, Tensor], num_layers: int, common: dict[str, Any]
 ) -> DraftHeadConfig:
-    """Build the configuration of an EAGLE-3 head.
-
-    `speculators` numbers the outputs of layers from 1, SpecForge from 0.
-    """
+    """Build an EAGLE-3 head. `speculators` numbers the outputs of layers from 1, SpecForge from 0."""
     from_one = "speculators_model_type" in raw
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     if not from_one:

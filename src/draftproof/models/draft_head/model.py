@@ -133,10 +133,7 @@ class DraftHeadModel:
         return self._normed(row) if self.config.norm_output else row
 
     def logits(self, row: Tensor) -> Tensor:
-        """Return fp32 logits [R, V] over the target's vocabulary, -inf outside the draft vocabulary.
-
-        The result is valid until the next call.
-        """
+        """Return fp32 logits [R, V], -inf outside the draft vocabulary, valid until the next call."""
         logits = self.ops.forward.linear(self._normed(row), self.lm_head, torch.float32)
         if self.ids is None:
             return logits

@@ -103,10 +103,7 @@ class BulkDetokenizer:
         return "".join(self._parts)
 
     def _decode_partial(self, ids: Ints, chars: Ints, texts: list[str]) -> Ints:
-        """Fill in `chars` and `texts` of tokens around partial characters.
-
-        Return how many characters later than the plain sum each token begins.
-        """
+        """Decode tokens around partial characters in place; return how much later than summed each begins."""
         if self._incremental is None:
             table = self.token_texts
             self._incremental = Detokenizer(table.tokenizer, table.skip_special_tokens, continues=True)

@@ -34,10 +34,7 @@ class StopScanner:
         return self._stops.match
 
     def push(self, tokens: list[int], hides_last: bool) -> int:
-        """Return how many of the tokens count: all, or up to the one that completes a stop string.
-
-        `hides_last`: the last token adds no text.
-        """
+        """Return how many tokens count, up to a completed stop string; `hides_last`: the last has no text."""
         for i, token in enumerate(tokens):
             piece = "" if hides_last and i == len(tokens) - 1 else self._piece(token)
             if self._stops.scan(piece) is not None:

@@ -1,7 +1,4 @@
-"""Columns of the output table: tokens, provenance, logprobs and counters of unfinished outputs.
-
-Each output has one line of `width` tokens. Steps are appended for all lines at once.
-"""
+"""Columns of the output table: one line of `width` tokens for each unfinished output."""
 
 from __future__ import annotations
 
@@ -191,10 +188,7 @@ class OutputColumns:
     # --- read ---------------------------------------------------------------------------------------
 
     def read(self, lines: Ints, sizes: Ints) -> tuple[Ints, list[str]]:
-        """Return tokens and provenance of the first `sizes` tokens of each line, line after line.
-
-        Their logprobs are added to the lines' totals, and the lines are empty afterwards.
-        """
+        """Empty these lines into tokens and provenance, line after line; their logprobs go to the totals."""
         ends = sizes.cumsum()
         at = np.arange(int(ends[-1])) + np.repeat(lines * self.width - ends + sizes, sizes)
         tokens, origins = self._tokens[at], self._origin_names[self._origins[at]].tolist()

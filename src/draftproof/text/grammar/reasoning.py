@@ -19,10 +19,7 @@ class ReasoningEnd:
         self._overshooting: dict[int, list[tuple[int, bytes]]] = {}
 
     def advance(self, matched: int, token: int) -> tuple[int, bytes | None]:
-        """Advance by a token after `matched` bytes of the end.
-
-        Return the bytes matched then, and the bytes after the end (None if it is not complete).
-        """
+        """Return the bytes of the end matched after a token, and the bytes after the end (None: not yet)."""
         if not self._text:
             return 0, b"" if token == self._token else None
         data = self._token_bytes[token]

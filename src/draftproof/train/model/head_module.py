@@ -156,10 +156,8 @@ def visible(length: int, device: torch.device) -> Tensor:
 
 
 def attend(q: Tensor, stored: list[Keys]) -> Tensor:
-    """Attend from row p to step 0's keys up to p and to its own keys of later steps: [B, heads, T, dim].
-
-    Plain ops, because a library's attention would need T columns for each later step, all but one masked.
-    """
+    """Attend from row p to step 0's keys up to p and to its own keys of later steps: [B, heads, T, dim]."""
+    # A library's attention would need T columns for each later step, all but one masked.
     (keys, values), own = stored[0], stored[1:]
     batch, heads, length, dim = q.shape
     groups = heads // keys.shape[1]

@@ -74,10 +74,7 @@ def unrolled_loss(
     loss_weights: LossWeights,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss and, [steps] fp32, the weighted sum of divergences at each draft position.
-
-    The gradient does not need the values, which cost a third of the time on a CPU: NaN unless `measure`.
-    """
+    """Return the loss and the weighted divergence of each draft position [steps] (NaN unless `measure`)."""
     total, parts = _Unrolled.apply(
         student, target_hidden, head, weight, greedy_rows, rows, loss_weights, measure
     )

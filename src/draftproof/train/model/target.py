@@ -1,7 +1,4 @@
-"""Forward pass of the target over whole texts in plain torch, for the hidden states a head is trained on.
-
-Training needs batches of texts of one length at library speed; bits need not match those of the engine.
-"""
+"""Target over whole texts in plain torch, for training; bits need not match those of the engine."""
 
 from __future__ import annotations
 
