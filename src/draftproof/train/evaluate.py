@@ -92,8 +92,8 @@ class Evaluator:
             for begin in range(0, len(logits), CHUNK_ROWS):
                 some = slice(begin, begin + CHUNK_ROWS)
                 scaled = F.pad(logits[some].float() / temperature, (0, 1), value=-torch.inf)
-                scaled, noise = scaled[:, self.t2d].contiguous(), (seeds[some], positions[some])
-                picked.append(self.ops.sampling.gumbel_argmax(scaled, *noise, STREAM_SAMPLE))
+                scaled, sampling = scaled[:, self.t2d].contiguous(), self.ops.sampling
+                picked.append(sampling.gumbel_argmax(scaled, seeds[some], positions[some], STREAM_SAMPLE))
             return torch.cat(picked)
 
         return rule

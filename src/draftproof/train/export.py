@@ -59,6 +59,8 @@ def write_speculators(
 def _speculators_config(
     config: DraftHeadConfig, target: ModelConfig, verifier: str | None, drafts: int
 ) -> dict[str, Any]:
+    proposal: dict[str, Any] = {"proposal_type": "greedy", "speculative_tokens": drafts}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -75,14 +77,7 @@ def _speculators_config(
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": drafts,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
+            "proposal_methods": [proposal],
             "verifier": {"name_or_path": verifier, "architectures": [target.architecture]},
         },
         "transformer_layer_config": {

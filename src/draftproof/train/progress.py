@@ -6,13 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-def _ignore(*values: object) -> None:
-    """Discard a report."""
-
-
 @dataclass(frozen=True, slots=True)
 class ProgressReporter:
     """Callbacks for log lines and for the progress of a phase; by default both are discarded."""
 
-    log: Callable[[str], None] = _ignore
-    update: Callable[[str, int, int], None] = _ignore  # phase, done, total
+    log: Callable[[str], None] = lambda line: None
+    update: Callable[[str, int, int], None] = lambda phase, done, total: None

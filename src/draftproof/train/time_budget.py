@@ -53,9 +53,9 @@ def measured(trainer: Trainer, began: float, tokens: int) -> TimeEstimate:
     point = _timed(trainer, lambda: trainer.accepted(held[: plan.eval_texts]))
     if trainer.scales_logits:
         warm = [text for text in held if text.temperature > 0]
-        given = trainer.rounded(), warm[:GROUP_TEXTS], plan.max_len
-        spent = _timed(trainer, lambda: trainer.evaluator.acceptance_by_logit_scale(*given))
-        once += spent * len(warm) / max(1, len(given[1]))
+        some, weights, evaluator = warm[:GROUP_TEXTS], trainer.rounded(), trainer.evaluator
+        spent = _timed(trainer, lambda: evaluator.acceptance_by_logit_scale(weights, some, plan.max_len))
+        once += spent * len(warm) / max(1, len(some))
     with TemporaryDirectory() as folder:
         saving = _timed(trainer, lambda: trainer.save(Path(folder)))
     return TimeEstimate(update, point, saving, once + time.monotonic() - began)

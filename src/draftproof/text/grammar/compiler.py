@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -150,7 +151,7 @@ class GrammarCompiler:
 @dataclass(frozen=True, slots=True)
 class _CachedGrammar:
     compiled: Any
-    by_reasoning_end: dict[str | int | None, TextGrammar] = field(default_factory=dict)  # by reasoning_end
+    by_reasoning_end: dict[str | int | None, TextGrammar] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -160,39 +161,22 @@ class _CachedGrammar:
 def _job(outputs: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
     """Return the job for the compiler process; refuse keywords that it would silently ignore."""
     kind = outputs.kind
-    whitespace = {
-        "any_whitespace": not outputs.disable_any_whitespace,
-        "max_whitespace_cnt": outputs.max_whitespace,
-    }
-    if kind == "json":
-        assert isinstance(outputs.json, str)
-        problem = not_enforced(json.loads(outputs.json))
-        if problem:
+    source: Any = getattr(outputs, kind)
+    if kind in ("json", "json_object"):
+        if kind == "json" and (problem := not_enforced(json.loads(source))):
             raise RequestError(f"structured_outputs: json cannot be used: {problem}", PARAM)
-        return kind, outputs.json, whitespace
-    if kind == "json_object":
-        return kind, "", whitespace
+        any_whitespace = not outputs.disable_any_whitespace
+        whitespace = {"any_whitespace": any_whitespace, "max_whitespace_cnt": outputs.max_whitespace}
+        return kind, source if kind == "json" else "", whitespace
     if kind == "choice":
-        assert outputs.choice is not None
-        return "grammar", "root ::= " + " | ".join(map(_literal, outputs.choice)), {}
-    if kind == "regex":
-        assert outputs.regex is not None
-        return kind, to_compiler_dialect(outputs.regex), {}
-    assert outputs.grammar is not None
-    return kind, outputs.grammar, {}
+        return "grammar", "root ::= " + " | ".join(map(_literal, source)), {}
+    return kind, to_compiler_dialect(source) if kind == "regex" else source, {}
 
 
 def _literal(text: str) -> str:
     """Return a text as a string literal of the grammar language."""
-    out = []
-    for c in text:
-        if c in '"\\':
-            out.append("\\" + c)
-        elif ord(c) < 32 or ord(c) == 127:
-            out.append(f"\\x{ord(c):02x}")
-        else:
-            out.append(c)
-    return '"' + "".join(out) + '"'
+    escaped = re.sub(r'["\\]', r"\\\g<0>", text)
+    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
 
 
 # --- grammar state ------------------------------------------------------------------------------------------
