@@ -6,8 +6,9 @@ class. No later module depends on the file format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def _float_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:
     return {name: FloatWeight(tensor) for name, tensor in tensors.items()}
 
 
-def _progress_bar(text: str, progress: bool) -> Callable[[Iterator[Any], int], Iterator[Any]] | None:
+def _progress_bar(text: str, progress: bool) -> Callable[..., Iterable[Any]] | None:
     if not progress:
         return None
     from rich.console import Console
@@ -189,11 +190,7 @@ def _progress_bar(text: str, progress: bool) -> Callable[[Iterator[Any], int], I
     console = Console(stderr=True)
     if not console.is_terminal:  # it would write an empty line, and the disk behind stderr may be full
         return None
-
-    def bar(items: Iterator[Any], total: int) -> Iterator[Any]:
-        yield from track(items, text, total, console=console, transient=True)
-
-    return bar
+    return partial(track, description=text, console=console, transient=True)
 
 
 def _load_dummy(source: Path, requested: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:

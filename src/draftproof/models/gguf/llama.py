@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -192,7 +192,7 @@ def gguf_tensors(
     file: GGUFFile,
     config: ModelConfig,
     dtype: torch.dtype,
-    track: Callable[[Iterator[Any], int], Iterator[Any]] | None = None,
+    track: Callable[..., Iterable[Any]] | None = None,
 ) -> dict[str, Tensor]:
     """Return every tensor of the model in `dtype`, under its Hugging Face name."""
     check_types(file)
@@ -211,7 +211,7 @@ def gguf_tensors(
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         results = pool.map(convert, expected)
-        done = track(results, len(expected)) if track else results
+        done = track(results, total=len(expected)) if track else results
         try:
             return dict(zip(expected, done, strict=True))
         except LoadError as error:
