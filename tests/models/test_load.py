@@ -465,17 +465,16 @@ def test_large_dummy_tensors_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unknown_load_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
-        load_checkpoint(SMALL, dtype="bfloat")
-    with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
-        load_checkpoint(SMALL, load_format="safetensor")
-    with pytest.raises(ConfigError, match="on disk"):
-        load_checkpoint(SMALL, load_format="gguf")
-    with pytest.raises(LoadError, match="no GGUF file"):
-        save_model(tmp_path)
-        load_checkpoint(tmp_path, load_format="gguf")
-    with pytest.raises(LoadError, match="give the folder"):
-        load_checkpoint(tmp_path / "model.safetensors")
+    save_model(tmp_path)
+    for model, options, message in (
+        (SMALL, {"dtype": "bfloat"}, "did you mean 'bfloat16'"),
+        (SMALL, {"load_format": "safetensor"}, "did you mean 'safetensors'"),
+        (SMALL, {"load_format": "gguf"}, "on disk"),
+        (tmp_path, {"load_format": "gguf"}, "no GGUF file"),
+        (tmp_path / "model.safetensors", {}, "give the folder"),
+    ):
+        with pytest.raises((ConfigError, LoadError), match=message):
+            load_checkpoint(model, **options)
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -32,14 +32,9 @@ def llms(make):
 
 
 def params(**options):
-    values = {
-        "temperature": 1.0,
-        "seed": 11,
-        "max_tokens": 18,
-        "logprobs": 2,
-        "include_draft_logprobs": True,
-        "allowed_token_ids": [2, *range(FIRST, FIRST + len(PIECES))],
-    }
+    allowed = [2, *range(FIRST, FIRST + len(PIECES))]
+    values = {"temperature": 1.0, "seed": 11, "max_tokens": 18, "logprobs": 2, "allowed_token_ids": allowed}
+    values["include_draft_logprobs"] = True
     return SamplingParams(**{**values, **options})
 
 

@@ -36,10 +36,7 @@ DRAFTED = [name for name in SPECS if name != "plain"]
 
 
 def served(
-    grammar: Grammar | None,
-    spec: str = "plain",
-    answers: dict[str, list[int]] | None = None,
-    **params: Any,
+    grammar: Grammar | None, spec: str = "plain", answers: dict[str, list[int]] | None = None, **params: Any
 ) -> dict[str, tiny.Record]:
     """Run requests with this grammar; `answers`: tokens that test proposers draft."""
     proposers.set_answers(answers or {})

@@ -26,16 +26,7 @@ from draftproof.text.bulk.output import BulkOutput, StopScanner
 from draftproof.text.bulk.output_columns import OutputColumns
 from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
 from draftproof.text.streaming_output import StreamingOutput
-from draftproof.types import (
-    FIRST_ROW,
-    NUM_ACCEPTED,
-    NUM_DRAFT,
-    NUM_OUT,
-    PICK,
-    TOKENS,
-    LogprobKind,
-    Request,
-)
+from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
 
 BYTES = [b"", b"", b"<|end|>", b"<|pad|>", b" a", b" ", b"  b", b"x", b"word", b"\n", b"<0x0A>"]
 BYTES += [b"\xc3", b"\xa9", b"\xa9b", b"a\xc3", b"\xe2", b"\x82", b"\xac", b"\x82\xac", b"\xe2\x82", b"\xff"]

@@ -33,16 +33,10 @@ MESSAGES = [{"role": "user", "content": "Hi <b>&</b> 'there'"}, {"role": "assist
 
 
 def random_text(rng: random.Random, size: int = 40) -> str:
-    pick = (
-        lambda: rng.randrange(32, 127),
-        lambda: rng.randrange(32, 127),
-        lambda: rng.choice((9, 10, 13, 32, 32, 39)),
-        lambda: rng.randrange(48, 58),
-        lambda: rng.randrange(0xA0, 0x3000),
-        lambda: rng.randrange(0x4E00, 0xA000),
-        lambda: rng.randrange(0x1F300, 0x1FA00),
-    )
-    return "".join(chr(rng.choice(pick)()) for _ in range(rng.randrange(size)))
+    ascii_codes, digits, spaces = range(32, 127), range(48, 58), (9, 10, 13, 32, 32, 39)
+    others = range(0xA0, 0x3000), range(0x4E00, 0xA000), range(0x1F300, 0x1FA00)
+    codes = (ascii_codes, ascii_codes, digits, spaces, *others)
+    return "".join(chr(rng.choice(rng.choice(codes))) for _ in range(rng.randrange(size)))
 
 
 @cache
@@ -103,14 +97,10 @@ def write_metadata(
     scores: list[float] | None = None,
 ) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
+    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for key, value in fields.items():
-        key = key if key.startswith("tokenizer.") else f"tokenizer.ggml.{key}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif value is not None:
-            writer.add_string(key, value)
+        if value is not None:
+            add[type(value)](key if key.startswith("tokenizer.") else f"tokenizer.ggml.{key}", value)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if merges is not None:
@@ -171,9 +161,7 @@ def test_bos_and_eos_follow_the_metadata(
     found = load_tokenizer(gguf_of(tmp_path / "t.gguf", byte_bpe(pre), pre, **extra))
     plain = found.encode("hello", add_special_tokens=False)
     assert found.encode("hello") == [*wanted[0], *plain, *wanted[1]]
-    assert found.bos_token_id == 0
-    assert found.eos_token_ids == (1,)
-    assert found.special_ids == {0, 1}
+    assert (found.bos_token_id, found.eos_token_ids, found.special_ids) == (0, (1,), {0, 1})
 
 
 def test_token_bytes_and_texts_of_single_tokens(tmp_path: Path) -> None:
@@ -296,16 +284,16 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="merges"):
         load_tokenizer(path)
     path.unlink()
-    with pytest.raises(LoadError, match="no tokenizer.json"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(LoadError, match="fast tokenizer"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(LoadError, match="neither"):
-        load_tokenizer(tmp_path / "tokenizer.model")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(LoadError, match="tokenizer.json: not a usable"):
-        load_tokenizer(tmp_path)
+    for created, loaded, message in (
+        (None, tmp_path, "no tokenizer.json"),
+        ("tokenizer.model", tmp_path, "fast tokenizer"),
+        (None, tmp_path / "tokenizer.model", "neither"),
+        ("tokenizer.json", tmp_path, "tokenizer.json: not a usable"),
+    ):
+        if created:
+            (tmp_path / created).write_text("{}")
+        with pytest.raises(LoadError, match=message):
+            load_tokenizer(loaded)
 
 
 def test_decoder_that_depends_on_context_is_refused() -> None:
@@ -437,9 +425,7 @@ def test_failing_or_unsafe_template_raises_request_error(template: str, message:
 
 def test_smollm2_tokenizer_encodes_and_decodes(smollm2_path: Path) -> None:
     found = load_tokenizer(smollm2_path)
-    assert found.vocab_size == 49152
-    assert found.eos_token_ids == (2,)
-    assert found.special_ids == set(range(17))
+    assert (found.vocab_size, found.eos_token_ids, found.special_ids) == (49152, (2,), set(range(17)))
     texts = [found.token_text(i) for i in found.encode("Hello 12345 world")]
     assert texts == ["Hello", " ", "1", "2", "3", "4", "5", " world"]
     assert found.encode("<|im_start|>a<|im_end|>") == [1, *found.encode("a"), 2]

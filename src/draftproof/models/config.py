@@ -33,14 +33,8 @@ class RopeScaling:
 
 
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position",
+    *("vocab_size", "hidden_size", "intermediate_size", "max_position"),
+    *("num_layers", "num_heads", "num_kv_heads", "head_dim"),
 )
 
 

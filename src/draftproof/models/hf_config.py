@@ -64,11 +64,7 @@ DENSE_FAMILIES = {
         eos_token_id=2,
     ),
     "Qwen2ForCausalLM": DenseFamily(
-        num_kv_heads=32,
-        max_position=32768,
-        qkv_bias=True,
-        sliding_window=4096,
-        windows="layer_types",
+        num_kv_heads=32, max_position=32768, qkv_bias=True, sliding_window=4096, windows="layer_types"
     ),
     "Qwen3ForCausalLM": DenseFamily(
         num_kv_heads=32,

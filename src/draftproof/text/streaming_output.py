@@ -97,22 +97,12 @@ class StreamingOutput:
         drafts = self._count(step, kept)
         origins = provenance(step)[:kept]
         self._add(step, kept, origins)
-        before = len(self.output.text)
+        out, length_before = self.output, len(self.output.text)
         self._update_text(step, texts)
-        return self._events(step, texts, origins, before, drafts) if wants_events else []
-
-    def _events(
-        self,
-        step: StepOutput,
-        texts: list[str],
-        origins: list[str],
-        before: int,
-        drafts: list[DraftRecord] | None,
-    ) -> Sequence[TokenEvent]:
-        """Return the events of a step; `before`: characters of the text before it."""
-        out = self.output
+        if not wants_events:
+            return []
         if self.finished and not texts:
-            return [self._end_event(out.text[before:])]
+            return [self._end_event(out.text[length_before:])]
         return StepEvents(
             output_index=out.index,
             tokens=step.token_ids,

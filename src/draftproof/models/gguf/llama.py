@@ -189,10 +189,7 @@ def hf_name(name: str) -> str | None:
 
 
 def gguf_tensors(
-    file: GGUFFile,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    track: Callable[..., Iterable[Any]] | None = None,
+    file: GGUFFile, config: ModelConfig, dtype: torch.dtype, track: Callable[..., Iterable[Any]] | None = None
 ) -> dict[str, Tensor]:
     """Return every tensor of the model in `dtype`, under its Hugging Face name."""
     check_types(file)
