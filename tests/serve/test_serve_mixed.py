@@ -166,7 +166,7 @@ def test_control_changed_logprob_bit_is_detected(
     def wrong(self: StepEvents, index: Any) -> Any:
         event = plain(self, index)
         row = event.logprob_row
-        if self._first + index == 7 and row is not None:
+        if self.first + index == 7 and row is not None:
             own, *others = row.logprobs
             event.logprob_row = LogprobRow(row.token_ids, [own * (1 + 2**-23), *others], row.ranks)
         return event
