@@ -14,8 +14,8 @@ import triton_checks  # it chooses the interpreter, before the kernels are impor
 from draftproof.ops.triton import draft_rounds_kernels, draft_search_kernels
 from draftproof.ops.triton.gemm import lm_head_sample
 from draftproof.ops.triton.gemm.tiles import Tile
-from draftproof.ops.triton.sampling import kernels, topk
-from draftproof.ops.triton.step import commit, layout, logprobs, ngram, penalties, sample
+from draftproof.ops.triton.sampling import kernels, logprobs, penalties, sample, topk
+from draftproof.ops.triton.step import commit, layout, ngram
 from step_cases import CHECKS, Size
 
 for module in (kernels, sample, logprobs):

@@ -23,7 +23,7 @@ import torch
 from common.measure import finish
 
 from draftproof.ops.triton.backend import TritonOps
-from draftproof.ops.triton.step import logprobs
+from draftproof.ops.triton.sampling import logprobs
 
 REPEATS = 20
 USUAL = {name: getattr(logprobs, name) for name in ("WARPS", "GROUP", "PROGRAMS")}

@@ -12,9 +12,8 @@ from draftproof.ops.contract.types import TokenLogprobs
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.launch import FP32, INTS, LaunchContext, check_columns
-from draftproof.ops.triton.sampling import kernels, topk
+from draftproof.ops.triton.sampling import kernels, logprobs, penalties, sample, topk
 from draftproof.ops.triton.sampling import top_p as top_p_kernels
-from draftproof.ops.triton.step import logprobs, penalties, sample
 from draftproof.types import Windows
 
 

@@ -1,1 +1,1 @@
-"""Kernels of a decode step: layout, penalties, sampling, commit, logprobs, n-gram search."""
+"""Kernels of a decode step: layout, commit and the write of drafts."""
