@@ -4,7 +4,7 @@
         [--workers 12]
 
 Workers first compile all candidates side by side; then one process times them, over rotating weights that
-together exceed the L2 cache. Every tile gives the same bits; another partition of K (`--split 1,2`) does not.
+together exceed the L2 cache. Every tile gives the same bits.
 """
 
 # ruff: noqa: B008, B023 - every lambda here is called before its loop goes on
@@ -44,7 +44,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SMALL + LARGE))
     parser.add_argument("--rows", default="8,64,256")
-    parser.add_argument("--split", default="1")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--share", type=int, help="compile only, and only this worker's share")
     options = parser.parse_args()
@@ -60,33 +59,32 @@ def main() -> None:
         held = weights(columns, depth) if alone else weights(columns, depth)[:1]
         for rows in map(int, options.rows.split(",")):
             x, out = randn(rows, depth, dtype=BF16), torch.empty((rows, columns), dtype=BF16, device=GPU)
-            for split in map(int, options.split.split(",")):
-                packed = [PackedLinear(w, None, split) for w in held]
-                times = {}
-                for tile in dict.fromkeys(candidates(rows, columns, depth)):
-                    number += 1
-                    calls = [
-                        lambda p=packed[i % len(held)], t=tile: ops.forward.gemm(x, p, out, tile=t)
-                        for i in range(max(12, len(held)))
-                    ]
-                    try:
-                        if alone:
-                            times[tile] = micros(calls, 3)
-                        elif number % options.workers == options.share:
-                            calls[0]()
-                    except Exception as error:  # a tile that does not fit
-                        print(f"# {tile}: {type(error).__name__}", flush=True)
-                if not alone:
-                    continue
-                best = sorted(times, key=times.__getitem__)[:3]
-                now = times[default_tile("dense", rows, columns, False)]
-                theirs = micros([lambda w=w: torch.mm(x, w.t(), out=out) for w in held], 3)
-                also = "; ".join(f"{tuple(t)} {times[t]}" for t in best[1:])
-                print(
-                    f"{columns}x{depth} rows<={row_bucket(rows)}: {best[0]}, {times[best[0]]} µs at {rows} "
-                    f"split {split}, now {now}, cuBLAS {theirs}; then {also}",
-                    flush=True,
-                )
+            packed = [PackedLinear(w, None) for w in held]
+            times = {}
+            for tile in dict.fromkeys(candidates(rows, columns, depth)):
+                number += 1
+                calls = [
+                    lambda p=packed[i % len(held)], t=tile: ops.forward.gemm(x, p, out, tile=t)
+                    for i in range(max(12, len(held)))
+                ]
+                try:
+                    if alone:
+                        times[tile] = micros(calls, 3)
+                    elif number % options.workers == options.share:
+                        calls[0]()
+                except Exception as error:  # a tile that does not fit
+                    print(f"# {tile}: {type(error).__name__}", flush=True)
+            if not alone:
+                continue
+            best = sorted(times, key=times.__getitem__)[:3]
+            now = times[default_tile("dense", rows, columns, False)]
+            theirs = micros([lambda w=w: torch.mm(x, w.t(), out=out) for w in held], 3)
+            also = "; ".join(f"{tuple(t)} {times[t]}" for t in best[1:])
+            print(
+                f"{columns}x{depth} rows<={row_bucket(rows)}: {best[0]}, {times[best[0]]} µs at {rows}, "
+                f"now {now}, cuBLAS {theirs}; then {also}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

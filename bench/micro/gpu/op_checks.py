@@ -253,7 +253,7 @@ def tiles_do_not_change_bits(ops: TritonOps) -> None:
     """Every tile of the table on one weight: the same fp32."""
     packed = ops.forward.pack_linear(randn(1024, 1536, seed=1, dtype=torch.bfloat16))
     x = randn(200, 1536, seed=2, dtype=torch.bfloat16)
-    known = {t for table in tiles._BF16.values() for _, t in table} | set(ops.forward.tiles.measured.values())
+    known = {*ops.forward.tiles.measured.values(), *(t for row in tiles.BF16_TILES.values() for t in row)}
     want = None
     for tile in sorted(known):
         out = torch.empty((200, 1024), device=GPU)

@@ -13,10 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftproof.ops.triton.compile_ahead import is_compiling
-from draftproof.ops.triton.gemm.tiles import Tile, TileKey, TileTable, default_tile, fused_form
+from draftproof.ops.triton.gemm import dense, fused
+from draftproof.ops.triton.gemm.tile_cache import cache_file, save_tiles
+from draftproof.ops.triton.gemm.tiles import BF16_TILES, Tile, TileKey, TileTable, default_tile, fused_form
 from draftproof.ops.triton.gemm.weight import PackedLinear
+from draftproof.ops.triton.runtime import LaunchContext
 
 MAX_TUNING_SECONDS = 10.0  # of measurements in one warm-up; later shapes keep the defaults
 LAUNCHES = 20  # of one measurement
@@ -24,42 +28,13 @@ MIN_GAIN = 0.03  # share by which a candidate must beat the default
 MAX_WEIGHT_BYTES = 128 << 20  # of weights that a measurement rotates through: more than the L2 cache
 SHARED_MEMORY_BYTES = 200 << 10  # that the pipeline stages of a candidate may use
 
-# Maximum rows of a bucket -> tiles to measure beside the default; larger buckets keep the default.
-CANDIDATES: dict[int, tuple[Tile, ...]] = {
-    16: (
-        Tile(16, 16, 64, 2, 8),
-        Tile(16, 32, 64, 4, 8),
-        Tile(16, 32, 128, 4, 6),
-        Tile(16, 32, 256, 2, 6),
-        Tile(16, 64, 128, 4, 4),
-    ),
-    32: (
-        Tile(32, 16, 64, 2, 6),
-        Tile(32, 32, 64, 4, 6),
-        Tile(32, 32, 128, 4, 5),
-        Tile(64, 32, 128, 4, 8),
-        Tile(32, 64, 128, 4, 4),
-    ),
-    64: (
-        Tile(64, 16, 64, 4, 6),
-        Tile(64, 32, 64, 4, 5),
-        Tile(64, 32, 128, 4, 8),
-        Tile(64, 64, 64, 4, 5),
-        Tile(64, 128, 64, 4, 4),
-    ),
-    128: (
-        Tile(64, 16, 64, 4, 6),
-        Tile(64, 32, 64, 4, 5),
-        Tile(64, 64, 64, 4, 5),
-        Tile(64, 64, 128, 4, 5),
-        Tile(128, 128, 64, 8, 4),
-    ),
-    256: (
-        Tile(64, 32, 64, 4, 5),
-        Tile(64, 64, 64, 4, 4),
-        Tile(128, 64, 64, 4, 5),
-        Tile(128, 128, 64, 8, 4),
-    ),
+# Maximum rows of a bucket -> tiles to measure beside the default tiles of its rows; other buckets: none.
+EXTRA_CANDIDATES: dict[int, tuple[Tile, ...]] = {
+    16: (Tile(16, 32, 256, 2, 6),),
+    32: (Tile(64, 32, 128, 4, 8),),
+    64: (Tile(64, 16, 64, 4, 6), Tile(64, 32, 128, 4, 8)),
+    128: (Tile(64, 16, 64, 4, 6), Tile(64, 64, 128, 4, 5)),
+    256: (Tile(128, 64, 64, 4, 5),),
 }
 
 # Launch of a variant: (weight, rows, tile) -> a call that launches the kernel.
@@ -76,14 +51,34 @@ def is_tuning_enabled() -> bool:
 def candidate_tiles(key: TileKey) -> list[Tile]:
     """Return the default tile of `key` and the tiles to compare with it."""
     default = default_tile(key.variant, key.max_rows, key.columns, key.kind == "fp32")
-    found = [default]
-    for tile in CANDIDATES.get(key.max_rows, ()) if key.kind == "bf16" else ():
+    found, extra = [default], EXTRA_CANDIDATES.get(key.max_rows, ())
+    for tile in (*BF16_TILES[key.max_rows], *extra) if key.kind == "bf16" and extra else ():
         tile = fused_form(tile) if key.variant == "fused" else tile
         pairs = 2 if key.variant == "fused" else 1
         size = (tile.bm + pairs * tile.bn) * tile.bk * tile.stages * 2
         if size <= SHARED_MEMORY_BYTES and tile.bk <= key.depth and tile not in found:
             found.append(tile)
     return found
+
+
+def graph_milliseconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the device time of one replay of a graph of `calls`.
+
+    Single launches of short kernels would measure the host.
+    """
+    calls[0]()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 class TileTuner:
@@ -93,20 +88,11 @@ class TileTuner:
     """
 
     def __init__(
-        self,
-        table: TileTable,
-        make_call: MakeCall,
-        timer: Timer,
-        save: Callable[[dict[TileKey, Tile]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._table, self._make_call, self._timer, self._save, self._clock = (
-            table,
-            make_call,
-            timer,
-            save,
-            clock,
-        )
+        self, table: TileTable, make_call: MakeCall, timer: Timer,
+        save: Callable[[dict[TileKey, Tile]], None], clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._table, self._make_call, self._timer = table, make_call, timer
+        self._save, self._clock = save, clock
         self._missing: dict[TileKey, tuple[int, list[PackedLinear]]] = {}  # maximum rows seen, weights
         table.on_miss = self.collect
 
@@ -157,3 +143,28 @@ class TileTuner:
             return self._timer(calls)
         except (RuntimeError, torch.cuda.OutOfMemoryError):  # e.g. a tile that needs too much shared memory
             return float("inf")
+
+
+def create_tuner(launch: LaunchContext, gemm: dense.Gemm) -> TileTuner | None:
+    """Return the tuner of a backend; None on the interpreter or where tuning is disabled."""
+    if not launch.cuda or not is_tuning_enabled():
+        return None
+    buffers: dict[tuple[int, int], Tensor] = {}  # all calls share them: memory may be short
+
+    def make_call(key: TileKey, packed: PackedLinear, rows: int, tile: Tile) -> Callable[[], Any]:
+        columns = key.columns if key.variant == "dense" else key.columns // 2
+        for shape in ((rows, key.depth), (rows, columns)):
+            if shape not in buffers:
+                buffers[shape] = torch.randn(shape, device=launch.device).to(packed.weight.dtype)
+        x, out = buffers[rows, key.depth], buffers[rows, columns]
+        if key.depth == columns:
+            out = torch.empty_like(x)
+        if key.variant == "dense":
+            return lambda: gemm(x, packed, out, launch.early(x), tile)
+        return lambda: fused.linear_silu_mul(x, packed, out, launch.early(x), tile)
+
+    def save(tiles: dict[TileKey, Tile]) -> None:
+        buffers.clear()
+        save_tiles(cache_file(launch.chip.name), launch.chip.name, tiles)
+
+    return TileTuner(gemm.tiles, make_call, graph_milliseconds, save)

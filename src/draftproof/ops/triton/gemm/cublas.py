@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.triton.compile_ahead import is_compiling
+from draftproof.ops.triton.gemm.autotune import graph_milliseconds
 from draftproof.ops.triton.gemm.dense import Gemm
-from draftproof.ops.triton.gemm.timing import graph_milliseconds
 from draftproof.ops.triton.gemm.weight import PackedLinear
 
 PIECE_ROWS = range(8192, 0, -512)
@@ -55,9 +55,7 @@ class Cublas:
             if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return ""
             kinds = ("plain", "bias") if out_dtype == packed.weight.dtype else ("plain",)
-            equal_kinds = (
-                w for w in kinds if packed.split_k == 1 and self._has_equal_bits(packed, rows, out_dtype, w)
-            )
+            equal_kinds = (kind for kind in kinds if self._has_equal_bits(packed, rows, out_dtype, kind))
             found = self.proven[key] = next(equal_kinds, "")
         return found
 
@@ -79,12 +77,11 @@ class Cublas:
         """Compare both libraries on random rows."""
         weight = packed.weight
         random = torch.Generator(device=weight.device).manual_seed(rows)
-        plain = PackedLinear(weight, None, packed.split_k)
+        plain = PackedLinear(weight, None)
         for _ in range(NUM_CHECKS):
             x = torch.randn((rows, weight.shape[1]), generator=random, device=weight.device).to(weight.dtype)
-            triton_out, cublas_out = torch.empty(
-                (2, rows, weight.shape[0]), dtype=out_dtype, device=weight.device
-            )
+            shape = (2, rows, weight.shape[0])
+            triton_out, cublas_out = torch.empty(shape, dtype=out_dtype, device=weight.device)
             self.gemm(x, plain, triton_out)
             self.multiply(x, weight, cublas_out, call_kind)
             if not torch.equal(triton_out, cublas_out):  # a host sync, once per shape at warm-up
@@ -136,12 +133,7 @@ class Cublas:
         if found is None:
             if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return False
-            times = [_time(first), _time(second), _time(first), _time(second)]
+            times = [graph_milliseconds([call] * CALLS_PER_MEASUREMENT) for call in (first, second) * 2]
             loss = CALLS_PER_MEASUREMENT * PDL_LOSS_US / 1000 if pdl else 0.0
             found = self.faster[key] = min(times[1::2]) + loss < 0.97 * min(times[::2])
         return found
-
-
-def _time(call: Callable[[], Any]) -> float:
-    """Return the milliseconds of CALLS_PER_MEASUREMENT calls."""
-    return graph_milliseconds([call] * CALLS_PER_MEASUREMENT)

@@ -1,49 +1,65 @@
 """GEMM whose bits do not depend on the number of rows.
 
-out[m, n] = sum over k of x[m, k] * w[n, k], in fp32. K is divided into a fixed number of spans, which depends
-on the weight shape only (`tiles.SPLIT_K`). A span is summed in ascending order of k by the tensor core (bf16)
-or by fused multiply-adds (fp32), and spans are added in ascending order. Tiles, warps, stages and the number
-of rows change none of that. With few rows the spans run in parallel, and the last program to finish adds
-them; with many rows one program sums all of them.
+out[m, n] = sum over k of x[m, k] * w[n, k], in fp32, in ascending order of k by the tensor core (bf16) or by
+fused multiply-adds (fp32). Tiles, warps, stages and the number of rows change none of that.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.gemm import tiles
-from draftproof.ops.triton.gemm.dot_span import dot_span, dot_two_spans
+from draftproof.ops.triton.gemm.tiles import Tile, TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync_prefetch_weight
+from draftproof.ops.triton.runtime import (
+    launch_options,
+    next_power_of_two,
+    pdl_sync_prefetch_weight,
+    pdl_wait_mask,
+)
 
 GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
-PREFETCH_LINES = (
-    32  # of 128 bytes of a weight row that are prefetched before the previous kernel has completed
-)
+PREFETCH_LINES = 32  # of 128 bytes of a weight row, prefetched before the previous kernel has completed
 # Limits of the prefetch: with a larger weight or more rows it made the loads slower.
 MAX_PREFETCH_ELEMENTS, MAX_PREFETCH_ROWS = 4 << 20, 256
-MAX_PARALLEL_SPLIT_ROWS = 64  # up to this many rows the spans of K run in parallel
 
 
 @triton.jit
-def _store_out(total, out_at, inside, bias_at, col_ok, HAS_BIAS: tl.constexpr):
-    """Add the bias in fp32, round once and store."""
-    if HAS_BIAS:
-        total += tl.load(bias_at, mask=col_ok, other=0.0)[None, :]
-    tl.store(out_at, total.to(out_at.dtype.element_ty), mask=inside)
+def dot_rows(
+    x_at, w_at, row_ok, col_ok, rk, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sum over k in [0, K): [BM, BN] fp32; x_at [BM, BK] and w_at [BK, BN] point at k = 0.
+
+    WEIGHT_FIRST: the first tile of the weight is loaded before the previous kernel has completed; the
+    function waits for that kernel.
+    """
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        if WEIGHT_FIRST:
+            b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
+            a = tl.load(x_at + k, mask=row_ok[:, None] & pdl_wait_mask(k, PDL), other=0.0)
+        elif EVEN_K:
+            a = tl.load(x_at + k, mask=row_ok[:, None], other=0.0)
+            b = tl.load(w_at + k, mask=col_ok[None, :], other=0.0)
+        else:
+            inside = k + rk < K
+            a = tl.load(x_at + k, mask=row_ok[:, None] & inside[None, :], other=0.0)
+            b = tl.load(w_at + k, mask=col_ok[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    if WEIGHT_FIRST and PDL:
+        tl.extra.cuda.gdc_wait()
+    return acc
 
 
-@triton.jit(do_not_specialize=["M", "plane"])  # one binary for every number of rows
+@triton.jit(do_not_specialize=["M"])  # one binary for every number of rows
 def linear_kernel(
-    x, w, bias, out, partials, counters, M, N, K, span, plane,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, PARALLEL: tl.constexpr, TWO_SPANS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, w, bias, out, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, PREFETCH_LINES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GEMM of x [M, K], w [N, K], bias [N] -> out [M, N]; partials [SPLIT, M, N] are used if PARALLEL."""
+    """GEMM of x [M, K], w [N, K], bias [N] -> out [M, N]."""
     pid = tl.program_id(0)
     grid_m, grid_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     group = pid // (GROUP * grid_n)
@@ -61,36 +77,11 @@ def linear_kernel(
     row_ok, col_ok = rm < M, rn < N
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
     w_at = w + rn.to(tl.int64)[None, :] * K + rk[:, None]
-    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
-    inside = row_ok[:, None] & col_ok[None, :]
-    bias_at = bias + rn
-    if WEIGHT_FIRST:
-        total = dot_span(x_at, w_at, row_ok, col_ok, rk, 0, K, K, BM, BN, BK, EVEN_K, WEIGHT_FIRST, PDL)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        _store_out(total, out + offset, inside, bias_at, col_ok, HAS_BIAS)
-    elif PARALLEL:
-        split = tl.program_id(1)
-        partial = dot_span(
-            x_at, w_at, row_ok, col_ok, rk, split * span, (split + 1) * span, K, BM, BN, BK, EVEN_K
-        )
-        tl.store(partials + split * plane + offset, partial, mask=inside)
-        tl.debug_barrier()
-        num_done = tl.atomic_add(counters + pid, 1, sem="acq_rel", scope="gpu")
-        if num_done == SPLIT - 1:
-            tl.store(counters + pid, 0)
-            total = tl.load(partials + offset, mask=inside, other=0.0, cache_modifier=".cg")
-            for s in range(1, SPLIT):
-                total += tl.load(partials + s * plane + offset, mask=inside, other=0.0, cache_modifier=".cg")
-            _store_out(total, out + offset, inside, bias_at, col_ok, HAS_BIAS)
-    elif TWO_SPANS:
-        total = dot_two_spans(x_at, w_at, row_ok, col_ok, rk, span, K, BM, BN, BK, EVEN_K)
-        _store_out(total, out + offset, inside, bias_at, col_ok, HAS_BIAS)
-    else:
-        total = dot_span(x_at, w_at, row_ok, col_ok, rk, 0, span, K, BM, BN, BK, EVEN_K)
-        for s in range(1, SPLIT):
-            total += dot_span(x_at, w_at, row_ok, col_ok, rk, s * span, (s + 1) * span, K, BM, BN, BK, EVEN_K)
-        _store_out(total, out + offset, inside, bias_at, col_ok, HAS_BIAS)
+    out_at = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
+    total = dot_rows(x_at, w_at, row_ok, col_ok, rk, K, BM, BN, BK, EVEN_K, WEIGHT_FIRST, PDL)
+    if HAS_BIAS:  # added in fp32; the sum is rounded once
+        total += tl.load(bias + rn, mask=col_ok, other=0.0)[None, :]
+    tl.store(out_at, total.to(out_at.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
 
 
 def num_prefetch_lines(rows: int, columns: int, depth: int, size: int) -> int:
@@ -100,51 +91,27 @@ def num_prefetch_lines(rows: int, columns: int, depth: int, size: int) -> int:
     return min(PREFETCH_LINES, next_power_of_two(depth * size // 128))
 
 
-def loads_weight_first(tile: tiles.Tile, packed: PackedLinear, pdl: bool) -> bool:
+def loads_weight_first(tile: Tile, packed: PackedLinear, pdl: bool) -> bool:
     """Return whether the first weight tile is loaded before the previous kernel has completed."""
-    return pdl and tile.weight_first and packed.split_k == 1 and packed.weight.shape[1] % tile.bk == 0
+    return pdl and tile.weight_first and packed.weight.shape[1] % tile.bk == 0
 
 
 class Gemm:
-    """Launcher of the kernel; it owns the scratch of spans that run in parallel."""
+    """Launcher of the kernel with the tiles of `tiles`."""
 
-    def __init__(self, device: torch.device, table: tiles.TileTable | None = None) -> None:
-        self.device = device
-        self.tiles = table or tiles.TileTable()
-        self._old_scratch: list[Tensor] = []  # captured graphs may still use replaced scratch
-        self._partials: Tensor | None = None
-        self._counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-
-    def scratch(self, size: int) -> Tensor:
-        """Return scratch for `size` partial sums."""
-        if self._partials is None or self._partials.numel() < size:
-            self._partials = torch.empty(size, dtype=torch.float32, device=self.device)
-            self._old_scratch.append(self._partials)
-        return self._partials
+    def __init__(self, tiles: TileTable) -> None:
+        self.tiles = tiles
 
     def __call__(
-        self,
-        x: Tensor,  # [M, K]
-        packed: PackedLinear,
-        out: Tensor,  # [M, N]
-        pdl: bool = False,
-        tile: tiles.Tile | None = None,
+        self, x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool = False, tile: Tile | None = None
     ) -> None:
-        """Launch the kernel with `tile`, by default the one that is selected for the shape."""
-        rows, depth = x.shape
-        columns = packed.weight.shape[0]
+        """Store x [M, K] times the weight to out [M, N], by default with the tile selected for the shape."""
+        (rows, depth), columns = x.shape, packed.weight.shape[0]
         tile = tile or self.tiles.select("dense", rows, packed)
-        span = depth // packed.split_k
-        programs = triton.cdiv(rows, tile.bm) * triton.cdiv(columns, tile.bn)
-        parallel = (
-            packed.split_k > 2 and rows <= MAX_PARALLEL_SPLIT_ROWS and programs <= self._counters.numel()
-        )
-        partials = self.scratch(packed.split_k * rows * columns) if parallel else out
-        linear_kernel[(programs, packed.split_k if parallel else 1)](
-            x, packed.weight, packed.weight if packed.bias is None else packed.bias, out,
-            partials, self._counters, rows, columns, depth, span, rows * columns,
-            BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, SPLIT=packed.split_k, PARALLEL=parallel,
-            TWO_SPANS=packed.split_k == 2, HAS_BIAS=packed.bias is not None, EVEN_K=span % tile.bk == 0,
+        linear_kernel[(triton.cdiv(rows, tile.bm) * triton.cdiv(columns, tile.bn),)](
+            x, packed.weight, packed.weight if packed.bias is None else packed.bias, out, rows, columns,
+            depth, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, HAS_BIAS=packed.bias is not None,
+            EVEN_K=depth % tile.bk == 0,
             PREFETCH_LINES=num_prefetch_lines(rows, columns, depth, x.element_size()),
             WEIGHT_FIRST=loads_weight_first(tile, packed, pdl),
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),

@@ -14,9 +14,8 @@ from torch import Tensor
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention.kv_cache import store_kv
 from draftproof.ops.triton.elementwise import silu_gate
-from draftproof.ops.triton.gemm import tiles
-from draftproof.ops.triton.gemm.dense import loads_weight_first, num_prefetch_lines
-from draftproof.ops.triton.gemm.dot_span import dot_span
+from draftproof.ops.triton.gemm.dense import dot_rows, loads_weight_first, num_prefetch_lines
+from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.runtime import launch_options, prefetch_l2
 
@@ -59,8 +58,8 @@ def rope_store_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def fused_linear_kernel(
-    x, w, bias, out, positions, slots, kv_index, rope, cache, M, N, K, span, pair_offset, plane,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, w, bias, out, positions, slots, kv_index, rope, cache, M, N, K, pair_offset, plane,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, ROPE: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr,
     PREFETCH_LINES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -98,14 +97,7 @@ def fused_linear_kernel(
     row_ok = rm < M
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
     w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
-    if WEIGHT_FIRST:
-        acc = dot_span(x_at, w_at, row_ok, pair_ok, rk, 0, K, K, BM, 2 * BN, BK, EVEN_K, WEIGHT_FIRST, PDL)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-    else:
-        acc = dot_span(x_at, w_at, row_ok, pair_ok, rk, 0, span, K, BM, 2 * BN, BK, EVEN_K)
-    for s in range(1, SPLIT):
-        acc += dot_span(x_at, w_at, row_ok, pair_ok, rk, s * span, (s + 1) * span, K, BM, 2 * BN, BK, EVEN_K)
+    acc = dot_rows(x_at, w_at, row_ok, pair_ok, rk, K, BM, 2 * BN, BK, EVEN_K, WEIGHT_FIRST, PDL)
     low, high = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
     if HAS_BIAS:
         low += tl.load(bias + rn, mask=col_ok, other=0.0)[None, :]
@@ -118,48 +110,45 @@ def fused_linear_kernel(
             low, high, cos, sin, kv_place, is_real, rm, row_ok, head, j, cache, out, plane, NUM_Q, NUM_KV, D
         )
     else:
-        tl.store(
-            out + rm.to(tl.int64)[:, None] * N + rn[None, :], silu_gate(low, high).to(dtype), mask=inside
-        )
+        pointers = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
+        tl.store(pointers, silu_gate(low, high).to(dtype), mask=inside)
 
 
-def linear_silu_mul(x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool, tile: tiles.Tile) -> None:
-    """Launch the kernel for a gate and up projection with SiLU-mul."""
+def linear_silu_mul(x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool, tile: Tile) -> Tensor:
+    """Store a gate and up projection with SiLU-mul to `out`, and return it."""
     inner = out.shape[1]
-    _launch(x, packed, out, tile, triton.cdiv(inner, tile.bn), inner, inner, pdl)
+    return _launch(x, packed, out, tile, triton.cdiv(inner, tile.bn), inner, inner, pdl)
 
 
 def linear_rope_store(
     x: Tensor, packed: PackedLinear, rows: Rows, heads: AttentionShape, rope: Tensor, cache: Tensor,
-    out: Tensor,
-    pdl: bool, tile: tiles.Tile,
-) -> None:  # fmt: skip
-    """Launch the kernel for a QKV projection with rotary embedding and KV cache write."""
+    out: Tensor, pdl: bool, tile: Tile,
+) -> Tensor:  # fmt: skip
+    """Store q of a QKV projection with rotary embedding to `out` and return it; k and v go to `cache`."""
     half_dim = heads.dim // 2
     tile = tile._replace(bn=min(tile.bn, half_dim & -half_dim))  # a power of two that divides the half
     total = heads.num_q + 2 * heads.num_kv
-    columns, rope_arguments = total * (half_dim // tile.bn), (rows, heads, rope, cache)
-    _launch(x, packed, out, tile, columns, total * half_dim, half_dim, pdl, *rope_arguments)
+    columns, half_columns = total * (half_dim // tile.bn), total * half_dim
+    return _launch(x, packed, out, tile, columns, half_columns, half_dim, pdl, rows, heads, rope, cache)
 
 
 def _launch(
-    x: Tensor, packed: PackedLinear, out: Tensor, tile: tiles.Tile, columns: int, half_columns: int,
-    pair_offset: int,
-    pdl: bool, rows: Rows | None = None, heads: AttentionShape | None = None, rope: Tensor | None = None,
-    cache: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Launch the kernel; with `rows`, `heads`, `rope` and `cache` for a QKV projection."""
+    x: Tensor, packed: PackedLinear, out: Tensor, tile: Tile, columns: int, half_columns: int,
+    pair_offset: int, pdl: bool, rows: Rows | None = None, heads: AttentionShape | None = None,
+    rope: Tensor | None = None, cache: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch the kernel and return `out`; `rows`, `heads`, `rope` and `cache` of a QKV projection."""
     count, depth = x.shape
-    span = depth // packed.split_k
     ints = (rows.positions, rows.slots, rows.kv_index) if rows else (out, out, out)
     fused_linear_kernel[(columns * triton.cdiv(count, tile.bm),)](
         x, packed.weight, packed.weight if packed.bias is None else packed.bias, out, *ints,
         out if rope is None else rope, out if cache is None else cache,
-        count, half_columns, depth, span, pair_offset, 0 if cache is None else cache.stride(0),
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=packed.split_k, HAS_BIAS=packed.bias is not None,
-        EVEN_K=span % tile.bk == 0, ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0,
+        count, half_columns, depth, pair_offset, 0 if cache is None else cache.stride(0),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, HAS_BIAS=packed.bias is not None,
+        EVEN_K=depth % tile.bk == 0, ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0,
         NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0,
         PREFETCH_LINES=num_prefetch_lines(count, len(packed.weight), depth, 2),
         WEIGHT_FIRST=loads_weight_first(tile, packed, pdl),
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
     )  # fmt: skip
+    return out

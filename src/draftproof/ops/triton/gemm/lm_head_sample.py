@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.ops.triton.fused.gemm import inverse_rms_pieces, num_pieces, piece_size, piece_start
-from draftproof.ops.triton.gemm.select import Epilogue, is_bf16, supports_fused
+from draftproof.ops.triton.gemm.select import Epilogue, supports_fused
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
@@ -69,8 +69,7 @@ def lm_head_sample_kernel(
     x, at, norm, w, ids, slots, positions, temperature, seeds, keys, counters, out, rows, B, N, tiles, eps,
     K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS_PER_LOAD: tl.constexpr,
     STAGES: tl.constexpr, HAS_AT: tl.constexpr, HAS_IDS: tl.constexpr, GREEDY: tl.constexpr,
-    STREAM: tl.constexpr,
-    PDL: tl.constexpr,
+    STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sample out [B] from x [_, K] at rows `at`, copied to `rows` [B, K]; w [N, K]; keys [B, tiles]."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -139,7 +138,7 @@ class LmHeadSample:
     def supports(self, x: Tensor, count: int, packed: PackedLinear) -> bool:
         """Return whether the kernel supports `count` rows of x."""
         depth = x.shape[1]
-        if not is_bf16(x) or depth % BK or not 0 < depth <= MAX_DEPTH:
+        if x.dtype != torch.bfloat16 or depth % BK or not 0 < depth <= MAX_DEPTH:
             return False
         return supports_fused(packed, count, Epilogue.SAMPLE) and 0 < count <= 16 * len(self._counters)
 
@@ -157,12 +156,9 @@ class LmHeadSample:
         lm_head_sample_kernel[(triton.cdiv(count, tile.bm) * tiles,)](
             x, out if at is None else at, norm, packed.weight, out if ids is None else ids, windows.slot,
             windows.position, columns.temperature, columns.seed, keys, self._counters, out, rows, count,
-            num_columns,
-            tiles, eps,
-            K=depth, BK=BK, BM=tile.bm, BN=tile.bn,
-            KEYS_PER_LOAD=min(KEYS_PER_LOAD, next_power_of_two(tiles)),
-            STAGES=tile.stages, HAS_AT=at is not None, HAS_IDS=ids is not None, GREEDY=greedy,
-            STREAM=STREAM_SAMPLE,
+            num_columns, tiles, eps, K=depth, BK=BK, BM=tile.bm, BN=tile.bn,
+            KEYS_PER_LOAD=min(KEYS_PER_LOAD, next_power_of_two(tiles)), STAGES=tile.stages,
+            HAS_AT=at is not None, HAS_IDS=ids is not None, GREEDY=greedy, STREAM=STREAM_SAMPLE,
             **launch_options(pdl, num_warps=tile.warps, enable_fp_fusion=False),
         )  # fmt: skip
         return rows

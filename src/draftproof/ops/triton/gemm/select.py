@@ -1,8 +1,7 @@
 """Selection of the kernel of a GEMM by weight format, rows and epilogue.
 
-This is the only place that decides between the Triton kernels (dense, split-K, fused with an epilogue) and
-cuBLAS, and the only place that knows which kernels read which weight format. A kernel that is not listed for
-a format never reads such a weight.
+This module alone decides between the Triton kernels (dense, fused with an epilogue) and cuBLAS, and lists
+the weight formats that each kernel reads. A kernel that is not listed for a format never reads such a weight.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
@@ -33,11 +31,12 @@ class Epilogue(Enum):
 class GemmPath(Enum):
     """Kernel that computes a GEMM."""
 
-    TRITON = "triton"  # dense kernel; split-K if the weight says so
+    TRITON = "triton"  # dense kernel
     TRITON_FUSED = "triton_fused"
     CUBLAS = "cublas"  # all rows; an epilogue is a separate op
 
 
+MAX_FUSED_ONLY_ROWS = 64  # up to it a fused kernel is not compared with cuBLAS
 # Formats that the kernels of an epilogue read.
 KINDS: dict[Epilogue, frozenset[WeightKind]] = {
     Epilogue.NONE: frozenset({WeightKind.BF16, WeightKind.FP32}),
@@ -48,22 +47,17 @@ KINDS: dict[Epilogue, frozenset[WeightKind]] = {
 }
 
 
-def reads_format(packed: PackedLinear, epilogue: Epilogue) -> bool:
-    """Return whether the kernel of `epilogue` reads the storage format of `packed`."""
-    return packed.kind in KINDS[epilogue]
-
-
 def supports_fused(packed: PackedLinear, rows: int, epilogue: Epilogue, head_dim: int = 0) -> bool:
     """Return whether one kernel computes the GEMM together with `epilogue`."""
-    if not reads_format(packed, epilogue):
+    if packed.kind not in KINDS[epilogue]:
         return False
     if epilogue is Epilogue.SILU_MUL:
         return 0 < rows <= fused.MAX_ROWS and len(packed.weight) % 2 == 0
     if epilogue is Epilogue.ROPE_STORE:
         return 0 < rows <= fused.MAX_ROWS and head_dim % 32 == 0
     if epilogue is Epilogue.SAMPLE:
-        return packed.split_k == 1 and packed.bias is None
-    return packed.split_k == 1
+        return packed.bias is None
+    return True
 
 
 class GemmSelector:
@@ -73,21 +67,16 @@ class GemmSelector:
         self.gemm, self.cublas = gemm, cublas
 
     def select_gemm(
-        self,
-        packed: PackedLinear,
-        x: Tensor,
-        epilogue: Epilogue = Epilogue.NONE,
-        head_dim: int = 0,
-        run_fused: Callable[[], Any] | None = None,
-        run_separate: Callable[[], Any] | None = None,
+        self, packed: PackedLinear, x: Tensor, epilogue: Epilogue = Epilogue.NONE, head_dim: int = 0,
+        run_fused: Callable[[], Any] | None = None, run_separate: Callable[[], Any] | None = None,
         pdl: bool = False,
-    ) -> GemmPath:
+    ) -> GemmPath:  # fmt: skip
         """Return the path for the rows x [M, K].
 
         In cuBLAS mode "fast" the paths of an epilogue, `run_fused` and `run_separate`, are measured.
         """
         rows, cublas = len(x), self.cublas
-        if not reads_format(packed, Epilogue.NONE):
+        if packed.kind not in KINDS[Epilogue.NONE]:
             raise ConfigError(f"no GEMM kernel reads a weight of format {packed.kind}")
         if epilogue is Epilogue.NONE or not supports_fused(packed, rows, epilogue, head_dim):
             return GemmPath.TRITON
@@ -95,9 +84,17 @@ class GemmSelector:
             key = ("fused", packed.weight.shape, rows)
             faster = cublas.is_second_faster(key, run_fused, run_separate, pdl)
             return GemmPath.CUBLAS if faster else GemmPath.TRITON_FUSED
-        if rows > dense.MAX_PARALLEL_SPLIT_ROWS or cublas.mode == "always":
+        if rows > MAX_FUSED_ONLY_ROWS or cublas.mode == "always":
             return GemmPath.CUBLAS if cublas.call_for_all_rows(x, packed) else GemmPath.TRITON_FUSED
         return GemmPath.TRITON_FUSED
+
+    def run_epilogue(
+        self, packed: PackedLinear, x: Tensor, epilogue: Epilogue, head_dim: int,
+        run_fused: Callable[[], Tensor], run_separate: Callable[[], Tensor], pdl: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return the result of the selected path."""
+        path = self.select_gemm(packed, x, epilogue, head_dim, run_fused, run_separate, pdl)
+        return run_separate() if path is GemmPath.CUBLAS else run_fused()
 
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool) -> None:
         """Compute out [M, N] = x [M, K] times the weight: leading rows by cuBLAS, the others by Triton."""
@@ -105,8 +102,3 @@ class GemmSelector:
         done = self.cublas.leading_rows(x, packed, out, pdl)
         if done < len(x):
             self.gemm(x[done:], packed, out[done:], pdl)
-
-
-def is_bf16(x: Tensor) -> bool:
-    """Return whether the rows have the dtype that all fused kernels read."""
-    return x.dtype == torch.bfloat16

@@ -42,7 +42,7 @@ def save_tiles(path: Path, chip_name: str, tiles: dict[TileKey, Tile]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(content, indent=1))
-        temporary.replace(path)  # atomic: a concurrent reader sees the old or the new file
+        temporary.replace(path)  # atomic: a concurrent reader gets the old or the new file
     except OSError as error:
         warnings.warn(f"could not write the GEMM tile cache {path}: {error}", stacklevel=2)
 

@@ -1,9 +1,7 @@
 """Tile sizes of the GEMM kernels by rows, weight shape and format.
 
-A tile changes speed, never bits: the bits depend on the partition of K (`SPLIT_K`), which is a function of
-the weight shape only. Tiles come from measured entries (`tile_cache.py`: shipped for sm_90, measured at
-warm-up by `autotune.py` for other shapes), or else from the defaults by size below. A change of SPLIT_K
-changes the numbers that this backend computes.
+A tile changes speed, never bits. Tiles come from measured entries (`tile_cache.py`: shipped for sm_90,
+measured at warm-up by `autotune.py` for other shapes), or else from the defaults by size below.
 """
 
 from __future__ import annotations
@@ -41,58 +39,23 @@ class TileKey(NamedTuple):
     max_rows: int  # of the bucket
 
 
-# (N, K) -> number of equal spans of K whose sums are added in ascending order. Absent: 1.
-SPLIT_K: dict[tuple[int, int], int] = {}
-
-# Maximum rows -> [(maximum N, tile)], bf16. Few rows: many narrow tiles, so that all SMs load weights.
-_BF16: dict[int, list[tuple[int, Tile]]] = {
-    16: [
-        (1024, Tile(16, 16, 64, 2, 8)),
-        (4096, Tile(16, 32, 64, 4, 8)),
-        (8192, Tile(16, 32, 128, 4, 6)),
-        (1 << 30, Tile(16, 64, 128, 4, 4)),
-    ],
-    32: [
-        (1024, Tile(32, 16, 64, 2, 6)),
-        (4096, Tile(32, 32, 64, 4, 6)),
-        (8192, Tile(32, 32, 128, 4, 5)),
-        (1 << 30, Tile(32, 64, 128, 4, 4)),
-    ],
-    64: [
-        (1024, Tile(64, 16, 64, 4, 5)),
-        (4096, Tile(64, 32, 64, 4, 5)),
-        (8192, Tile(64, 64, 64, 4, 5)),
-        (1 << 30, Tile(64, 128, 64, 4, 4)),
-    ],
-    128: [
-        (1024, Tile(64, 32, 64, 4, 5)),
-        (4096, Tile(64, 64, 64, 4, 5)),
-        (8192, Tile(64, 64, 64, 4, 5)),
-        (1 << 30, Tile(128, 128, 64, 8, 4)),
-    ],
-    256: [
-        (1024, Tile(64, 32, 64, 4, 5)),
-        (4096, Tile(64, 64, 64, 4, 4)),
-        (8192, Tile(128, 64, 64, 4, 4)),
-        (1 << 30, Tile(128, 128, 64, 8, 4)),
-    ],
-    512: [
-        (1024, Tile(64, 64, 64, 4, 4)),
-        (8192, Tile(128, 128, 64, 8, 3)),
-        (1 << 30, Tile(128, 256, 64, 8, 3)),
-    ],
-    1 << 30: [
-        (1024, Tile(128, 64, 64, 4, 4)),
-        (4096, Tile(128, 128, 64, 8, 3)),
-        (1 << 30, Tile(128, 256, 64, 8, 3)),
-    ],
+# Tiles of bf16 weights: maximum rows -> one tile for each of MAX_COLUMNS. Few rows have many narrow tiles, so
+# that all SMs load weights.
+MAX_COLUMNS = (1024, 4096, 8192, 1 << 30)
+BF16_TILES = {
+    16: (Tile(16, 16, 64, 2, 8), Tile(16, 32, 64, 4, 8), Tile(16, 32, 128, 4, 6), Tile(16, 64, 128, 4, 4)),
+    32: (Tile(32, 16, 64, 2, 6), Tile(32, 32, 64, 4, 6), Tile(32, 32, 128, 4, 5), Tile(32, 64, 128, 4, 4)),
+    64: (Tile(64, 16, 64, 4, 5), Tile(64, 32, 64, 4, 5), Tile(64, 64, 64, 4, 5), Tile(64, 128, 64, 4, 4)),
+    128: (Tile(64, 32, 64, 4, 5), Tile(64, 64, 64, 4, 5), Tile(64, 64, 64, 4, 5), Tile(128, 128, 64, 8, 4)),
+    256: (Tile(64, 32, 64, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 8, 4)),
+    512: (Tile(64, 64, 64, 4, 4), *[Tile(128, 128, 64, 8, 3)] * 2, Tile(128, 256, 64, 8, 3)),
+    ANY_ROWS: (Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3), *[Tile(128, 256, 64, 8, 3)] * 2),
 }
-
 # fp32 runs on fused multiply-adds, one thread per output: no tensor core keeps all fp32 bits.
-_FP32: dict[int, list[tuple[int, Tile]]] = {
-    16: [(4096, Tile(16, 32, 32, 4, 3)), (1 << 30, Tile(16, 64, 32, 4, 3))],
-    64: [(1 << 30, Tile(32, 64, 32, 4, 3))],
-    1 << 30: [(1 << 30, Tile(64, 64, 32, 8, 3))],
+FP32_TILES = {
+    16: (*[Tile(16, 32, 32, 4, 3)] * 2, *[Tile(16, 64, 32, 4, 3)] * 2),
+    64: (Tile(32, 64, 32, 4, 3),) * 4,
+    ANY_ROWS: (Tile(64, 64, 32, 8, 3),) * 4,
 }
 
 
@@ -103,8 +66,9 @@ def row_bucket(rows: int) -> int:
 
 def default_tile(variant: Variant, rows: int, columns: int, is_fp32: bool) -> Tile:
     """Return the tile by size classes for `rows` rows of a weight with `columns` rows."""
-    choices = next(found for limit, found in (_FP32 if is_fp32 else _BF16).items() if rows <= limit)
-    tile = next(tile for max_columns, tile in choices if columns <= max_columns)
+    by_rows = FP32_TILES if is_fp32 else BF16_TILES
+    choices = next(found for limit, found in by_rows.items() if rows <= limit)
+    tile = next(tile for limit, tile in zip(MAX_COLUMNS, choices, strict=True) if columns <= limit)
     return tile if variant == "dense" else fused_form(tile)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.triton.gemm import tiles
 from draftproof.ops.triton.runtime import FLOATS, matrix, vector
 
 
@@ -25,11 +24,10 @@ KIND_BY_DTYPE = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.FP32
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """Weight in the layout of the kernels; `split_k` is the number of partial sums over K."""
+    """Weight in the layout of the kernels."""
 
     weight: Tensor  # [N, K] contiguous
     bias: Tensor | None  # [N] fp32
-    split_k: int
     kind: WeightKind | None = None  # None: by the dtype of `weight`
 
     def __post_init__(self) -> None:
@@ -41,13 +39,9 @@ class PackedLinear:
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """Return the packed form of a weight [N, K] and a bias [N]."""
     weight = matrix("weight", weight.detach())
-    columns, depth = weight.shape
     if bias is not None:
-        bias = vector("bias", bias.detach().float().contiguous(), columns, (torch.float32,))
-    split_k = tiles.SPLIT_K.get((columns, depth), 1)
-    if depth % split_k or (depth // split_k) % 128:
-        split_k = 1
-    return PackedLinear(weight, bias, split_k)
+        bias = vector("bias", bias.detach().float().contiguous(), len(weight), (torch.float32,))
+    return PackedLinear(weight, bias)
 
 
 def check_input(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None) -> tuple[Tensor, torch.dtype]:
