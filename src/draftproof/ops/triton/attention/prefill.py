@@ -3,12 +3,13 @@
 `worklist.py` lists the tiles. With many rows there are two lists, tall tiles (prompts) and short tiles
 (decode and verify rows), and the short tiles fill the chip while the last tall tiles finish. With few rows
 long tiles are divided into chunks: the first chunk merges its spans, the others store theirs, and the last
-program of the tile merges them. Blocks that every row of a tile sees in full may be read without masks. None
-of this changes a bit.
+program of the tile merges them. Blocks that are visible to every row of a tile may be read without masks.
+None of this changes a bit.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +20,7 @@ from torch import Tensor
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
-from draftproof.ops.triton.attention.splitkv import (
-    PartialBuffers,
-    attend_block,
-    attend_paged_block,
-    merge_partials,
-    merge_stored_spans,
-    scratch_fits,
-    store_normalised,
-)
+from draftproof.ops.triton.attention.splitkv import PartialBuffers, merge_partials, padded_dim, store_partial
 from draftproof.ops.triton.attention.worklist import MAX_CHUNKS, WorkLists
 from draftproof.ops.triton.runtime import INTERPRETED, next_power_of_two
 
@@ -71,29 +64,15 @@ def attend_full_block(
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     ONES: tl.constexpr,
 ):  # fmt: skip
-    """Do `attend_block` for keys that all rows see, without masks."""
+    """Do `attend_block` for keys that are visible to all rows, without masks."""
     key = at + tl.arange(0, KEYS)
     offset = kv_offset(tl.load(pages + key // PAGE), key, NUM_KV, D, PAGE)
     k = load_keys(cache_k, offset, None, 0.0, D, BD, "")
     v = load_values(cache_v, offset, None, 0.0, D, BD, "")
     scores = tl.dot(q, k, input_precision="ieee") * scale
-    top = tl.maximum(m, tl.max(scores, axis=1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(scores - base[:, None]).to(q.dtype)
-    decay = tl.exp2(m - base)[:, None]
-    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(q.dtype)
-    sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
-    acc = tl.dot(p, v, acc * decay, input_precision="ieee")
+    top, p, decay = splitkv.softmax_step(scores, m, q.dtype)
+    sums, acc = splitkv.accumulate_values(p, v, decay, sums, acc, KEYS, ONES)
     return top, sums, acc
-
-
-@triton.jit
-def store_partial(parts, stats, partial_index, m, total, acc, ok, inside, BD: tl.constexpr):
-    """Store a partial result at index `partial_index` [BM] for `merge_stored_spans`."""
-    d = tl.arange(0, BD)
-    tl.store(parts + partial_index[:, None] * BD + d[None, :], acc, mask=inside)
-    tl.store(stats + partial_index * 2, m, mask=ok)
-    tl.store(stats + partial_index * 2 + 1, total, mask=ok)
 
 
 @triton.jit
@@ -101,8 +80,7 @@ def attend_blocks(
     q, pos, pages, cache_k, cache_v, first, last, first_position, start, end, scale,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    SPLIT_FULL: tl.constexpr,
-    PREFETCH_PAGES: tl.constexpr,
+    SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Return maximum [BM], sum [BM] and weighted values [BM, BD] of blocks start..end, span by span."""
     BLOCKS: tl.constexpr = SPAN // KEYS
@@ -116,9 +94,10 @@ def attend_blocks(
     if SPLIT_FULL and WINDOW == 0:
         masked_start = tl.maximum(start, tl.minimum((first_position + 1) // SPAN * BLOCKS, end))
         for block in range(start, masked_start):
-            m1, sums1, acc1 = attend_full_block(q, pages, cache_k, cache_v, block * KEYS, scale, m1, sums1,
-                                                acc1,
-                                           NUM_KV, D, BD, PAGE, KEYS, ONES)  # fmt: skip
+            m1, sums1, acc1 = attend_full_block(
+                q, pages, cache_k, cache_v, block * KEYS, scale, m1, sums1, acc1,
+                NUM_KV, D, BD, PAGE, KEYS, ONES,
+            )  # fmt: skip
             if block % BLOCKS == BLOCKS - 1:  # the span is complete
                 m, total, acc = merge_partials(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
                 m1 = tl.full((BM,), float("-inf"), tl.float32)
@@ -129,14 +108,15 @@ def attend_blocks(
             current_page = page
             key = (block + 1) * KEYS + tl.arange(0, KEYS)
             page = tl.load(pages + key // PAGE, mask=key <= last, other=0)
-            m1, sums1, acc1 = attend_paged_block(q, pos, current_page, cache_k, cache_v, first, last,
-                                                 block * KEYS, scale,
-                                          m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS,
-                                          ONES)  # fmt: skip
+            m1, sums1, acc1 = splitkv.attend_paged_block(
+                q, pos, current_page, cache_k, cache_v, first, last, block * KEYS, scale,
+                m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
+            )  # fmt: skip
         else:
-            m1, sums1, acc1 = attend_block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale,
-                                           m1,
-                                     sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+            m1, sums1, acc1 = splitkv.attend_block(
+                q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale,
+                m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
+            )  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
             m, total, acc = merge_partials(m, total, acc, m1, tl.max(sums1, axis=1), acc1)
             m1 = tl.full((BM,), float("-inf"), tl.float32)
@@ -155,9 +135,10 @@ def store_spans(
     sums1 = tl.zeros((BM, ONES), tl.float32)
     acc1 = tl.zeros((BM, BD), tl.float32)
     for block in range(start, end):
-        m1, sums1, acc1 = attend_block(q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale, m1,
-                                       sums1,
-                                 acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+        m1, sums1, acc1 = splitkv.attend_block(
+            q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale,
+            m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
+        )  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
             partial_index = base + block // BLOCKS
             store_partial(parts, stats, partial_index, m1, tl.max(sums1, axis=1), acc1, ok, inside, BD)
@@ -167,12 +148,10 @@ def store_spans(
 @triton.jit
 def attend_chunk(
     q, pos, pages, cache_k, cache_v, first, last, first_position, scale, parts, stats, counter, base, part,
-    chunk,
-    ok, inside, out_at,
+    chunk, ok, inside, out_at,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    SPLIT_FULL: tl.constexpr,
-    PREFETCH_PAGES: tl.constexpr,
+    SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the part-th `chunk` spans of a tile; the last program of the tile merges them.
 
@@ -184,25 +163,26 @@ def attend_chunk(
     start = (first_span + part * chunk) * (SPAN // KEYS)
     end = tl.minimum(last // KEYS + 1, start + chunk * (SPAN // KEYS))
     if part == 0:
-        m, total, acc = attend_blocks(q, pos, pages, cache_k, cache_v, first, last, first_position, start,
-                                      end, scale,
-                                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL,
-                                     PREFETCH_PAGES)  # fmt: skip
+        m, total, acc = attend_blocks(
+            q, pos, pages, cache_k, cache_v, first, last, first_position, start, end, scale,
+            NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
+        )  # fmt: skip
         if length <= chunk:
-            store_normalised(total, acc, out_at, inside)
+            splitkv.store_normalised(total, acc, out_at, inside)
         else:
             store_partial(parts, stats, base + chunk_result, m, total, acc, ok, inside, BD)
     else:
-        store_spans(q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok,
-                     inside, NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
+        store_spans(
+            q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok, inside,
+            NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
+        )  # fmt: skip
     if length > chunk:
         tl.debug_barrier()
         done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if done == tl.cdiv(length, chunk) - 1:
             tl.store(counter, 0)
-            merge_stored_spans(
-                parts, stats, base, chunk_result, length - chunk + 1, ok, inside, out_at, BM, BD
-            )
+            count = length - chunk + 1
+            splitkv.merge_stored_spans(parts, stats, base, chunk_result, count, ok, inside, out_at, BM, BD)
 
 
 @triton.jit(do_not_specialize=["R", "max_pages", "spans", "chunk"])
@@ -252,16 +232,17 @@ def prefill_attention_kernel(
         cache_v = cache_k + plane
         if CHUNKS == 1:
             start, end = first // SPAN * (SPAN // KEYS), last // KEYS + 1
-            m, total, acc = attend_blocks(query, pos, pages, cache_k, cache_v, first, last, first_position,
-                                          start, end,
-                                         scale, NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
-                                         SPLIT_FULL, PREFETCH_PAGES)  # fmt: skip
-            store_normalised(total, acc, out + q_offset, inside)
+            m, total, acc = attend_blocks(
+                query, pos, pages, cache_k, cache_v, first, last, first_position, start, end, scale,
+                NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
+            )  # fmt: skip
+            splitkv.store_normalised(total, acc, out + q_offset, inside)
         else:
-            attend_chunk(query, pos, pages, cache_k, cache_v, first, last, first_position, scale, parts,
-                         stats,
-                   counters + row * NUM_KV + head, row_head * spans, part, chunk, ok, inside, out + q_offset,
-                   NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES)  # fmt: skip
+            attend_chunk(
+                query, pos, pages, cache_k, cache_v, first, last, first_position, scale, parts, stats,
+                counters + row * NUM_KV + head, row_head * spans, part, chunk, ok, inside, out + q_offset,
+                NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
+            )  # fmt: skip
     if WAIT == "last":
         tl.extra.cuda.gdc_wait()
 
@@ -269,86 +250,48 @@ def prefill_attention_kernel(
 class PrefillAttention:
     """Launcher of the kernels; `worklists` belong to the forward pass that has begun."""
 
-    def __init__(self, pdl_options: bool, partials: PartialBuffers) -> None:
-        self.has_pdl = pdl_options  # programmatic dependent launch is on
+    def __init__(self, has_pdl: bool, partials: PartialBuffers) -> None:
+        self.has_pdl, self._partials = has_pdl, partials
         self.worklists = WorkLists()
-        self._partials = partials
 
     def chunk_spans(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
         """Return the spans of a chunk of a tile; 0: tiles are not divided."""
         spans = triton.cdiv(table.shape[1] * page_size, splitkv.SPAN)
-        is_supported = (
-            num_rows * heads.num_kv >= MIN_CHUNKED_PROGRAMS
-            and max(16, next_power_of_two(heads.dim)) in CHUNKED_TILES
-        )
-        if not is_supported or num_rows > MAX_CHUNKED_ROWS or not scratch_fits(num_rows, heads, spans):
+        if num_rows > MAX_CHUNKED_ROWS or num_rows * heads.num_kv < MIN_CHUNKED_PROGRAMS:
+            return 0
+        if padded_dim(heads) not in CHUNKED_TILES or not splitkv.scratch_fits(num_rows, heads, spans):
             return 0
         return max(num_rows // ROWS_PER_CHUNK_SPAN, triton.cdiv(spans, MAX_CHUNKS), 1)
 
     def __call__(
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
     ) -> None:
-        count, group = len(q), heads.num_q // heads.num_kv
-        width = max(16, next_power_of_two(heads.dim))
-        is_fp32 = cache.dtype == torch.float32
+        count, group, width = len(q), heads.num_q // heads.num_kv, padded_dim(heads)
+        page_size, is_fp32 = cache.shape[2], cache.dtype == torch.float32
+        config = partial(_tile_config, width=width, is_fp32=is_fp32, group=group)
+        launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out)
         pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}
         no_scratch = (out, out, out, 0, 0)
-        if chunk := self.chunk_spans(count, heads, rows.page_table, cache.shape[2]):
-            short = _tile_config(CHUNKED_TILES, width, is_fp32, group)
-            spans = triton.cdiv(rows.page_table.shape[1] * cache.shape[2], splitkv.SPAN)
+        if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
+            short = config(CHUNKED_TILES)
+            spans = triton.cdiv(rows.page_table.shape[1] * page_size, splitkv.SPAN)
             tiles = self.worklists.by_keys(rows, short.height // group, chunk, heads.window)
             scratch = self._partials.reserve(count * heads.num_q * spans, width, count * heads.num_kv)
             programs = count + count // 2  # with more chunks some programs take two
-            _launch(
-                short, tiles, programs, q, rows, heads, cache, out, (*scratch, spans, chunk), **pdl_options
-            )
+            launch(short, tiles, programs, (*scratch, spans, chunk), **pdl_options)
         elif count <= MAX_ONE_LIST_ROWS:
-            configs = (
-                SHORT_TILES_96
-                if count <= MAX_DEEP_PIPELINE_ROWS
-                else SHORT_TILES
-                if count <= 256
-                else SHORT_TILES_512
-            )
-            short = _tile_config(configs, width, is_fp32, group)
+            limits = ((MAX_DEEP_PIPELINE_ROWS, SHORT_TILES_96), (256, SHORT_TILES))
+            short = config(next((found for limit, found in limits if count <= limit), SHORT_TILES_512))
             tiles = self.worklists.by_keys(rows, short.height // group, 0, 0)
-            _launch(short, tiles, count, q, rows, heads, cache, out, no_scratch, **pdl_options)
+            launch(short, tiles, count, no_scratch, **pdl_options)
         else:
-            short, tall = (
-                _tile_config(SHORT_TILES, width, is_fp32, group),
-                _tile_config(TALL_TILES, width, is_fp32, group),
-            )
-            short_tiles, tall_tiles = self.worklists.short_and_tall(
-                rows, short.height // group, tall.height // group
-            )
-            programs = 2 * triton.cdiv(count, tall.height // group)
-            _launch(
-                tall,
-                tall_tiles,
-                programs,
-                q,
-                rows,
-                heads,
-                cache,
-                out,
-                no_scratch,
-                LAUNCH_NEXT=self.has_pdl,
-                WAIT="",
-            )
+            short, tall = config(SHORT_TILES), config(TALL_TILES)
+            heights = short.height // group, tall.height // group
+            short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
+            programs = 2 * triton.cdiv(count, heights[1])
+            launch(tall, tall_tiles, programs, no_scratch, LAUNCH_NEXT=self.has_pdl, WAIT="")
             programs, wait = min(count, len(rows.page_table)), "last" if self.has_pdl else ""
-            _launch(
-                short,
-                short_tiles,
-                programs,
-                q,
-                rows,
-                heads,
-                cache,
-                out,
-                no_scratch,
-                LAUNCH_NEXT=False,
-                WAIT=wait,
-            )
+            launch(short, short_tiles, programs, no_scratch, LAUNCH_NEXT=False, WAIT=wait)
 
 
 def _tile_config(configs: dict[int, TileConfig], width: int, is_fp32: bool, group: int) -> TileConfig:
@@ -359,9 +302,8 @@ def _tile_config(configs: dict[int, TileConfig], width: int, is_fp32: bool, grou
 
 
 def _launch(
-    config: TileConfig, tiles: Tensor, programs: int, q: Tensor, rows: Rows, heads: AttentionShape,
-    cache: Tensor,
-    out: Tensor, scratch: tuple[Tensor, Tensor, Tensor, int, int], **pdl_launch: Any,
+    config: TileConfig, tiles: Tensor, programs: int, scratch: tuple[Tensor, Tensor, Tensor, int, int],
+    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, **pdl_launch: Any,
 ) -> None:  # fmt: skip
     """Launch the kernel; `scratch`: parts, stats, counters, spans and chunk (0 for whole tiles)."""
     *partials, spans, chunk = scratch
@@ -374,7 +316,7 @@ def _launch(
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, *partials,
         len(q), rows.page_table.shape[1], cache.stride(0), spans, chunk, heads.scale * splitkv.LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim,
-        BD=max(16, next_power_of_two(heads.dim)), BM=config.height, PAGE=cache.shape[2], WINDOW=heads.window,
+        BD=padded_dim(heads), BM=config.height, PAGE=cache.shape[2], WINDOW=heads.window,
         KEYS=splitkv.KEYS, SPAN=splitkv.SPAN, ONES=splitkv.ONES, SPLIT_FULL=config.splits_full_blocks,
         PREFETCH_PAGES=config.prefetches_pages,
         CHUNKS=MAX_CHUNKS if chunk else 1, enable_fp_fusion=False, **pdl_launch, **options,

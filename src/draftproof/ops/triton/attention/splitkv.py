@@ -80,9 +80,10 @@ def attend_block(
     """Add keys at..at + KEYS to maximum [BM], sum [BM, ONES] and values [BM, BD] of their span."""
     key = at + tl.arange(0, KEYS)
     page = tl.load(pages + key // PAGE, mask=(key >= first) & (key <= last), other=0)
-    return attend_paged_block(q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc, NUM_KV,
-                              D, BD,
-                       PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+    return attend_paged_block(
+        q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc,
+        NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -116,9 +117,10 @@ def attend_span(
     sums = tl.zeros((BM, ONES), tl.float32)
     acc = tl.zeros((BM, BD), tl.float32)
     for block in tl.static_range(0, SPAN, KEYS):
-        m, sums, acc = attend_block(q, pos, pages, cache_k, cache_v, first, last, start + block, scale, m,
-                                    sums,
-                              acc, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES)  # fmt: skip
+        m, sums, acc = attend_block(
+            q, pos, pages, cache_k, cache_v, first, last, start + block, scale, m, sums, acc,
+            NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
+        )  # fmt: skip
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
 
 
@@ -141,6 +143,15 @@ def prefetch_span(
 def store_normalised(total, acc, out_at, ok):
     """Normalise, turn -0 into +0 (as adding a zero block would), round and store."""
     tl.store(out_at, (acc / total[:, None] + 0.0).to(out_at.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def store_partial(parts, stats, partial_index, m, total, acc, ok, inside, BD: tl.constexpr):
+    """Store a partial result at index `partial_index` [BM] for `merge_stored_spans`."""
+    d = tl.arange(0, BD)
+    tl.store(parts + partial_index[:, None] * BD + d[None, :], acc, mask=inside)
+    tl.store(stats + partial_index * 2, m, mask=ok)
+    tl.store(stats + partial_index * 2 + 1, total, mask=ok)
 
 
 @triton.jit(do_not_specialize=["R", "num_parallel"])  # one binary for every number of rows
@@ -187,15 +198,14 @@ def splitkv_attention_kernel(
         stride = tl.where(count == 1, 1, num_parallel)
         if split < count:
             for s in range(first_span + split, first_span + count, stride):
-                m, total, acc = attend_span(query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
-                                      NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES)  # fmt: skip
+                m, total, acc = attend_span(
+                    query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
+                    NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
+                )  # fmt: skip
                 if count == 1:
                     store_normalised(total, acc, out + q_offset, inside)
                 else:
-                    partial_index = row_head * spans + s
-                    tl.store(parts + partial_index[:, None] * BD + d[None, :], acc, mask=inside)
-                    tl.store(stats + partial_index * 2, m, mask=ok)
-                    tl.store(stats + partial_index * 2 + 1, total, mask=ok)
+                    store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
             if count > 1:
                 tl.debug_barrier()
                 counter = counters + row * NUM_KV + head
@@ -261,9 +271,14 @@ class PartialBuffers:
         return self.parts, self.stats, self.counters
 
 
+def padded_dim(heads: AttentionShape) -> int:
+    """Return the head dim padded for the tensor core."""
+    return max(16, next_power_of_two(heads.dim))
+
+
 def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
     """Return whether the partial results of all spans stay below the limit."""
-    return num_rows * heads.num_q * spans * max(16, next_power_of_two(heads.dim)) * 4 <= MAX_SCRATCH_BYTES
+    return num_rows * heads.num_q * spans * padded_dim(heads) * 4 <= MAX_SCRATCH_BYTES
 
 
 class SplitKVAttention:
@@ -283,7 +298,7 @@ class SplitKVAttention:
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
     ) -> None:
         num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
-        group, width = heads.num_q // heads.num_kv, max(16, next_power_of_two(heads.dim))
+        group, width = heads.num_q // heads.num_kv, padded_dim(heads)
         spans = triton.cdiv(max_pages * page_size, SPAN)
         num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)

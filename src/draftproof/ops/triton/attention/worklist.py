@@ -49,16 +49,14 @@ def chunk_list_kernel(
         last = tl.maximum(last, tl.load(positions + row + i, mask=same & (row + i < R), other=0).to(tl.int32))
     start = tl.maximum(position - WINDOW + 1, 0) // SPAN * SPAN if WINDOW else position * 0
     chunk_index = tl.arange(0, MAX_CHUNKS)
-    keys = (last + 1 - start)[:, None] - chunk_index[None, :] * (
-        chunk * SPAN
-    )  # [BLOCK, chunks]: keys from this chunk on
+    # [BLOCK, chunks]: keys from this chunk on
+    keys = (last + 1 - start)[:, None] - chunk_index[None, :] * (chunk * SPAN)
     exists = starts_tile[:, None] & (keys > 0)
     if MAX_CHUNKS > 1:
         keys = tl.minimum(keys, chunk * SPAN)
     keys = tl.minimum(keys, (1 << 31) // (BLOCK * MAX_CHUNKS) - 1)  # keep the sort key within int32
-    sort_key = tl.where(
-        exists, keys * (BLOCK * MAX_CHUNKS) + row[:, None] * MAX_CHUNKS + chunk_index[None, :], -1
-    )
+    sort_key = keys * (BLOCK * MAX_CHUNKS) + row[:, None] * MAX_CHUNKS + chunk_index[None, :]
+    sort_key = tl.where(exists, sort_key, -1)
     sort_key = tl.sort(tl.reshape(sort_key, (BLOCK * MAX_CHUNKS,)))
     count = tl.sum(tl.sum(exists.to(tl.int32), axis=1), axis=0)
     place = tl.arange(0, BLOCK * MAX_CHUNKS) - (BLOCK * MAX_CHUNKS - count)
@@ -68,7 +66,7 @@ def chunk_list_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def tile_lists_kernel(slots, short, tall, R, SHORT: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the lists low, high [1 + R]: the number of tiles, then their first rows.
+    """Store the lists short, tall [1 + R]: the number of tiles, then their first rows.
 
     The rows of a slot are divided every TALL rows; a tile of at most SHORT rows goes to the list `short`.
     """

@@ -24,7 +24,7 @@ def tile_spans(
     """Return properties of the tile that starts at each row, [ROWS] int32 each.
 
     These are the number of spans (0: no tile starts there) and its running sum, the slot, the first and the
-    last key that the tile sees, and the first key that this pass itself writes.
+    last visible key of the tile, and the first key that this pass itself writes.
     """
     HEIGHT: tl.constexpr = BM // GROUP
     r = tl.arange(0, ROWS)
@@ -62,11 +62,9 @@ def load_kv_blocks(
 
 @triton.jit
 def list_work_items(
-    slots, positions, work_items, counter, max_parallel, R, GROUP: tl.constexpr, BM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPAN: tl.constexpr, TILES: tl.constexpr, WAVE_COST: tl.constexpr, MERGE_COST: tl.constexpr,
-    ROWS: tl.constexpr,
-    GRID_SYNC: tl.constexpr,
+    slots, positions, work_items, counter, max_parallel, R,
+    GROUP: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr, TILES: tl.constexpr,
+    WAVE_COST: tl.constexpr, MERGE_COST: tl.constexpr, ROWS: tl.constexpr, GRID_SYNC: tl.constexpr,
 ):  # fmt: skip
     """Store the work items [1 + items, 8] int32; row 0: items of a KV head, spans of an item (0: one).
 
@@ -76,9 +74,8 @@ def list_work_items(
     """
     program = tl.program_id(0)
     if program < R:
-        num_spans, sums, slot, first, last, new = tile_spans(
-            slots, positions, R, GROUP, BM, WINDOW, SPAN, ROWS
-        )
+        tiles_by_row = tile_spans(slots, positions, R, GROUP, BM, WINDOW, SPAN, ROWS)
+        num_spans, sums, slot, first, last, new = tiles_by_row
         each, piece, step = num_spans, 0, 1
         if TILES:
             waves = tl.cdiv(tl.max(sums, axis=0), max_parallel)
@@ -149,15 +146,6 @@ def attend_span(
 
 
 @triton.jit
-def store_span_partial(m, total, acc, parts, stats, row_head, s, spans, ok, inside, d, BD: tl.constexpr):
-    """Store the partial result of one span of a tile."""
-    partial_index = row_head * spans + s
-    tl.store(parts + partial_index[:, None] * BD + d[None, :], acc, mask=inside)
-    tl.store(stats + partial_index * 2, m, mask=ok)
-    tl.store(stats + partial_index * 2 + 1, total, mask=ok)
-
-
-@triton.jit
 def merge_if_last(
     parts, stats, tile_counters, tile, items, row_head, first_span, count, spans, ok, inside, out, q_offset,
     BM: tl.constexpr, BD: tl.constexpr,
@@ -210,10 +198,8 @@ def attend_spans(
             exists = (key >= first) & (key <= last)  # memory of other keys may hold NaN
             page = tl.load(page_table + slot * max_pages + key // PAGE, mask=exists, other=0)
             offset = offset + (kv_offset(page, key, NUM_KV, D, PAGE) + head * D,)
-            exists_before, exists_now = (
-                exists_before + (exists & (key < new),),
-                exists_now + (exists & (key >= new),),
-            )
+            exists_before = exists_before + (exists & (key < new),)
+            exists_now = exists_now + (exists & (key >= new),)
             zeros = zeros + (0.0,)
         ks, vs = load_kv_blocks(cache, plane, offset, exists_before, zeros, zeros, D, BD, KEYS, SPAN)
         ok, pos, row_head = tile_rows(slots, positions, row, slot, head, R, NUM_KV * GROUP, GROUP, BM)
@@ -228,11 +214,10 @@ def attend_spans(
         if count == 1:
             splitkv.store_normalised(total, acc, out + q_offset, inside)
         else:
-            store_span_partial(m, total, acc, parts, stats, row_head, s, spans, ok, inside, d, BD)
+            splitkv.store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
             merge_if_last(
                 parts, stats, tile_counters, row * NUM_KV + head, count, row_head, first // SPAN, count,
-                spans, ok,
-                inside, out, q_offset, BM, BD,
+                spans, ok, inside, out, q_offset, BM, BD,
             )  # fmt: skip
         arrive(counter, GRID_SYNC)
 
@@ -288,10 +273,8 @@ def attend_tiles(
                 total1 = tl.max(sums1, axis=1)
                 if PIECES:  # noqa: SIM102 - a constant, then a value on the device
                     if pieces > 1:
-                        at = block // BLOCKS
-                        store_span_partial(
-                            m1, total1, acc1, parts, stats, row_head, at, spans, ok, inside, d, BD
-                        )
+                        at = row_head * spans + block // BLOCKS
+                        splitkv.store_partial(parts, stats, at, m1, total1, acc1, ok, inside, BD)
                 m, total, acc = splitkv.merge_partials(m, total, acc, m1, total1, acc1)
                 m1 = tl.full((BM,), float("-inf"), tl.float32)
         if pieces == 1:
@@ -300,8 +283,7 @@ def attend_tiles(
             if pieces > 1:
                 merge_if_last(
                     parts, stats, tile_counters, row * NUM_KV + head, pieces, row_head, first // SPAN, count,
-                    spans,
-                    ok, inside, out, q_offset, BM, BD,
+                    spans, ok, inside, out, q_offset, BM, BD,
                 )  # fmt: skip
         arrive(counter, GRID_SYNC)
 
@@ -319,15 +301,13 @@ def attention_stage(
     if not TILES or tl.load(work_items + 1, cache_modifier=".cg") == 0:
         attend_spans(
             q, slots, positions, page_table, cache, out, parts, stats, tile_counters, counter, goal,
-            work_items, items,
-            R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
-            GRID_SYNC,
+            work_items, items, R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, BM, PAGE, WINDOW,
+            KEYS, SPAN, ONES, GRID_SYNC,
         )  # fmt: skip
     else:
         attend_tiles(
             q, slots, positions, page_table, cache, out, parts, stats, tile_counters, counter, goal,
-            work_items, items,
-            R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
-            PIECES, GRID_SYNC,
+            work_items, items, R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, BM, PAGE, WINDOW,
+            KEYS, SPAN, ONES, PIECES, GRID_SYNC,
         )  # fmt: skip
     return goal + items

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.elementwise import inverse_rms, silu_gate, tree_sum_rows
+from draftproof.ops.triton.elementwise import inverse_rms, silu_gate, tree_levels, tree_sum_rows
 from draftproof.ops.triton.fused.barrier import arrive, first_item, wait
 from draftproof.ops.triton.gemm.fused import load_rope_rows, rope_store_tile
 
@@ -41,12 +41,6 @@ def piece_size(depth: int, largest: int, i: int) -> int:
 def piece_start(depth: int, largest: int, i: int) -> int:
     """Return the first column of piece `i`."""
     return sum(piece_sizes(depth, largest)[:i])
-
-
-@triton.constexpr_function
-def tree_levels(count: int) -> int:
-    """Return the number of levels of a tree over `count` pieces."""
-    return (count - 1).bit_length()
 
 
 @triton.jit
@@ -128,8 +122,7 @@ def norm_pieces(xs, norm_pieces_, eps, K: tl.constexpr, PIECE: tl.constexpr):
 @triton.jit
 def norm_linear_pair(
     x, weight, w, bias, rm, R, first, pair_offset, eps, counter, goal, wait_now, tokens, table, token_norm,
-    VOCAB,
-    K: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    VOCAB, K: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_TOKEN_NORM: tl.constexpr, GRID_SYNC: tl.constexpr,
 ):  # fmt: skip
     """Multiply the norm of rows rm by `BN // 2` columns from `first` and by their partner columns.
@@ -185,8 +178,7 @@ def qkv_stage(
         cos, sin, kv_place, is_real = load_rope_rows(rm, rm < R, j, positions, slots, kv_index, rope, D)
         low, high = norm_linear_pair(
             x, weight, w, bias, rm, R, head * D + first, MIDDLE, eps, counter, goal, item == first_own,
-            tokens,
-            table, token_norm, VOCAB, K, PIECE, BM, BN, HAS_BIAS, HAS_TOKEN_NORM, GRID_SYNC,
+            tokens, table, token_norm, VOCAB, K, PIECE, BM, BN, HAS_BIAS, HAS_TOKEN_NORM, GRID_SYNC,
         )  # fmt: skip
         rope_store_tile(
             low, high, cos, sin, kv_place, is_real, rm, rm < R, head, j, cache, q, plane, NUM_Q, NUM_KV, D
@@ -224,8 +216,8 @@ def gate_up_stage(
 def add_linear_stage(
     x, w, bias, residual, taps, tap, counter, goal, R,
     N: tl.constexpr, K: tl.constexpr, PANELS: tl.constexpr, RESIDENT_PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TAPS: tl.constexpr, GRID_SYNC: tl.constexpr,
+    PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, TAPS: tl.constexpr,
+    GRID_SYNC: tl.constexpr,
 ):  # fmt: skip
     """Add x [R, K] times w [N, K] to residual [R, N], rounded as the two ops round. Return the new goal.
 

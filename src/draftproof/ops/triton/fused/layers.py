@@ -27,7 +27,7 @@ from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.fused.attention import attention_stage, list_work_items
 from draftproof.ops.triton.fused.barrier import wait
 from draftproof.ops.triton.fused.gemm import add_linear_stage, gate_up_stage, qkv_stage
-from draftproof.ops.triton.gemm.select import Epilogue, is_bf16, supports_fused
+from draftproof.ops.triton.gemm.select import Epilogue, supports_fused
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.runtime import ALIGNMENT, INTERPRETED, Chip, next_power_of_two
 
@@ -98,8 +98,8 @@ def fused_layers_kernel(
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr, TILES: tl.constexpr,
     WAVE_COST: tl.constexpr, MERGE_COST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
     PIECE_DEPTH: tl.constexpr, RESIDENT_PIECES: tl.constexpr, QM: tl.constexpr, ROWS: tl.constexpr,
-    COUNTER_STRIDE: tl.constexpr,
-    TABLE_FIELDS: tl.constexpr, TAPS: tl.constexpr, HAS_TOKEN_NORM: tl.constexpr,
+    COUNTER_STRIDE: tl.constexpr, TABLE_FIELDS: tl.constexpr, TAPS: tl.constexpr,
+    HAS_TOKEN_NORM: tl.constexpr,
 ):  # fmt: skip
     """Run layers first_layer..last_layer on x [R, H] in place.
 
@@ -108,71 +108,50 @@ def fused_layers_kernel(
     layer of a draft head, also read the norm of the tokens' embedding [VOCAB, H], before their own rows.
     """
     if HAS_TOKEN_NORM:  # noqa: SIM102 - a constant, then a value on the device
-        if all_rows_padding(
-            slots, R, ROWS
-        ):  # a draft round without live rows; checked before the first arrival
+        if all_rows_padding(slots, R, ROWS):  # a draft round without live rows: return before any arrival
             return
     GRID_SYNC: tl.constexpr = STAGE == 0
     dtype: tl.constexpr = x.dtype.element_ty
     if GRID_SYNC or STAGE == 6:
         list_work_items(
-            slots,
-            positions,
-            work_items,
-            counter,
-            max_parallel,
-            R,
-            GROUP,
-            QM,
-            WINDOW,
-            SPAN,
-            TILES,
-            WAVE_COST,
-            MERGE_COST,
-            ROWS,
-            GRID_SYNC,
-        )
+            slots, positions, work_items, counter, max_parallel, R,
+            GROUP, QM, WINDOW, SPAN, TILES, WAVE_COST, MERGE_COST, ROWS, GRID_SYNC,
+        )  # fmt: skip
     goal = R
     wait(counter, goal, GRID_SYNC)
     current = load_addresses(table + first_layer * TABLE_FIELDS)
     for layer in range(first_layer, last_layer):
         biases = table + layer * TABLE_FIELDS + 7
-        following = load_addresses(
-            table + tl.minimum(layer + 1, last_layer - 1) * TABLE_FIELDS
-        )  # early, so that the next iteration does not wait
+        # loaded early, so that the next iteration does not wait
+        following = load_addresses(table + tl.minimum(layer + 1, last_layer - 1) * TABLE_FIELDS)
         cache = to_pointer(current[6], dtype)
         if GRID_SYNC or STAGE == 1:
             goal = qkv_stage(
                 x, to_pointer(current[0], dtype), to_pointer(current[1], dtype), biases, q, cache, positions,
-                slots,
-                kv_index, rope, plane, eps, counter, goal, R, tokens, embedding, token_norm, VOCAB,
+                slots, kv_index, rope, plane, eps, counter, goal, R, tokens, embedding, token_norm, VOCAB,
                 NUM_KV * GROUP, NUM_KV, D, H, PIECE_DEPTH, BM, BN, QKV_BIAS, HAS_TOKEN_NORM, GRID_SYNC,
             )  # fmt: skip
         if GRID_SYNC or STAGE == 2:
             goal = attention_stage(
                 q, slots, positions, page_table, cache, mixed, parts, stats, tile_counters, counter, goal,
                 work_items, R, max_pages, plane, spans, scale, NUM_KV, GROUP, D, BD, QM, PAGE, WINDOW, KEYS,
-                SPAN,
-                ONES, TILES, MERGE_COST != 0, GRID_SYNC,
+                SPAN, ONES, TILES, MERGE_COST != 0, GRID_SYNC,
             )  # fmt: skip
         if GRID_SYNC or STAGE == 3:
             goal = add_linear_stage(
                 mixed, to_pointer(current[2], dtype), biases + 1, x, x, -1, counter, goal, R, H,
-                NUM_KV * GROUP * D,
-                1, 0, PIECE_DEPTH, BM, BN, OUT_BIAS, 0, GRID_SYNC,
+                NUM_KV * GROUP * D, 1, 0, PIECE_DEPTH, BM, BN, OUT_BIAS, 0, GRID_SYNC,
             )  # fmt: skip
         if GRID_SYNC or STAGE == 4:
             goal = gate_up_stage(
                 x, to_pointer(current[3], dtype), to_pointer(current[4], dtype), biases + 2, inner, eps,
-                counter, goal,
-                R, INNER, H, PIECE_DEPTH, BM, GATE, UP_BIAS, GRID_SYNC,
+                counter, goal, R, INNER, H, PIECE_DEPTH, BM, GATE, UP_BIAS, GRID_SYNC,
             )  # fmt: skip
         if GRID_SYNC or STAGE == 5:
             tap = tl.load(biases + 4) if TAPS else -1
             goal = add_linear_stage(
                 inner, to_pointer(current[5], dtype), biases + 3, x, taps, tap, counter, goal, R, H, INNER,
-                PANELS,
-                RESIDENT_PIECES, PIECE_DEPTH, BM, BN, DOWN_BIAS, TAPS, GRID_SYNC,
+                PANELS, RESIDENT_PIECES, PIECE_DEPTH, BM, BN, DOWN_BIAS, TAPS, GRID_SYNC,
             )  # fmt: skip
         current = following
     if GRID_SYNC:  # the last program resets the counters for the next launch
@@ -188,7 +167,6 @@ class FusedLayersKernel:
     def __init__(self, device: torch.device, chip: Chip) -> None:
         self.device = device
         self.programs = chip.num_sms
-        self._cooperative = chip.has_cooperative_launch
         self.is_supported = INTERPRETED or (
             chip.capability >= (9, 0)
             and chip.shared_per_program >= MIN_SHARED_PER_PROGRAM
@@ -201,7 +179,7 @@ class FusedLayersKernel:
 
     def supports(self, x: Tensor, layers: Sequence[Layer]) -> bool:
         """Return whether the kernel runs these layers: few rows of a small bf16 model without QK norms."""
-        if not self.is_supported or not 0 < len(x) <= MAX_ROWS or not is_bf16(x):
+        if not self.is_supported or not 0 < len(x) <= MAX_ROWS or x.dtype != torch.bfloat16:
             return False
         if any(layer.token_norm is not None for layer in layers[1:]):
             return False
@@ -230,19 +208,16 @@ class FusedLayersKernel:
         return self._tables[key]
 
     def __call__(
-        self,
-        x: Tensor,
-        layers: Sequence[Layer],
-        rows: Rows,
-        rope: Tensor,
-        caches: Sequence[Tensor],
-        eps: float,
-        taps: Sequence[int] = (),
-        embedding: Tensor | None = None,
-    ) -> Tensor | None:
+        self, x: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
+        eps: float, taps: Sequence[int] = (), embedding: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """Run all layers on x in place and return the taps [R, taps, hidden]; None: nothing was run."""
         table = self._table(layers, caches, taps)
-        if table is None or not all(map(_scratch_fits, layers, [rows] * len(layers), caches)):
+        fits = (
+            splitkv.scratch_fits(MAX_ROWS, layer.attention.heads, _spans(rows, cache))
+            for layer, cache in zip(layers, caches, strict=True)
+        )
+        if table is None or not all(fits):
             return None
         tapped = torch.empty((len(x), len(taps), x.shape[1]), dtype=x.dtype, device=x.device)
         first = 0
@@ -263,7 +238,7 @@ class FusedLayersKernel:
         heads, depth = attention.heads, mlp.down.weight.shape[1]
         assert config is not None, "checked by `supports`"
         width, page_size = heads.num_q * heads.dim, cache.shape[2]
-        max_pages, padded = rows.page_table.shape[1], max(16, next_power_of_two(heads.dim))
+        max_pages, padded = rows.page_table.shape[1], splitkv.padded_dim(heads)
         group, programs = heads.num_q // heads.num_kv, self.programs * config.programs_per_sm
         spans = _spans(rows, cache)
         lines = config.max_rows * heads.num_q * spans
@@ -294,23 +269,15 @@ class FusedLayersKernel:
                 WAVE_COST=WAVE_COST, MERGE_COST=MERGE_COST, BM=BM, BN=BN, GATE=config.gate_columns,
                 PIECE_DEPTH=PIECE_DEPTH, RESIDENT_PIECES=config.resident_pieces,
                 QM=max(16, next_power_of_two(group)), ROWS=max(16, next_power_of_two(config.max_rows)),
-                COUNTER_STRIDE=COUNTER_STRIDE,
-                TABLE_FIELDS=TABLE_FIELDS, TAPS=tapped.shape[1], HAS_TOKEN_NORM=has_token_norm,
-                num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=False,
-                **({"launch_cooperative_grid": True} if self._cooperative else {}),
+                COUNTER_STRIDE=COUNTER_STRIDE, TABLE_FIELDS=TABLE_FIELDS, TAPS=tapped.shape[1],
+                HAS_TOKEN_NORM=has_token_norm, num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=False,
+                **({} if INTERPRETED else {"launch_cooperative_grid": True}),
             )  # fmt: skip
 
 
 def _spans(rows: Rows, cache: Tensor) -> int:
     """Return the maximum number of spans of a slot."""
     return triton.cdiv(rows.page_table.shape[1] * cache.shape[2], splitkv.SPAN)
-
-
-def _scratch_fits(layer: Layer, rows: Rows, cache: Tensor) -> bool:
-    """Return whether the partial results of attention stay below the limit."""
-    heads = layer.attention.heads
-    size = MAX_ROWS * heads.num_q * _spans(rows, cache) * max(16, next_power_of_two(heads.dim)) * 4
-    return size <= splitkv.MAX_SCRATCH_BYTES
 
 
 def _panels(packed: PackedLinear) -> int:
@@ -326,7 +293,7 @@ def _projections(layer: Layer) -> tuple[PackedLinear, ...]:
 
 def _layer_shape(layer: Layer) -> tuple[object, ...]:
     """Return what layers of one launch have in common."""
-    shapes = ((p.weight.shape, p.split_k, p.bias is None) for p in _projections(layer))
+    shapes = ((p.weight.shape, p.bias is None) for p in _projections(layer))
     return layer.attention.heads, layer.token_norm is None, *shapes
 
 
@@ -350,9 +317,7 @@ def _addresses(layer: Layer, cache: Tensor) -> list[int]:
     """Return the table row of a layer: norm, qkv, out, norm, gate and up, down, cache, four biases."""
     assert layer.attention_norm is not None, "checked by `supports`"
     packed = _projections(layer)
-    norms, w = (
-        (layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()),
-        [p.weight.data_ptr() for p in packed],
-    )
-    biases = [0 if p.bias is None else p.bias.data_ptr() for p in packed]
-    return [norms[0], w[0], w[1], norms[1], w[2], w[3], cache.data_ptr(), *biases]
+    qkv, out, gate_up, down = (p.weight for p in packed)
+    tensors = (layer.attention_norm, qkv, out, layer.mlp_norm, gate_up, down, cache)
+    biases = (0 if p.bias is None else p.bias.data_ptr() for p in packed)
+    return [*(tensor.data_ptr() for tensor in tensors), *biases]
