@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.draft_search import (
+    MAX_CANDIDATES,
     AcceptanceRecord,
     BegunDrafts,
     DraftCandidate,
@@ -16,10 +17,9 @@ from draftproof.ops.contract.draft_search import (
     SuffixOptions,
     SuffixPool,
 )
-from draftproof.ops.triton import draft_search_kernels
-from draftproof.ops.triton.launch import LaunchContext, check_columns
-from draftproof.ops.triton.step import ngram
-from draftproof.types import DeviceBatch, SlotColumns
+from draftproof.ops.triton import draft_search_kernels as kernels
+from draftproof.ops.triton.runtime import LaunchContext, check_columns, launch_options, next_power_of_two
+from draftproof.types import SlotColumns
 
 
 class TritonSearch(DraftSearchOps):
@@ -28,47 +28,72 @@ class TritonSearch(DraftSearchOps):
     def __init__(self, launch: LaunchContext) -> None:
         self._launch = launch
 
-    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
-        columns, slots, budget = batch.columns, batch.slots, batch.budget
+    def _drafts(self, columns: SlotColumns, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Allocate tokens [B, K] and two columns [B]."""
+        tokens = self._launch.empty((len(slots), columns.draft.shape[1]), torch.int64)
+        return tokens, *self._launch.empty((2, len(slots)), torch.int64)
+
+    def search_ngram(
+        self, columns: SlotColumns, slots: Tensor, budget: Tensor, min_match: int, max_match: int
+    ) -> tuple[Tensor, Tensor]:
         check_columns("slots and budget", (slots, budget), len(slots))
-        found = ngram.search_ngram(columns, slots, budget, min_match, max_match, self._launch.pdl)
-        self._launch.done("search_ngram")
-        return found
+        k, max_len = columns.draft.shape[1], columns.tokens.shape[1]
+        tokens, counts, _ = self._drafts(columns, slots)
+        kernels.ngram_kernel[(len(slots),)](
+            slots, budget, columns.ended, columns.length, columns.tokens, tokens, counts, max_len, k,
+            min_match, LARGEST=max_match, DEPTHS=next_power_of_two(k),
+            BLOCK=min(kernels.BLOCK, next_power_of_two(max_len)),
+            **launch_options(self._launch.pdl, num_warps=8),
+        )  # fmt: skip
+        return tokens, counts
 
     def search_suffix(
-        self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        columns, slots, budget = batch.columns, batch.slots, batch.budget
+        self, columns: SlotColumns, slots: Tensor, budget: Tensor, pool: SuffixPool, options: SuffixOptions,
+        begun: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         check_columns("slots and budget", (slots, budget), len(slots))
+        k, max_len = columns.draft.shape[1], columns.tokens.shape[1]
+        tokens, counts, expected = self._drafts(columns, slots)
+        prefix, prefix_count = tokens, counts
         if begun is not None:
-            begun = begun[0].contiguous(), begun[1].contiguous()
-            check_columns("drafts begun", (begun[0].view(-1),), len(slots) * columns.draft.shape[1])
-            check_columns("drafts begun", (begun[1],), len(slots))
-        found = draft_search_kernels.search_suffix(
-            columns, slots, budget, pool, options, begun, self._launch.pdl
-        )
-        self._launch.done("search_suffix")
-        return found
+            prefix, prefix_count = begun[0].contiguous(), begun[1].contiguous()
+            check_columns("drafts begun", (prefix.view(-1),), len(slots) * k)
+            check_columns("drafts begun", (prefix_count,), len(slots))
+        kernels.suffix_kernel[(len(slots),)](
+            slots, budget, columns.ended, columns.length, columns.tokens, prefix, prefix_count,
+            pool.tokens, pool.filled, pool.owner, pool.weight, pool.used, pool.table, pool.slot_owner,
+            pool.clock, tokens, counts, expected, max_len, k, pool.tokens.shape[1], pool.table.shape[1],
+            options.min_match, options.match_prior, options.min_prob,
+            HAS_PREFIX=begun is not None, DRAFTS=next_power_of_two(k),
+            BLOCK=min(kernels.BLOCK, next_power_of_two(max_len + k)),
+            **launch_options(self._launch.pdl, num_warps=8),
+        )  # fmt: skip
+        return tokens, counts, expected
 
     def select_drafts(
-        self, batch: DeviceBatch, record: AcceptanceRecord, candidates: Sequence[DraftCandidate], search: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        columns, slots, budget = batch.columns, batch.slots, batch.budget
-        _offered(columns, slots, budget, candidates)
-        found = draft_search_kernels.select_drafts(
-            columns, slots, budget, record, candidates, self._launch.pdl, search
-        )
-        self._launch.done("select_drafts")
-        return found
-
-
-def _offered(columns: SlotColumns, slots: Tensor, budget: Tensor, offers: Sequence[DraftCandidate]) -> None:
-    shape = (len(slots), columns.draft.shape[1])
-    if wrong := [offer.tokens for offer in offers if offer.tokens.shape != shape]:
-        raise ConfigError(f"drafts of {list(shape)} are wanted, not {list(wrong[0].shape)}")
-    if any(offer.tokens.dtype != torch.int64 for offer in offers):
-        raise ConfigError("drafts are int64")
-    each = [offer.count for offer in offers] + [
-        o.expected_tokens for o in offers if o.expected_tokens is not None
-    ]
-    check_columns("slots, budget and offers", (slots, budget, *each), len(slots))
+        self, columns: SlotColumns, slots: Tensor, budget: Tensor, record: AcceptanceRecord,
+        candidates: Sequence[DraftCandidate], search: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        entries, k = shape = (len(slots), columns.draft.shape[1])
+        for one in candidates:
+            if one.tokens.shape != shape or one.tokens.dtype != torch.int64:
+                raise ConfigError(
+                    f"drafts must be {list(shape)} int64, not {list(one.tokens.shape)} {one.tokens.dtype}"
+                )
+        has_expected = sum((one.expected_tokens is not None) << m for m, one in enumerate(candidates))
+        # the kernel has MAX_CANDIDATES parameters of each kind and reads the first M
+        padded = [*candidates, *[candidates[0]] * (MAX_CANDIDATES - len(candidates))]
+        count = [one.count for one in padded]
+        expected = [one.count if one.expected_tokens is None else one.expected_tokens for one in padded]
+        check_columns("slots, budget and candidates", (slots, budget, *count, *expected), entries)
+        out, counts, room = self._drafts(columns, slots)
+        sources = self._launch.empty(shape, torch.int8)
+        strides = [one.tokens.stride() for one in padded]
+        kernels.select_drafts_kernel[(entries,)](
+            slots, budget, columns.seed, columns.length, record.last, record.accepted, record.rejected,
+            *(one.tokens for one in padded), *count, *expected, out, counts, sources, room,
+            record.last.shape[1], k, *(entry for entry, _ in strides), *(depth for _, depth in strides),
+            SEARCH=search, M=len(candidates), HAS_EXPECTED=has_expected, DRAFTS=next_power_of_two(k),
+            **launch_options(self._launch.pdl, num_warps=1),
+        )  # fmt: skip
+        return out, counts, sources, room

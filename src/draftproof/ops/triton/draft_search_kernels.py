@@ -1,42 +1,75 @@
-"""Suffix search and the selection between the drafts of several proposers: one program per entry."""
+"""N-gram and suffix search, and the selection between the drafts of several proposers.
+
+Every kernel has one program per entry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from draftproof.ops.contract import draft_search
-from draftproof.ops.contract.draft_search import (
-    MAX_CANDIDATES,
-    AcceptanceRecord,
-    DraftCandidate,
-    SuffixOptions,
-    SuffixPool,
-)
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
-from draftproof.types import SlotColumns
+from draftproof.ops.triton.runtime import pdl_sync
 
 BLOCK = 2048  # positions of the text that are compared at a time
 NUM_LANES = tl.constexpr(16)  # matches that are extended: own text in the first half, pool in the second
 HASHED_NGRAM_SIZES = tl.constexpr(draft_search.HASHED_NGRAM_SIZES)
 BUCKET_WAYS = tl.constexpr(draft_search.BUCKET_WAYS)
-MAX_OWN_MATCHES = tl.constexpr(draft_search.MAX_OWN_MATCHES)
 MAX_RANKED_MATCH = tl.constexpr(draft_search.MAX_RANKED_MATCH)
 MAX_MATCH_TOKENS = tl.constexpr(draft_search.MAX_MATCH_TOKENS)
 MAX_LINE_WEIGHT = tl.constexpr(draft_search.MAX_LINE_WEIGHT)
 FIXED_ONE = tl.constexpr(draft_search.FIXED_ONE)
 HASH_MULTIPLIER = tl.constexpr(draft_search.HASH_MULTIPLIER)
 PRIOR_ACCEPTED = tl.constexpr(draft_search.PRIOR_ACCEPTED * draft_search.FIXED_ONE)
-PRIOR_TOTAL = tl.constexpr(
-    (draft_search.PRIOR_ACCEPTED + draft_search.PRIOR_REJECTED) * draft_search.FIXED_ONE
-)
+PRIOR_TOTAL = tl.constexpr(PRIOR_ACCEPTED.value + draft_search.PRIOR_REJECTED * draft_search.FIXED_ONE)
 DECAY_SHIFT = tl.constexpr(draft_search.DECAY_SHIFT)
 EXTEND_MIN_PROB = tl.constexpr(draft_search.EXTEND_MIN_PROB)
 assert draft_search.MAX_OWN_MATCHES == 4 and draft_search.BUCKET_WAYS == 8
+
+
+@triton.jit
+def ngram_kernel(
+    slots, budgets, ended, length, tokens, out, counts, MAX_LEN, K, smallest,
+    LARGEST: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store drafts out [B, K] and counts [B]; a program per entry searches from the newest token backwards.
+
+    A candidate is the position after a match. The best one has the most matched tokens before it, then the
+    largest position. Once a block has a match of LARGEST tokens, older blocks cannot be better.
+    """
+    pdl_sync(PDL)
+    entry = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, DEPTHS).to(tl.int64)
+    slot, budget = tl.load(slots + entry), tl.load(budgets + entry)
+    has_slot = slot >= 0
+    total = tl.load(length + slot, mask=has_slot, other=0)
+    live = (budget > 0) & (tl.load(ended + slot, mask=has_slot, other=1) == 0)
+    total = tl.where(live, total, 0)
+    slot_tokens = tokens + slot * MAX_LEN
+    best = total * 0  # matched tokens in the high half, position in the low half
+    end = total  # positions in [1, end) are not compared yet
+    while (end > 1) & ((best >> 32) < LARGEST):
+        position = end - BLOCK + tl.arange(0, BLOCK)
+        matches = position >= 1
+        matched = tl.zeros((BLOCK,), tl.int64)
+        for n in tl.static_range(1, LARGEST + 1):
+            matches = matches & (position >= n)
+            # not masked by `matches`, so that the loads of all n overlap
+            here = tl.load(slot_tokens + position - n, mask=position >= n, other=-1)
+            last = tl.load(slot_tokens + total - n, mask=total >= n, other=-2)
+            matches = matches & (here == last)
+            matched += matches.to(tl.int64)
+        key = tl.where(position >= 1, (matched << 32) + position, 0)
+        best = tl.maximum(best, tl.max(key, axis=0))
+        end = end - BLOCK
+    found = (best >> 32) >= smallest
+    start = best & 0xFFFFFFFF
+    period = tl.maximum(total - start, 1)
+    count = tl.where(found, budget, 0)
+    ok = found & (index < count)
+    draft_token = tl.load(slot_tokens + start + index % period, mask=ok & (index < K), other=0)
+    tl.store(out + entry * K + index, draft_token, mask=index < K)
+    tl.store(counts + entry, count)
 
 
 @triton.jit
@@ -112,12 +145,8 @@ def find_pool_matches(
         if n == HASHED_NGRAM_SIZES[0] or n == HASHED_NGRAM_SIZES[1] or n == HASHED_NGRAM_SIZES[2]:
             which = 0 if n == HASHED_NGRAM_SIZES[0] else (1 if n == HASHED_NGRAM_SIZES[1] else 2)
             bucket = which * BUCKETS + ((hashed >> 33) & (BUCKETS - 1))
-            bucket_entry = tl.load(
-                table + bucket * BUCKET_WAYS + lane - BUCKET_WAYS,
-                mask=(lane >= BUCKET_WAYS) & (size >= n),
-                other=-1,
-            )
-            bucket_entry = bucket_entry.to(tl.int64)
+            entries = table + bucket * BUCKET_WAYS + lane - BUCKET_WAYS
+            bucket_entry = tl.load(entries, mask=(lane >= BUCKET_WAYS) & (size >= n), other=-1).to(tl.int64)
             valid = bucket_entry >= 0
             line_index = tl.where(valid, bucket_entry, 0) // LINE
             line_offset = tl.where(valid, bucket_entry, 0) % LINE
@@ -211,9 +240,8 @@ def suffix_kernel(
     size = tl.where(live, committed + prefix_len, 0)
     slot_tokens = tokens + slot * MAX_LEN
     slot_pool = tl.load(slot_owner + slot, mask=live, other=-1)
-    first, second, third, fourth = find_own_matches(
-        slot_tokens, prefix, committed, size, min_match, HAS_PREFIX, BLOCK
-    )
+    own = find_own_matches(slot_tokens, prefix, committed, size, min_match, HAS_PREFIX, BLOCK)
+    first, second, third, fourth = own
     lane = tl.arange(0, NUM_LANES).to(tl.int64)
     key = tl.where(lane == 0, first, 0)
     key = tl.where(lane == 1, second, key)
@@ -239,32 +267,6 @@ def suffix_kernel(
     )  # fmt: skip
     tl.store(counts + entry, prefix_len + count)
     tl.store(expected_tokens + entry, expected)
-
-
-def search_suffix(
-    columns: SlotColumns,
-    slots: Tensor,
-    budget: Tensor,
-    pool: SuffixPool,
-    options: SuffixOptions,
-    prefix: tuple[Tensor, Tensor] | None,
-    pdl: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return drafts [B, K], counts [B] and expected accepted tokens [B]; `prefix` is continued."""
-    entries, k, max_len = len(slots), columns.draft.shape[1], columns.tokens.shape[1]
-    tokens = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
-    counts, expected_tokens = torch.empty((2, entries), dtype=torch.int64, device=slots.device)
-    drafts, number = (tokens, counts) if prefix is None else prefix
-    suffix_kernel[(entries,)](
-        slots, budget, columns.ended, columns.length, columns.tokens, drafts, number,
-        pool.tokens, pool.filled, pool.owner, pool.weight, pool.used, pool.table, pool.slot_owner, pool.clock,
-        tokens, counts, expected_tokens, max_len, k, pool.tokens.shape[1], pool.table.shape[1],
-        options.min_match, options.match_prior, options.min_prob,
-        HAS_PREFIX=prefix is not None, DRAFTS=next_power_of_two(k),
-        BLOCK=min(BLOCK, next_power_of_two(max_len + k)),
-        **launch_options(pdl, num_warps=8),
-    )  # fmt: skip
-    return tokens, counts, expected_tokens
 
 
 @triton.jit
@@ -350,33 +352,3 @@ def select_drafts_kernel(
     tl.store(last + S + slot, size, mask=has_slot)
     tl.store(last + 2 * S + slot, best_count, mask=has_slot)
     tl.store(last + 3 * S + slot, best_source, mask=has_slot)
-
-
-def select_drafts(
-    columns: SlotColumns,
-    slots: Tensor,
-    budget: Tensor,
-    record: AcceptanceRecord,
-    candidates: Sequence[DraftCandidate],
-    pdl: bool,
-    search: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens [B, K], counts [B], sources [B, K] and the budget for an extension [B]."""
-    entries, k = len(slots), columns.draft.shape[1]
-    out = torch.empty((entries, k), dtype=torch.int64, device=slots.device)
-    counts, room = torch.empty((2, entries), dtype=torch.int64, device=slots.device)
-    sources = torch.empty((entries, k), dtype=torch.int8, device=slots.device)
-    # the kernel has MAX_CANDIDATES parameters of each kind and reads the first M
-    padded = [*candidates, *[candidates[0]] * (MAX_CANDIDATES - len(candidates))]
-    expected = [one.count if one.expected_tokens is None else one.expected_tokens for one in padded]
-    strides = [candidate.tokens.stride() for candidate in padded]
-    select_drafts_kernel[(entries,)](
-        slots, budget, columns.seed, columns.length, record.last, record.accepted, record.rejected,
-        *(candidate.tokens for candidate in padded), *(candidate.count for candidate in padded),
-        *expected, out, counts, sources, room, record.last.shape[1], k,
-        *(stride_b for stride_b, _ in strides), *(stride_k for _, stride_k in strides),
-        SEARCH=search, M=len(candidates),
-        HAS_EXPECTED=sum((one.expected_tokens is not None) << m for m, one in enumerate(candidates)),
-        DRAFTS=next_power_of_two(k), **launch_options(pdl, num_warps=1),
-    )  # fmt: skip
-    return out, counts, sources, room

@@ -27,17 +27,9 @@ def best_key(x, top, ids, V):
 
 @triton.jit
 def best_noisy_key(
-    x,
-    temperature,
-    ids,
-    chunk,
-    seed,
-    position,
-    V,
-    DIVIDE: tl.constexpr,
-    STREAM: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    x, temperature, ids, chunk, seed, position, V,
+    DIVIDE: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Return the best sort key of fp32(x / temperature + gumbel), x [CHUNK]; without DIVIDE of x + gumbel.
 
     An approximation of a few instructions finds the ids that can win. Only these get the exact quotient and
@@ -175,11 +167,6 @@ def rank_kernel(logits, ids, out, V, CHUNK: tl.constexpr):
     tl.atomic_add(out + row, count_before(x, index, value, token), sem="relaxed")
 
 
-def tree_levels(count: int) -> int:
-    """Return the number of levels of a tree with `count` leaves."""
-    return next_power_of_two(count).bit_length() - 1
-
-
 def _key_buffer(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, int]:
     """Return scratch for the keys of the chunks, and the number of chunks."""
     chunks = triton.cdiv(vocab, CHUNK)
@@ -227,7 +214,7 @@ def logsumexp(logits: Tensor) -> Tensor:
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     logsumexp_kernel[(rows, chunks)](logits, maxima, sums, vocab, chunks, CHUNK=CHUNK, num_warps=8)
     combine_logsumexp_kernel[(rows,)](
-        maxima, sums, out, chunks, LEVELS=tree_levels(chunks), num_warps=1, enable_fp_fusion=False
+        maxima, sums, out, chunks, LEVELS=(chunks - 1).bit_length(), num_warps=1, enable_fp_fusion=False
     )
     return out
 

@@ -14,21 +14,8 @@ from torch import Tensor
 
 from draftproof.ops import TokenLogprobs
 from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
-from draftproof.ops.triton.sampling.kernels import (
-    CHUNK,
-    combine_logsumexp,
-    count_before,
-    max_and_exp_sum,
-    tree_levels,
-)
-from draftproof.ops.triton.sampling.topk import (
-    GROUP,
-    MAX_GROUPS,
-    MAX_TWO_STAGE_K,
-    group_keys,
-    load_group_keys,
-    top_ids,
-)
+from draftproof.ops.triton.sampling import topk
+from draftproof.ops.triton.sampling.kernels import CHUNK, combine_logsumexp, count_before, max_and_exp_sum
 
 # Programs of the pass. More programs than fit on the chip would only find padding rows. Up to 350 rows each
 # program has one row, because a program with two rows loads the second after it has finished the first.
@@ -64,7 +51,7 @@ def logprob_scan_kernel(
             tl.store(counts + n * chunks + chunk, count_before(x, ids, value, token))
             if TOP:
                 group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-                best = group_keys(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
+                best = topk.group_keys(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
                 tl.store(keys + n * groups + group, best, mask=group < groups)
 
 
@@ -89,12 +76,12 @@ def logprob_finish_kernel(
         part = tl.arange(0, 2**LEVELS)
         before = tl.load(counts + n * chunks + part, mask=part < chunks, other=0)
         if TOP:
-            group_key = load_group_keys(keys + n * groups, groups, BLOCK)
+            group_key = topk.load_group_keys(keys + n * groups, groups, BLOCK)
         norm = combine_logsumexp(maxima, sums, n, chunks, LEVELS)
         tl.store(values + n * (k + 1), logit - norm)
         tl.store(ranks + n, 1 + tl.sum(before, axis=0))
         if TOP:
-            best = top_ids(row_logits, keys + n * groups, group_key, V, groups, K, GROUP)
+            best = topk.top_ids(row_logits, keys + n * groups, group_key, V, groups, K, GROUP)
             output_index = tl.arange(0, K)
             ok = output_index < k
             value = tl.load(row_logits + best, mask=ok & (best < V), other=float("-inf"))
@@ -102,22 +89,15 @@ def logprob_finish_kernel(
             tl.store(ids + n * k + output_index, best, mask=ok)
 
 
-def quick(vocab: int, top: int) -> bool:
+def is_supported(vocab: int, top: int) -> bool:
     """Return whether the two-stage top-k of these kernels supports the sizes."""
-    return top <= MAX_TWO_STAGE_K and triton.cdiv(vocab, GROUP) <= MAX_GROUPS
-
-
-def empty(count: int, top: int, device: torch.device) -> TokenLogprobs:
-    """Return uninitialised logprobs of `count` rows."""
-    ids = torch.empty((count, top), dtype=torch.int64, device=device)
-    values = torch.empty((count, 1 + top), dtype=torch.float32, device=device)
-    return TokenLogprobs(values, ids, torch.empty(count, dtype=torch.int64, device=device))
+    return top <= topk.MAX_TWO_STAGE_K and triton.cdiv(vocab, topk.GROUP) <= topk.MAX_GROUPS
 
 
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs, pdl: bool) -> None:
-    """Launch both kernels, for sizes that `quick` accepts; the tensors of `out` are contiguous."""
+    """Launch both kernels, for sizes that `is_supported` accepts; the tensors of `out` are contiguous."""
     count, vocab, device = len(rows), logits.shape[1], logits.device
-    chunks, groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, GROUP)
+    chunks, groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, topk.GROUP)
     width = max(8, next_power_of_two(top))
     maxima, sums = torch.empty((2, count, chunks), dtype=torch.float32, device=device)
     counts = torch.empty((count, chunks), dtype=torch.int64, device=device)
@@ -125,13 +105,12 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenL
     stride = min(count, max(1, MAX_SCAN_PROGRAMS // chunks))
     logprob_scan_kernel[(stride, chunks)](
         logits, rows, tokens, maxima, sums, counts, keys, count, vocab, chunks, groups, stride,
-        TOP=top > 0, PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=GROUP,
+        TOP=top > 0, PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=topk.GROUP,
         **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     logprob_finish_kernel[(count,)](
         logits, rows, tokens, maxima, sums, counts, keys, out.values, out.ids, out.ranks, vocab, chunks,
-        groups, top,
-        LEVELS=tree_levels(chunks), TOP=top > 0, K=width, BLOCK=max(width, next_power_of_two(groups)),
-        GROUP=GROUP,
+        groups, top, LEVELS=(chunks - 1).bit_length(), TOP=top > 0, K=width,
+        BLOCK=max(width, next_power_of_two(groups)), GROUP=topk.GROUP,
         **launch_options(pdl, num_warps=FINISH_WARPS, enable_fp_fusion=False),
     )  # fmt: skip

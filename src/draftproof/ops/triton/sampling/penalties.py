@@ -17,11 +17,8 @@ from draftproof.types import LogitAdjust, Windows
 BLOCK = 4096  # ids, or tokens of a sequence, at a time
 IN_PROMPT = tl.constexpr(1 << 30)  # flag above the count of the token in the output
 PENALTY, BIAS = tl.constexpr(int(LogitAdjust.PENALTY)), tl.constexpr(int(LogitAdjust.BIAS))
-ALLOWED_IDS, MIN_TOKENS = (
-    tl.constexpr(int(LogitAdjust.ALLOWED_IDS)),
-    tl.constexpr(int(LogitAdjust.MIN_TOKENS)),
-)
-MASK = tl.constexpr(int(LogitAdjust.MASK))
+ALLOWED_IDS = tl.constexpr(int(LogitAdjust.ALLOWED_IDS))
+MIN_TOKENS, MASK = tl.constexpr(int(LogitAdjust.MIN_TOKENS)), tl.constexpr(int(LogitAdjust.MASK))
 
 
 @triton.jit
@@ -47,15 +44,9 @@ def count_tokens_kernel(
             token = tl.load(tokens + slot * MAX_LEN + position, mask=position < length, other=-1)
             known = (token >= 0) & (token < V)
             is_output = position >= prompt
-            tl.atomic_or(
-                row_counts + token,
-                tl.full((BLOCK,), IN_PROMPT, tl.int32),
-                mask=known & ~is_output,
-                sem="relaxed",
-            )
-            tl.atomic_add(
-                row_counts + token, tl.full((BLOCK,), 1, tl.int32), mask=known & is_output, sem="relaxed"
-            )
+            flag, one = tl.full((BLOCK,), IN_PROMPT, tl.int32), tl.full((BLOCK,), 1, tl.int32)
+            tl.atomic_or(row_counts + token, flag, mask=known & ~is_output, sem="relaxed")
+            tl.atomic_add(row_counts + token, one, mask=known & is_output, sem="relaxed")
         index = tl.arange(0, DEPTHS)
         draft_token = tl.load(draft + slot * K + index, mask=(index < depth) & (index < K), other=-1)
         known = (draft_token >= 0) & (draft_token < V)

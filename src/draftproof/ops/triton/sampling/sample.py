@@ -17,10 +17,8 @@ from draftproof.ops.triton.sampling.kernels import CHUNK, best_key, best_noisy_k
 from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id
 from draftproof.types import FinishStatus, Windows
 
-FORBIDDEN, NOT_FINITE = (
-    tl.constexpr(int(FinishStatus.NO_ALLOWED_TOKEN)),
-    tl.constexpr(int(FinishStatus.NOT_FINITE)),
-)
+NO_ALLOWED_TOKEN = tl.constexpr(int(FinishStatus.NO_ALLOWED_TOKEN))
+NOT_FINITE = tl.constexpr(int(FinishStatus.NOT_FINITE))
 
 
 @triton.jit
@@ -59,7 +57,7 @@ def combine_sample_kernel(slots, keys, states, tokens, bad, chunks, BLOCK: tl.co
     index = tl.arange(0, BLOCK)
     key = tl.max(tl.load(keys + row * chunks + index, mask=index < chunks, other=LOWEST_KEY), axis=0)
     state = tl.max(tl.load(states + row * chunks + index, mask=index < chunks, other=0), axis=0)
-    code = tl.where(state == 1, 0, tl.where(state == 0, FORBIDDEN, NOT_FINITE))
+    code = tl.where(state == 1, 0, tl.where(state == 0, NO_ALLOWED_TOKEN, NOT_FINITE))
     code = tl.where(is_real, code, 0).to(tl.int64)
     tl.store(tokens + row, tl.where(is_real & (code == 0), key_to_id(key), 0))
     tl.store(bad + row, code)
@@ -74,9 +72,9 @@ def sample(logits: Tensor, windows: Windows, scaled: bool, pdl: bool) -> tuple[T
     states = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     tokens, bad = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
     sample_kernel[(rows, chunks)](
-        logits, windows.slot, windows.position, columns.temperature, columns.seed, keys, states,
-        vocab, chunks,
-        SCALED=scaled, STREAM=STREAM_SAMPLE, CHUNK=CHUNK, **launch_options(pdl, num_warps=8, maxnreg=64),
+        logits, windows.slot, windows.position, columns.temperature, columns.seed, keys, states, vocab,
+        chunks, SCALED=scaled, STREAM=STREAM_SAMPLE, CHUNK=CHUNK,
+        **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     combine_sample_kernel[(rows,)](
         windows.slot, keys, states, tokens, bad, chunks,

@@ -47,9 +47,8 @@ def top_ids(row_logits, keys, group_key, V, groups, K: tl.constexpr, GROUP: tl.c
     times as long.
     """
     best = tl.topk(group_key, K)
-    members = (key_to_id(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[
-        None, :
-    ]  # a missing group lies beyond V
+    first = (key_to_id(best) // GROUP)[:, None] * GROUP  # a missing group lies beyond V
+    members = first + tl.arange(0, GROUP)[None, :]
     x = tl.load(row_logits + members, mask=members < V, other=float("-inf"))
     key = tl.reshape(tl.where(members < V, sort_key(x, members), LOWEST_KEY), (K * GROUP,))
     candidate = (key >> 32) >= (tl.min(best, axis=0) >> 32)  # by value only: a group key holds the first id

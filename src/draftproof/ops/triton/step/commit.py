@@ -6,23 +6,18 @@ program handles all entries. The first rejected, bad or end row of a window is a
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from draftproof import types
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
-from draftproof.types import Choice, FinishStatus, Outcome, PlanColumns, Windows
+from draftproof.ops.triton.runtime import pdl_sync
+from draftproof.types import FinishStatus
 
 STOP, LENGTH = tl.constexpr(int(FinishStatus.STOP)), tl.constexpr(int(FinishStatus.LENGTH))
 NUM_OUT, NUM_DRAFT = tl.constexpr(types.NUM_OUT), tl.constexpr(types.NUM_DRAFT)
 NUM_ACCEPTED, ENDED = tl.constexpr(types.NUM_ACCEPTED), tl.constexpr(types.ENDED)
-FIRST_ROW, PICK, TOKENS = (
-    tl.constexpr(types.FIRST_ROW),
-    tl.constexpr(types.PICK),
-    tl.constexpr(types.TOKENS),
-)
+FIRST_ROW, PICK = tl.constexpr(types.FIRST_ROW), tl.constexpr(types.PICK)
+TOKENS = tl.constexpr(types.TOKENS)
 PICK_BLOCK = 1024  # entries of pick_rows that one store fills
 
 
@@ -141,25 +136,3 @@ def commit_kernel(
         none = tl.zeros_like(padding)
         tl.store(pick_rows + padding, none - 1, mask=(padding >= total) & (padding < P))
         tl.store(pick_tokens + padding, none, mask=(padding >= total) & (padding < P))
-
-
-def commit(plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome, pdl: bool) -> None:
-    """Launch `commit_kernel`."""
-    columns = windows.columns
-    entries, k = len(windows.slots), columns.draft.shape[1]
-    num_entries, num_depths = next_power_of_two(entries), next_power_of_two(k + 1)
-    warps = min(8, max(1, num_entries * num_depths // 64))
-    commit_kernel[(1,)](
-        plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft,
-        windows.draft, choice.token,
-        bad if choice.accept is None else choice.accept.view(torch.uint8),
-        bad if choice.recovered is None else choice.recovered,
-        bad,
-        columns.tokens, columns.length, columns.computed, columns.num_draft, columns.ended,
-        columns.max_length, columns.logprob_kind, columns.ends.view(torch.uint8),
-        out.table, out.pick_rows, out.pick_tokens,
-        entries, len(bad), len(out.pick_rows), columns.ends.shape[1], columns.tokens.shape[1], k,
-        out.table.shape[1],
-        ACCEPT=choice.accept is not None, RECOVERED=choice.recovered is not None,
-        ENTRIES=num_entries, DEPTHS=num_depths, PICK_BLOCK=PICK_BLOCK, **launch_options(pdl, num_warps=warps),
-    )  # fmt: skip

@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops import Layout
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
-from draftproof.types import PlanColumns, SlotColumns
+from draftproof.ops.triton.runtime import pdl_sync
 
 BLOCK = 128  # rows that a program writes at a time
 
@@ -110,22 +108,3 @@ def layout_kernel(
         tl.store(win_position + index, zero, mask=ok)
         tl.store(win_draft + index, zero - 1, mask=ok)
         tl.store(win_at + index, zero, mask=ok)
-
-
-def layout(plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout, pdl: bool) -> None:
-    """Launch `layout_kernel`."""
-    rows, windows = out.rows, out.windows
-    entries, count, logits = len(plan.slots), len(rows.tokens), len(out.at)
-    k = columns.draft.shape[1]
-    padding_programs = triton.cdiv(max(count, logits), BLOCK)
-    layout_kernel[(entries + padding_programs,)](
-        plan.slots, plan.chunk, plan.drafts,
-        columns.ended, columns.length, columns.computed, columns.num_draft, columns.prompt_len,
-        columns.tokens, columns.draft, columns.page_table,
-        rows.tokens, rows.positions, rows.slots, rows.kv_index,
-        windows.slots, windows.first, windows.num_draft,
-        windows.slot, windows.depth, windows.position, windows.draft, out.at,
-        entries, count, logits, columns.tokens.shape[1], k, columns.page_table.shape[1],
-        PAGE=page_size, ENTRIES=next_power_of_two(entries), DEPTHS=next_power_of_two(k + 1), BLOCK=BLOCK,
-        **launch_options(pdl, num_warps=4),
-    )  # fmt: skip
