@@ -33,7 +33,7 @@ MAX_CLASS_LINES = 250
 MAX_FUNCTION_LINES = 70
 MAX_FOLDER_FILES = 13  # without __init__.py
 # Classes and folders still to be split; the numbers may only shrink.
-CLASS_LINES_PENDING = {"Loop": 290, "Scheduler": 345, "TritonForward": 265}
+CLASS_LINES_PENDING = {"Loop": 290, "Scheduler": 345}
 FOLDER_FILES_PENDING = {"engine": 17}
 
 # A package may import packages of later lines; packages on one line never import each other.

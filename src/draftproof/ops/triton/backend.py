@@ -6,6 +6,7 @@ captured into a CUDA graph. With TRITON_INTERPRET=1 in the environment the kerne
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -21,7 +22,6 @@ try:
     from draftproof.ops.triton.draft_search import TritonSearch
     from draftproof.ops.triton.forward import TritonForward
     from draftproof.ops.triton.graphs import TritonRuntime
-    from draftproof.ops.triton.launch import LaunchContext
     from draftproof.ops.triton.sampling.ops import TritonSampling
     from draftproof.ops.triton.step.ops import TritonStep
 
@@ -40,7 +40,7 @@ class TritonOps(Ops):
 
     `debug` waits after every op, so that a failed launch is reported with the op's name.
     `pdl` launches kernels early where rows are few (programmatic dependent launch, Hopper and newer).
-    `cublas` says where cuBLAS may be used, see `gemm/cublas`; by default where its bits are proven equal to
+    `cublas`: where cuBLAS may be used, see `gemm/cublas`; by default where its bits are proven equal to
     those of the Triton kernels, or, with numerics="fast", where it was measured to be faster.
     `one_launch`: run all layers in one kernel where it supports them (few rows of a small model).
     """
@@ -65,12 +65,14 @@ class TritonOps(Ops):
             raise ConfigError(f"cannot load the triton backend: {MISSING}")
         runtime.check_device(device)
         super().__init__(device, numerics)
-        launch = LaunchContext(device, not runtime.INTERPRETED, pdl, debug)
+        self.launch = launch = runtime.LaunchContext(device, pdl)
         mode: Mode = cublas or ("fast" if numerics == "fast" else "proven")
-        self.launch = launch
         self.forward = TritonForward(launch, mode if launch.cuda else "never", one_launch)
         self.sampling = TritonSampling(launch)
         self.step = TritonStep(launch)
         self.search = TritonSearch(launch)
         self.rounds = TritonRounds(launch, self.forward, self.sampling)
         self.runtime = TritonRuntime(launch, self.forward.tuner)
+        if launch.cuda and (os.environ.get("DRAFTPROOF_DEBUG", "0") == "1" if debug is None else debug):
+            for family in (self.forward, self.sampling, self.step, self.search, self.rounds):
+                runtime.wait_after_ops(family, device)

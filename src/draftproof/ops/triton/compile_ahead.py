@@ -25,13 +25,7 @@ MAX_THREADS = 32
 POLL_SECONDS = 0.5  # between two progress reports
 ALIGNMENT = 16  # bytes of an address, or elements of a size, that the compiler specialises on
 _aten = torch.ops.aten
-ALLOCATIONS = {
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-}
+ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _compile_lock, _parse_lock = threading.Lock(), threading.Lock()
 _thread_state = threading.local()
 

@@ -6,6 +6,9 @@ with a norm are compiled without contraction of multiply and add, for the same r
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,9 +32,9 @@ def embed_kernel(tokens, table, out, VOCAB, D: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.constexpr_function
-def tree_levels(width):
-    """Return log2 of a power of two."""
-    return width.bit_length() - 1
+def tree_levels(count):
+    """Return the number of levels of a binary tree with `count` leaves."""
+    return (count - 1).bit_length()
 
 
 @triton.jit
@@ -93,18 +96,9 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def joined_norms_kernel(
-    tokens,
-    table,
-    x,
-    token_norm,
-    hidden_norm,
-    out,
-    VOCAB,
-    eps,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    tokens, table, x, token_norm, hidden_norm, out, VOCAB, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """RMS norms of table[tokens] and of x [R, D], concatenated -> out [R, 2 D]; one program per norm."""
     pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -140,62 +134,60 @@ def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL:
     tl.store(out + row * INNER + column, silu_gate(gate, up).to(out.dtype.element_ty), mask=column < INNER)
 
 
-def _warps(block: int) -> int:
-    """Return the number of warps for a block of `block` elements."""
-    return max(1, min(8, block // 256))
+def _norm_options(pdl: bool, block: int) -> dict[str, Any]:
+    """Return the launch options of a norm whose programs hold `block` elements."""
+    return launch_options(pdl, num_warps=max(1, min(8, block // 256)), enable_fp_fusion=False)
 
 
-def embed(tokens: Tensor, table: Tensor, out: Tensor, pdl: bool) -> None:
-    """Launch `embed_kernel`."""
+def embed(tokens: Tensor, table: Tensor, pdl: bool) -> Tensor:
+    """Return the rows of `table` [V, D] at `tokens` [R]."""
     vocab, width = table.shape
+    out = torch.empty((len(tokens), width), dtype=table.dtype, device=table.device)
     block = min(1024, next_power_of_two(width))
     grid = (len(tokens), triton.cdiv(width, block))
     embed_kernel[grid](tokens, table, out, vocab, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
+    return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, pdl: bool) -> None:
-    """Launch `rms_norm_kernel`."""
-    width = x.shape[1]
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
+    """Return the RMS norm of x [R, D]."""
+    out, width = torch.empty_like(x), x.shape[1]
     block = next_power_of_two(width)
-    options = launch_options(pdl, num_warps=_warps(block), enable_fp_fusion=False)
-    rms_norm_kernel[(len(x),)](x, weight, out, eps, D=width, BLOCK=block, **options)
+    rms_norm_kernel[(len(x),)](x, weight, out, eps, D=width, BLOCK=block, **_norm_options(pdl, block))
+    return out
 
 
 def joined_norms(
-    tokens: Tensor,
-    table: Tensor,
-    x: Tensor,
-    token_norm: Tensor,
-    hidden_norm: Tensor,
-    out: Tensor,
-    eps: float,
-    pdl: bool,
-) -> None:
-    """Launch `joined_norms_kernel`."""
-    width = x.shape[1]
+    tokens: Tensor, table: Tensor, x: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float, pdl: bool
+) -> Tensor:
+    """Return the norms of table[tokens] and of x [R, D], concatenated to [R, 2 D]."""
+    rows, width = x.shape
+    out = torch.empty((rows, 2 * width), dtype=x.dtype, device=x.device)
     block = next_power_of_two(width)
-    options = launch_options(pdl, num_warps=_warps(block), enable_fp_fusion=False)
-    joined_norms_kernel[(len(x), 2)](
-        tokens, table, x, token_norm, hidden_norm, out, len(table), eps, D=width, BLOCK=block, **options
-    )
+    joined_norms_kernel[(rows, 2)](
+        tokens, table, x, token_norm, hidden_norm, out, len(table), eps,
+        D=width, BLOCK=block, **_norm_options(pdl, block),
+    )  # fmt: skip
+    return out
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, pdl: bool
-) -> None:
-    """Launch `add_rms_norm_kernel`."""
-    count, width = x.shape
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of x + residual [R, D], and the sum."""
+    out, total, (count, width) = torch.empty_like(x), torch.empty_like(x), x.shape
     block = next_power_of_two(width)
     rows = 1 if count <= MULTI_ROW_MIN_ROWS else max(1, min(ROWS_PER_PROGRAM, 4096 // block))
-    options = launch_options(pdl, num_warps=_warps(block * rows), enable_fp_fusion=False)
     add_rms_norm_kernel[(triton.cdiv(count, rows),)](
-        x, residual, weight, out, total, eps, count, D=width, BLOCK=block, ROWS_PER_PROGRAM=rows, **options
-    )
+        x, residual, weight, out, total, eps, count,
+        D=width, BLOCK=block, ROWS_PER_PROGRAM=rows, **_norm_options(pdl, block * rows),
+    )  # fmt: skip
+    return out, total
 
 
-def silu_mul(gate_up: Tensor, out: Tensor, pdl: bool) -> None:
-    """Launch `silu_mul_kernel`."""
-    inner = out.shape[1]
+def silu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
+    """Return silu(gate) * up [R, INNER] of gate_up [R, 2 INNER]."""
+    rows, inner = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, next_power_of_two(inner))
-    grid = (len(out), triton.cdiv(inner, block))
+    grid = (rows, triton.cdiv(inner, block))
     silu_mul_kernel[grid](gate_up, out, INNER=inner, BLOCK=block, **launch_options(pdl, num_warps=4))
+    return out

@@ -21,7 +21,7 @@ from draftproof.ops.contract.runtime import Runtime
 from draftproof.ops.contract.types import PendingCopy
 from draftproof.ops.triton.compile_ahead import compile_ahead
 from draftproof.ops.triton.gemm.autotune import TileTuner
-from draftproof.ops.triton.launch import LaunchContext
+from draftproof.ops.triton.runtime import LaunchContext
 
 T = TypeVar("T")
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -153,9 +153,7 @@ class TritonRuntime(Runtime):
         def read() -> Tensor:
             if not copies:
                 stage.passed.synchronize()
-                copies.append(
-                    torch.from_numpy(pinned.numpy().copy())
-                )  # a copy by torch would wake all its threads
+                copies.append(torch.from_numpy(pinned.numpy().copy()))  # torch's copy wakes all its threads
                 self._stages.put(stage)
             return copies[0]
 

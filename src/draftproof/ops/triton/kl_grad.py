@@ -36,9 +36,8 @@ def kl_grad_kernel(
     top = tl.max(y, axis=0)
     best = tl.min(tl.where(y == top, ids, BLOCK), axis=0)
     target_prob = tl.exp(y - top)
-    target_prob = target_prob * ((1.0 - hard) / tl.sum(target_prob, axis=0)) + tl.where(
-        ids == best, hard, 0.0
-    )
+    target_prob = target_prob * ((1.0 - hard) / tl.sum(target_prob, axis=0))
+    target_prob = target_prob + tl.where(ids == best, hard, 0.0)
     peak = tl.max(x, axis=0)
     x = x - peak
     head_prob = tl.exp(x)
@@ -50,9 +49,7 @@ def kl_grad_kernel(
         )
         missing = 1.0 - tl.sum(tl.minimum(head_prob, target_prob), axis=0)
         tl.store(losses + row, weight * (tl.sum(divergence, axis=0) + overlap * missing))
-    deficit = tl.where(
-        head_prob < target_prob, head_prob, 0.0
-    )  # ids with less probability than in the target
+    deficit = tl.where(head_prob < target_prob, head_prob, 0.0)  # ids below the target's probability
     grad = head_prob - target_prob + overlap * (head_prob * tl.sum(deficit, axis=0) - deficit)
     tl.store(logits + row * V + ids, (grad * weight).to(logits.dtype.element_ty), mask=inside)
 

@@ -6,6 +6,7 @@ same bits. A row whose slot is negative is padding: its q is computed, its k and
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,19 +67,12 @@ def rope_store_kernel(
 
 
 def rope_store(
-    qkv: Tensor,
-    rows: Rows,
-    heads: AttentionShape,
-    rope: Tensor,
-    cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    out: Tensor,
-    pdl: bool,
-) -> None:
-    """Launch `rope_store_kernel`."""
+    qkv: Tensor, rows: Rows, heads: AttentionShape, rope: Tensor, cache: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, pdl: bool,
+) -> Tensor:  # fmt: skip
+    """Return q [R, NUM_Q * D]; k and v are stored to `cache`."""
     total = heads.num_q + 2 * heads.num_kv
+    out = torch.empty((len(qkv), heads.num_q * heads.dim), dtype=qkv.dtype, device=qkv.device)
     rope_store_kernel[(len(qkv), triton.cdiv(total, HEADS_PER_PROGRAM))](
         qkv, rows.positions, rows.slots, rows.kv_index, rope, cache, out,
         rope if q_norm is None else q_norm, rope if k_norm is None else k_norm, eps, cache.stride(0),
@@ -86,3 +80,4 @@ def rope_store(
         HEADS_PER_PROGRAM=HEADS_PER_PROGRAM, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         **launch_options(pdl, num_warps=4, enable_fp_fusion=False),
     )  # fmt: skip
+    return out

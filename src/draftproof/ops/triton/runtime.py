@@ -1,4 +1,4 @@
-"""Device checks, launch options and input checks that all kernel files share.
+"""Device checks, launch options, the debug mode and input checks that all kernel files share.
 
 Input checks read shapes, dtypes, strides and addresses only, so none of them synchronises with the device.
 A tensor at an unaligned address is copied first: the compiler derives its vector width, and with it the
@@ -7,8 +7,11 @@ reduction tree, from the alignment, and a row must always be reduced by the same
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,10 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.errors import ConfigError
+from draftproof.ops.contract.types import AttentionShape
+from draftproof.types import Rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 ALIGNMENT = 16  # bytes
-FLOATS = (torch.float32, torch.bfloat16)
+FLOATS, FP32, INTS = (torch.float32, torch.bfloat16), (torch.float32,), (torch.int64,)
+EARLY_ROWS = 256  # rows up to which kernels are launched early; with more a waiting kernel occupies SMs
 
 
 @triton.jit
@@ -92,21 +98,6 @@ class Chip:
         """Return whether programmatic dependent launch exists (Hopper and newer)."""
         return self.capability >= (9, 0)
 
-    @property
-    def has_cooperative_launch(self) -> bool:
-        """Return whether all programs of a launch can be guaranteed to be resident."""
-        return self.capability >= (7, 0)
-
-    @property
-    def has_wgmma(self) -> bool:
-        """Return whether warp-group matrix instructions exist (Hopper only)."""
-        return self.capability[0] == 9
-
-    @property
-    def asm(self) -> str:
-        """Return the inline assembly that kernels may contain: "ptx" or "" (interpreter)."""
-        return "ptx" if self.capability > (0, 0) else ""
-
 
 INTERPRETER = Chip(name="interpreter", capability=(0, 0), num_sms=3)
 
@@ -123,6 +114,48 @@ def read_chip(device: torch.device) -> Chip:
         shared_per_program=getattr(properties, "shared_memory_per_block_optin", 0),
         shared_per_sm=getattr(properties, "shared_memory_per_multiprocessor", 0),
     )
+
+
+class LaunchContext:
+    """Options of the kernel launches of one backend.
+
+    `pdl`: launch kernels early where rows are few (programmatic dependent launch, Hopper and newer).
+    """
+
+    def __init__(self, device: torch.device, pdl: bool) -> None:
+        self.device = device
+        self.cuda = not INTERPRETED
+        self.chip = read_chip(device)
+        self.pdl = pdl and self.cuda and self.chip.has_pdl
+
+    def early(self, x: Tensor) -> bool:
+        """Return whether kernels on these rows are launched early."""
+        return self.pdl and len(x) <= EARLY_ROWS
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor on the device."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+def wait_after_ops(family: object, device: torch.device) -> None:
+    """Make every op of `family` wait for the device, so that a failure is reported with the op's name."""
+
+    def waiting(op: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(op)
+        def run(*args: Any, **options: Any) -> Any:
+            out = op(*args, **options)
+            if not torch.cuda.is_current_stream_capturing():
+                try:
+                    torch.cuda.synchronize(device)
+                except RuntimeError as error:
+                    raise RuntimeError(f"the device failed in or before {op.__name__}: {error}") from error
+            return out
+
+        return run
+
+    for name, _ in inspect.getmembers(type(family), inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(family, name, waiting(getattr(family, name)))
 
 
 def check_device(device: torch.device) -> None:
@@ -164,6 +197,24 @@ def _usable(name: str, x: Tensor, dtypes: tuple) -> Tensor:
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def check_columns(name: str, columns: Iterable[Tensor], size: int) -> None:
+    """Raise ConfigError unless each column is a contiguous [size] int64."""
+    for column in columns:
+        if column.shape != (size,) or column.dtype != torch.int64 or not column.is_contiguous():
+            raise ConfigError(f"{name}: [{size}] int64 is required, not {list(column.shape)} {column.dtype}")
+
+
+def check_rows(rows: Rows, count: int, heads: AttentionShape, cache: Tensor, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless rows [count], their page table and the KV cache fit the kernels."""
+    check_columns("positions, slots and kv_index", (rows.positions, rows.slots, rows.kv_index), count)
+    table = rows.page_table
+    if table.ndim != 2 or table.dtype != torch.int32 or not table.is_contiguous():
+        raise ConfigError(f"page_table must be [slots, pages] int32, not {list(table.shape)} {table.dtype}")
+    shape = (2, cache.shape[1], cache.shape[2], heads.num_kv, heads.dim)
+    if cache.shape != shape or cache.dtype != dtype or not cache.is_contiguous():
+        raise ConfigError(f"cache must be {list(shape)} {dtype}, not {list(cache.shape)} {cache.dtype}")
 
 
 def next_power_of_two(n: int) -> int:
