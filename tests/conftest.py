@@ -17,7 +17,6 @@ LONGEST_FILES = (
     "transformers_smollm2",
     "ops_step",
     "ops_triton",
-    "ops_triton_blocks",
     "exact_smollm2",
     "grammar_json",
     "serve_command",

@@ -1,6 +1,6 @@
-"""The promise on a GPU: the matrix of test_exact.py with the triton backend. `make test-gpu` runs it.
+"""Exactness on a GPU: the matrix of test_exact.py with the triton backend; `make test-gpu` runs it.
 
-It needs torch, triton, numpy, safetensors and pytest only.
+Only torch, triton, numpy, safetensors and pytest are needed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from exact_matrix import GRAMMAR_MATRIX, MATRIX, check, named
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.mark.parametrize("case", [*MATRIX, *GRAMMAR_MATRIX], ids=named)
-def test_every_pair_of_factors(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", [*MATRIX, *GUIDED], ids=named)
+def test_outputs_equal_those_without_drafts(case: dict[str, Any]) -> None:
     check(case, "triton", device="cuda")
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
-def test_a_gemm_that_feels_the_row_count_is_found(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemm_that_depends_on_the_row_count_is_detected(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     from draftproof.ops.triton.forward import TritonForward
 
@@ -41,8 +41,10 @@ def test_a_gemm_that_feels_the_row_count_is_found(arch: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model and a head of sizes that the large kernels take; drafts are captured and do not fail."""
+def test_head_drafts_are_captured_with_fused_kernels(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a model and a head of sizes that the fused kernels support."""
     sizes = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
     monkeypatch.setitem(tiny.ARCHITECTURES, "even", {"architecture": "LlamaForCausalLM", **sizes})
     config = heads.head_config("eagle3", "even", "bfloat16", **sizes)
@@ -64,40 +66,36 @@ def test_drafts_of_a_head_in_few_launches(temperature: float, monkeypatch: pytes
 
 
 def waits(speculative: dict[str, Any] | None) -> list[str]:
-    """Where the host waited for the device other than to read a step's results, in a run whose steps were all
-    captured before; requests come and go in the middle of it."""
-    engine = tiny.engine(
-        dtype="bfloat16",
-        backend="triton",
-        device="cuda",
-        max_num_seqs=3,
-        speculative=speculative,
-        overlap=True,
-    )
+    """Return the places where the host waited for the device other than to read the results of a step.
+
+    All steps were captured before; requests start and finish during the run.
+    """
+    options = {"backend": "triton", "device": "cuda", "max_num_seqs": 3, "overlap": True}
+    engine = tiny.engine(dtype="bfloat16", speculative=speculative, **options)
     params = SamplingParams(temperature=0.7, max_tokens=20, logprobs=2, ignore_eos=True)
-    for turn in ("captures", "seen"):
-        with warnings.catch_warnings(record=True) as told:
+    for mode in ("default", "warn"):  # the first run captures the steps
+        with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("default" if turn == "captures" else "warn")
+            torch.cuda.set_sync_debug_mode(mode)
             try:
                 tiny.run(engine, [tiny.request(i, params, length=12 + 5 * i) for i in range(8)])
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    return [f"{one.filename}:{one.lineno}" for one in told if "synchronizing" in str(one.message)]
+    return [f"{one.filename}:{one.lineno}" for one in found if "synchronizing" in str(one.message)]
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])
-def test_nobody_waits_for_the_device_but_to_read(method: str | None) -> None:
+def test_host_waits_only_to_read_results(method: str | None) -> None:
     assert waits({"method": method, "num_speculative_tokens": 3, "adaptive": False} if method else None) == []
 
 
-def test_a_hidden_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what seats newcomers looks at the device."""
-    seat = Slots.fill
+def test_hidden_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the fill of slots reads a value from the device."""
+    fill = Slots.fill
 
-    def slow(self: Slots, seats: Any) -> None:
-        seat(self, seats)
+    def fill_and_wait(self: Slots, requests: Any) -> None:
+        fill(self, requests)
         self.columns.length[0].item()
 
-    monkeypatch.setattr(Slots, "fill", slow)
+    monkeypatch.setattr(Slots, "fill", fill_and_wait)
     assert waits(None)

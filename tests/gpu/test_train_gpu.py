@@ -1,4 +1,4 @@
-"""Training on a GPU repeats itself to the bit, cut or not. `make test-gpu` runs it, in its own process."""
+"""Training on a GPU gives the same bits again, resumed or not; `make test-gpu` runs it in its own process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when c
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.filterwarnings("ignore"),  # a compiler's own, of what it imports
+    pytest.mark.filterwarnings("ignore"),  # of modules that the compiler imports
 ]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", [{}, {"feature_norm": "each", "norm_output": 1, "overlap": 0.5}])
-def test_the_same_file(dtype: str, options: dict[str, object], tmp_path: Path) -> None:
+def test_resumed_training_writes_the_same_file(
+    dtype: str, options: dict[str, object], tmp_path: Path
+) -> None:
     with repeatable():
         whole = trained.trainer(device="cuda", dtype=dtype, **options)
         whole.run(tmp_path / "whole")

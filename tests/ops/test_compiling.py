@@ -1,4 +1,4 @@
-"""Kernels compiled ahead, side by side: what runs meanwhile and what does not. It takes no GPU."""
+"""Parallel compilation of kernels before a start; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Driver:
-    """Of a GPU that is not there."""
+    """Triton driver of a GPU that does not exist."""
 
     def get_current_device(self) -> int:
         return 0
@@ -35,7 +35,7 @@ class Driver:
 
 @pytest.fixture
 def norms(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The kernels that an RMS norm has, by width; and a disk without any."""
+    """Yield the module of the RMS norm and a function that returns its compiled kernels."""
     from triton.runtime import driver
 
     from draftproof.ops.triton import elementwise
@@ -52,10 +52,7 @@ def norms(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def norm(elementwise: Any, width: int) -> torch.Tensor:
-    x = torch.ones((4, width))
-    out = torch.empty_like(x)
-    elementwise.rms_norm(x, torch.ones(width), out, 1e-5, False)
-    return out
+    return elementwise.rms_norm(torch.ones((4, width)), torch.ones(width), 1e-5, False)
 
 
 def test_kernels_are_compiled_and_not_run(norms: Any) -> None:
@@ -72,20 +69,20 @@ def test_kernels_are_compiled_and_not_run(norms: Any) -> None:
 
     compile_ahead([both, both], lambda *of: ticks.append(of))
     assert known() == ["rms_norm_kernel"] * 2
-    assert all(not out.any() for out in found)  # indices made of it exist
+    assert all(not out.any() for out in found)  # zeros are valid indices
     assert ticks[-1] == (2, 2)
     assert JITFunction.run is launch and not is_compiling()
 
 
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_kernels_are_parsed_one_at_a_time(norms: Any, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: not in turn."""
+@pytest.mark.parametrize("serial", [True, False])
+def test_kernels_are_parsed_one_at_a_time(norms: Any, serial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check serial parsing; without it, as a control, threads parse at the same time."""
     from triton.runtime.jit import JITCallable
 
     from draftproof.ops.triton import compile_ahead
 
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    if not in_turn:
+    if not serial:
         monkeypatch.setattr(compile_ahead, "_serial_parsing", nullcontext)
     guard, inside, most, whole = threading.Lock(), [], [], JITCallable.parse
 
@@ -102,12 +99,13 @@ def test_kernels_are_parsed_one_at_a_time(norms: Any, in_turn: bool, monkeypatch
     monkeypatch.setattr(JITCallable, "parse", slow)
     elementwise, known = norms
     compile_ahead.compile_ahead([lambda: [norm(elementwise, 32 << i) for i in range(4)]], lambda *of: None)
-    assert len(known()) == 4 and (max(most) == 1) is in_turn
+    assert len(known()) == 4 and (max(most) == 1) is serial
     assert JITCallable.parse is slow
 
 
-def test_other_threads_launch_as_ever(norms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may be served by another engine of this process."""
+def test_launches_of_other_threads_run_during_compilation(
+    norms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from triton.runtime.jit import JITFunction
 
     from draftproof.ops.triton.compile_ahead import compile_ahead
@@ -131,7 +129,7 @@ def test_other_threads_launch_as_ever(norms: Any, monkeypatch: pytest.MonkeyPatc
     assert launched == [False]
 
 
-def test_what_raises_leaves_everything_as_it_was(norms: Any) -> None:
+def test_function_that_raises_restores_launches(norms: Any) -> None:
     from triton.runtime.jit import JITFunction
 
     from draftproof.ops.triton.compile_ahead import compile_ahead, is_compiling
@@ -143,14 +141,13 @@ def test_what_raises_leaves_everything_as_it_was(norms: Any) -> None:
     compile_ahead([], lambda *_: None)  # no lock is held
 
 
-def test_nothing_is_concluded_from_kernels_that_did_not_run() -> None:
-    """cuBLAS is neither proven nor refuted by them."""
+def test_cublas_is_not_checked_during_compilation() -> None:
     from draftproof.ops.triton import compile_ahead
     from draftproof.ops.triton.gemm.cublas import Cublas
     from draftproof.ops.triton.gemm.weight import PackedLinear
 
     cublas = Cublas(lambda *_: None)  # type: ignore[arg-type]
-    packed = PackedLinear(torch.zeros((64, 64), dtype=torch.bfloat16), None, 1)
+    packed = PackedLinear(torch.zeros((64, 64), dtype=torch.bfloat16), None)
     compile_ahead._thread_state.compiling = True
     try:
         assert cublas.call_kind(packed, 512, torch.bfloat16) == ""
@@ -162,23 +159,22 @@ def test_nothing_is_concluded_from_kernels_that_did_not_run() -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "hybrid", "draft_model"])
 @torch.inference_mode()
-def test_a_start_is_gone_through_without_a_kernel(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that is captured, with the GPU's sizes and torch's own ops, which look up what is not there.
+def test_start_without_running_kernels_reads_valid_indices(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call everything that is captured, with the sizes of a GPU; torch ops run on zeros.
 
-    On the CPU an index out of range raises; on a GPU it would take the process with it.
+    On the CPU an index out of range raises; on a GPU it would end the process.
     """
     import heads
     import tiny
     from no_gpu import pretend
 
     kernels, gone_through = pretend(monkeypatch)
-    speculative = {
-        "method": method,
-        "num_speculative_tokens": 4,
-        **heads.options(method, "llama", "bfloat16"),
-    }
+    speculative = {"method": method, "num_speculative_tokens": 4}
+    speculative |= heads.options(method, "llama", "bfloat16")
     options = {"warm_up": True, "max_num_batched_tokens": 2048, "backend": "triton", "debug": False}
     engine = tiny.engine("llama", "bfloat16", speculative, **options)
     assert len(gone_through) > 40 and len(set(kernels)) > 15
-    engine.ops.runtime.compile(list(gone_through), lambda *_: None)  # again: a start forgets failures
+    engine.ops.runtime.compile(list(gone_through), lambda *_: None)  # again, because a start ignores failures
     assert engine.loop.device.drafting.failure is None and engine.loop.device.drafting.proposer is not None

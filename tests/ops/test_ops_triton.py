@@ -1,7 +1,7 @@
-"""The triton backend against the definition, under Triton's interpreter, in a process of its own.
+"""Checks of the triton backend under Triton's interpreter, each file of checks in a process of its own.
 
-`triton_checks` holds the checks; here each is a test. Every kernel runs; bits of a real GPU are what
-`bench/micro/gpu/op_times.py` is for.
+`triton_checks` compares ops with the reference, `triton_layer_checks` the fused layers kernel with separate
+ops. Bits of a GPU are checked by `bench/micro/gpu/op_times.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,34 +20,32 @@ import torch
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
 
-CHECKS = Path(__file__).parents[1] / "support" / "triton_checks.py"
-NAMES = [
-    node.name
-    for node in ast.parse(CHECKS.read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.decorator_list
+SUPPORT = Path(__file__).parents[1] / "support"
+CHECKS = [
+    (module, node.name)
+    for module in ("triton_checks", "triton_layer_checks")
+    for node in ast.parse((SUPPORT / f"{module}.py").read_text()).body
+    if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "check" for d in node.decorator_list)
 ]
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    """Name of a check -> what went wrong, or nothing."""
-    path = [str(CHECKS.parent), *sys.path]
-    code = f"import sys; sys.path[:0] = {path!r}; import triton_checks; triton_checks.main([])"
+@cache
+def failures(module: str) -> dict[str, str]:
+    """Return the failure of each check of a module, "" if there is none."""
+    code = f"import sys; sys.path[:0] = {[str(SUPPORT), *sys.path]!r}; import {module}; {module}.main([])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@needs_triton
-@pytest.mark.parametrize("name", NAMES)
-def test_check(name: str, results: dict[str, str]) -> None:
-    assert results[name] == "", results[name]
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("module", "name"), CHECKS)
+def test_interpreted_kernels_pass(module: str, name: str) -> None:
+    assert failures(module)[name] == "", failures(module)[name]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run here")
-def test_without_a_gpu_it_says_so() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+def test_backend_without_a_gpu_raises() -> None:
     with pytest.raises(ConfigError, match="cannot load the triton backend"):
         resolve("triton", torch.device("cpu"))

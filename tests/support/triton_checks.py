@@ -1,9 +1,9 @@
 """Checks of the triton backend under Triton's interpreter; `test_ops_triton` runs this file as a process.
 
-The interpreter has to be chosen before the kernels are imported; numpy has no bf16 and sums a matrix product
-by its shape. So the stand-in for the tensor core below sums in fp64 and rounds once: what is checked here is
-indexing, masks, ties, noise and that no row reaches another. The GPU's own bits are
-checked by `bench/micro/gpu/op_times.py`.
+The interpreter has to be enabled before the kernels are imported. numpy has no bf16, and its matrix product
+sums in an order that depends on the shape. So the replacement of the tensor core below sums in fp64 and
+rounds once. The checks cover indexing, masks, ties, noise, and that rows do not depend on other rows. The
+bits of a GPU are checked by `bench/micro/gpu/op_times.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -31,7 +32,6 @@ from draftproof.ops.triton.attention import prefill, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
 from draftproof.ops.triton.gemm import dense, fused, tiles
 from draftproof.ops.triton.gemm.tiles import Tile
-from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.sampling import top_p, topk
 from draftproof.train.model import loss
 from opcheck import Paged, assert_close, bits
@@ -53,7 +53,7 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore
 
 
 def _cast(self, src, dst_type):  # type: ignore[no-untyped-def]
-    """To bf16 by rounding to nearest even; the interpreter cuts bits off."""
+    """Round to nearest even where the result is bf16; the interpreter truncates."""
     if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
         rounded = torch.from_numpy(np.array(src.data, dtype=np.float32)).to(torch.bfloat16)
         return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
@@ -61,7 +61,7 @@ def _cast(self, src, dst_type):  # type: ignore[no-untyped-def]
 
 
 def _patch_tensor(tensor, scope):  # type: ignore[no-untyped-def]
-    """A scalar is an array of one element there, which numpy no longer turns into an int."""
+    """Convert scalars, arrays of one element in the interpreter, to int; numpy no longer does."""
     _plain_patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -71,20 +71,34 @@ interpreter._patch_lang_tensor = _patch_tensor
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.create_dot = _dot
 ops, ref = resolve("triton", CPU), ReferenceOps(CPU)
-CHECKS: dict[str, Callable[[], None]] = {}
+CHECKS: dict[str, dict[str, Callable[[], None]]] = defaultdict(dict)  # module -> name -> check
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
+    """Register a check under its module and the name of its function."""
+    CHECKS[function.__module__][function.__name__] = function
     return function
+
+
+def run_checks(checks: dict[str, Callable[[], None]], only: Iterable[str] = ()) -> None:
+    """Print the failure of each check, "" if there is none, as JSON on the last line."""
+    results = {}
+    for name in only or checks:
+        start, results[name] = time.perf_counter(), ""
+        try:
+            checks[name]()
+        except Exception:
+            results[name] = traceback.format_exc()
+        print(f"{name} {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    print(json.dumps(results))
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def alone(call: Callable[[list[int]], Tensor], pool: int, batches: list[list[int]]) -> None:
-    """Each row has the same bits alone and in every batch."""
+def assert_batch_invariant(call: Callable[[list[int]], Tensor], pool: int, batches: list[list[int]]) -> None:
+    """Check that each row has the same bits in a call of its own and in every batch."""
     single = {i: bits(call([i])) for i in range(pool)}
     for batch in batches:
         out = call(batch)
@@ -110,53 +124,42 @@ def linear() -> None:
 
 
 @check
-def linear_rows_stand_alone() -> None:
+def linear_is_batch_invariant() -> None:
     packed = ops.forward.pack_linear(randn(70, 136, seed=1), randn(70, seed=2))
     x = randn(70, 136, seed=3)
     x[5], x[6, 3] = torch.nan, INF
-    alone(lambda at: ops.forward.linear(x[at], packed), 20, [list(range(20)), list(range(19, 2, -1))])
+    batches = [list(range(20)), list(range(19, 2, -1))]
+    assert_batch_invariant(lambda at: ops.forward.linear(x[at], packed), 20, batches)
 
 
 @check
-def linear_with_spans_of_k() -> None:
-    """Spans side by side and one after the other: the same bits; the scratch counters end at zero."""
-    weight = randn(40, 512, seed=1)
-    packed = PackedLinear(weight, None, 4)
-    x = randn(80, 512, seed=2)
+def tile_does_not_change_bits_of_linear() -> None:
+    x, packed = randn(80, 512, seed=2), ops.forward.pack_linear(randn(40, 512, seed=1))
     few, many = torch.empty(6, 40), torch.empty(80, 40)
     ops.forward.gemm(x[:6], packed, few, tile=Tile(16, 16, 64, 4, 2))
     ops.forward.gemm(x, packed, many, tile=Tile(32, 32, 64, 4, 2))
-    assert torch.equal(few, many[:6]) and not ops.forward.gemm._counters.any()
-    spans = [x[:, i : i + 128].double() @ weight[:, i : i + 128].double().T for i in range(0, 512, 128)]
-    want = spans[0].float()
-    for span in spans[1:]:
-        want = want + span.float()
-    assert_close(many, want, torch.float32)
+    assert torch.equal(few, many[:6])
 
 
 @check
-def weights_asked_for_early() -> None:
-    """The loop whose weight does not wait for the last kernel gives the bits of the other one."""
+def weight_loaded_first_does_not_change_bits() -> None:
     tile, dtype = Tile(16, 16, 64, 4, 2), torch.bfloat16
     for depth in (64, 320):
-        x, packed = (
-            randn(5, depth, seed=1, dtype=dtype),
-            ops.forward.pack_linear(randn(40, depth, seed=2, dtype=dtype)),
-        )
+        x = randn(5, depth, seed=1, dtype=dtype)
+        packed = ops.forward.pack_linear(randn(40, depth, seed=2, dtype=dtype))
         found = []
-        for early in (False, True):
-            with (
-                mock.patch.multiple(dense, loads_weight_first=lambda *_, early=early: early),
-                mock.patch.multiple(fused, loads_weight_first=lambda *_, early=early: early),
-            ):
-                found.append((torch.empty(5, 40, dtype=dtype), torch.empty(5, 20, dtype=dtype)))
-                ops.forward.gemm(x, packed, found[-1][0], tile=tile)
-                fused.linear_silu_mul(x, packed, found[-1][1], False, tile)
-        assert [bits(out) for out in found[0]] == [bits(out) for out in found[1]], depth
+        for first in (False, True):
+            patch = {"loads_weight_first": lambda *_, first=first: first}
+            with mock.patch.multiple(dense, **patch), mock.patch.multiple(fused, **patch):
+                out = torch.empty(5, 40, dtype=dtype)
+                ops.forward.gemm(x, packed, out, tile=tile)
+                gated = fused.linear_silu_mul(x, packed, torch.empty(5, 20, dtype=dtype), False, tile)
+                found.append((bits(out), bits(gated)))
+        assert found[0] == found[1], depth
 
 
 @check
-def tiles_cover_everything() -> None:
+def default_tiles_fit_and_row_buckets_are_monotonic() -> None:
     for rows in (1, 16, 17, 64, 65, 128, 256, 512, 513, 8192):
         for columns in (1, 576, 960, 3072, 4096, 6144, 28672, 128256):
             for wide in (False, True):
@@ -175,26 +178,22 @@ def elementwise() -> None:
             weight, x = randn(width, seed=1, dtype=dtype), 3 * randn(5, width, seed=2, dtype=dtype)
             residual = randn(5, width, seed=3, dtype=dtype)
             assert_close(ops.forward.rms_norm(x, weight, 1e-6), ref.forward.rms_norm(x, weight, 1e-6), dtype)
-            got, want = (
-                ops.forward.add_rms_norm(x, residual, weight, 1e-5),
-                ref.forward.add_rms_norm(x, residual, weight, 1e-5),
-            )
+            got, want = (each.forward.add_rms_norm(x, residual, weight, 1e-5) for each in (ops, ref))
             assert_close(got[0], want[0], dtype)
             assert torch.equal(got[1], want[1])
             both = 4 * randn(5, 2 * width, seed=4, dtype=dtype)
             assert_close(ops.forward.silu_mul(both), ref.forward.silu_mul(both), dtype)
             assert torch.equal(ops.forward.embed(torch.tensor([4, 0, 4]), x), x[[4, 0, 4]])
-            for empty in (
-                ops.forward.rms_norm(x[:0], weight, 1e-6),
-                ops.forward.silu_mul(both[:0]),
-                ops.forward.embed(torch.arange(0), x),
-            ):
-                assert len(empty) == 0
+            assert not len(ops.forward.rms_norm(x[:0], weight, 1e-6))
+            assert not len(ops.forward.silu_mul(both[:0])) + len(ops.forward.embed(torch.arange(0), x))
+            joined = (torch.arange(0), x, weight, x[:0], weight, 1e-6)
+            assert ops.forward.embed_norm_concat(*joined).shape == (0, 2 * width)
     gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
     both = torch.cat([gate, torch.ones(8)])[None]
     assert_close(ops.forward.silu_mul(both), ref.forward.silu_mul(both), torch.float32)
     x, weight = randn(9, 45), randn(45, seed=1)
-    alone(lambda at: ops.forward.rms_norm(x[at], weight, 1e-6), 9, [list(range(9)), [7, 3]])
+    batches = [list(range(9)), [7, 3]]
+    assert_batch_invariant(lambda at: ops.forward.rms_norm(x[at], weight, 1e-6), 9, batches)
 
 
 HEADS = {
@@ -239,7 +238,7 @@ def attend(heads: AttentionShape, paged: Paged, q: dict, where: list) -> Tensor:
 
 @check
 def attention() -> None:
-    """Ragged slots, pages out of order, NaN wherever no row may look; every kind of head."""
+    """Cover slots of unequal length, shuffled pages, NaN in memory that no row may read, all head shapes."""
     for name, heads in HEADS.items():
         for dtype in DTYPES if name == "grouped" else DTYPES[:1]:
             paged = Paged(heads, LENGTHS, dtype)
@@ -249,18 +248,14 @@ def attention() -> None:
                 [(4, p) for p in range(40, 64)],
             ):
                 x = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype)
-                rows = paged.rows(where)
-                got, want = (
-                    ops.forward.attention(x, rows, heads, paged.cache),
-                    ref.forward.attention(x, rows, heads, paged.cache),
-                )
-                assert_close(got, want, dtype)
+                arguments = x, paged.rows(where), heads, paged.cache
+                assert_close(ops.forward.attention(*arguments), ref.forward.attention(*arguments), dtype)
     assert len(ops.forward.attention(x[:0], paged.rows([]), heads, paged.cache)) == 0
 
 
 @check
-def attention_of_many_tiles() -> None:
-    """The walk through tiles is right and gives the bits of spans side by side; few rows, many, padding."""
+def prefill_attention_has_the_bits_of_split_kv() -> None:
+    """Compare the loop over tiles with parallel spans: few rows, many rows, padding."""
     for name, dtype in (("grouped", DTYPES[1]), ("grouped", DTYPES[0]), ("long_window", DTYPES[0])):
         heads = HEADS[name]
         paged = Paged(heads, [270, 5, 70, 1], dtype)
@@ -268,29 +263,21 @@ def attention_of_many_tiles() -> None:
         x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
         rows.slots[-1] = -1
         plain = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
-        chunked = {
-            16: prefill.TileConfig(16, 2, 3),
-            32: prefill.TileConfig(16, 2, 3, splits_full_blocks=False),
-        }
-        ahead = {32: prefill.TileConfig(16, 2, 3, splits_full_blocks=False, prefetches_pages=True)}
+        config = prefill.TileConfig(16, 2, 3)
+        ahead = {32: config._replace(splits_full_blocks=False, prefetches_pages=True)}
+        tables = {"SHORT_TILES_96": ahead, "TALL_TILES": ahead}
+        tables["CHUNKED_TILES"] = {16: config, 32: config._replace(splits_full_blocks=False)}
         for few, cut in ((1000, 1000), (1000, 0), (0, 0)):
+            limits = {"MAX_ONE_LIST_ROWS": few, "MAX_CHUNKED_ROWS": cut, "MIN_CHUNKED_PROGRAMS": 1}
             with (
-                mock.patch.multiple(
-                    prefill,
-                    MAX_ONE_LIST_ROWS=few,
-                    MAX_CHUNKED_ROWS=cut,
-                    MIN_CHUNKED_PROGRAMS=1,
-                    CHUNKED_TILES=chunked,
-                    SHORT_TILES_96=ahead,
-                    TALL_TILES=ahead,
-                ),
+                mock.patch.multiple(prefill, **limits, **tables),
                 mock.patch.object(worklist, "BLOCK", 16),
                 mock.patch.object(attention_kernels, "MAX_SPLIT_PROGRAMS", 1),
             ):
                 ops.forward.begin_pass(rows)
                 got = ops.forward.attention(x, rows, heads, paged.cache)
                 assert bits(got[:-1]) == bits(plain), (name, dtype, few, cut)
-                part = paged.rows(where[8:-1])  # announced were others
+                part = paged.rows(where[8:-1])  # not the rows of `begin_pass`
                 got = ops.forward.attention(x[8:-1], part, heads, paged.cache)
                 assert bits(got) == bits(plain[8:]), (name, dtype, few, cut)
                 assert not ops.forward._partials.counters.any()
@@ -299,20 +286,20 @@ def attention_of_many_tiles() -> None:
 
 
 @check
-def tiles_are_listed() -> None:
-    """Cut at a slot's first row and every so many after it; what is low goes apart; padding has none."""
+def work_lists_hold_short_and_tall_tiles() -> None:
+    """Check that rows of a slot are divided into tiles by height and that padding has no tile."""
     slots = torch.tensor([4] * 8 + [2] + [3] * 3 + [4] * 2 + [-1] * 3)
     rows = Rows(slots, slots, slots, slots, torch.zeros((5, 1), dtype=torch.int32))
     for block in (2, 8, 1024):
         with mock.patch.object(worklist, "BLOCK", block):
-            lows, highs = worklist.WorkLists().short_and_tall(rows, 2, 5)
-        assert lows[: 1 + lows[0]].tolist() == [2, 8, 12], block
-        assert highs[: 1 + highs[0]].tolist() == [3, 0, 5, 9], block
+            short, tall = worklist.WorkLists().short_and_tall(rows, 2, 5)
+        assert short[: 1 + short[0]].tolist() == [2, 8, 12], block
+        assert tall[: 1 + tall[0]].tolist() == [3, 0, 5, 9], block
 
 
 @check
-def tiles_are_sorted() -> None:
-    """By keys, the most last; chunks of a tile each for itself; a window leaves early spans out."""
+def work_lists_sort_tiles_by_keys() -> None:
+    """Check the order, most keys last, of whole tiles, of chunks, and of tiles with a sliding window."""
     span, chunks = attention_kernels.SPAN, worklist.MAX_CHUNKS
     slots = torch.tensor([4] * 3 + [2] + [3] * 2 + [-1] * 2)
     positions = torch.tensor([7, 8, 9, 5 * span, span - 1, span, 0, 0])
@@ -335,45 +322,28 @@ def spans(heads: AttentionShape) -> tuple[Paged, dict, list]:
 
 
 @check
-def attention_rows_stand_alone() -> None:
-    """With spans of 64 tokens: alone (side by side), as verify rows, in a chunk (one after the other)."""
+def attention_is_batch_invariant() -> None:
+    """Compare single rows in parallel spans of 64 tokens with verify rows and with a loop over spans."""
+    batches = [[(0, 149)], [(0, p) for p in range(120, 150)] + [(1, p) for p in range(15, 20)]]
+    verify = [(0, p) for p in range(124, 130)] + [(1, 19)]
     for name in ("grouped", "long_window"):
         heads = HEADS[name]
-        attention_kernels.SPAN = 64
-        try:
+        with mock.patch.object(attention_kernels, "SPAN", 64):
             paged, q, watched = spans(heads)
             single = {at: bits(attend(heads, paged, q, [at])[0]) for at in watched}
-            assert_close(
-                attend(heads, paged, q, [(0, 149)]),
-                ref.forward.attention(q[0, 149][None], paged.rows([(0, 149)]), heads, paged.cache),
-                torch.float32,
-            )
+            want = ref.forward.attention(q[0, 149][None], paged.rows([(0, 149)]), heads, paged.cache)
+            assert_close(attend(heads, paged, q, [(0, 149)]), want, torch.float32)
             assert not ops.forward._partials.counters.any()
-            attention_kernels.MAX_SPLIT_PROGRAMS, kept = (
-                1,
-                attention_kernels.MAX_SPLIT_PROGRAMS,
-            )  # one program walks through all
-            batches = [[(0, 149)], [(0, p) for p in range(120, 150)] + [(1, p) for p in range(15, 20)]]
-            try:
+            with mock.patch.object(attention_kernels, "MAX_SPLIT_PROGRAMS", 1):  # one program for all spans
                 results = [(batch, attend(heads, paged, q, batch)) for batch in batches]
-            finally:
-                attention_kernels.MAX_SPLIT_PROGRAMS = kept
-            verify = [(0, p) for p in range(124, 130)] + [(1, 19)]
-            results.append((verify, attend(heads, paged, q, verify)))
-            for batch, out in results:
+            for batch, out in (*results, (verify, attend(heads, paged, q, verify))):
                 for at, row in zip(batch, out, strict=True):
                     assert at not in single or bits(row) == single[at], (name, at, len(batch))
-        finally:
-            attention_kernels.SPAN = 128
 
 
 @check
-def two_ops_in_one() -> None:
-    """The kernels that do two ops give the bits of the two ops."""
-    for heads in (
-        AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0),
-        AttentionShape(3, 1, 64, 0.1, 0),
-    ):
+def fused_gemm_has_the_bits_of_separate_ops() -> None:
+    for heads in (AttentionShape(4, 2, 32, 0.2, 0), AttentionShape(3, 1, 64, 0.1, 0)):
         width = (heads.num_q + 2 * heads.num_kv) * heads.dim
         paged = Paged(heads, [40, 7, 19], dtype=torch.bfloat16)
         rows = paged.rows([(0, p) for p in range(20, 39)] + [(1, 6), (2, 3)])
@@ -388,31 +358,19 @@ def two_ops_in_one() -> None:
             product = ops.forward.linear(x, packed)
             want = ops.forward.rope_store(product, rows, attention, rope, caches[1], 1e-6)
             assert bits(got) == bits(want) and bits(caches[0]) == bits(caches[1])
-            got, want = (
-                ops.forward.linear_silu_mul(x, packed),
-                ops.forward.silu_mul(ops.forward.linear(x, packed)),
-            )
-            assert bits(got) == bits(want)
-    packed, x = PackedLinear(randn(40, 256, seed=1), None, 2), randn(5, 256, seed=2)
-    want = ref.forward.linear(x, ref.forward.pack_linear(packed.weight))
-    assert_close(ops.forward.linear(x, packed), want, torch.float32)
+            want = ops.forward.silu_mul(ops.forward.linear(x, packed))
+            assert bits(ops.forward.linear_silu_mul(x, packed)) == bits(want)
 
 
 @check
-def padded_rows_do_nothing() -> None:
+def padding_does_not_change_attention() -> None:
     heads = HEADS["grouped"]
     paged, q, _ = spans(heads)
     where = [(1, 18), (1, 19)]
     plain = attend(heads, paged, q, where)
     rows = paged.rows(where)
-    pad = torch.full((3,), -1)
-    padded = Rows(
-        torch.cat([rows.tokens, pad * 0]),
-        torch.cat([rows.positions, pad * 0]),
-        torch.cat([rows.slots, pad]),
-        torch.cat([rows.kv_index, pad * 0]),
-        rows.page_table,
-    )
+    pads = ((rows.tokens, 0), (rows.positions, 0), (rows.slots, -1), (rows.kv_index, 0))
+    padded = Rows(*(torch.cat([x, torch.full((3,), value)]) for x, value in pads), rows.page_table)
     x = torch.cat([torch.stack([q[at] for at in where]), torch.full((3, heads.num_q * heads.dim), torch.nan)])
     assert torch.equal(ops.forward.attention(x, padded, heads, paged.cache)[:2], plain)
 
@@ -421,7 +379,7 @@ def padded_rows_do_nothing() -> None:
 
 
 def rows_of(count: int, vocab: int, seed: int = 0) -> Tensor:
-    """Random rows; some with ties, some flat, some with -inf."""
+    """Return random rows; some with ties, some flat, some with -inf."""
     random = torch.Generator().manual_seed(seed)
     x = 3 * torch.randn((count, vocab), generator=random)
     x[1::5] = x[1::5].round()
@@ -446,9 +404,8 @@ def uniform() -> None:
     assert float(ops.sampling.uniform(zero, zero, 0)[0]) == (0x6627E8D5 + 0.5) * 2.0**-32
     seeds, positions = keys(300)
     for stream in range(4):
-        assert torch.equal(
-            ops.sampling.uniform(seeds, positions, stream), ref.sampling.uniform(seeds, positions, stream)
-        )
+        got, want = (each.sampling.uniform(seeds, positions, stream) for each in (ops, ref))
+        assert torch.equal(got, want)
     assert len(ops.sampling.uniform(seeds[:0], positions[:0], 0)) == 0
 
 
@@ -474,17 +431,15 @@ def order() -> None:
         for shift in range(2):
             ids = (torch.arange(10) * 7 + shift) % vocab
             assert torch.equal(ops.sampling.rank(logits, ids), ref.sampling.rank(logits, ids))
-    assert ops.sampling.argmax(logits[:0]).shape == (0,) and ops.sampling.top(logits[:0], 2)[1].shape == (
-        0,
-        2,
-    )
+    assert ops.sampling.argmax(logits[:0]).shape == (0,)
+    assert ops.sampling.top(logits[:0], 2)[1].shape == (0, 2)
 
 
 @check
 def top() -> None:
-    """Both stages, with small chunks: the interpreter sorts slowly. Beyond MAX_TWO_STAGE_K: by keys.
+    """Check both stages with small chunks, because the interpreter sorts slowly, and the path by sort keys.
 
-    The last rows have more members worth sorting than there is room for, or equal ones at the border.
+    The last rows have more candidates than fit into the buffer, or ties at the k-th value.
     """
     topk.CHUNK, topk.GROUP = 32, 8
     for vocab, k in ((61, 5), (61, 61), (3, 1), (200, 100), (400, 8)):
@@ -502,61 +457,48 @@ def logsumexp() -> None:
     for vocab in (1, 61, 4099):
         logits = rows_of(10, vocab)
         assert_close(ops.sampling.logsumexp(logits), ref.sampling.logsumexp(logits), torch.float32)
-        alone(lambda at, x=logits: ops.sampling.logsumexp(x[at]), 10, [list(range(10)), [7, 3]])
+        batches = [list(range(10)), [7, 3]]
+        assert_batch_invariant(lambda at, x=logits: ops.sampling.logsumexp(x[at]), 10, batches)
     assert ops.sampling.logsumexp(torch.full((1, 5), -INF)).tolist() == [-INF]
 
 
 @check
-def truncation() -> None:
+def truncate() -> None:
     top_p.BLOCK, top_p.GROUP, top_p.TOP_P_MIN = 128, 8, 6  # two blocks a row
     choices = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (9, 0.8, 0.02), (1, 1.0, 0.0)]
-    choices += [
-        (200, 0.5, 0.0),
-        (0, 0.999, 0.0),
-        (3, 0.99, 0.0),
-        (0, 1e-9, 0.0),
-        (70, 0.9, 0.0),
-        (149, 1.0, 0),
-    ]
+    choices += [(200, 0.5, 0.0), (0, 0.999, 0.0), (3, 0.99, 0.0), (0, 1e-9, 0.0), (70, 0.9, 0.0)]
+    choices += [(149, 1.0, 0.0)]
     for vocab in (3, 150):
         scaled = rows_of(12, vocab)
         picked = list(choices)
         for turn in range(3):
-            top_p.MAX_KEYS = (
-                2048 if turn == 1 else 16
-            )  # by bisection, or by bins and digits where ties are many
+            top_p.MAX_KEYS = 2048 if turn == 1 else 16  # by bisection, or with many ties by bins and digits
             picked = picked[turn:] + picked[:turn]
             k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
             got, want = ops.sampling.truncate(scaled, k, p, m), ref.sampling.truncate(scaled, k, p, m)
             wrong = (got != want).any(1).nonzero()[:, 0].tolist()
-            assert not wrong, (
-                vocab,
-                [(picked[r], int((got[r] > -INF).sum()), int((want[r] > -INF).sum())) for r in wrong],
-            )
+            kept = [(picked[r], (got[r] > -INF).sum(), (want[r] > -INF).sum()) for r in wrong]
+            assert not wrong, (vocab, kept)
     flat = torch.zeros(2, 64)
     half = ops.sampling.truncate(flat, torch.tensor([0, 7]), torch.tensor([0.5, 1.0]), torch.zeros(2))
     assert (half > -INF).sum(1).tolist() == [32, 7] and bool((half[:, :7] == 0).all())
 
 
 @check
-def slope_of_a_loss() -> None:
-    """What training's kernel writes over the logits, against the lines that it stands for."""
+def kl_grad_equals_the_eager_gradient() -> None:
     share, hard = randn(9, seed=3).abs(), torch.tensor([0.3] * 5 + [0.0] * 4)
     for dtype in DTYPES:
         for vocab in (11, 1024):
-            logits, there = (
-                randn(9, vocab, seed=1, dtype=dtype) * 3,
-                randn(12, vocab, seed=2, dtype=dtype) * 3,
-            )
-            place = torch.randint(12, (9,), generator=torch.Generator().manual_seed(4))
-            want = loss._gradient_eager(logits, there, place, hard, share, 1.7, True)
-            value = kl_grad.kl_grad_in_place(logits, there, place, hard, share, 1.7, True)
+            logits, target = (3 * randn(n, vocab, seed=i, dtype=dtype) for n, i in ((9, 1), (12, 2)))
+            row = torch.randint(12, (9,), generator=torch.Generator().manual_seed(4))
+            want = loss._gradient_eager(logits, target, row, hard, share, 1.7, True)
+            value = kl_grad.kl_grad_in_place(logits, target, row, hard, share, 1.7, True)
             assert_close(logits, want[0], dtype)
             torch.testing.assert_close(value, want[1])
 
 
 @check
-def refusals() -> None:
+def wrong_arguments_raise() -> None:
     weight, x = ops.forward.pack_linear(randn(4, 16)), randn(3, 16)
     for call in (
         lambda: ops.forward.linear(x[:, :8], weight),
@@ -572,22 +514,12 @@ def refusals() -> None:
             call()
         except ValueError:
             continue
-        raise AssertionError("taken")
+        raise AssertionError("no error was raised")
 
 
 def main(only: list[str]) -> None:
-    results = {}
-    for name, function in CHECKS.items():
-        if only and name not in only:
-            continue
-        begun = time.perf_counter()
-        try:
-            function()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-        print(f"{name} {time.perf_counter() - begun:.1f} s", file=sys.stderr)
-    print(json.dumps(results))
+    """Run the checks of this file."""
+    run_checks(CHECKS[__name__], only)
 
 
 if __name__ == "__main__":

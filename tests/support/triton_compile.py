@@ -1,8 +1,9 @@
-"""Compiles every kernel of the triton backend for a GPU, without one: python tests/triton_compile.py [90]
+"""Compile every kernel of the triton backend for a GPU, on a machine without one.
 
-Calls the ops on CPU tensors with the launch replaced by a compilation with the same arguments, and prints the
-shared memory and the instructions that matter. It finds type errors, operations that the compiler does
-not know and tiles that do not fit.
+    PYTHONPATH=src python tests/support/triton_compile.py [compute capability, default 90]
+
+Ops are called on CPU tensors; a compilation with the same arguments replaces each launch. Shared memory and
+the main instructions are printed. Type errors, unknown operations and tiles that do not fit are found.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
-from draftproof.ops.triton.gemm import weight as gemm_kernels
+from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
-from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
+from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
+from fake_chip import Chip
 
 CPU = torch.device("cpu")
 TYPES = {
@@ -43,7 +45,7 @@ seen: set[str] = set()
 
 
 def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
-    """In place of JITFunction.run."""
+    """Replace JITFunction.run by a compilation."""
     names = [p.name for p in self.params]
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     options = {k: v for k, v in kwargs.items() if k not in names}
@@ -73,11 +75,8 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     ptx = made.asm["ptx"]
     kinds = [w for w in ("wgmma", "mma.sync", "cp.async", "fma.rn.f32", "griddepcontrol") if w in ptx]
     shape = {k: v for k, v in given.items() if k in ("BM", "BN", "BK", "K", "D", "CHUNK", "SIDE", "BLOCK")}
-    print(
-        f"{self.fn.__name__} {shape} warps {made.metadata.num_warps} shared {made.metadata.shared} {kinds} "
-        f"{time.perf_counter() - begun:.1f} s",
-        flush=True,
-    )
+    resources = f"warps {made.metadata.num_warps} shared {made.metadata.shared}"
+    print(f"{self.fn.__name__} {shape} {resources} {kinds} {time.perf_counter() - begun:.1f} s", flush=True)
     assert made.metadata.shared <= 227 << 10, "does not fit"
 
 
@@ -98,16 +97,16 @@ def forward(
     ops.forward.silu_mul(x)
     rope = torch.empty((64, heads.dim))
     qkv = torch.empty((rows, width), dtype=dtype)
-    for norms in ((None, None), (norm, norm)):
-        ops.forward.rope_store(qkv, these, Attention(heads, None, None, *norms), rope, cache, 1e-6)
-    packed = gemm_kernels.PackedLinear(torch.empty((width, hidden), dtype=dtype), None, 1)
-    ops.forward.linear_rope_store(x, these, Attention(heads, packed, None), rope, cache, 1e-6)
+    ops.forward.rope_store(qkv, these, heads, rope, cache, None, None, 1e-6)
+    ops.forward.rope_store(qkv, these, heads, rope, cache, norm, norm, 1e-6)
+    packed = PackedLinear(torch.empty((width, hidden), dtype=dtype), None)
+    ops.forward.linear_rope_store(x, packed, these, heads, rope, cache, None, None, 1e-6)
     ops.forward.linear_silu_mul(x, packed)
     ops.forward.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
 
 
 def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
-    """Every op of a step, each way it can be called."""
+    """Call every op of a step in each of its variants."""
     from step_cases import PAGE, Guarded, Size, Step, masked, pool_of
 
     made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
@@ -115,12 +114,11 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     rows = len(windows.slot)
     logits, ints = torch.empty((rows, vocab)), torch.zeros(rows, dtype=torch.int64)
     ops.step.layout(made.plan, made.columns, PAGE, made.out(Guarded(CPU), 4 * entries, rows))
-    (
-        ops.sampling.apply_penalties(logits, windows),
-        ops.sampling.apply_bans(logits, windows),
-        ops.sampling.apply_grammar_mask(logits, masked(made, windows)),
-    )
-    ops.sampling.sample(logits, windows), ops.sampling.sample(logits, windows, True)
+    ops.sampling.apply_penalties(logits, windows)
+    ops.sampling.apply_bans(logits, windows)
+    ops.sampling.apply_grammar_mask(logits, masked(made, windows))
+    for scaled in (False, True):
+        ops.sampling.sample(logits, windows, scaled)
     out = Outcome(torch.empty((entries, TOKENS + k + 1), dtype=torch.int64), ints, ints)
     for choice in (Choice(ints), Choice(ints, ints > 0), Choice(ints, ints > 0, ints)):
         ops.step.commit(made.plan, windows, choice, ints, out)
@@ -130,22 +128,22 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     tokens, count = ops.search.search_ngram(batch, 1, 4)
     pool, rule = pool_of(made), SuffixOptions(2, 1.0, 0.1)
     for begun in (None, (tokens, count)):
-        ops.search.search_suffix(batch, pool, rule, begun)
-    offers = [
-        DraftCandidate(tokens, count, count),
-        DraftCandidate(torch.zeros_like(tokens.t()).t(), count, None),
-    ]
-    record = AcceptanceRecord(
-        torch.zeros((4, entries), dtype=torch.int64), *torch.zeros((2, entries, 2), dtype=torch.int64)
+        ops.search.search_suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
+    transposed = torch.zeros_like(tokens.t()).t()
+    candidates = [DraftCandidate(tokens, count, count), DraftCandidate(transposed, count, None)]
+    last, counts = (
+        torch.zeros((4, entries), dtype=torch.int64),
+        torch.zeros((2, entries, 2), dtype=torch.int64),
     )
+    arguments = made.columns, made.plan.slots, made.plan.budget, AcceptanceRecord(last, *counts), candidates
     for search in (-1, 0):
-        ops.search.select_drafts(batch, record, offers, search)
+        ops.search.select_drafts(*arguments, search)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.step.store_drafts(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 
 
 def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, columns: int) -> None:
-    """What a head's rounds are made of, beside its layer."""
+    """Call the ops of the draft rounds of a head, besides its layer."""
     from step_cases import PAGE, Size, Step
 
     made = Step(1, Size(entries=entries, k=k, vocab=vocab, wide=64, letters=vocab))
@@ -169,25 +167,11 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
     )
 
 
-class Chip:
-    """What the launch of all layers at once asks of a device."""
-
-    multi_processor_count = 132
-    shared_memory_per_block_optin = 227 << 10
-    shared_memory_per_multiprocessor = 228 << 10
-    major = CAPABILITY // 10
-
-
 def all_layers(
-    ops: TritonOps,
-    heads: AttentionShape,
-    hidden: int,
-    inner: int,
-    count: int,
-    taps: int = 0,
+    ops: TritonOps, heads: AttentionShape, hidden: int, inner: int, count: int, taps: int = 0,
     joined: bool = False,
-) -> None:
-    def packed(columns: int, depth: int) -> gemm_kernels.PackedLinear:
+) -> None:  # fmt: skip
+    def packed(columns: int, depth: int) -> PackedLinear:
         return ops.forward.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
 
     width, norm = heads.num_q * heads.dim, torch.empty(hidden, dtype=torch.bfloat16)
@@ -231,9 +215,8 @@ def main() -> None:
                 for rows in (1, 16, 64):
                     all_layers(ops, small, 576, 1536, rows, taps=3)
                     all_layers(ops, small, 576, 1536, rows, joined=True)
-                all_layers(
-                    ops, AttentionShape(num_q=15, num_kv=5, dim=64, scale=0.1, window=0), 960, 2560, 16
-                )
+                medium = AttentionShape(num_q=15, num_kv=5, dim=64, scale=0.1, window=0)
+                all_layers(ops, medium, 960, 2560, 16)
                 break
             forward(ops, torch.bfloat16, 600, large, 4096, 8192)
             forward(ops, torch.bfloat16, 4, sliding, 4096, 8192)
@@ -251,18 +234,11 @@ def main() -> None:
         for rows in (1, 8, 32, 64, 128, 256, 512, 1000):
             for columns, depth in shapes:
                 x = torch.empty((rows, depth), dtype=torch.bfloat16)
-                packed = gemm_kernels.PackedLinear(
-                    torch.empty((columns, depth), dtype=torch.bfloat16), None, 1
-                )
-                ops.forward.linear(x, packed)
-        bias = torch.empty(960)
-        for split, rows in ((4, 1), (4, 512)):
-            packed = gemm_kernels.PackedLinear(torch.empty((960, 1024), dtype=torch.bfloat16), bias, split)
-            ops.forward.linear(torch.empty((rows, 1024), dtype=torch.bfloat16), packed, torch.float32)
+                weight = torch.empty((columns, depth), dtype=torch.bfloat16)
+                ops.forward.linear(x, PackedLinear(weight, None))
+        packed = ops.forward.pack_linear(torch.empty((960, 100)), torch.empty(960))
         for rows in (1, 64, 100):
-            ops.forward.linear(
-                torch.empty((rows, 100)), ops.forward.pack_linear(torch.empty((960, 100)), bias)
-            )
+            ops.forward.linear(torch.empty((rows, 100)), packed)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
-"""The kernel of all layers under Triton's interpreter; `test_ops_triton_blocks` runs this file as a process.
+"""Checks of the fused layers kernel in the interpreter; `test_ops_triton` runs this file as a process.
 
-There programs run one after another, so its stages are launched one by one: what the barrier does is the
-GPU's to show (`bench/micro/gpu/op_times.py`).
+The interpreter runs programs one after another, so each stage is a launch of its own. The grid barrier is
+checked on a GPU, by `bench/micro/gpu/op_times.py`.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 from dataclasses import replace
 from unittest import mock
 
 import torch
 
-import triton_checks  # it chooses the interpreter, before the kernels are imported
+import triton_checks  # first: it enables the interpreter before the kernels are imported
 from draftproof.models.layers import run_layers
 from draftproof.ops import Attention, AttentionShape, Layer, Mlp
 from draftproof.ops.triton.fused import layers as fused_layers
@@ -22,14 +20,16 @@ from draftproof.ops.triton.gemm.weight import PackedLinear
 from opcheck import Paged, bits
 
 triton, tl = fused_layers.triton, fused_layers.tl
-ops, randn = triton_checks.ops, triton_checks.randn
+ops, randn, check = triton_checks.ops, triton_checks.randn, triton_checks.check
 BF16 = torch.bfloat16
+NARROW = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0)
+WIDE = AttentionShape(num_q=3, num_kv=1, dim=64, scale=0.125, window=0)
 fused_layers.MAX_PANEL_DEPTH = 128  # the down projection in two parts
 fused_layers.ROW_CONFIGS = (
     fused_layers.RowConfig(4, 1024, 1, False, 32, 0),
     fused_layers.RowConfig(64, 1024, 2, True, 64, 2),
 )
-FEW, MANY = 3, 12  # programs: there is room for all spans only where there are many
+FEW, MANY = 3, 12  # programs: only with many of them all spans run at once
 
 
 def decoder(
@@ -38,7 +38,7 @@ def decoder(
     def packed(columns: int, depth: int, seed: int) -> PackedLinear:
         weight = (randn(columns, depth, seed=seed) / depth**0.5).to(BF16)
         extra = randn(columns, seed=seed + 50, dtype=BF16).float() if bias else None
-        return PackedLinear(weight, extra, 1)
+        return PackedLinear(weight, extra)
 
     width, total = heads.num_q * heads.dim, (heads.num_q + 2 * heads.num_kv) * heads.dim
     return [
@@ -56,15 +56,15 @@ def decoder(
     ]
 
 
-def same_bits(
+def assert_bits_of_separate_ops(
     heads: AttentionShape, hidden: int, bias: bool, windows: tuple[int, ...], pieces: int = 0
 ) -> None:
-    """The bits of the ops one by one, in hidden rows and in K and V; padding writes nothing."""
+    """Compare hidden rows, K and V with the separate ops; padding stores nothing."""
     layers, norm = decoder(heads, hidden, 256, bias, windows), randn(hidden, seed=7, dtype=BF16)
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
     caches = [paged.cache * (1 + i) for i in range(len(layers))]
     for cache, window in zip(caches, windows, strict=True):
-        if window:  # what the only row of slot 3 no longer sees may be gone
+        if window:  # the only row of slot 3 does not read keys before its window
             flat = cache.view(2, -1, heads.num_kv, heads.dim)
             flat[:, [paged.place(3, p) for p in range(300 - window)]] = torch.nan
     several = [(0, p) for p in range(125, 131)] + [(1, 6), (2, 3), (3, 299)]
@@ -90,20 +90,22 @@ def same_bits(
         assert (listed[0, 1] > 0) == tiles
         assert not tiles or (items[:, 7].max() > 1) == (pieces > 0)
         assert not pieces or listed[0, 1] in (0, pieces)
-        assert bool((mixed[len(where) * heads.num_q * heads.dim :] == 7).all()), "padding attends"
+        assert bool((mixed[len(where) * heads.num_q * heads.dim :] == 7).all()), "attention ran for padding"
     assert not ops.forward._fused_layers._scratch["arrived"].any()
 
 
-def taps_and_a_head() -> None:
-    """Rows after inner layers, and a first layer that reads a token beside its row."""
-    heads, hidden = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
-    layers, norm = decoder(heads, hidden, 256, True, (0, 0)), randn(hidden, seed=7, dtype=BF16)
+def head_layer(layer: Layer, hidden: int) -> Layer:
+    """Return the layer with a QKV weight that also reads the norm of a token's embedding."""
     wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
-    first = replace(
-        layers[0],
-        attention=replace(layers[0].attention, qkv=PackedLinear(wide, layers[0].attention.qkv.bias, 1)),
-        token_norm=randn(hidden, seed=71, dtype=BF16),
-    )
+    attention = replace(layer.attention, qkv=PackedLinear(wide, layer.attention.qkv.bias))
+    return replace(layer, attention=attention, token_norm=randn(hidden, seed=71, dtype=BF16))
+
+
+@check
+def taps_and_token_norm_have_the_bits_of_separate_ops() -> None:
+    heads, hidden = NARROW, 192
+    layers, norm = decoder(heads, hidden, 256, True, (0, 0)), randn(hidden, seed=7, dtype=BF16)
+    first = head_layer(layers[0], hidden)
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
     rows = paged.rows([(0, 129), (0, 130), (1, 6), (3, 299), (1, 0)])
     rows.slots[-1] = -1
@@ -127,27 +129,25 @@ def taps_and_a_head() -> None:
 
 
 @triton.jit
-def hasty(slots, R, ROWS):  # type: ignore[no-untyped-def]
-    """In place of `layers.all_rows_padding`: only the first row is looked at."""
+def first_row_padding(slots, R, ROWS):  # type: ignore[no-untyped-def]
+    """Replace `all_rows_padding` by a check of the first row only."""
     return tl.load(slots) < 0
 
 
 @triton.jit
-def never(slots, R, ROWS):  # type: ignore[no-untyped-def]
+def no_row_padding(slots, R, ROWS):  # type: ignore[no-untyped-def]
     return R < 0
 
 
-def a_round_for_nobody() -> None:
-    """It does nothing; one row that is wanted, wherever it stands, is enough for all to be done."""
-    heads, hidden = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192
-    layer = decoder(heads, hidden, 256, False, (0,))[0]
-    wide = (randn(256, 2 * hidden, seed=70) / 20).to(BF16)
-    wide_attention = replace(layer.attention, qkv=PackedLinear(wide, None, 1))
-    layer = replace(layer, attention=wide_attention, token_norm=randn(hidden, seed=71, dtype=BF16))
+@check
+def draft_round_without_live_rows_stores_nothing() -> None:
+    """Check a round of padding only, and rounds with one live row at several places."""
+    heads, hidden = NARROW, 192
+    layer = head_layer(decoder(heads, hidden, 256, False, (0,))[0], hidden)
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
     x, table = randn(6, hidden, seed=3, dtype=BF16), randn(11, hidden, seed=4, dtype=BF16)
 
-    def wrong(live: int | None) -> bool:
+    def is_wrong(live: int | None) -> bool:
         rows = paged.rows([(0, 129), (0, 130), (1, 6), (3, 299), (1, 0), (2, 18)])
         rows.tokens.clamp_(max=10)
         slots = rows.slots.clone()
@@ -167,72 +167,50 @@ def a_round_for_nobody() -> None:
         want = run_layers(*given, fused=False)[0]
         return bits(mine[live]) != bits(want[live]) or bits(ours[0]) != bits(theirs[0])
 
-    assert not any(wrong(live) for live in (None, 0, 2, 5))
-    with mock.patch.object(fused_layers, "all_rows_padding", hasty):
-        assert wrong(5) and not wrong(0)
-    with mock.patch.object(fused_layers, "all_rows_padding", never):
-        assert wrong(None) and not wrong(5)
+    assert not any(is_wrong(live) for live in (None, 0, 2, 5))
+    with mock.patch.object(fused_layers, "all_rows_padding", first_row_padding):
+        assert is_wrong(5) and not is_wrong(0)
+    with mock.patch.object(fused_layers, "all_rows_padding", no_row_padding):
+        assert is_wrong(None) and not is_wrong(5)
 
 
-def plain() -> None:
-    same_bits(AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0, 0))
+@check
+def layers_have_the_bits_of_separate_ops() -> None:
+    assert_bits_of_separate_ops(NARROW, 192, False, (0, 0))
 
 
-def bias_and_windows() -> None:
-    same_bits(AttentionShape(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (0, 140))
+@check
+def layers_with_bias_and_windows_have_the_bits_of_separate_ops() -> None:
+    assert_bits_of_separate_ops(WIDE, 64, True, (0, 140))
 
 
-def pieces_of_tiles() -> None:
-    """Where they cost nothing, tiles are walked through two spans at a time and folded."""
-    usual, fused_layers.MERGE_COST = fused_layers.MERGE_COST, -1
-    try:
-        same_bits(AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), 192, False, (0,), pieces=2)
-        same_bits(
-            AttentionShape(num_q=3, num_kv=1, dim=64, scale=0.125, window=0), 64, True, (260,), pieces=2
-        )
-    finally:
-        fused_layers.MERGE_COST = usual
+@check
+def pieces_of_tiles_have_the_bits_of_separate_ops() -> None:
+    """Divide tiles into pieces of two spans by a merge cost below zero."""
+    with mock.patch.object(fused_layers, "MERGE_COST", -1):
+        assert_bits_of_separate_ops(NARROW, 192, False, (0,), pieces=2)
+        assert_bits_of_separate_ops(WIDE, 64, True, (260,), pieces=2)
 
 
-def what_it_leaves_to_others() -> None:
-    heads, x = AttentionShape(num_q=4, num_kv=2, dim=32, scale=0.2, window=0), randn(2, 192, dtype=BF16)
+@check
+def unsupported_layers_are_rejected() -> None:
+    heads, x = NARROW, randn(2, 192, dtype=BF16)
     layer = decoder(heads, 192, 256, False, (0,))[0]
-    takes = ops.forward._fused_layers.supports
-    assert takes(x, [layer, layer])
-    assert not takes(x.float(), [layer]) and not takes(x[:0], [layer])
-    assert not takes(x.repeat(fused_layers.MAX_ROWS, 1), [layer])
+    supports = ops.forward._fused_layers.supports
+    assert supports(x, [layer, layer])
+    assert not supports(x.float(), [layer]) and not supports(x[:0], [layer])
+    assert not supports(x.repeat(fused_layers.MAX_ROWS, 1), [layer])
     attention = layer.attention
-    assert not takes(x, [layer, replace(layer, attention=replace(attention, q_norm=x[0]))])
-    narrow, split = replace(heads, dim=16), replace(attention.qkv, split_k=2)
-    assert not takes(x, [replace(layer, attention=replace(attention, heads=narrow))])
-    assert not takes(x, [replace(layer, attention=replace(attention, qkv=split))])
-    assert not takes(x, decoder(heads, 192, 250, False, (0,)))
-    assert not takes(x[:, :96].contiguous(), decoder(heads, 96, 256, False, (0,)))
-
-
-CHECKS = {
-    check.__name__: check
-    for check in (
-        plain,
-        bias_and_windows,
-        pieces_of_tiles,
-        taps_and_a_head,
-        a_round_for_nobody,
-        what_it_leaves_to_others,
-    )
-}
+    assert not supports(x, [layer, replace(layer, attention=replace(attention, q_norm=x[0]))])
+    small_heads = replace(attention, heads=replace(heads, dim=16))
+    assert not supports(x, [replace(layer, attention=small_heads)])
+    assert not supports(x, decoder(heads, 192, 250, False, (0,)))
+    assert not supports(x[:, :96].contiguous(), decoder(heads, 96, 256, False, (0,)))
 
 
 def main(only: list[str]) -> None:
-    """Name of a check -> what went wrong, or nothing."""
-    results = {}
-    for name in only or CHECKS:
-        try:
-            CHECKS[name]()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    print(json.dumps(results))
+    """Run the checks of this file."""
+    triton_checks.run_checks(triton_checks.CHECKS[__name__], only)
 
 
 if __name__ == "__main__":
