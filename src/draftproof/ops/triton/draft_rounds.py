@@ -115,7 +115,7 @@ class TritonRounds(TorchRounds):
         check_columns("the rows", (rows.positions, rows.slots, rows.kv_index), count)
         check_columns("slots", (slots,), size)
         plane = -(-count // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        shifted, last = self._launch.empty((4, plane), torch.int64), torch.empty_like(slots)
+        shifted, last = (self._launch.empty(shape, torch.int64) for shape in ((4, plane), (size,)))
         block = min(BLOCK, max(16, next_power_of_two(count)))
         blocks, pdl = triton.cdiv(count, block), self._launch.early(rows.tokens)
         shift_rows_kernel[(blocks + triton.cdiv(size, NUM_ENTRIES),)](
