@@ -96,8 +96,8 @@ def plan_draft_rows_kernel(
         tl.store(out_row + j * plane, tl.where(active, slot, -1), mask=ok)
         tl.store(out_row + (rounds + j) * plane, tl.where(active, total - prompt + j, 0), mask=ok)
         tl.store(out_row + (2 * rounds + j) * plane, position, mask=ok)
-        kv_place = tl.where(active, page * PAGE + position % PAGE, 0)
-        tl.store(out_row + (3 * rounds + j) * plane, kv_place, mask=ok)
+        kv_row = out_row + (3 * rounds + j) * plane
+        tl.store(kv_row, tl.where(active, page * PAGE + position % PAGE, 0), mask=ok)
     for j in range(depth):
         tl.store(out_row + (4 * rounds + j) * plane, slot * 0, mask=ok)
 

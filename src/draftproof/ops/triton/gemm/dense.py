@@ -77,11 +77,12 @@ def linear_kernel(
     row_ok, col_ok = rm < M, rn < N
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
     w_at = w + rn.to(tl.int64)[None, :] * K + rk[:, None]
-    out_at = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
+    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    inside = row_ok[:, None] & col_ok[None, :]
     total = dot_rows(x_at, w_at, row_ok, col_ok, rk, K, BM, BN, BK, EVEN_K, WEIGHT_FIRST, PDL)
     if HAS_BIAS:  # added in fp32; the sum is rounded once
         total += tl.load(bias + rn, mask=col_ok, other=0.0)[None, :]
-    tl.store(out_at, total.to(out_at.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
 
 
 def num_prefetch_lines(rows: int, columns: int, depth: int, size: int) -> int:
