@@ -27,7 +27,7 @@ from draftproof.ops.triton import runtime
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
-from draftproof.types import TOKENS, Choice, Draft, Outcome, Windows
+from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
 from fake_chip import Chip
 
 CPU = torch.device("cpu")
@@ -97,10 +97,10 @@ def forward(
     ops.forward.silu_mul(x)
     rope = torch.empty((64, heads.dim))
     qkv = torch.empty((rows, width), dtype=dtype)
-    ops.forward.rope_store(qkv, these, heads, rope, cache, None, None, 1e-6)
-    ops.forward.rope_store(qkv, these, heads, rope, cache, norm, norm, 1e-6)
+    for norms in ((None, None), (norm, norm)):
+        ops.forward.rope_store(qkv, these, Attention(heads, None, None, *norms), rope, cache, 1e-6)
     packed = PackedLinear(torch.empty((width, hidden), dtype=dtype), None)
-    ops.forward.linear_rope_store(x, packed, these, heads, rope, cache, None, None, 1e-6)
+    ops.forward.linear_rope_store(x, these, Attention(heads, packed, None), rope, cache, 1e-6)
     ops.forward.linear_silu_mul(x, packed)
     ops.forward.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
 
@@ -128,16 +128,13 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     tokens, count = ops.search.search_ngram(batch, 1, 4)
     pool, rule = pool_of(made), SuffixOptions(2, 1.0, 0.1)
     for begun in (None, (tokens, count)):
-        ops.search.search_suffix(made.columns, made.plan.slots, made.plan.budget, pool, rule, begun)
+        ops.search.search_suffix(batch, pool, rule, begun)
     transposed = torch.zeros_like(tokens.t()).t()
     candidates = [DraftCandidate(tokens, count, count), DraftCandidate(transposed, count, None)]
-    last, counts = (
-        torch.zeros((4, entries), dtype=torch.int64),
-        torch.zeros((2, entries, 2), dtype=torch.int64),
-    )
-    arguments = made.columns, made.plan.slots, made.plan.budget, AcceptanceRecord(last, *counts), candidates
+    counts = torch.zeros((2, entries, 2), dtype=torch.int64)
+    record = AcceptanceRecord(torch.zeros((4, entries), dtype=torch.int64), *counts)
     for search in (-1, 0):
-        ops.search.select_drafts(*arguments, search)
+        ops.search.select_drafts(batch, record, candidates, search)
     for more in ({}, {"logprobs": torch.empty(tokens.shape), "sources": tokens.to(torch.int8)}):
         ops.step.store_drafts(made.columns, made.plan.slots, made.plan.budget, Draft(tokens, count, **more))
 

@@ -16,7 +16,7 @@ from draftproof.ops.torch.draft_rounds import TorchRounds
 from draftproof.ops.triton import runtime
 from draftproof.ops.triton.gemm.lm_head_sample import LmHeadSample
 from draftproof.ops.triton.runtime import check_columns, launch_options, next_power_of_two, pdl_sync
-from draftproof.types import Rows, SlotColumns, Windows
+from draftproof.types import DeviceBatch, Rows, SlotColumns, Windows
 
 BLOCK = 512  # rows of a program, and rows that one step of the search for entries reads
 NUM_ENTRIES = 8  # of a program
@@ -126,9 +126,9 @@ class TritonRounds(TorchRounds):
         return Rows(*shifted[:, :count], rows.page_table), last
 
     def plan_draft_rows(
-        self, columns: SlotColumns, slots: Tensor, budget: Tensor, last: Tensor, rounds: int, lag: int,
-        page_size: int,
-    ) -> DraftRows:  # fmt: skip
+        self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int
+    ) -> DraftRows:
+        columns, slots, budget = batch.columns, batch.slots, batch.budget
         size, depth = len(slots), columns.draft.shape[1]
         check_columns("slots, budget and last rows", (slots, budget, last), size)
         plane = -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

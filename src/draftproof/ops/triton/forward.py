@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import AttentionShape, Layer
+from draftproof.ops.contract.types import Attention, AttentionShape, Layer
 from draftproof.ops.triton import elementwise, runtime
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
@@ -85,22 +85,20 @@ class TritonForward(ForwardOps):
         return elementwise.silu_mul(gate_up, self._launch.early(gate_up))
 
     def rope_store(
-        self, qkv: Tensor, rows: Rows, heads: AttentionShape, rope: Tensor, cache: Tensor,
-        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    ) -> Tensor:  # fmt: skip
+        self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
+    ) -> Tensor:
+        heads = attention.heads
         qkv = runtime.matrix("qkv", qkv, (heads.num_q + 2 * heads.num_kv) * heads.dim)
         rope = runtime.matrix("rope", rope, heads.dim, FP32)
         check_rows(rows, len(qkv), heads, cache, qkv.dtype)
-        early = self._launch.early(qkv)
-        return rope_kernels.rope_store(qkv, rows, heads, rope, cache, q_norm, k_norm, eps, early)
+        return rope_kernels.rope_store(qkv, rows, attention, rope, cache, eps, self._launch.early(qkv))
 
     def linear_rope_store(
-        self, x: Tensor, packed: PackedLinear, rows: Rows, heads: AttentionShape, rope: Tensor, cache: Tensor,
-        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    ) -> Tensor:  # fmt: skip
-        separate = super().linear_rope_store
-        run_separate = partial(separate, x, packed, rows, heads, rope, cache, q_norm, k_norm, eps)
-        epilogue, has_norms = Epilogue.ROPE_STORE, q_norm is not None or k_norm is not None
+        self, x: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
+    ) -> Tensor:
+        packed, heads, epilogue = attention.qkv, attention.heads, Epilogue.ROPE_STORE
+        run_separate = partial(super().linear_rope_store, x, rows, attention, rope, cache, eps)
+        has_norms = attention.q_norm is not None or attention.k_norm is not None
         if has_norms or not supports_fused(packed, len(x), epilogue, heads.dim):
             return run_separate()
         x, _ = check_input(x, packed, None)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops import AttentionShape, Rows
+from draftproof.ops import Attention, Rows
 from draftproof.ops.triton.attention.kv_cache import store_kv
 from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
 
@@ -67,10 +67,10 @@ def rope_store_kernel(
 
 
 def rope_store(
-    qkv: Tensor, rows: Rows, heads: AttentionShape, rope: Tensor, cache: Tensor,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, pdl: bool,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float, pdl: bool
+) -> Tensor:
     """Return q [R, NUM_Q * D]; k and v are stored to `cache`."""
+    heads, q_norm, k_norm = attention.heads, attention.q_norm, attention.k_norm
     total = heads.num_q + 2 * heads.num_kv
     out = torch.empty((len(qkv), heads.num_q * heads.dim), dtype=qkv.dtype, device=qkv.device)
     rope_store_kernel[(len(qkv), triton.cdiv(total, HEADS_PER_PROGRAM))](
