@@ -28,7 +28,7 @@ from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
 from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
-from fake_chip import Chip
+from no_gpu import Chip
 
 CPU = torch.device("cpu")
 TYPES = {
