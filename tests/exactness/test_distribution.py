@@ -230,7 +230,7 @@ class AlternatingReported(Alternating):
 
 def test_draft_without_probs_is_certain_after_a_sampled_one() -> None:
     answers = []
-    for name in ("Alternating", "AlternatingAloud"):
+    for name in ("Alternating", "AlternatingReported"):
         target = engine(speculative=spec_of(name, "rejection"))
         params = SamplingParams(max_tokens=40, temperature=2.0, allowed_token_ids=ALLOWED)
         # One at a time, so that the parity of its length decides.
