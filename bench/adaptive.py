@@ -64,7 +64,6 @@ class Lane(Scheduler):
             copy.deepcopy(other.policy),
             caching,
             other.lookahead,
-            drafts_before_plan=other.drafts_before_plan,
         )
 
     def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:

@@ -32,8 +32,8 @@ from common.fake_device import FakeDevice
 from common.measure import finish
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.step.device_step import QueuedStep, StepTensors
-from draftproof.engine.step.result_buffer import ResultWriter
+from draftproof.engine.step.device_step import StepTensors
+from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
 from draftproof.types import (
@@ -45,7 +45,6 @@ from draftproof.types import (
     TOKENS,
     FinishStatus,
     LogprobKind,
-    Outcome,
     Request,
 )
 
@@ -119,11 +118,11 @@ class Instant:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def run(self, planned: Any, *rest: Any) -> QueuedStep:
+    def run(self, planned: Any, *rest: Any) -> tuple[StepTensors, None]:
         host, slots = self.real.slots, planned.slots
         for sequence in planned.admitted:
             self.length[sequence.slot] = len(sequence.request.prompt_token_ids)
-        parts = ResultWriter(torch.zeros(1 << 16, dtype=torch.uint8))
+        parts = PackedResults(torch.zeros(1 << 16, dtype=torch.uint8))
         tensor = parts.add_table(len(host.requests), TOKENS + 2)
         table = tensor.numpy()
         n = len(slots)
@@ -131,9 +130,7 @@ class Instant:
         table[:n, TOKENS] = 7
         self.length[slots] += planned.samples
         table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], FinishStatus.LENGTH, 0)
-        outcome = Outcome(tensor, None, None)  # type: ignore[arg-type]
-        none = None, None, None, None, None
-        return QueuedStep(StepTensors(outcome, *none, parts.packed()), None)  # type: ignore[arg-type]
+        return StepTensors(None, None, None, parts.complete()), None  # type: ignore[arg-type]
 
 
 def build(batch: int, **options: Any) -> LLM:

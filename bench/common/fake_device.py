@@ -16,7 +16,7 @@ import torch
 
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.step.device_step import StepTensors
-from draftproof.engine.step.result_buffer import PackedResults, ResultWriter
+from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.ops.triton import graphs as queue
 from draftproof.types import (
     ENDED,
@@ -27,7 +27,6 @@ from draftproof.types import (
     TOKENS,
     FinishStatus,
     LogprobKind,
-    Outcome,
     StepFeatures,
 )
 
@@ -82,7 +81,7 @@ class FakeDevice:
 
         def replay() -> Any:
             begin = time.thread_time()
-            key = next(key for key, graph in device.graphs.items() if graph is replay)
+            key = next(key for key, graph in device.graphs.captured.items() if graph is replay)
             out = self._forward(key.rows) if key.kind == "forward" else self._outcome(key.rows, key.variant)
             self.spent += time.thread_time() - begin
             return out
@@ -99,24 +98,24 @@ class FakeDevice:
         for sequence in planned.admitted:
             self._length[sequence.slot] = len(sequence.ids)
         slots, n = planned.slots, len(planned.slots)
-        table = np.zeros((len(self._length), self.device.table_width), np.int64)
+        table = np.zeros((len(self._length), self.device.buffers.table_width), np.int64)
         left = np.maximum(host.max_length[slots] - self._length[slots], 0)
         drafts, accepted = self._verified(planned)
         out = np.where(planned.samples, np.minimum(accepted + 1, left), 0)
         table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, drafts
         table[:n, NUM_ACCEPTED] = np.minimum(accepted, out)
-        table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.table_width - TOKENS))
+        table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.buffers.table_width - TOKENS))
         table[:n, PICK] = np.cumsum(out) - out
         self._length[slots] += out
         table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], FinishStatus.LENGTH, 0)
         packed = self._pack(rows, features)
         packed.data[: table.nbytes].copy_(torch.from_numpy(table).view(-1).view(torch.uint8))
         none: Any = None
-        return StepTensors(Outcome(none, none, none), none, none, none, none, none, packed)
+        return StepTensors(none, none, none, packed)
 
     def _verified(self, planned: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the drafts [B] and how many of them are accepted [B]."""
-        shape = len(planned.slots), self.device.table_width - TOKENS
+        shape = len(planned.slots), self.device.buffers.table_width - TOKENS
         is_rejected = self._draw.random(shape) >= self.acceptance
         accepted = is_rejected.argmax(1) + np.where(is_rejected.any(1), 0, 99)
         return planned.drafts, np.minimum(accepted, planned.drafts)
@@ -124,11 +123,11 @@ class FakeDevice:
     def _pack(self, rows: int, features: StepFeatures) -> PackedResults:
         key = rows, features
         if key not in self._packed:
-            parts = ResultWriter(torch.zeros(1 << 22, dtype=torch.uint8))
-            parts.add_table(len(self._length), self.device.table_width)
+            parts = PackedResults(torch.zeros(1 << 22, dtype=torch.uint8))
+            parts.add_table(len(self._length), self.device.buffers.table_width)
             if (top := features.raw_top) >= 0:
                 columns = parts.add_logprobs(LogprobKind.RAW, rows, top)
                 columns.ranks.fill_(1)
                 columns.values.fill_(-1.0)
-            self._packed[key] = parts.packed()
+            self._packed[key] = parts.complete()
         return self._packed[key]

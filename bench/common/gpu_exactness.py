@@ -177,7 +177,7 @@ def use_cublas(engine: Engine) -> None:
     ops: Any = engine.ops
     ops.forward.cublas.mode = "always"
     ops.forward.one_launch = False  # all layers in one kernel, which has products of its own
-    engine.loop.device.graphs.clear()  # captured graphs have the kernels of before
+    engine.loop.device.graphs.captured.clear()  # captured graphs have the kernels of before
 
 
 class Products:

@@ -24,6 +24,8 @@ from draftproof.engine.validation import Limits, check_request
 from draftproof.metrics import EngineStats, RequestStats, WorkerStatus
 from draftproof.serve.ipc.status import socket_address, write_status
 from draftproof.types import NUM_OUT, PICK, TOKENS, LogprobKind, Request
+from draftproof.verify.guarantee import StrategyGuarantees
+from draftproof.verify.target_match import TargetMatch
 
 TOP = 20
 STEPS = 64  # that differ
@@ -34,9 +36,8 @@ class MadeUp:
     """The surface of `Engine` that the worker uses. Each step commits one token of every request."""
 
     sources: tuple[str, ...] = ()
-    strategy_name = "target_match"
+    guarantees = StrategyGuarantees({"target_match": TargetMatch.guarantee()}, "target_match", "normal")
     eos_token_ids: tuple[int, ...] = ()
-    ops = None
 
     def __init__(self, vocab: int, seconds: float) -> None:
         self.limits = Limits(vocab, 4096, TOP, 1 << 24, 0)

@@ -157,8 +157,9 @@ def watched(llm: LLM) -> Clocks:
         return run(*given, **named)
 
     loop.device.run = ran
-    for key, replay in loop.device.graphs.items():
-        loop.device.graphs.replace(key, clocks.timed(f"replay {key.kind}", replay))
+    captured = loop.device.graphs.captured
+    for key, replay in list(captured.items()):
+        captured[key] = clocks.timed(f"replay {key.kind}", replay)
     Stage.__init__ = clocks.timed("new stage", Stage.__init__)  # type: ignore[method-assign]
     return clocks
 

@@ -55,7 +55,7 @@ class Watch:
         self.host: list[tuple[float, bool]] = []  # seconds, and whether the step was ready before
 
     def __enter__(self) -> Watch:
-        self.captured, self.compiled = len(self.loop.device.graphs), len(compiled)
+        self.captured, self.compiled = len(self.loop.device.graphs.captured), len(compiled)
         self.engine.step, self.loop.device.run = self.step, self.run  # type: ignore[method-assign]
         self._observe, self.policy.observe = self.policy.observe, self.observe  # type: ignore[method-assign]
         return self
@@ -96,7 +96,7 @@ class Watch:
             "late": round(float(np.mean([late for _, late in self.host])), 3),
             "steps with rounds": round(len(drafted) / max(1, len(self.rounds)), 3),
             "rounds of these": round(float(np.mean(drafted)), 2) if drafted else 0,
-            "captured": len(self.loop.device.graphs) - self.captured,
+            "captured": len(self.loop.device.graphs.captured) - self.captured,
             "compiled": compiled[self.compiled :],
             "longest, ms": [round(1e3 * one, 2) for one in longest.tolist()],
         }

@@ -104,14 +104,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check the type and range of every field."""
-        sizes = (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "kv_cache_tokens",
-            "max_num_waiting",
-        )
-        for name in sizes:
+        lengths = ("max_model_len", "max_num_batched_tokens", "kv_cache_tokens")
+        for name in (*lengths, "max_num_seqs", "max_num_waiting"):
             value = getattr(self, name)
             if value is not None and (not _is_integer(value) or value < 1):
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
@@ -140,7 +134,6 @@ class EngineConfig:
 
 
 def _is_integer(value: object) -> bool:
-    """Return whether a value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -151,22 +144,10 @@ def options_table() -> str:
         if declared.name in ("model", "speculative"):
             continue
         data = declared.metadata
-        default = data.get("default_text") or _shown(declared.default)
+        value = declared.default
+        default = data.get("default_text") or (f"`{value}`" if isinstance(value, str) else str(value).lower())
         allowed = ", ".join(f"`{choice}`" for choice in data.get("choices", ()))
         text = f"{data['help']}. One of {allowed}" if allowed else data["help"]
         text += ". `LLM` and `AsyncLLM` only" if data.get("api_only") else ""
         lines.append(f"| `{declared.name}` | {default} | {text} |")
     return "\n".join(lines) + "\n"
-
-
-def _shown(default: object) -> str:
-    """Return a default as the documents show it."""
-    if default is None:
-        return "none"
-    return (
-        str(default).lower()
-        if isinstance(default, bool)
-        else f"`{default}`"
-        if isinstance(default, str)
-        else str(default)
-    )

@@ -21,10 +21,7 @@ BOUNDS = (
 
 @dataclass(slots=True)
 class Histogram:
-    """Histogram of durations.
-
-    counts[i]: durations above BOUNDS[i - 1] and at most BOUNDS[i]; the last: above all bounds.
-    """
+    """Histogram of durations: counts[i] above BOUNDS[i - 1] and at most BOUNDS[i]; the last above all."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     total: float = 0.0  # seconds

@@ -41,12 +41,14 @@ class LogprobRow:
 
     @classmethod
     def from_columns(
-        cls, values: list[list[float]], ids: list[list[int]], ranks: list[int], tokens: list[int], top: int
+        cls,
+        values: list[list[float]],
+        ids: list[list[int]],
+        ranks: list[int],
+        tokens: Sequence[int],
+        top: int,
     ) -> list[LogprobRow]:
-        """Return rows from columns of at least `top` best tokens.
-
-        values [n, 1 + _], ids [n, _], ranks [n] of tokens [n].
-        """
+        """Return rows from columns of at least `top` best: values [n, 1 + _], ids [n, _], ranks [n]."""
         below = list(range(1, top + 1))
         return [
             cls([token, *best[:top]], value[: top + 1], [rank, *below])

@@ -1,4 +1,4 @@
-"""SamplingParams: what a user asks of one request, checked once, in the habits of vLLM's users."""
+"""SamplingParams: options of one request, validated once. Names and defaults are those of vLLM."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 LogprobsMode = Literal["raw", "processed"]
 
 MAX_SEED = 2**63 - 1
-# Below this a temperature means greedy, as vLLM has it: dividing by less would only overflow.
-MIN_TEMPERATURE = 1e-5
-LARGEST = 1e6  # of a temperature, a repetition penalty, a bias: beyond it fp32 has no room left
-ROOM = 1e30  # of a logit: over any temperature it still fits fp32
+MIN_TEMPERATURE = 1e-5  # less means greedy, as in vLLM: logits divided by less would overflow
+MAX_VALUE = 1e6  # of a temperature, a repetition penalty, a bias: logits still fit fp32 with it
+MAX_LOGIT = 1e30  # divided by any temperature it still fits fp32
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeParams:
-    """How one request is to be speculated; None keeps what the engine was started with."""
+    """Speculation options of one request; None keeps the engine's own."""
 
     enabled: bool = True
     num_speculative_tokens: int | None = None
     verify_strategy: str | None = None
-    adaptive: bool | None = None  # as many drafts as pay; False: always `num_speculative_tokens`
+    adaptive: bool | None = None  # False: always `num_speculative_tokens` drafts
 
     @classmethod
     def parse(cls, value: SpeculativeParams | dict[str, Any] | bool | None) -> SpeculativeParams:
+        """Read the value of `speculative`; True or False switch speculation on or off."""
         if value is None or isinstance(value, bool):
             return cls(enabled=value is not False)
         if isinstance(value, SpeculativeParams):
@@ -57,14 +57,14 @@ class SpeculativeParams:
         given = [name for name in ("num_speculative_tokens", "adaptive") if getattr(self, name) is not None]
         if not self.enabled and given:
             raise RequestError(
-                f"speculative: {given[0]} says nothing without drafts; leave it out or set enabled to true",
+                f"speculative: {given[0]} has no effect without drafts; leave it out or set enabled to true",
                 "speculative",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's options. Frozen and valid once built; unknown names are Python's TypeError."""
+    """Options of one request, frozen and valid once built. An unknown name raises TypeError."""
 
     n: int = 1
     temperature: float = 1.0
@@ -94,33 +94,31 @@ class SamplingParams:
     include_draft_logprobs: bool = False
     speculative: SpeculativeParams | dict[str, Any] | bool | None = None
     prediction: str | Sequence[int] | None = None  # expected output, drafted where it continues the output
-    structured_outputs: StructuredOutputs | dict[str, Any] | None = None  # what the answer must follow
-    priority: int = 0  # smaller ones are served first
-    cache_salt: str | None = None  # cached prefixes are found by requests with the same salt alone
+    structured_outputs: StructuredOutputs | dict[str, Any] | None = None  # format of the output
+    priority: int = 0  # smaller ones are scheduled first
+    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
 
     def __post_init__(self) -> None:
-        for name, *_ in (*_RANGES, *_INTEGERS):
+        """Check every option and convert sequences and numbers to plain tuples and numbers."""
+        for name in (*_RANGES, *_INTEGERS):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
-        for name, low, high in _RANGES:
+        for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
-        for name, low_int in _INTEGERS:
-            _check_integer(name, getattr(self, name), low_int)
+        for name, minimum in _INTEGERS.items():
+            _check_integer(name, getattr(self, name), minimum)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise RequestError(f"seed must lie in 0..{MAX_SEED}, got {self.seed}", "seed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
-                "min_tokens",
-            )
+            text = f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
+            raise RequestError(text, "min_tokens")
         if self.logprobs_mode not in ("raw", "processed"):
             raise RequestError("logprobs_mode must be 'raw' or 'processed'", "logprobs_mode")
         if self.logprob_token_ids is not None and self.logprobs:
             raise RequestError(
-                "logprob_token_ids names the tokens itself: leave logprobs unset or 0",
-                "logprob_token_ids",
+                "logprob_token_ids names the tokens itself: leave logprobs unset or 0", "logprob_token_ids"
             )
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise RequestError("cache_salt must be a non-empty string", "cache_salt")
@@ -128,21 +126,20 @@ class SamplingParams:
 
     def _freeze(self) -> None:
         put = object.__setattr__
-        for name, nothing in _NOTHING.items():
-            if getattr(self, name) is None:  # vLLM's own way to say "not given"
-                put(self, name, nothing)
-        for name in _SEQUENCES:
+        for name in (*_LISTS, *_ID_LISTS):
             value = getattr(self, name)
-            text = isinstance(value, str) and name != "stop"
-            if value is not None and (text or not isinstance(value, Iterable)):
+            is_text = isinstance(value, str) and name != "stop"
+            if value is None and name in _LISTS:  # "not given" in vLLM
+                put(self, name, ())
+            elif value is not None and (is_text or not isinstance(value, Iterable)):
                 raise RequestError(f"{name} must be a list, got {value!r}", name)
         put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name in ("bad_words", "stop_token_ids", "logits_processors"):
+        for name in _LISTS[1:]:
             put(self, name, tuple(map(plain_number, getattr(self, name))))
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
                 raise RequestError(f"{name} must hold non-empty strings", name)
-        for name in ("allowed_token_ids", "logprob_token_ids"):
+        for name in _ID_LISTS:
             if getattr(self, name) is not None:
                 try:
                     put(self, name, tuple(dict.fromkeys(map(plain_number, getattr(self, name)))))
@@ -152,31 +149,33 @@ class SamplingParams:
                     raise RequestError(f"{name} is empty; leave it out instead", name)
         if self.prediction is not None and not isinstance(self.prediction, str):
             if not isinstance(self.prediction, Iterable) or isinstance(self.prediction, (bytes, bytearray)):
-                raise RequestError(
-                    f"prediction must be a text or a list of ids, got {self.prediction!r}", "prediction"
-                )
+                text = f"prediction must be a text or a list of ids, got {self.prediction!r}"
+                raise RequestError(text, "prediction")
             put(self, "prediction", tuple(map(plain_number, self.prediction)))
         if any(not callable(f) for f in self.logits_processors):
             raise RequestError("logits_processors must be functions", "logits_processors")
         try:
-            bias = {_token_id(k): float(v) for k, v in self.logit_bias.items()}
+            given = {} if self.logit_bias is None else self.logit_bias
+            bias = {_token_id(k): float(v) for k, v in given.items()}
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from error
-        if any(math.isnan(v) or v > LARGEST for v in bias.values()):
-            raise RequestError(f"logit_bias values must be at most {LARGEST:g} (-inf forbids)", "logit_bias")
-        put(self, "logit_bias", {k: max(v, -ROOM) if v > -math.inf else v for k, v in bias.items()})
+        if any(math.isnan(v) or v > MAX_VALUE for v in bias.values()):
+            raise RequestError(
+                f"logit_bias values must be at most {MAX_VALUE:g} (-inf forbids)", "logit_bias"
+            )
+        put(self, "logit_bias", {k: max(v, -MAX_LOGIT) if v > -math.inf else v for k, v in bias.items()})
         put(self, "top_k", min(max(self.top_k, 0), MAX_SEED))
         put(self, "speculative", SpeculativeParams.parse(self.speculative))
         put(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
 
     @property
     def speculation(self) -> SpeculativeParams:
-        """`speculative` as it was understood."""
+        """`speculative`, parsed."""
         return SpeculativeParams.parse(self.speculative)
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """`structured_outputs` as it was understood."""
+        """`structured_outputs`, parsed."""
         return StructuredOutputs.parse(self.structured_outputs)
 
     @property
@@ -192,7 +191,7 @@ class SamplingParams:
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     def token_id_options(self) -> dict[str, Sequence[int]]:
-        """Every option that names token ids, for one range check against the vocabulary."""
+        """Return the token ids of every option, for one range check against the vocabulary."""
         end = self.structure.reasoning_end if self.structure else None
         return {
             "structured_outputs": (end,) if isinstance(end, int) else (),
@@ -203,45 +202,25 @@ class SamplingParams:
         }
 
 
-_RANGES = (
-    ("temperature", 0.0, LARGEST),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 1 / LARGEST, LARGEST),  # what is divided by less has no room in fp32 either
-)
-_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "include_draft_logprobs")
-_SEQUENCES = (
-    "stop",
-    "bad_words",
-    "stop_token_ids",
-    "logits_processors",
-    "allowed_token_ids",
-    "logprob_token_ids",
-)
-_NOTHING: dict[str, Any] = {
-    "stop": (),
-    "stop_token_ids": (),
-    "bad_words": (),
-    "logits_processors": (),
-    "logit_bias": {},
+_RANGES = {
+    "temperature": (0.0, MAX_VALUE),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1 / MAX_VALUE, MAX_VALUE),
 }
-_INTEGERS = (
-    ("n", 1),
-    ("top_k", -1),
-    ("min_tokens", 0),
-    ("max_tokens", 1),
-    ("logprobs", -1),
-    ("prompt_logprobs", -1),
-    ("seed", None),
-    ("priority", None),
-)
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "include_draft_logprobs")
+_LISTS = ("stop", "bad_words", "stop_token_ids", "logits_processors")
+_ID_LISTS = ("allowed_token_ids", "logprob_token_ids")  # None: the option is off
+_OPTIONAL_INTEGERS = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
+_INTEGERS: dict[str, int | None] = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1}  # smallest values
+_INTEGERS |= {"logprobs": -1, "prompt_logprobs": -1, "seed": None, "priority": None}
 
 
-def top_of(asked: int | None, vocab: int) -> int:
-    """How many of the best `logprobs` or `prompt_logprobs` asks for, where there are so many tokens."""
-    return vocab if asked == -1 else min(asked or 0, vocab)
+def top_of(count: int | None, vocab: int) -> int:
+    """Return the number of best tokens that `logprobs` or `prompt_logprobs` requests of a vocabulary."""
+    return vocab if count == -1 else min(count or 0, vocab)
 
 
 def plain_number(value: Any) -> Any:
@@ -264,7 +243,7 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 
 
 def _check_integer(name: str, value: object, low: int | None) -> None:
-    if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
+    if value is None and name in _OPTIONAL_INTEGERS:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, got {value!r}", name)
@@ -273,8 +252,8 @@ def _check_integer(name: str, value: object, low: int | None) -> None:
 
 
 def _token_id(key: Any) -> int:
-    """JSON has texts for keys; a number that is no integer names nobody."""
+    """Return a key of `logit_bias` as an integer: JSON has texts for keys."""
     number = int(key)
     if isinstance(key, float) and key != number:
-        raise ValueError(f"{key} is no token id")
+        raise ValueError(f"{key} is not a token id")
     return number

@@ -78,11 +78,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         """Check every field and resolve `adaptive` and the acceptance rates."""
-        k = self.num_speculative_tokens
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(
-                f"num_speculative_tokens must be an integer in 1..{MAX_SPECULATIVE_TOKENS}, got {k!r}"
-            )
+        check_number("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if not isinstance(self.verify_strategy, str):
             raise ConfigError(f"verify_strategy must be a string, got {self.verify_strategy!r}")
         if self.accept_policy not in ACCEPT_POLICIES:
@@ -141,7 +137,7 @@ def translate(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate_benchmark_mode(merged: dict[str, Any]) -> None:
-    """Replace FastDeploy's benchmark_mode by the accept policy it stands for."""
+    """Replace FastDeploy's benchmark_mode by the accept policy of the same meaning."""
     mode = merged.pop("benchmark_mode", False)
     if not isinstance(mode, bool):
         raise ConfigError(f"benchmark_mode must be true or false, got {mode!r}")
@@ -197,8 +193,16 @@ def merge_aliases(given: Mapping[str, Any], aliases: Mapping[str, str], prefix: 
     return merged
 
 
+def check_number(name: str, value: Any, low: float, high: float, whole: bool = True) -> Any:
+    """Return the value of an option; ConfigError if it is not a number in low..high."""
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        kind = "an integer" if whole else "a number"
+        raise ConfigError(f"{name} must be {kind} in {low:g}..{high:g}, got {value!r}")
+    return value
+
+
 def _within(value: object, low: float, high: float) -> bool:
-    """Return whether a value is a number in low..high."""
     return isinstance(value, (int, float)) and low <= value <= high
 
 

@@ -26,9 +26,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None  # EBNF ("root ::= …"), or Lark ("start: …")
     json_object: bool | None = None  # any JSON object
-    reasoning_end: str | int | None = (
-        None  # the output is unconstrained up to and including this text or token
-    )
+    reasoning_end: str | int | None = None  # text or token up to which the output is unconstrained
     disable_any_whitespace: bool = False  # JSON: exactly one space after ',' and ':', none elsewhere
     max_whitespace: int | None = None  # JSON: maximum whitespace in one place; None: no limit
 

@@ -51,15 +51,12 @@ class Request:
 PREDICTION_SOURCE = "given"  # source of drafts from a request's prediction
 
 
-# --- engine, proposers and strategies ---------------------------------------------------------
+PREDICTION_SOURCE = "given"  # source of drafts from a request's prediction
 
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """Device state of the running requests: one line per slot, S slots.
-
-    The tensors never move: captured graphs hold their addresses.
-    """
+    """Device state of the running requests, S slots. The tensors never move: graphs hold their addresses."""
 
     tokens: Tensor  # [S, max_len] int64: prompt, then committed output; append-only
     length: Tensor  # [S] int64: committed tokens, prompt included
@@ -127,11 +124,6 @@ class PlanColumns:
     drafts: Tensor  # [B] int64: maximum number of drafts to verify
     budget: Tensor  # [B] int64: maximum number of drafts to propose after the step
 
-    @classmethod
-    def from_table(cls, table: Tensor) -> PlanColumns:
-        """Return the columns of one tensor [4, B]."""
-        return cls(*table)
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -145,10 +137,7 @@ class Rows:
 
 
 class StepFeatures(NamedTuple):  # hashed in every step: a dataclass would take ten times as long
-    """Features that the requests of a step need between them; part of the key of a captured step.
-
-    The bits of a request do not depend on the features that other requests need.
-    """
+    """Features that the requests of a step need between them: a key of captured steps, never of bits."""
 
     strategies: tuple[int, ...]  # indices of verification strategies, ascending
     has_adjustments: bool = False  # penalties, bias, bans or min_tokens
@@ -199,10 +188,7 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class ProposeBatch:
-    """Input of a proposer on the host after a commit: B requests.
-
-    A request whose prompt is still being computed has budget 0.
-    """
+    """Input of a proposer on the host after a commit: B requests, with budget 0 within their prompt."""
 
     columns: SlotColumns
     slots: list[int]  # [B]
@@ -282,9 +268,6 @@ ENDED = 3  # a `FinishStatus`
 FIRST_ROW = 4  # first logits row of the window
 PICK = 5  # index of its first token in `pick_rows`, if its logprobs are needed
 TOKENS = 6  # K + 1 columns, valid up to NUM_OUT
-
-
-# --- engine outputs ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

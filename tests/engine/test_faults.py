@@ -175,7 +175,6 @@ def test_control_unfilled_pages_are_detected(broken, monkeypatch, reference):
 
 def test_control_lost_step_is_detected(monkeypatch, reference):
     monkeypatch.setattr(fault_recovery, "requeue_lost", lambda *_: [])
-    monkeypatch.setattr("draftproof.engine.loop.requeue_lost", lambda *_: [])
     target, ops = build(debug=False)
     ops.when = lambda _, op, count: op == "read" and count == 10
     with pytest.raises(AssertionError):

@@ -62,11 +62,6 @@ class SharedPages(RuleBasedStateMachine):
         assert not set(again) & set(pages), "an unpublished page was found"
         self.pages.release(again)
 
-    @rule()
-    def forget(self) -> None:
-        self.pages.forget()
-        assert self.pages.num_idle == 0
-
     @invariant()
     def every_page_is_counted(self) -> None:
         self.pages.check()

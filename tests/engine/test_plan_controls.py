@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.engine.fast_path import FastPath
-from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.scheduler import FastPath, Scheduler
 from scheduler_fuzz import FuzzRun, K, run_fuzz, run_state_machine
 
 pytestmark = pytest.mark.control
@@ -83,7 +82,7 @@ def admit_from_the_end_of_the_queue(whole, self, rows):
         (Scheduler, "plan", plan_past_the_end, "surely ended"),
         (FuzzRun, "run", reserve_fewer_rows_than_drafts, "more drafts than the host counts on"),
         (Scheduler, "_planned", exceed_the_row_budget, None),
-        (FastPath, "_again", repeat_plans_without_counting_room, None),
+        (FastPath, "_repeat", repeat_plans_without_counting_room, None),
         (FastPath, "plan", repeat_plans_of_other_requests, None),
         (Scheduler, "_admit", publish_pages_at_admission, "KV of another text"),
         (Scheduler, "_leave", lose_a_page_of_a_preempted_request, None),
@@ -106,7 +105,7 @@ def test_planted_defect_is_detected(
 )
 def test_wrong_column_of_the_fast_path_is_detected(monkeypatch, column, more):
     """A page that is missing, a token past the end, an unfinished prompt, a draft that does not exist."""
-    whole = FastPath._among_themselves
+    whole = FastPath._plan_decoding
 
     def broken(self, running, lines, version):
         kept = getattr(self.mirror, column).copy()
@@ -117,7 +116,7 @@ def test_wrong_column_of_the_fast_path_is_detected(monkeypatch, column, more):
             if column != "num_draft":
                 getattr(self.mirror, column)[:] = kept
 
-    monkeypatch.setattr(FastPath, "_among_themselves", broken)
+    monkeypatch.setattr(FastPath, "_plan_decoding", broken)
     with pytest.raises((AssertionError, IndexError)):
         run_fuzz()
 

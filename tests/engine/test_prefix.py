@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from draftproof import LLM
-from draftproof.engine import prefix_cache
+from draftproof.engine import page_pool
 from draftproof.engine.page_pool import digests
 from draftproof.sampling_params import SamplingParams
 from exact import check_empty, compare
@@ -144,20 +144,20 @@ def test_digests_continue_from_known_ones():
 
 
 def test_digests_of_the_next_request_are_computed_while_idle(monkeypatch):
-    engine, num_known, whole = tiny.engine(page_size=PAGE, max_num_seqs=1), [], prefix_cache.digests
+    engine, num_known, whole = tiny.engine(page_size=PAGE, max_num_seqs=1), [], page_pool.digests
     monkeypatch.setattr(
-        prefix_cache, "digests", lambda ids, *more: num_known.append(len(more[2])) or whole(ids, *more)
+        page_pool, "digests", lambda ids, *more: num_known.append(len(more[2])) or whole(ids, *more)
     )
     scheduler = engine.loop.scheduler
     for i in range(2):
         engine.add(tiny.request(i, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), 40))
     for _ in range(3):
-        scheduler.meanwhile()
+        scheduler.do_idle_work()
     first, second = scheduler.waiting
     assert len(first.digests) == 40 // PAGE and not second.digests and num_known == [0]
     while engine.has_work:
         engine.step()
-        scheduler.meanwhile()
+        scheduler.do_idle_work()
     pages = 40 // PAGE
     assert sorted(num_known) == [0, 0, pages, pages]
     assert first.digests == list(whole(first.ids, PAGE)) and len(first.digests) > pages
@@ -173,7 +173,7 @@ def test_control_digests_without_salt_or_chain_are_detected(monkeypatch, what):
             page = tokens[at * size : (at + 1) * size]
             yield repr((salt, list(page))).encode() if what == "chained" else digest
 
-    monkeypatch.setattr(prefix_cache, "digests", broken)
+    monkeypatch.setattr(page_pool, "digests", broken)
     serve(engine, ids, cache_salt="a")
     if what == "salted":
         assert serve(engine, ids, cache_salt="b")[1] == 32, "a page of another salt was found"

@@ -43,7 +43,7 @@ def test_filling_slots_never_waits_for_the_device(waits: list[Any]) -> None:
     planned = engine.loop.scheduler.plan()
     assert planned is not None and len(planned.admitted) == len(requests)
     with torch.inference_mode():
-        slots.fill([sequence.slot_init for sequence in planned.admitted])
+        slots.fill(planned.admitted)
         slots.grow([(0, 1, 2)])
     assert waits == []
     for sequence, request in zip(planned.admitted, requests, strict=True):

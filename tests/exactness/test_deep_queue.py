@@ -14,7 +14,6 @@ from async_serving import CASES as SERVED_CASES
 from async_serving import check_left, facts
 from covering import pairwise
 from draftproof.engine.drafting.run_ahead import RunAhead
-from draftproof.engine.drafting.token_feedback import TokenFeedback
 from draftproof.engine.loop import Loop
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler
@@ -99,7 +98,7 @@ def test_deep_queue_is_exact(case, depth, depths):
         assert batch.engine.stats().num_preemptions
     while batch.engine.loop.pending:
         assert not batch.engine.step()
-    assert not batch.engine.loop.release.unread and not batch.engine.loop.release.feedback._pending
+    assert not batch.engine.loop.release.unread
     check_empty(batch.engine)
 
 
@@ -182,15 +181,11 @@ def test_no_read_waits_for_later_steps(steps, depths):
     assert order.blocking_reads <= 2  # after the last request
 
 
-@pytest.mark.parametrize("defect", ["release", "feedback", "pool"])
+@pytest.mark.parametrize("defect", ["release", "pool"])
 def test_control_blocking_read_is_detected(defect, monkeypatch):
-    release, deliver = RequestRelease.release_finished, TokenFeedback.deliver
+    release = RequestRelease.release_finished
     if defect == "release":
         monkeypatch.setattr(RequestRelease, "release_finished", lambda self, number=0: release(self))
-    elif defect == "feedback":
-        monkeypatch.setattr(
-            TokenFeedback, "deliver", lambda self, proposer, number: deliver(self, proposer, 1e9)
-        )
     else:
         send = Pool.send
 
@@ -213,8 +208,8 @@ def test_late_host_queues_three_steps(depths):
 
 
 def test_loop_does_idle_work_while_steps_are_in_flight(depth, monkeypatch):
-    read, meanwhile = [], Scheduler.meanwhile
-    monkeypatch.setattr(Scheduler, "meanwhile", lambda self: read.append(1) or meanwhile(self))
+    read, do_idle_work = [], Scheduler.do_idle_work
+    monkeypatch.setattr(Scheduler, "do_idle_work", lambda self: read.append(1) or do_idle_work(self))
     cases = [Case(i, "none", 0.0, length=20 + i, prompt=False) for i in range(6)]
     spec = {"method": "hybrid", "num_speculative_tokens": 3}
     assert Batch(cases, Setup(), spec, overlap=True).differences() == []

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.engine import Engine
+from draftproof.engine.step.host_logprobs import logprob_rows
 from draftproof.errors import RequestError
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
-from draftproof.verify.logprobs import LogprobQuery, logprob_rows
 from opcheck import bits, importable
 from tiny import VOCAB, Record, engine, prompt, request, run
 
@@ -48,7 +48,7 @@ def test_rows_equal_the_definition(ops: Any, top: int) -> None:
     logits[2] = 0.0
     logits[3, 10:] = -torch.inf
     tokens = [0, 3, 60, 4, 30, 31, 2, 1, 9]
-    lines = logprob_rows(ops, logits, LogprobQuery(list(range(9)), tokens, top, ()))
+    lines = logprob_rows(ops, logits, list(range(9)), tokens, top, ())
     for line, row, token in zip(lines, logits, tokens, strict=True):
         ids, values, ranks = rows_from_scratch(row, token, top)
         assert line.token_ids == ids and line.ranks == ranks
@@ -67,8 +67,8 @@ def test_rows_computed_together_equal_rows_computed_alone(ops: Any) -> None:
         lines = LogprobRow.from_columns(*columns, tokens, top)
         for row, token, line in zip(rows, tokens, lines, strict=True):
             if row >= 0:
-                assert [line] == logprob_rows(ops, logits, LogprobQuery([row], [token], top, ()))
-    named = logprob_rows(ops, logits, LogprobQuery([11, 10, 9], [1, 2, 3], 0, (4, 60, 2)))
+                assert [line] == logprob_rows(ops, logits, [row], [token], top, ())
+    named = logprob_rows(ops, logits, [11, 10, 9], [1, 2, 3], 0, (4, 60, 2))
     assert [line.token_ids[1:] for line in named] == [[4, 60, 2]] * 3
     for line, row in zip(named, (11, 10, 9), strict=True):
         assert (line.token_ids, line.ranks) == pick(logits[row], line.token_ids)
@@ -84,8 +84,8 @@ def test_memory_around_the_rows_is_never_read(ops: Any) -> None:
     buffer = torch.full((40, 61), torch.nan)
     buffer[[7, 8, 20, 39]] = logits
     before = bits(buffer)
-    clean = logprob_rows(ops, logits, LogprobQuery([0, 1, 2, 3], [1, 2, 3, 4], 5, (9,)))
-    assert logprob_rows(ops, buffer, LogprobQuery([7, 8, 20, 39], [1, 2, 3, 4], 5, (9,))) == clean
+    clean = logprob_rows(ops, logits, [0, 1, 2, 3], [1, 2, 3, 4], 5, (9,))
+    assert logprob_rows(ops, buffer, [7, 8, 20, 39], [1, 2, 3, 4], 5, (9,)) == clean
     assert bits(buffer) == before
 
 
@@ -94,7 +94,7 @@ def test_no_rows_call_no_op() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"{name} was called")
 
-    assert logprob_rows(Nothing(), torch.zeros(3, 5), LogprobQuery([], [], 5, (3,))) == []  # type: ignore[arg-type]
+    assert logprob_rows(Nothing(), torch.zeros(3, 5), [], [], 5, (3,)) == []  # type: ignore[arg-type]
 
 
 # --- options ---

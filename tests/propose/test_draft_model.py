@@ -119,7 +119,7 @@ def test_warm_up_captures_all_rounds(method):
     batch = Batch(cases, setup, spec, chunk=64, overlap=True, sizes={"warm_up": True})
     assert batch.differences() == []
     assert batch.engine is not None
-    keys = [key for key, _ in batch.engine.loop.device.graphs.items() if key.kind == "draft"]
+    keys = [key for key in batch.engine.loop.device.graphs.captured if key.kind == "draft"]
     assert {key[3].rounds for key in keys} == {0, 1, 2, 3}
 
 

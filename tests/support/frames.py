@@ -10,8 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.engine.step.logprob_routing import logprob_kind_of
-from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import (
+    Finish,
+    HostLogprobs,
+    LogprobColumns,
+    StepResults,
+    logprob_kind_of,
+)
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import SamplingParams, top_of

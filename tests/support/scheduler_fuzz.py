@@ -73,7 +73,6 @@ class FuzzRun:
             *(slots, pages, PAGE, self.max_rows, policy),
             prefix_caching=self.chance.random() < 0.8,
             lookahead=self.chance.choice([0, K]),
-            drafts_before_plan=before_plan,
         )
         slots.read = lambda slot, length: self.state[slot].ids[:length]
         self.stored: dict[tuple[int, int], tuple[object, ...]] = {}  # (page, place) -> the text up to it
@@ -293,7 +292,9 @@ class FuzzRun:
             assert part, "the first has no row"
             self.check_plan(planned)
             keys = int(scheduler.mirror.length[planned.slots].sum())
-            budget = scheduler.policy.decide(planned.slots, scheduler.draft_room(planned), keys).drafts
+            budget = scheduler.policy.decide(
+                planned.slots, scheduler.draft_room(planned.slots, planned.samples), keys
+            ).drafts
             table = self.run(planned, budget)
             scheduler.mirror.num_draft[planned.slots] = budget
             self.flights.append((planned, table))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.sequence import Sequence as Running
-from draftproof.engine.slots import SlotInit, Slots
+from draftproof.engine.slots import Slots
 from draftproof.engine.step.step_features import features_of
 from draftproof.ops import Layout, Ops, Rows, resolve
 from draftproof.registry import lookup
@@ -72,7 +72,7 @@ def filled_slots(
     inits = []
     for i, request in enumerate(requests):
         limit = min(max_len, len(request.prompt_token_ids) + (request.params.max_tokens or max_len))
-        inits.append(SlotInit(slots.take(request), request, [], limit, used[i] if used else 0))
+        inits.append(Running(request, limit, slot=slots.take(request), strategy=used[i] if used else 0))
     assert [init.slot for init in inits] == list(range(len(requests)))
     slots.fill(inits)
     slots.columns.computed.copy_(slots.columns.length - 1)

@@ -188,7 +188,7 @@ class Step:
     def _plan(self) -> PlanColumns:
         size, columns = self.size, self.columns
         table = torch.full((4, size.entries), POISON, dtype=torch.int64)
-        plan = PlanColumns.from_table(table)
+        plan = PlanColumns(*table)
         order = torch.randperm(size.entries, generator=self.random).tolist()
         for b, slot in enumerate(order):
             if self.chance(0.25):

@@ -142,7 +142,8 @@ def test_topp_verify_window_accepts_the_second_best_before_best_drafts() -> None
 
 def test_topp_options_are_checked() -> None:
     spec = {"method": "ngram", "verify_strategy": "topp", "max_candidate_len": 3, "verify_window": 1}
-    assert engine(speculative=spec).strategy.options == {"max_candidate_len": 3, "verify_window": 1}
+    options = engine(speculative=spec)._strategies.default.options
+    assert options == {"max_candidate_len": 3, "verify_window": 1}
     with pytest.raises(ConfigError, match="max_candidate_len"):
         engine(speculative={**spec, "max_candidate_length": 3})
     with pytest.raises(ConfigError, match="target_match"):  # not an option of this strategy
@@ -251,7 +252,7 @@ def test_policy_that_commits_unverified_drafts_is_labelled_lossy(
     label, lossless = made.strategy_label(SamplingParams(temperature=temperature))
     assert not lossless and "LOSSY" in label and policy["accept_policy"] in label
     assert "not seed-exact" in label and "LOSSY" in made.describe()
-    guarantee = made.strategy.guarantee().under_policy(policy["accept_policy"])
+    guarantee = made.guarantees.by_name[made.guarantees.default].under_policy(policy["accept_policy"])
     assert not guarantee.lossless and not guarantee.lossless_greedy and not guarantee.seed_exact
     # a request without drafts is verified by the strategy alone
     label, lossless = made.strategy_label(SamplingParams(speculative=False))

@@ -7,13 +7,15 @@ min_tokens in test_endings.py, of penalties inside a window in test_transformers
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
 from draftproof.config import EngineConfig
-from draftproof.engine.slots import SlotInit, Slots
+from draftproof.engine.sequence import Sequence
+from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError
 from draftproof.metrics import SpecStats
 from draftproof.sampling_params import SamplingParams
@@ -22,6 +24,12 @@ from draftproof.types import NUM_OUT, FinishStatus, LogprobKind, Request
 from draftproof.verify import STRATEGIES
 from scripted import COLD, HOT, OPS, V, decide, noise, ranked, run_step, strategy
 from tiny import engine, request, run
+
+
+def in_slot(slots: Slots, request: Request, pages: list[int], max_length: int, **options: Any) -> Sequence:
+    """Return a request that was just given one of the slots."""
+    return Sequence(request, max_length, slot=slots.take(request), pages=pages, **options)
+
 
 # --- 2.5: verification ---
 
@@ -127,15 +135,13 @@ def test_slot_columns_are_reset_for_the_next_request() -> None:
     old = SamplingParams(temperature=0.3, top_k=3, top_p=0.5, min_p=0.5, **penalties, **limits)
     used, fresh = Slots(1, 64, 3, 4, V, OPS), Slots(1, 64, 3, 4, V, OPS)
     earlier = request(0, old, 5, seed=77)
-    used.fill(
-        [SlotInit(used.take(earlier), earlier, [1, 2], 30, strategy=1, logprob_kind=LogprobKind.PROCESSED)]
-    )
+    used.fill([in_slot(used, earlier, [1, 2], 30, strategy=1, logprob_kind=LogprobKind.PROCESSED)])
     for name in ("ended", "num_draft", "computed"):  # as it may leave them
         getattr(used.columns, name).fill_(3)
     used.free(0)
     given_params = request(1, SamplingParams(), 3, seed=5)
     for slots in (used, fresh):
-        slots.fill([SlotInit(slots.take(given_params), given_params, [3], 9)])
+        slots.fill([in_slot(slots, given_params, [3], 9)])
     for name in used.columns.__dataclass_fields__:
         if name != "tokens":  # append-only, read up to its length
             assert torch.equal(getattr(used.columns, name), getattr(fresh.columns, name)), name
@@ -147,7 +153,7 @@ def test_bias_and_bans_of_the_previous_request_are_not_read() -> None:
     slots = Slots(1, 64, 3, 4, V, OPS)
     for params in (old, SamplingParams(temperature=0, max_tokens=9), replace(COLD, logit_bias={5: -1.0})):
         given_params = request(0, params, prompt_token_ids=[1, 9])
-        slots.fill([SlotInit(slots.take(given_params), given_params, [1], 30)])
+        slots.fill([in_slot(slots, given_params, [1], 30)])
         slots.columns.computed.copy_(slots.columns.length - 1)
         tokens = run_step(slots, ranked([8, 4], gap=1.0), [strategy("target_match")]).tokens
         assert tokens == [[3]] if params is old else [[8]]
@@ -165,7 +171,7 @@ def test_each_request_has_its_own_end_tokens() -> None:
     slots = Slots(3, 64, 3, 4, 97, OPS)
     end_tokens = [(7,), (), tuple(range(20, 40))]
     requests = [request(i, SamplingParams(), 3, eos_token_ids=eos) for i, eos in enumerate(end_tokens)]
-    slots.fill([SlotInit(slots.take(r), r, [i + 1], 30) for i, r in enumerate(requests)])
+    slots.fill([in_slot(slots, r, [i + 1], 30) for i, r in enumerate(requests)])
     held = [tuple(line.nonzero()[:, 0].tolist()) for line in slots.columns.ends]
     assert held == end_tokens
     best = {7: ranked([7], gap=40), 3: ranked([3], gap=40)}

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.engine.slots import SlotInit
+from draftproof.engine.sequence import Sequence as EngineRequest
 from draftproof.engine.step.graph_cache import GraphTask
 from draftproof.engine.step.warmup import WarmUp
 from draftproof.models.config import ModelConfig
@@ -150,9 +150,8 @@ class Decoding:
             ids = torch.randint(made.config.vocab_size, (length,), generator=random).tolist()
             request = Request(id=str(i), prompt_token_ids=ids, params=params, seed=i)
             mine = range(1 + i * pages, 1 + (i + 1) * pages)  # page 0 is the scrap page
-            inits.append(
-                SlotInit(slots.take(request), request, mine, room, token_ids=ids, computed=options.context)
-            )
+            sizes = {"pages": list(mine), "num_cached": options.context}
+            inits.append(EngineRequest(request, room, slot=slots.take(request), **sizes))
         assert pages * most < drafter.env.num_pages
         slots.fill(inits)
         self.slots = torch.tensor([init.slot for init in inits], device=slots.device)
@@ -200,10 +199,7 @@ class Decoding:
 
     def parts(self, batch: int, drafts: int) -> tuple[Callable[[], Any], ...]:
         """Return the captured step and the captured drafts behind it."""
-        return tuple(
-            self.device.graphs.get(task.key, task.function, task.own_pool)
-            for task in self._work(batch, drafts)
-        )
+        return tuple(self.device.graphs.get(task) for task in self._work(batch, drafts))
 
     def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
         """Return the microseconds of a step and of the drafts behind it."""

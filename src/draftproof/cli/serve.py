@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from draftproof import __version__
 from draftproof.cli.engine_options import add_engine_options, add_model, offered_options, read_engine_options
 from draftproof.errors import ConfigError, nearest
+from draftproof.sampling_params import SamplingParams
 from draftproof.serve.settings import KEY_VARIABLE, Settings, read_keys
 
 if TYPE_CHECKING:
@@ -180,7 +181,6 @@ def _banner(options: argparse.Namespace, listener: socket.socket, console: Conso
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     table = Table(show_header=False, box=None, pad_edge=False)
-    strategy = spec.verify_strategy if spec else "target_match"
     numerics = config.numerics + ("" if config.numerics == "exact" else ": bits may depend on the batch")
     rows = [
         ("Draftproof", __version__),
@@ -188,7 +188,7 @@ def _banner(options: argparse.Namespace, listener: socket.socket, console: Conso
         ("engine", llm.describe().split(", ")[1]),
         ("numerics", numerics),
         ("drafts", f"{spec.method}, at most {spec.num_speculative_tokens}" if spec else "none"),
-        ("strategy", f"{strategy}: {llm.strategies[strategy].label}"),
+        ("strategy", llm.strategy_label(SamplingParams())[0]),
         ("context", f"{llm.limits.max_model_len} tokens"),
         ("keys", "required" if options.api_key_file or os.environ.get(KEY_VARIABLE) else "not required"),
         ("URL", f"http://{shown}:{port}/v1   (page: http://{shown}:{port}/)"),

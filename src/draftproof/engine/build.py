@@ -17,7 +17,6 @@ from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep
 from draftproof.engine.step.step_features import logprob_width
 from draftproof.engine.step.warmup import Progress, WarmUp
-from draftproof.engine.strategies import StrategyTable, strategy_option_owner
 from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.draft_head.config import TargetIdentity
@@ -29,12 +28,12 @@ from draftproof.ops import Ops, resolve, resolve_device
 from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
-from draftproof.speculative_config import SpeculativeConfig
+from draftproof.speculative_config import FIXED_DRAFT_POLICIES, SpeculativeConfig
 from draftproof.types import StepFeatures
 from draftproof.verify import STRATEGIES
 from draftproof.verify.sampler import Sampler
+from draftproof.verify.strategy_table import StrategyTable, strategy_option_owner
 
-FORCED_POLICIES = ("reject_all", "synthetic")  # accept_policy values that imply fixed drafts
 WARM_UP_LOGPROBS = 5  # alternatives of the steps with logprobs that are captured at start
 
 
@@ -51,7 +50,7 @@ class EngineParts:
 
 def is_forced(config: SpeculativeConfig | None) -> bool:
     """Return whether acceptance is forced, so that it says nothing about the drafts."""
-    return config is not None and config.accept_policy in FORCED_POLICIES
+    return config is not None and config.accept_policy in FIXED_DRAFT_POLICIES
 
 
 def is_adaptive(config: SpeculativeConfig | None) -> bool:
@@ -126,11 +125,10 @@ def _build_loop(
     ops = runner.ops
     overlap = ops.runtime.asynchronous if config.overlap is None else config.overlap
     overlap = overlap and (proposer is None or proposer.graph_safe)
-    drafts_before_plan = (
-        proposer is not None
-        and not overlap
-        and _drafts_before_plan(proposer, is_adaptive(config.speculative), ops.runtime.asynchronous)
-    )
+    drafts_before_plan = False  # drafts cost next to nothing, or the proposer weighs their cost itself
+    if proposer is not None and not overlap:
+        weighs_cost = proposer.model_source >= 0 and is_adaptive(config.speculative)
+        drafts_before_plan = proposer.is_free or (weighs_cost and not ops.runtime.asynchronous)
     policy = DraftPolicy(
         sizes.num_seqs,
         StepCost.unmeasured(sizes.max_rows),
@@ -147,7 +145,6 @@ def _build_loop(
         policy,
         config.enable_prefix_caching,
         lookahead=sizes.k if proposer and proposer.stores_kv else 0,
-        drafts_before_plan=drafts_before_plan,
     )
     sampler = Sampler(ops, strategies.by_index, config.speculative)
     # An error inside a replayed graph does not name its op: debugging ops one by one needs eager steps.
@@ -170,11 +167,6 @@ def warm_up(parts: EngineParts, adaptive: bool, progress: Progress) -> None:
         draft_seconds = {}
     is_padded = parts.ops.runtime.asynchronous
     loop.policy.set_cost(StepCost(seconds, interpolate=not is_padded, draft_seconds=draft_seconds), adaptive)
-
-
-def _drafts_before_plan(proposer: Proposer, adaptive: bool, asynchronous: bool) -> bool:
-    """Return whether drafts cost next to nothing, or the proposer weighs their cost itself."""
-    return proposer.is_free or (proposer.model_source >= 0 and adaptive and not asynchronous)
 
 
 def _build_speculation(

@@ -10,8 +10,7 @@ import torch
 from draftproof.config import EngineConfig
 from draftproof.engine.build import build_engine, is_adaptive, is_forced, warm_up
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.step.logprob_routing import logprob_kind_of, needs_host_logprobs
-from draftproof.engine.step.step_results import StepResults
+from draftproof.engine.step.step_results import StepResults, logprob_kind_of, needs_host_logprobs
 from draftproof.engine.step.warmup import Progress
 from draftproof.engine.validation import check_request
 from draftproof.errors import EngineDeadError, QueueFullError, RequestError
@@ -19,7 +18,6 @@ from draftproof.metrics import EngineStats, RequestStats
 from draftproof.models.load import Checkpoint
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request
-from draftproof.verify.base import Strategy
 from draftproof.verify.grammar_guide import GrammarGuide
 
 
@@ -41,41 +39,17 @@ class Engine:
             parts = build_engine(config, checkpoint)
             self.ops, self.runner, self.loop = parts.ops, parts.runner, parts.loop
             self.limits, self._strategies = parts.limits, parts.strategies
+            self.guarantees = parts.strategies.guarantees
+            self.sources, self.eos_token_ids = parts.loop.sources, checkpoint.config.eos_token_ids
             if config.warm_up and (self.ops.runtime.asynchronous or self._adaptive):
                 with self.ops.runtime.step_context():
                     warm_up(parts, self._adaptive, progress)
         self._sequences: dict[str, Sequence] = {}
         self._failure: Exception | None = None  # a step raised: the engine is dead
 
-    # --- serving ----------------------------------------------------------------------------------
-
-    @property
-    def strategy_name(self) -> str:
-        """Return the name of the engine's own strategy."""
-        return self._strategies.default_name
-
-    @property
-    def strategy(self) -> Strategy:
-        """Return the engine's own strategy."""
-        return self._strategies.default
-
-    def strategy_of(self, params: SamplingParams) -> Strategy:
-        """Return the strategy of a request with these params."""
-        return self._strategies.for_request(params)
-
     def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
         """Return the strategy of a request with its label, and whether its output is lossless."""
-        return self._strategies.label(params)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Return the names of the proposer's draft sources."""
-        return self.loop.sources
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the end-of-text tokens of the model's configuration."""
-        return self.model_config.eos_token_ids
+        return self.guarantees.label(params)
 
     def wake(self) -> None:
         """Do nothing: `step` never blocks on other processes."""
@@ -107,7 +81,7 @@ class Engine:
         """Return the maximum length of a request; RequestError if it cannot be served."""
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
-        self.strategy_of(request.params)
+        self.guarantees.name_for(request.params)
         return check_request(request, self.limits)
 
     def stats(self) -> EngineStats:
@@ -131,35 +105,26 @@ class Engine:
             failure = f"{type(self._failure).__name__}: {self._failure}"
             raise EngineDeadError(f"this engine broke, build another: {failure}") from self._failure
 
-    def _check_queue(self) -> None:
-        """Raise QueueFullError if too many requests wait, not counting those with a free slot."""
-        max_waiting, scheduler = self.config.max_num_waiting, self.loop.scheduler
-        queue = len(scheduler.waiting) - self.loop.slots.num_free
-        if max_waiting is not None and queue >= max_waiting:
-            raise QueueFullError(f"{len(scheduler.waiting)} requests are waiting already: try again later")
-
     def add(self, request: Request, max_length: int | None = None) -> RequestStats:
         """Queue a request; return its counters, which are updated in place.
 
-        `max_length`: the result of `check`, if it was called before. QueueFullError: `max_num_waiting`
-        requests are waiting already.
+        max_length: the result of `check`, if it was called. QueueFullError: too many requests are waiting.
         """
         self._check_alive()
         if max_length is None or request.id in self._sequences:
             max_length = self.check(request)
-        self._check_queue()
-        params, vocab = request.params, self.limits.vocab_size
-        speculation = params.speculation
-        limit = 0
-        if self.loop.proposer and speculation.enabled:
-            limit = speculation.num_speculative_tokens or self.limits.speculative_tokens
+        max_waiting, num_waiting = self.config.max_num_waiting, len(self.loop.scheduler.waiting)
+        if max_waiting is not None and num_waiting - self.loop.slots.num_free >= max_waiting:
+            raise QueueFullError(f"{num_waiting} requests are waiting already: try again later")
+        params, vocab, speculation = request.params, self.limits.vocab_size, request.params.speculation
+        limit = speculation.num_speculative_tokens or self.limits.speculative_tokens
+        adaptive = self._adaptive if speculation.adaptive is None else speculation.adaptive
         sequence = Sequence(
             request,
             max_length,
-            draft_limit=limit,
-            adaptive=self._may_adapt(params)
-            and (self._adaptive if speculation.adaptive is None else speculation.adaptive),
-            strategy=self._strategies.by_index.index(self.strategy_of(params)),
+            draft_limit=limit if self.loop.proposer and speculation.enabled else 0,
+            adaptive=adaptive and self._may_adapt(params),
+            strategy=self._strategies.by_index.index(self._strategies.for_request(params)),
             logprob_kind=logprob_kind_of(params, vocab),
             has_host_processors=bool(params.logits_processors or request.bad_word_ids),
             needs_host_logprobs=needs_host_logprobs(params, vocab),
@@ -170,14 +135,15 @@ class Engine:
         return sequence.stats
 
     def _may_adapt(self, params: SamplingParams) -> bool:
-        """Return whether existing drafts of a request may be dropped.
+        """Return whether drafts of a request may be dropped by their number.
 
-        Under a strategy that uses draft probabilities they may not if drafts are made before the plan: their
-        number can depend on sampled tokens, so dropping by number would bias the output distribution.
+        Drafts that exist before the plan may not under a strategy that uses their probabilities: their
+        number can depend on sampled tokens, so the output distribution would be biased.
         """
-        proposer = self.loop.proposer
-        uses_probs = self.strategy_of(params).needs_draft_probs and proposer and proposer.reports_probs
-        return not self._is_forced and not (uses_probs and self.loop.scheduler.drafts_before_plan)
+        proposer, drafts_before_plan = self.loop.proposer, self.loop.scheduler.drafts_before_plan
+        has_probs = proposer is not None and proposer.reports_probs
+        needs_probs = has_probs and self._strategies.for_request(params).needs_draft_probs
+        return not self._is_forced and not (needs_probs and drafts_before_plan)
 
     def abort(self, request_id: str) -> bool:
         """Finish a request now; return False if it is unknown. Its tokens stay in the prefix cache."""

@@ -7,10 +7,7 @@ from draftproof.engine.slots import Slots
 
 
 def check_step(scheduler: Scheduler, slots: Slots) -> None:
-    """Assert that host mirror and device agree. No step may be in flight.
-
-    A decoding slot lacks KV of its newest token only.
-    """
+    """Assert that host mirror and device agree. No step may be in flight."""
     scheduler.pages.check()
     columns, host = slots.columns, scheduler.mirror
     owned: set[int] = set()

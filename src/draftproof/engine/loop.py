@@ -9,42 +9,31 @@ the host. A step that needs the host is read before another is planned. See docs
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 
-from draftproof.arrays import Ints
-from draftproof.engine.drafting.host_proposer import propose_batch
+from draftproof.arrays import Bools, Ints
+from draftproof.engine.drafting.host_proposer import ProposerHooks, propose_batch
 from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, StepObservation
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts, with_prediction_source
 from draftproof.engine.drafting.run_ahead import StepTimes
-from draftproof.engine.fault_recovery import (
-    FAULTS,
-    MAX_CONSECUTIVE_FAILURES,
-    MAX_REQUEST_RETRIES,
-    StepFault,
-    answers,
-    requeue_lost,
-    with_failed,
-)
+from draftproof.engine.fault_recovery import FaultRecovery, StepFault
 from draftproof.engine.invariants import check_step
-from draftproof.engine.pending import PendingStep, PendingSteps
-from draftproof.engine.proposer_hooks import ProposerHooks
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Busy, Scheduler
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
-from draftproof.engine.step.device_step import DeviceStep
-from draftproof.engine.step.host_logprobs import Extras
+from draftproof.engine.step.device_step import DeviceStep, PendingStep
+from draftproof.engine.step.host_logprobs import host_logprobs
 from draftproof.engine.step.step_features import features_of
-from draftproof.engine.step.step_results import Finish, StepResults, finish_of
-from draftproof.errors import EngineDeadError
+from draftproof.engine.step.step_results import GrammarErrors, HostLogprobs, StepResults
+from draftproof.errors import DEVICE_ERRORS
 from draftproof.propose import Proposer
-from draftproof.types import ENDED, NUM_OUT, FinishStatus, StepFeatures
+from draftproof.types import ENDED, NUM_OUT, StepFeatures
 
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
@@ -68,14 +57,13 @@ class Loop:
         self.overlap = overlap
         self.debug = debug
         self._background_work: Callable[[], object] = lambda: None
-        self.pending: PendingSteps = deque()
+        self.pending: deque[PendingStep] = deque()  # oldest first
         self.predictions = PredictionDrafts(scheduler, device, source=len(self.sources) - 1)
         self.hooks = ProposerHooks(proposer, device.drafting, self.predictions, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
+        self._recovery = FaultRecovery(scheduler, device, self.hooks, self.release)
         self._number = 0  # number of the last queued step
         self._features: tuple[int, StepFeatures] | None = None
-        self._faults = 0  # consecutive failed steps
-        self._host_logprobs = Extras(device, slots, self.sources)
 
     def set_background_work(self, work: Callable[[], object]) -> None:
         """Call `work` while steps are in flight and the device is busy."""
@@ -114,39 +102,19 @@ class Loop:
                 return NOTHING
         if len(self.pending) > 1 and self.policy.run_ahead.is_device_busy(time.perf_counter()):
             self._background_work()
-            self.scheduler.meanwhile()
+            self.scheduler.do_idle_work()
             self.hooks.do_idle_work()
         return self._read_step(self.pending.popleft()) if self.pending else NOTHING
 
     def _recover(self, fault: StepFault) -> StepResults:
         """Requeue the requests of lost steps; return the results of the oldest step still in flight."""
-        error, lost, results = fault.__cause__, fault.lost, NOTHING
-        reason = f"{type(error).__name__} in a step: {error}"
-        self._faults += 1
-        if not answers(self.device.ops):
-            raise EngineDeadError(f"the device does not respond after {reason}") from error
-        if self._faults > MAX_CONSECUTIVE_FAILURES:
-            raise EngineDeadError(
-                f"{self._faults} consecutive steps have failed, the last by {reason}"
-            ) from error
+        reason, lost, results = self._recovery.check_alive(fault), fault.lost, NOTHING
         try:
             if self.pending:
                 results = self._read_step(self.pending.popleft())
         except StepFault as earlier:
             lost = earlier.lost + lost
-        self.release.drop_unread()
-        slots = {s: s.slot for s in self.scheduler.running}
-        back = requeue_lost(self.scheduler, lost)
-        for sequence in back:
-            self.hooks.stop(slots[sequence])
-        failed = [s for s in back if s.num_failures >= MAX_REQUEST_RETRIES]
-        what = "%s; %d requests are retried, %d fail"
-        logging.getLogger("draftproof").error(what, reason, len(back) - len(failed), len(failed))
-        for sequence in failed:
-            self.release.remove(sequence)
-        return with_failed(results, failed, self.device.table_width, reason)
-
-    # --- planning and queueing ----------------------------------------------------------------------
+        return self._recovery.retry(lost, results, reason)
 
     def _needs_sync(self) -> bool:
         """Return whether a running or waiting request needs the host in its next step."""
@@ -162,7 +130,7 @@ class Loop:
             if waits and self.hooks.drafts_on_device:
                 self._count_drafts()
             planned = scheduler.plan(idle=not self.pending, counted=waits and self.hooks.drafts_on_device)
-        except FAULTS as error:  # reading failed before the step began
+        except DEVICE_ERRORS as error:  # reading failed before the step began
             raise StepFault([]) from error
         for sequence in scheduler.preempted:
             self.hooks.stop(sequence.last_slot)
@@ -175,7 +143,7 @@ class Loop:
             computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
         try:
             pending_step = self._queue(planned, computed, waits, started)
-        except FAULTS as error:
+        except DEVICE_ERRORS as error:
             raise StepFault([(planned, computed)]) from error
         self.hooks.check_device_failure()
         return pending_step
@@ -184,17 +152,19 @@ class Loop:
         scheduler, host = self.scheduler, self.scheduler.mirror
         if planned.new_pages or planned.admitted:
             self.slots.grow(planned.new_pages)
-            self.slots.fill([sequence.slot_init for sequence in planned.admitted])
+            self.slots.fill(planned.admitted)
         self.hooks.start(planned.admitted)
-        decision = self._decide(planned) if self.hooks.drafts_on_device else DraftDecision(planned.zeros)
-        middle = {}
-        complaints: grammar_masks.GrammarErrors = {}
+        decision, host_processed = DraftDecision(planned.zeros), {}
+        if self.hooks.drafts_on_device:
+            decision = self._decide(planned.slots, planned.samples)
+        grammar_errors: GrammarErrors = {}
         if scheduler.num_needing_sync:
-            complaints = grammar_masks.send_masks(planned, self.slots, self.device)
-            middle = {s.slot: s.request for s in planned.sequences if s.has_host_processors}
+            grammar_errors = grammar_masks.send_masks(planned, self.slots, self.device)
+            host_processed = {s.slot: s.request for s in planned.sequences if s.has_host_processors}
         keep = self.hooks.needs_hidden_on_host
-        ran = self.device.run(planned, decision, self._current_features(), middle, keep)
-        read = self.device.ops.runtime.fetch(ran.tensors.packed.data)
+        features = self._current_features()
+        tensors, hidden = self.device.run(planned, decision, features, host_processed, keep)
+        read = self.device.ops.runtime.fetch(tensors.packed.data)
         host.num_draft[planned.slots] = decision.drafts
         draft_run = self.device.drafting.last_run(len(planned.slots), decision)
         self._number += 1
@@ -202,19 +172,20 @@ class Loop:
             number=self._number,
             planned=planned,
             computed=computed,
-            ran=ran,
+            tensors=tensors,
+            hidden=hidden,
             read=read,
             waits=waits,
             follows=bool(self.pending),
             started=started,
-            complaints=complaints,
+            grammar_errors=grammar_errors,
             draft_run=draft_run,
         )
 
-    def _decide(self, planned: StepPlan, refresh: bool = False) -> DraftDecision:
-        scheduler, slots = self.scheduler, planned.slots
+    def _decide(self, slots: Ints, samples: Bools, refresh: bool = False) -> DraftDecision:
+        scheduler = self.scheduler
         keys = 0 if scheduler.drafts_before_plan else int(scheduler.mirror.length[slots].sum())
-        return self.policy.decide(slots, scheduler.draft_room(planned), keys, refresh)
+        return self.policy.decide(slots, scheduler.draft_room(slots, samples), keys, refresh)
 
     def _count_drafts(self) -> None:
         """Read the exact number of drafts from the device. No step may be in flight."""
@@ -230,109 +201,71 @@ class Loop:
             self._features = version, features_of(*given)
         return self._features[1]
 
-    # --- reading results -----------------------------------------------------------------------------------
-
-    def _read_step(self, pending_step: PendingStep) -> StepResults:
-        planned = pending_step.planned
+    def _read_step(self, step: PendingStep) -> StepResults:
+        planned, scheduler = step.planned, self.scheduler
+        from_host: dict[int, HostLogprobs] = {}
         try:
-            waited, was_ready = time.perf_counter(), pending_step.read.is_ready()
-            found = pending_step.ran.tensors.packed.unpack(pending_step.read())
-            table, columns = found.table[: len(planned.slots)], found.logprobs
-            own, source = found.draft_logprobs, found.draft_sources
-            own = None if own is None else own[planned.slots]
+            waited, was_ready = time.perf_counter(), step.read.is_ready()
+            found = step.tensors.packed.unpack(step.read())
+            table, source = found.table[: len(planned.slots)], found.draft_sources
             source = None if source is None else source[planned.slots]
             if len(self.predictions):
                 source = self.predictions.mark_sources(planned.slots, source)
-            host_logprobs = {}
-            if pending_step.waits and self.scheduler.num_needing_sync and pending_step.computed is not None:
-                starts = self.scheduler.mirror.length[planned.slots]
-                host_logprobs = self._host_logprobs.of(
-                    planned, pending_step.computed, starts, pending_step.ran, table, own, source
-                )
-        except FAULTS as error:  # steps queued behind it used its lost results
-            lost = [pending_step, *self.pending]
+            if step.waits and scheduler.num_needing_sync and step.computed is not None:
+                lengths = scheduler.mirror.length[planned.slots]
+                from_host = host_logprobs(self.device, step, found, source, lengths, self.sources)
+        except DEVICE_ERRORS as error:  # steps queued behind it used its lost results
+            lost = [step, *self.pending]
             self.pending.clear()
             raise StepFault([(f.planned, f.computed) for f in lost]) from error
-        self._faults = 0
-        times = StepTimes(pending_step.started, waited, time.perf_counter(), pending_step.follows, was_ready)
-        self.release.release_finished(pending_step.number)
-        for b, one in host_logprobs.items():
+        self._recovery.record_success()
+        times = StepTimes(step.started, waited, time.perf_counter(), step.follows, was_ready)
+        self.release.release_finished(step.number)
+        for b, one in from_host.items():
             planned.sequences[b].num_prompt_logprobs += len(one.prompt_logprobs or ())
-        same = planned.version == self.scheduler.version  # the running set has not changed since the plan
-        is_current = self.scheduler.settle(planned, table[:, NUM_OUT])
-        self._observe(pending_step, table, source, is_current, times)
-        if pending_step.waits and self.scheduler.num_needing_sync:
+        is_same = planned.version == scheduler.version  # the running set has not changed since the plan
+        is_current = scheduler.settle(planned, table[:, NUM_OUT])
+        self._observe(step, table, source, is_current, times)
+        if step.waits and scheduler.num_needing_sync:
             grammar_masks.commit_tokens(planned, table, is_current)
-        finishes = self._finish_requests(pending_step, table, is_current) if table[:, ENDED].any() else {}
-        requests = planned.requests
-        if not same or planned.has_prompts:
-            reported = is_current & planned.samples
-            reported[list(host_logprobs)] |= is_current[list(host_logprobs)]
-            at = reported.nonzero()[0]
-            place = {b: i for i, b in enumerate(at.tolist())}
-            host_logprobs = {place[b]: x for b, x in host_logprobs.items() if b in place}
-            finishes = {place[b]: x for b, x in finishes.items()}
-            requests = [requests[b] for b in place]
-            table, source = table[at], None if source is None else source[at]
-        results = StepResults(requests, table, columns, self.sources, source, finishes, host_logprobs)
+        finishes = self.release.finish_ended(step, table, is_current) if table[:, ENDED].any() else {}
+        logprobs = found.logprobs
+        results = StepResults(planned.requests, table, logprobs, self.sources, source, finishes, from_host)
+        if not is_same or planned.has_prompts:
+            is_reported = is_current & planned.samples
+            is_reported[list(from_host)] |= is_current[list(from_host)]
+            results = results.only(is_reported.nonzero()[0])
         if self.hooks.drafts_on_host:
-            self._propose(pending_step)
+            self._propose(step)
         if len(self.predictions):
             self.hooks.draft_predictions(planned)
         self.release.release_if_idle()
         return results
 
     def _observe(
-        self,
-        pending_step: PendingStep,
-        table: Ints,
-        sources: np.ndarray | None,
-        is_current: np.ndarray,
-        times: StepTimes,
+        self, step: PendingStep, table: Ints, sources: np.ndarray | None, is_current: Bools, times: StepTimes
     ) -> None:
-        planned, scheduler = pending_step.planned, self.scheduler
+        planned, scheduler = step.planned, self.scheduler
         keys = int(scheduler.mirror.length[planned.slots].sum())
-        step = StepObservation(planned, table, sources, is_current, keys, times, pending_step.draft_run)
-        seconds = self.policy.observe(step)
+        observed = StepObservation(planned, table, sources, is_current, keys, times, step.draft_run)
+        seconds = self.policy.observe(observed)
         if seconds is not None:
             timings = scheduler.timings
             (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(seconds)
 
-    def _finish_requests(
-        self, pending_step: PendingStep, table: Ints, is_current: np.ndarray
-    ) -> dict[int, Finish]:
-        """Release finished requests; return how each finished, by entry."""
-        sampled, finishes = pending_step.ran.tensors.sampled, {}
-        errors = sampled.errors if sampled else {}
-        for b in (is_current & (table[:, ENDED] > 0)).nonzero()[0].tolist():
-            sequence = pending_step.planned.sequences[b]
-            mine = grammar_masks.errors_by_row(table[b], errors, pending_step.complaints.get(b))
-            finish = finish_of(sequence.request, table[b], mine)
-            assert finish is not None
-            finishes[b] = finish
-            if finish.reason == "error":
-                if table[b, ENDED] == FinishStatus.NOT_FINITE:  # its KV must not be reused
-                    self.scheduler.pages.unpublish(sequence.pages)
-                self.release.remove(sequence)
-            else:
-                self.release.finish_keep_pages(sequence)
-        return finishes
-
-    def _propose(self, pending_step: PendingStep) -> None:
-        proposer, planned = self.hooks.proposer, pending_step.planned
+    def _propose(self, step: PendingStep) -> None:
+        proposer, planned = self.hooks.proposer, step.planned
         assert proposer is not None
         entries = [i for i, s in enumerate(planned.sequences) if s.slot >= 0]
-        live, lengths = planned.only(entries), self.scheduler.mirror.length
+        slots, lengths = planned.slots[entries], self.scheduler.mirror.length
         try:
-            budget = self._decide(live, refresh=True).drafts  # the device is idle anyway
+            budget = self._decide(slots, planned.samples[entries], refresh=True).drafts
             if not entries or not (budget.any() or proposer.needs_hidden):
                 return
-            hidden = pending_step.ran.hidden if proposer.needs_hidden else None
-            assert pending_step.computed is not None  # set for every step that needs the host
-            batch = propose_batch(
-                self.slots, planned, entries, pending_step.computed, lengths, budget, hidden
-            )
-            self.device.put(live, budget, proposer.propose(batch))
+            hidden = step.hidden if proposer.needs_hidden else None
+            assert step.computed is not None  # set for every step that needs the host
+            batch = propose_batch(self.slots, planned, entries, step.computed, lengths, budget, hidden)
+            self.device.put(slots, budget, proposer.propose(batch))
             self._count_drafts()
         except Exception as error:  # a plug-in's code may raise anything
             self.hooks.switch_off(error)

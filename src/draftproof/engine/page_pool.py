@@ -1,24 +1,26 @@
-"""KV page pool: allocation, reference counts, and content digests for prefix caching.
+"""KV page pool and prefix cache: requests with a common prefix share its full KV pages.
 
-Page numbers only; the storage belongs to the runners. A full page is published under a digest of all tokens
-up to its last one and of the request's cache salt, so requests with different salts never share pages. A page
-without users keeps its content until the page is needed, least recently used first.
+A full page is published under a digest of all tokens up to its last one and of the request's cache salt, so
+requests with different salts never share pages. A page without users keeps its content until the page is
+needed, least recently used first. The storage belongs to the runners.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from hashlib import blake2b
 
 import numpy as np
 
+from draftproof.engine.sequence import Sequence
 
-def digests(
-    tokens: Sequence[int], page_size: int, salt: str = "", known: Sequence[bytes] = ()
-) -> Iterator[bytes]:
+
+def digests(tokens: Many[int], page_size: int, salt: str = "", known: Many[bytes] = ()) -> Iterator[bytes]:
     """Yield a digest for each full page of `tokens` after the `known` ones, chained from page to page."""
-    last = known[-1] if known else _first(salt)
+    first = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
+    last = known[-1] if known else first
     array = np.asarray(tokens[len(known) * page_size :], np.int64)
     for start in range(0, len(array) - page_size + 1, page_size):
         page = array[start : start + page_size].tobytes()
@@ -26,25 +28,16 @@ def digests(
         yield last
 
 
-def _first(salt: str) -> bytes:
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
-
-
 class Pages:
     """Page allocator. Page 0 is never allocated: padding rows write to it."""
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+        self.capacity = num_pages - 1  # pages that can be allocated
         self._empty = list(range(num_pages - 1, 0, -1))
         self._users: dict[int, int] = {}
         self._content: dict[int, bytes] = {}
         self._place: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, without users, oldest first
-
-    @property
-    def capacity(self) -> int:
-        """Return the number of pages that can be allocated."""
-        return self.num_pages - 1
 
     @property
     def num_idle(self) -> int:
@@ -75,7 +68,7 @@ class Pages:
         self._users[page] = 1
         return page
 
-    def find(self, prefix: Sequence[bytes]) -> list[int]:
+    def find(self, prefix: Many[bytes]) -> list[int]:
         """Return the pages of the longest published beginning of `prefix`, with one more user each."""
         found = []
         for digest in prefix:
@@ -94,7 +87,7 @@ class Pages:
             self._content[page] = digest
             self._place[digest] = page
 
-    def unpublish(self, pages: Sequence[int]) -> None:
+    def unpublish(self, pages: Many[int]) -> None:
         """Withdraw the content of `pages` from the prefix cache, whether they have users or not."""
         for page in pages:
             if page in self._content:
@@ -103,7 +96,7 @@ class Pages:
                 del self._idle[page]
                 self._empty.append(page)
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Many[int]) -> None:
         """Remove one user of each page. The last pages of a sequence are evicted first."""
         users, content, empty = self._users, self._content, self._empty
         for page in reversed(pages):
@@ -118,13 +111,6 @@ class Pages:
             else:
                 raise AssertionError(f"page {page} was released twice, or never allocated")
 
-    def forget(self) -> None:
-        """Drop all content without users."""
-        for page in self._idle:
-            del self._place[self._content.pop(page)]
-            self._empty.append(page)
-        self._idle.clear()
-
     def check(self) -> None:
         """Assert that every page is empty, idle or used, and that content is published once."""
         empty, idle, used = set(self._empty), set(self._idle), set(self._users)
@@ -135,3 +121,43 @@ class Pages:
         assert {self._place[d] for d in self._content.values()} == set(self._content), "content is misplaced"
         assert not empty & set(self._content), "an empty page has content"
         assert all(count > 0 for count in self._users.values()), "a page has a user count of zero"
+
+
+class PrefixCache:
+    """Publishes and finds the full pages of requests."""
+
+    def __init__(self, pages: Pages, page_size: int, enabled: bool) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self.enabled = enabled
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """Return the published pages of the longest prefix of the request."""
+        if not self.enabled:
+            return []
+        self.read(sequence)
+        return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
+
+    def publish_pages(self, sequence: Sequence, computed: int) -> list[int]:
+        """Publish the full pages of a request up to `computed` tokens, for later plans; return new ones."""
+        if not self.enabled:
+            return []
+        first, full = sequence.num_published_pages, min(computed // self.page_size, len(sequence.digests))
+        for i in range(first, full):
+            self.pages.publish(sequence.pages[i], sequence.digests[i])
+        sequence.num_published_pages = max(first, full)
+        return sequence.pages[first:full]
+
+    def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
+        """Set the committed tokens of a request and publish its full pages."""
+        sequence.ids = ids
+        if self.enabled:
+            self.read(sequence)
+            self.publish_pages(sequence, computed)
+
+    def read(self, sequence: Sequence) -> None:
+        """Compute the digests of the full pages that have none yet."""
+        if self.enabled and len(sequence.digests) < len(sequence.ids) // self.page_size:
+            salt = sequence.request.params.cache_salt or ""
+            known = sequence.digests
+            sequence.digests = [*known, *digests(sequence.ids, self.page_size, salt, known)]

@@ -6,38 +6,67 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from draftproof.engine.drafting.token_feedback import TokenFeedback
-from draftproof.engine.fault_recovery import FAULTS
-from draftproof.engine.pending import PendingSteps, last_number
-from draftproof.engine.proposer_hooks import ProposerHooks
+from draftproof.arrays import Bools, Ints
+from draftproof.engine.drafting.host_proposer import ProposerHooks
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import Slots
+from draftproof.engine.step.device_step import PendingStep
+from draftproof.engine.step.grammar_masks import errors_by_row
+from draftproof.engine.step.step_results import Finish, finish_of
+from draftproof.errors import DEVICE_ERRORS
+from draftproof.types import ENDED, FinishStatus
+
+
+class UnreadTokens(NamedTuple):
+    """Tokens of a finished request that are being copied from the device."""
+
+    sequence: Sequence
+    read: Callable[[], Tensor]
+    step: int  # number of the step behind which the copy was queued
+    keeps_pages: bool  # the pages of the request are published and released when its tokens are read
+    learns: bool  # the proposer learns from the tokens
 
 
 class RequestRelease:
-    """Removes requests from the engine and publishes their pages."""
+    """Removes requests from the engine, publishes their pages, and gives their tokens to the proposer."""
 
     def __init__(
-        self, scheduler: Scheduler, slots: Slots, hooks: ProposerHooks, pending: PendingSteps
+        self, scheduler: Scheduler, slots: Slots, hooks: ProposerHooks, pending: deque[PendingStep]
     ) -> None:
         self._scheduler = scheduler
         self._slots = slots
         self._hooks = hooks
         self._pending = pending
-        # finished requests, the copy of their tokens, and the step after which the copy is complete
-        self.unread: deque[tuple[Sequence, Callable[[], Tensor], int]] = deque()
-        self.feedback = TokenFeedback(slots)
+        self.unread: deque[UnreadTokens] = deque()
+
+    def finish_ended(self, step: PendingStep, table: Ints, is_current: Bools) -> dict[int, Finish]:
+        """Remove the requests that a step finished; return how each finished, by entry."""
+        sampled, finishes = step.tensors.sampled, {}
+        errors = sampled.errors if sampled else {}
+        for b in np.flatnonzero(is_current & (table[:, ENDED] > 0)).tolist():
+            sequence = step.planned.sequences[b]
+            own_errors = errors_by_row(table[b], errors, step.grammar_errors.get(b))
+            finish = finish_of(sequence.request, table[b], own_errors)
+            assert finish is not None
+            finishes[b] = finish
+            if finish.reason != "error":
+                self.finish_keep_pages(sequence)
+                continue
+            if table[b, ENDED] == FinishStatus.NOT_FINITE:  # its KV must not be reused
+                self._scheduler.pages.unpublish(sequence.pages)
+            self.remove(sequence)
+        return finishes
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request, finished or not. Results of it that are in flight are dropped."""
         if sequence.slot >= 0:
-            length = int(self._scheduler.mirror.length[sequence.slot])
-            number = last_number(self._pending)
-            self.feedback.queue(self._hooks.proposer, sequence.slot, length, number)
+            self._queue_copy(sequence)
             self._hooks.stop(sequence.slot)
         self._scheduler.remove(sequence)
         self.release_if_idle()
@@ -52,23 +81,29 @@ class RequestRelease:
 
     def finish_keep_pages(self, sequence: Sequence) -> None:
         """Finish a request; its pages are published and released once its tokens are read."""
-        scheduler = self._scheduler
-        length = int(scheduler.mirror.length[sequence.slot])
-        tokens = self._slots.columns.tokens[sequence.slot, :length]
-        has_new_pages = length // scheduler.page_size > sequence.num_published_pages
-        if not scheduler.prefix_cache.enabled or not has_new_pages:
+        scheduler, slot = self._scheduler, sequence.slot
+        num_full_pages = int(scheduler.mirror.length[slot]) // scheduler.page_size
+        has_new_pages = scheduler.prefix_cache.enabled and num_full_pages > sequence.num_published_pages
+        if has_new_pages and self._queue_copy(sequence, keeps_pages=True):
+            self._hooks.stop(slot)
+            scheduler.finish_keep_pages(sequence)
+        else:
             self.remove(sequence)
-            return
+
+    def _queue_copy(self, sequence: Sequence, keeps_pages: bool = False) -> bool:
+        """Queue a copy of the request's tokens if it has a use; return whether it was queued."""
+        proposer, slot = self._hooks.proposer, sequence.slot
+        learns = proposer is not None and proposer.learns
+        if not keeps_pages and not learns:
+            return False
+        tokens = self._slots.columns.tokens[slot, : int(self._scheduler.mirror.length[slot])]
         try:
             read = self._slots.ops.runtime.fetch(tokens)
-        except FAULTS:
-            self.remove(sequence)
-            return
-        number = last_number(self._pending)
-        self.unread.append((sequence, read, number))
-        self.feedback.queue(self._hooks.proposer, sequence.slot, length, number, read)
-        self._hooks.stop(sequence.slot)
-        scheduler.finish_keep_pages(sequence)
+        except DEVICE_ERRORS:  # a dead device is noticed in the next step
+            return False
+        number = self._pending[-1].number if self._pending else 0
+        self.unread.append(UnreadTokens(sequence, read, number, keeps_pages, learns))
+        return True
 
     def release_if_idle(self) -> None:
         """Release all finished requests if no step is in flight or no request is left."""
@@ -76,19 +111,21 @@ class RequestRelease:
             self.release_finished()
 
     def release_finished(self, number: float = math.inf) -> None:
-        """Release the pages of finished requests whose tokens are complete after step `number`."""
-        while self.unread and self.unread[0][2] <= number:
-            sequence, read, _ = self.unread.popleft()
-            ids: list[int] | None = None
-            with suppress(*FAULTS):  # not published then; a dead device is noticed in the next step
-                ids = read().tolist()
-            self._scheduler.release_pages(sequence, ids)
-        if self._hooks.proposer is not None:
-            self._hooks.call(self.feedback.deliver, self._hooks.proposer, number)
+        """Read the tokens whose copies are complete after step `number`, and release their requests."""
+        while self.unread and self.unread[0].step <= number:
+            sequence, read, _, keeps_pages, learns = self.unread.popleft()
+            tokens = None
+            with suppress(*DEVICE_ERRORS):  # not published then
+                tokens = read()
+            if keeps_pages:
+                self._scheduler.release_pages(sequence, None if tokens is None else tokens.tolist())
+            proposer = self._hooks.proposer
+            if learns and proposer is not None and tokens is not None:
+                self._hooks.call(proposer.learn, sequence.request, tokens.numpy())
 
     def drop_unread(self) -> None:
         """Release all finished requests without publishing: their last step may be lost."""
-        for sequence, *_ in self.unread:
-            self._scheduler.release_pages(sequence, None)
+        for entry in self.unread:
+            if entry.keeps_pages:
+                self._scheduler.release_pages(entry.sequence, None)
         self.unread.clear()
-        self.feedback.clear()

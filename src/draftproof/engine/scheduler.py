@@ -1,48 +1,43 @@
-"""Who runs in the next step, with how many rows and drafts, on which pages.
+"""Scheduler: which requests run in the next step, with how many rows and drafts, on which pages.
 
-Requests that decode come first, one row each, then their drafts, which take at most half of what is left
-while a prompt waits; the rest of the row budget goes to prompts, by rank: priority, then arrival. Nobody is
-seated before those of better rank that wait. Pages are taken as a request grows. When they run out, drafts
-go first; then the running request of the worst rank is put aside: it gives its pages back, waits at its old
-place, and goes on from its committed tokens, with the same bits.
+Decoding requests come first with one row each, then their drafts, which get at most half of the other rows
+while a prompt waits. All rows that are left go to prompts by rank: priority, then arrival. No request is
+admitted before a waiting one of better rank. Pages are allocated as a request grows. When they run out,
+drafts are dropped first. Then the running request of the worst rank is preempted: it releases its pages,
+waits at its old place in the queue, and resumes from its committed tokens, with the same bits.
 
-So nobody starves. Of those that run, the one of the best rank is never put aside and has a row in every
-plan: it is through after as many plans as it may have tokens (`max_length`), and one more for each step that
-is queued behind its last (`pacing`). Those that run cannot become more while the first in the queue waits. So
-the first in the queue is seated after at most the sum of these over those that run. A worse rank waits for
-better ones, within a priority for earlier ones alone.
+No request starves. The running request of the best rank is never preempted and has a row in every plan, so
+it finishes after at most `max_length` plans and one more for each step queued behind its last one
+(`run_ahead`). No other request is admitted while the first one in the queue waits, so that one is admitted
+after at most the sum of these bounds over the running requests. A request waits for better ranks only.
 
-A step may be planned while earlier ones are still under way. Of a request that decodes nothing need be
-known for that but bounds: each step adds one token at least, and one more for every draft at most. Only to
-put one aside the host must know all: then what is under way is read first.
+A step may be planned while earlier ones are in flight. Bounds are enough for decoding requests: each step
+commits at least one token, and at most one more for every draft. A preemption needs exact lengths, so all
+steps in flight are read first.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
 
 import numpy as np
 
 from draftproof.arrays import Bools, Ints
 from draftproof.engine.drafting.policy import DraftPolicy
-from draftproof.engine.fast_path import FastPath
 from draftproof.engine.page_pool import Pages
-from draftproof.engine.prefix_cache import PrefixCache
+from draftproof.engine.request_queue import EXTRA_PAGES, RequestQueue
 from draftproof.engine.sequence import Sequence, SlotMirror, StepPlan
 from draftproof.engine.slots import Slots
-from draftproof.metrics import Timings
 
-AHEAD = 8  # pages taken at a time, where there are plenty
-SOON = 4  # pages: whoever has no more room than that is given some when somebody else is
+LOW_ROOM_PAGES = 4  # a request with less room grows whenever another one does
 
 
 class Busy(Exception):
-    """The next step cannot be planned before the last one was read."""
+    """Error: the next step cannot be planned before all steps in flight are read."""
 
 
-class Scheduler:
-    """Queues, admission and pages."""
+class Scheduler(RequestQueue):
+    """Plans of steps over the waiting and running requests."""
 
     def __init__(
         self,
@@ -53,59 +48,20 @@ class Scheduler:
         policy: DraftPolicy,
         prefix_caching: bool = True,
         lookahead: int = 0,
-        drafts_before_plan: bool = False,
     ) -> None:
-        """`lookahead`: tokens behind the newest that a proposer with KV of its own wants pages for.
-
-        `drafts_before_plan`: a step is planned when its drafts are known, and asking costs nothing.
-        So all are asked for, and the plan says which are verified. Else only so many are asked for.
-        """
-        self.slots = slots
-        self.pages = pages
-        self.page_size = page_size
+        super().__init__(slots, pages, page_size, policy, prefix_caching, lookahead)
         self.max_rows = max_rows
-        self.policy = policy
-        self.prefix_cache = PrefixCache(pages, page_size, prefix_caching)
-        self.lookahead = lookahead
-        self.drafts_before_plan = drafts_before_plan
-        self.mirror = SlotMirror(len(slots.requests))
-        self.waiting: list[Sequence] = []  # by rank
-        self.running: list[Sequence] = []
-        self.preempted: list[Sequence] = []  # since the last plan
-        self.version = 0  # changes with `running`
-        self.num_needing_sync = 0  # requests here that are waited for
-        self.num_preemptions = 0
-        self.num_queried = 0  # prompt tokens that were looked for in the cache
-        self.num_cached = 0  # and found
-        self.timings = Timings()
-        self._arrivals = 0
-        self._lines = np.zeros(0, np.int64)  # slots of `running`
+        self.drafts_before_plan = policy.drafts_before_plan
         self._fast_path = FastPath(self.mirror, policy, page_size, max_rows, lookahead)
 
-    def add(self, sequence: Sequence) -> None:
-        sequence.arrival = self._arrivals
-        self._arrivals += 1
-        insort(self.waiting, sequence, key=lambda s: s.rank)
-        self.num_needing_sync += sequence.may_need_sync
-
-    def meanwhile(self) -> None:
-        """While there is time: read the one that comes next, who will then be seated sooner."""
-        if self.waiting:
-            self.prefix_cache.read(self.waiting[0])
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    # --- planning -----------------------------------------------------------------------------------
-
     def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:
-        """The next step; None if there is nothing to do that would not be in vain.
+        """Return the plan of the next step; None if no request has a row to compute.
 
-        `idle`: nothing is under way. If it must be so and is not: Busy. `counted`: it is known how many
-        drafts there are, which may say what was drawn; then none is left out because of their number.
+        `idle`: no step is in flight; if it must be so and is not, Busy is raised. `counted`: the mirror has
+        exact numbers of drafts, which may depend on sampled tokens: no draft is dropped by their number.
         """
         self.preempted.clear()
-        if not self.drafts_before_plan and not (self.waiting and self.slots.num_free):  # nobody comes
+        if not self.drafts_before_plan and not (self.waiting and self.slots.num_free):
             planned = self._fast_path.plan(self.running, self._lines, self.version)
             if planned is not None:
                 return planned
@@ -113,41 +69,39 @@ class Scheduler:
             decodes, drafts = self._decoding()
             short = self._missing_pages(decodes, drafts, self.lookahead)
             if short.sum() > self.pages.num_free:
-                newest = min(self.lookahead, 1)  # a drafter stores the newest token as well
-                drafts = np.minimum(drafts, np.maximum(self._room() - newest, 0))  # guesses go first
+                newest = min(self.lookahead, 1)  # a draft model stores the newest token as well
+                drafts = np.minimum(drafts, np.maximum(self._room() - newest, 0))
                 short = self._missing_pages(decodes, drafts, newest)
             if short.sum() <= self.pages.num_free:
                 break
             if not idle:
                 raise Busy
             self._preempt(max(self.running, key=lambda s: s.rank))
-        grown = self._grow(short)
+        new_pages = self._grow(short)
         rows = self.max_rows - int(decodes.sum() + drafts.sum())
-        newcomers = [] if self.preempted else self._admit_all(rows)
-        if newcomers:
-            none = np.zeros(len(newcomers), np.int64)
+        admitted = [] if self.preempted else self._admit_all(rows)
+        if admitted:
+            none = np.zeros(len(admitted), np.int64)
             decodes, drafts = np.append(decodes, none > 0), np.append(drafts, none)
         chunk = self._chunks(rows)
-        if (
-            drafts.any() and chunk.any() and not (self.drafts_before_plan or counted)
-        ):  # it may be too large for both
+        if drafts.any() and chunk.any() and not (self.drafts_before_plan or counted):
             drafts = self.policy.refit(self._lines, drafts, int(decodes.sum() + chunk.sum()))
-        takes_part = decodes | (chunk > 0)
-        if not takes_part.any():
+        is_scheduled = decodes | (chunk > 0)
+        if not is_scheduled.any():
             return None
-        planned = self._planned(takes_part, chunk, drafts, newcomers, grown)
-        self._fast_path.after(planned if takes_part.all() and not planned.has_prompts else None)
+        planned = self._planned(is_scheduled, chunk, drafts, admitted, new_pages)
+        self._fast_path.after(planned if is_scheduled.all() and not planned.has_prompts else None)
         return planned
 
     def _decoding(self) -> tuple[Bools, Ints]:
-        """Which of the running ones decode, and with how many drafts."""
+        """Return which running requests decode, and the drafts of each."""
         lines, host = self._lines, self.mirror
         left = host.prompt_left[lines]
-        # one that is under way and may still be short of its end; it may have ended by a stop token as well
+        # Steps in flight may leave a request short of its end. A stop token in them is not known yet.
         decodes: Bools = (left == 0) & (host.length[lines] + host.in_flight[lines] < host.max_length[lines])
         rows = self.max_rows - int(decodes.sum())
-        prompts = bool(left.any()) or bool(self.waiting and self.slots.num_free)
-        room = rows // 2 if prompts else rows  # guesses must not keep prompts out
+        has_prompts = bool(left.any()) or bool(self.waiting and self.slots.num_free)
+        room = rows // 2 if has_prompts else rows
         drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
         if self.drafts_before_plan:
             keys = int(host.length[lines].sum())
@@ -157,24 +111,22 @@ class Scheduler:
         return decodes, drafts
 
     def _chunks(self, rows: int) -> Ints:
-        """Prompt rows of each: all that the best rank wants, then the next."""
+        """Return the prompt rows of each running request: all that the best rank needs, then the next."""
         left = self.mirror.prompt_left[self._lines]
         chunk = np.zeros_like(left)
-        if not left.any():
-            return chunk
         for i in sorted(left.nonzero()[0].tolist(), key=lambda i: self.running[i].rank):
             chunk[i] = min(int(left[i]), rows)
             rows -= int(chunk[i])
         return chunk
 
     def _room(self) -> Ints:
-        """Tokens that each can surely store on its pages beyond the newest."""
+        """Return how many tokens fit on the pages of each request behind its newest one."""
         lines, host = self._lines, self.mirror
         room: Ints = np.maximum(host.num_pages[lines] * self.page_size - host.max_committed[lines], 0)
         return room
 
     def _missing_pages(self, decodes: Bools, drafts: Ints, lookahead: int = 0) -> Ints:
-        """Pages that each lacks for the rows of this step, if all that is under way has stood."""
+        """Return the pages that each request lacks for this step if all drafts in flight are accepted."""
         lines, host = self._lines, self.mirror
         rows = np.minimum(host.max_committed[lines] + drafts + lookahead, host.max_length[lines])
         need = -(-rows // self.page_size) - host.num_pages[lines]
@@ -182,39 +134,38 @@ class Scheduler:
         return short
 
     def _grow(self, short: Ints) -> list[tuple[int, int, int]]:
-        """Pages for those that lack some; where there are plenty a few more, and for those too that will lack
-        some soon. So it happens seldom: it is a copy to the device, and looking at everybody."""
+        """Allocate missing pages; while many are free, more than needed, as each growth costs a copy."""
         if not short.any():
             return []
-        grown, wanted = [], short > 0
-        if self.pages.num_free // 2 // len(self.running) >= AHEAD:
-            wanted |= self._room() < SOON * self.page_size
-        for i in wanted.nonzero()[0].tolist():
+        new_pages, grows = [], short > 0
+        if self.pages.num_free // 2 // len(self.running) >= EXTRA_PAGES:
+            grows |= self._room() < LOW_ROOM_PAGES * self.page_size
+        for i in grows.nonzero()[0].tolist():
             sequence, slot = self.running[i], int(self._lines[i])
-            most = self.pages_for(sequence.max_length) - len(sequence.pages)
-            plenty = self.pages.num_free // 2 // len(self.running)
-            count = min(most, max(int(short[i]), min(AHEAD, plenty)))
+            limit = self.pages_for(sequence.max_length) - len(sequence.pages)
+            share = self.pages.num_free // 2 // len(self.running)
+            count = min(limit, max(int(short[i]), min(EXTRA_PAGES, share)))
             count = max(int(short[i]), min(count, self.pages.num_free - int(short[i + 1 :].sum())))
             for page in self.pages.take(count):
-                grown.append((slot, len(sequence.pages), page))
+                new_pages.append((slot, len(sequence.pages), page))
                 sequence.pages.append(page)
             self.mirror.num_pages[slot] = len(sequence.pages)
-        return grown
+        return new_pages
 
     def _planned(
         self,
-        takes_part: Bools,
+        is_scheduled: Bools,
         chunk: Ints,
         drafts: Ints,
-        newcomers: list[Sequence],
-        grown: list[tuple[int, int, int]],
+        admitted: list[Sequence],
+        new_pages: list[tuple[int, int, int]],
     ) -> StepPlan:
-        """Keep the columns up to date with what is under way from now on."""
+        """Return the plan of these requests and update the mirror."""
         host = self.mirror
-        if takes_part.all():
+        if is_scheduled.all():
             lines, sequences = self._lines, list(self.running)
         else:
-            at = takes_part.nonzero()[0]
+            at = is_scheduled.nonzero()[0]
             lines, chunk, drafts = self._lines[at], chunk[at], drafts[at]
             sequences = [self.running[i] for i in at.tolist()]
         host.prompt_left[lines] -= chunk
@@ -223,166 +174,154 @@ class Scheduler:
         host.max_committed[lines] += np.where(samples, 1 + drafts, 0)
         host.num_draft[lines] = 0
         num_drafts = int(drafts.sum())
-        known: list[int] = []
+        published: list[int] = []
         for i in chunk.nonzero()[0].tolist():
             computed = len(sequences[i].ids) - int(host.prompt_left[lines[i]])
-            known += self.prefix_cache.publish_pages(sequences[i], computed)
+            published += self.prefix_cache.publish_pages(sequences[i], computed)
         return StepPlan(
             sequences,
             [s.request for s in sequences],
-            *(lines, chunk, drafts, samples, host.generation[lines], self.version),
+            slots=lines,
+            chunk=chunk,
+            drafts=drafts,
+            samples=samples,
+            generations=host.generation[lines],
+            version=self.version,
             num_rows=int(np.maximum(chunk, 1).sum()) + num_drafts,
             num_drafts=num_drafts,
             has_prompts=bool(chunk.any()),
             zeros=np.zeros_like(lines),
-            admitted=newcomers,
-            new_pages=grown,
-            published=known,
+            admitted=admitted,
+            new_pages=new_pages,
+            published=published,
         )
 
-    def draft_room(self, planned: StepPlan) -> Ints | None:
-        """Return how many drafts [B] fit before each request's last token and on its pages.
-
-        None: no request is near its end. The last token of a request needs no draft.
-        """
-        mirror, lines = self.mirror, planned.slots
-        if self._fast_path.far_from_ends(lines) and not self.drafts_before_plan:
+    def draft_room(self, lines: Ints, samples: Bools) -> Ints | None:
+        """Return how many drafts [B] fit before the last token and on the pages; None: enough for all."""
+        mirror = self.mirror
+        if self._fast_path.is_far_from_end(lines) and not self.drafts_before_plan:
             return None
         min_committed = mirror.length[lines] + mirror.in_flight[lines]
         room = np.maximum(mirror.max_length[lines] - min_committed - 1, 0)
         if self.lookahead:  # all drafts but the last are stored before they are verified
             stored = mirror.num_pages[lines] * self.page_size - mirror.max_committed[lines]
             room = np.minimum(room, np.maximum(stored + 1, 0))
-        return np.where(planned.samples, room, 0)
+        return np.where(samples, room, 0)
 
     def settle(self, planned: StepPlan, num_out: Ints) -> Bools:
-        """Take in what a step did; [B] which entries are still those that were planned."""
-        host, mine, samples, drafts = self.mirror, planned.slots, planned.samples, planned.drafts
-        here: Bools = host.generation[mine] == planned.generations
+        """Take in the committed tokens [B] of a step; return [B] whether each request is still there."""
+        host, slots, samples, drafts = self.mirror, planned.slots, planned.samples, planned.drafts
+        is_current: Bools = host.generation[slots] == planned.generations
         if planned.has_prompts:
-            self._first_tokens(planned, here & samples & (num_out > 0))
-        if planned.version != self.version:  # somebody came or went meanwhile
-            mine, num_out = mine[here], num_out[here]
-            samples, drafts = samples[here], drafts[here]
-        host.length[mine] += num_out
-        host.in_flight[mine] -= samples
-        fell = 1 + drafts - num_out
-        host.max_committed[mine] -= np.where(samples, fell, 0) if planned.has_prompts else fell
-        return here
+            self._record_first_tokens(planned, is_current & samples & (num_out > 0))
+        if planned.version != self.version:
+            slots, num_out = slots[is_current], num_out[is_current]
+            samples, drafts = samples[is_current], drafts[is_current]
+        host.length[slots] += num_out
+        host.in_flight[slots] -= samples
+        rejected = 1 + drafts - num_out
+        host.max_committed[slots] -= np.where(samples, rejected, 0) if planned.has_prompts else rejected
+        return is_current
 
-    def _first_tokens(self, planned: StepPlan, told: Bools) -> None:
-        """Whoever has come to the end of its prompt, unless it was there before it was put aside."""
-        for b in (told & (planned.chunk > 0)).nonzero()[0].tolist():
+    def _record_first_tokens(self, planned: StepPlan, has_output: Bools) -> None:
+        for b in (has_output & (planned.chunk > 0)).nonzero()[0].tolist():
             stats = planned.sequences[b].stats
-            if stats.first_token_at is None:
+            if stats.first_token_at is None:  # else it was preempted since
                 stats.first_token_at = time.monotonic()
                 self.timings.first_token.observe(stats.first_token_at - stats.arrived_at)
 
-    # --- coming and going ---------------------------------------------------------------------------
 
-    def _admit_all(self, rows: int) -> list[Sequence]:
-        """SlotInit those who wait, as long as the next of them would have one of the rows in this step."""
-        newcomers: list[Sequence] = []
-        left = self.mirror.prompt_left
-        prompts = [(s.rank, int(left[s.slot])) for s in self.running if left[s.slot]] if self.waiting else []
-        seated = 0  # rows that newcomers want: each of them comes before whoever waits behind it
-        while self.waiting and self.slots.num_free:
-            front = self.waiting[0]
-            wanted = seated + sum(count for rank, count in prompts if rank < front.rank)
-            if wanted >= rows or not self._admit(front):
-                break
-            newcomers.append(front)
-            seated += int(left[front.slot])
-        return newcomers
+class FastPath:
+    """Plans of steps without prompts and admissions, made without a look at single requests.
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """SlotInit the first that waits, if there are pages for its tokens and the next one."""
-        found = self.prefix_cache.find(sequence)
-        tokens = min(len(sequence.ids) + 1 + self.lookahead, sequence.max_length)
-        need = self.pages_for(tokens) - len(found)
-        spare = len(self.running)  # those that run will want a page soon, or the newcomer is out again
-        if need + spare > self.pages.num_free:
-            self.pages.release(found)
-            return False
-        del self.waiting[0]
-        if (self.pages.num_free - need) // 2 // (spare + 1) >= AHEAD:  # as in `_grow`
-            need = min(need + AHEAD, self.pages_for(sequence.max_length) - len(found))
-        sequence.pages = found + self.pages.take(need)
-        sequence.num_published_pages, sequence.num_cached = len(found), len(found) * self.page_size
-        if sequence.stats.scheduled_at is None:
-            sequence.stats.scheduled_at = time.monotonic()
-            self.timings.queue.observe(sequence.stats.scheduled_at - sequence.stats.arrived_at)
-            sequence.stats.num_cached_tokens = sequence.num_cached
-            self.num_queried += len(sequence.ids) if self.prefix_cache.enabled else 0
-            self.num_cached += sequence.num_cached
-        slot = sequence.slot = sequence.last_slot = self.slots.take(sequence.request)
-        host = self.mirror
-        host.length[slot] = host.max_committed[slot] = len(sequence.ids)
-        host.prompt_left[slot] = len(sequence.ids) - sequence.num_cached
-        host.max_length[slot] = sequence.max_length
-        host.in_flight[slot] = host.num_draft[slot] = 0
-        host.num_pages[slot] = len(sequence.pages)
-        host.generation[slot] += 1
-        self.policy.start(slot, sequence.draft_limit, sequence.adaptive)
-        self.running.append(sequence)
-        self._lines = np.append(self._lines, slot)
-        self.version += 1
-        return True
+    Most steps are like that, and host time limits small models. The room of all requests is computed once;
+    until it is used up the last plan is repeated, with new drafts. In a large batch some request finishes in
+    every other step: then all are planned at once, if each of them has room on its pages.
+    """
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Nothing is under way: its tokens are known, and it goes on from them when its turn comes."""
-        slot = sequence.slot
-        length, left = int(self.mirror.length[slot]), int(self.mirror.prompt_left[slot])
-        self._wait_again(sequence, length - left if left else length - 1)
-        sequence.stats.num_preemptions += 1
-        self.num_preemptions += 1
-        self.preempted.append(sequence)
+    def __init__(
+        self, host: SlotMirror, policy: DraftPolicy, page_size: int, max_rows: int, lookahead: int
+    ) -> None:
+        self.mirror, self.policy, self.page_size = host, policy, page_size
+        self.max_rows, self.lookahead = max_rows, lookahead
+        self._plan: StepPlan | None = None  # plan to repeat, without drafts
+        self._room = 0  # tokens that fit behind the upper bound of every request's committed tokens
+        self._max_drafts = 0  # of any request
 
-    def requeue(self, sequence: Sequence, computed: int) -> None:
-        """A step of it never came to be, and nobody can find what that was to fill. It waits again."""
-        sequence.num_published_pages = min(sequence.num_published_pages, computed // self.page_size)
-        self._wait_again(sequence, computed)
+    def plan(self, running: list[Sequence], lines: Ints, version: int) -> StepPlan | None:
+        """Return the next plan of the running requests, in slots `lines`; None: use the full planner."""
+        last = self._plan
+        planned = self._repeat(last) if last is not None and last.version == version else None
+        return planned or self._plan_decoding(running, lines, version)
 
-    def _wait_again(self, sequence: Sequence, computed: int) -> None:
-        length = int(self.mirror.length[sequence.slot])
-        ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
-        self.prefix_cache.remember(sequence, ids, computed)
-        self._leave(sequence)
-        insort(self.waiting, sequence, key=lambda s: s.rank)
+    def after(self, planned: StepPlan | None) -> None:
+        """Record a plan in which every running request decodes; None: the last plan was another."""
+        self._plan = None
+        if planned is None:
+            return
+        host, lines = self.mirror, planned.slots
+        self._plan = planned.with_drafts(planned.zeros, 0)
+        room = np.minimum(host.num_pages[lines] * self.page_size, host.max_length[lines])
+        self._room = int((room - host.max_committed[lines]).min())
+        self._max_drafts = int(self.policy.limit[lines].max())
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a request out, wherever it is; its slot and pages are free at once.
+    def is_far_from_end(self, lines: Ints) -> bool:
+        """Return whether no request in these slots can reach its maximum length in the next step."""
+        return self._plan is not None and self._plan.slots is lines and self._room > self._max_drafts
 
-        A step under way may still write to the pages; whoever gets them writes later.
-        """
-        self.num_needing_sync -= sequence.may_need_sync
-        sequence.stats.ended = time.monotonic()
-        if sequence.slot < 0:
-            self.waiting.remove(sequence)
-        else:
-            self._leave(sequence)
+    def _repeat(self, planned: StepPlan) -> StepPlan | None:
+        """Return the last plan with the present drafts; None if a request may lack room."""
+        host, count, widest = self.mirror, 0, 0
+        lines = planned.slots
+        if self._max_drafts:
+            drafts = host.num_draft[lines]
+            each = drafts.tolist()
+            count, widest = sum(each), max(each)
+        if self._room < max(1, widest + self.lookahead) or len(lines) + count > self.max_rows:
+            return None
+        self._room -= 1 + widest
+        host.max_committed[lines] += 1
+        host.in_flight[lines] += 1
+        if count:
+            planned = planned.with_drafts(drafts, count)
+            host.max_committed[lines] += drafts
+            host.num_draft[lines] = 0
+        return planned
 
-    def finish_keep_pages(self, sequence: Sequence) -> None:
-        """It ended; its pages are kept until `bury`."""
-        self.num_needing_sync -= sequence.may_need_sync
-        sequence.stats.ended = time.monotonic()
-        pages, known = sequence.pages, sequence.num_published_pages
-        sequence.pages = []
-        self._leave(sequence)
-        sequence.pages, sequence.num_published_pages = pages, known
-
-    def release_pages(self, sequence: Sequence, ids: list[int] | None) -> None:
-        """`ids` is all it ever said; None: nobody knows."""
-        if ids is not None:
-            self.prefix_cache.remember(sequence, ids, len(ids) - 1)
-        self.pages.release(sequence.pages)
-        sequence.pages = []
-
-    def _leave(self, sequence: Sequence) -> None:
-        self.version += 1
-        self.running.remove(sequence)
-        self._lines = self._lines[self._lines != sequence.slot]
-        self.mirror.generation[sequence.slot] += 1
-        self.slots.free(sequence.slot)
-        self.pages.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.num_published_pages = -1, [], 0
+    def _plan_decoding(self, running: list[Sequence], lines: Ints, version: int) -> StepPlan | None:
+        """Return a plan of the requests short of their end; None with prompts or too few pages or rows."""
+        host, sequences = self.mirror, list(running)
+        if np.count_nonzero(host.prompt_left[lines]):
+            return None
+        ends, most = host.max_length[lines], host.max_committed[lines]
+        decodes = host.length[lines] + host.in_flight[lines] < ends
+        all_decode = np.count_nonzero(decodes) == len(lines)
+        if not all_decode:
+            at = decodes.nonzero()[0]
+            lines, ends, most = lines[at], ends[at], most[at]
+            sequences = [sequences[i] for i in at.tolist()]
+        drafts = host.num_draft[lines]
+        count, pages = int(drafts.sum()), host.num_pages[lines] * self.page_size
+        most += drafts
+        short = np.count_nonzero(np.minimum(most + self.lookahead, ends) > pages)
+        if not sequences or short or len(lines) + count > self.max_rows:
+            return None
+        host.max_committed[lines], host.num_draft[lines] = most + 1, 0
+        host.in_flight[lines] += 1
+        zeros = np.zeros_like(lines)
+        planned = StepPlan(
+            sequences,
+            [s.request for s in sequences],
+            slots=lines,
+            chunk=zeros,
+            drafts=drafts,
+            samples=np.ones(len(lines), np.bool_),
+            generations=host.generation[lines],
+            version=version,
+            num_rows=len(lines) + count,
+            num_drafts=count,
+            has_prompts=False,
+            zeros=zeros,
+        )
+        self.after(planned if all_decode else None)
+        return planned

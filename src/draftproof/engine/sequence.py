@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftproof.arrays import Bools, Ints
-from draftproof.engine.slots import SlotInit
 from draftproof.metrics import RequestStats
 from draftproof.types import LogprobKind, Request
 from draftproof.verify.grammar_guide import GrammarGuide
@@ -48,20 +47,6 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Return the scheduling order: priority, then arrival."""
         return self.request.params.priority, self.arrival
-
-    @property
-    def slot_init(self) -> SlotInit:
-        """Return the values that its slot is filled with."""
-        return SlotInit(
-            slot=self.slot,
-            request=self.request,
-            pages=self.pages,
-            max_length=self.max_length,
-            strategy=self.strategy,
-            logprob_kind=self.logprob_kind,
-            token_ids=self.ids,
-            computed=self.num_cached,
-        )
 
     @property
     def needs_sync(self) -> bool:
@@ -105,9 +90,7 @@ class SlotMirror:
         self.in_flight = column()  # steps not read yet that commit tokens of the slot
         self.num_draft = column()  # upper bound of drafts when the next step begins
         self.num_pages = column()
-        self.generation = (
-            column()
-        )  # incremented when the slot changes hands: results of an earlier request do not match
+        self.generation = column()  # number of the slot's request: results of an earlier one do not match
 
 
 @dataclass(slots=True, eq=False)  # one per step: freezing costs more than filling
@@ -145,24 +128,6 @@ class StepPlan:
             num_drafts=count,
             has_prompts=False,
             zeros=self.zeros,
-        )
-
-    def only(self, at: list[int]) -> StepPlan:
-        """Return the plan of the entries `at`."""
-        chunk, drafts = self.chunk[at], self.drafts[at]
-        return StepPlan(
-            [self.sequences[i] for i in at],
-            [self.requests[i] for i in at],
-            self.slots[at],
-            chunk,
-            drafts,
-            self.samples[at],
-            self.generations[at],
-            self.version,
-            num_rows=int(np.maximum(chunk, 1).sum() + drafts.sum()),
-            num_drafts=int(drafts.sum()),
-            has_prompts=bool(chunk.any()),
-            zeros=np.zeros_like(chunk),
         )
 
     @property

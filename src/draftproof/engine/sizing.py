@@ -55,7 +55,7 @@ def resolve_sizes(
     k = config.speculative.num_speculative_tokens if config.speculative else 1
     tokens = config.kv_cache_tokens
     if tokens is None:
-        each = _kv_bytes(checkpoint) + drafter[0]
+        each = kv_layout(checkpoint.config, checkpoint.dtype).bytes_per_token + drafter[0]
         workspace = LOGITS_COPIES * num_seqs * (k + 1) * checkpoint.config.vocab_size * 4 + drafter[1]
         workspace += max_rows * _row_bytes(checkpoint)
         room = _kv_room(config, checkpoint, ops, workspace, each * max_len) // each
@@ -72,10 +72,6 @@ def _max_len(config: EngineConfig, model: ModelConfig) -> int:
             f"max_model_len={requested} is beyond the {model.max_position} positions of this model"
         )
     return requested
-
-
-def _kv_bytes(checkpoint: Checkpoint) -> int:
-    return kv_layout(checkpoint.config, checkpoint.dtype).bytes_per_token
 
 
 def _row_bytes(checkpoint: Checkpoint) -> int:

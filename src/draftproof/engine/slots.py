@@ -8,15 +8,15 @@ to an indexed tensor (`x[index] = 0`) would, `index_fill_` does not. Options tha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.engine.sequence import Sequence
 from draftproof.ops import Ops
-from draftproof.types import LogitAdjust, LogprobKind, Request, SlotColumns
+from draftproof.types import LogitAdjust, Request, SlotColumns
 
 INTS = (
     *("length", "prompt_len", "computed", "ended", "num_draft", "top_k", "seed"),
@@ -24,24 +24,6 @@ INTS = (
 )
 REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 ALIGN = 16  # lines: aligns the start of every column for vector loads
-
-
-class SlotInit(NamedTuple):
-    """Values to fill a slot with."""
-
-    slot: int
-    request: Request
-    pages: Sequence[int]
-    max_length: int
-    strategy: int = 0
-    logprob_kind: LogprobKind = LogprobKind.NONE
-    token_ids: Sequence[int] = ()  # committed tokens, prompt included; empty: the prompt
-    computed: int = 0  # committed tokens with KV on the pages
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Return the committed tokens."""
-        return self.token_ids or self.request.prompt_token_ids
 
 
 class Slots:
@@ -92,23 +74,23 @@ class Slots:
         self.requests[slot] = None
         self._free.append(slot)
 
-    def fill(self, inits: Sequence[SlotInit]) -> None:
-        """Set the values of newly allocated slots."""
-        if not inits:
+    def fill(self, admitted: Many[Sequence]) -> None:
+        """Set the values of the slots of newly admitted requests."""
+        if not admitted:
             return
-        c, count, wide = self.columns, len(inits), self.columns.page_table.shape[1]
-        slots = np.array([init.slot for init in inits])
+        c, count, wide = self.columns, len(admitted), self.columns.page_table.shape[1]
+        slots = np.array([sequence.slot for sequence in admitted])
         pages = np.zeros((count, wide + wide % 2), np.int32)  # in whole words
-        for line, init in zip(pages, inits, strict=True):
-            line[: len(init.pages)] = init.pages
-        prompts = [np.array(init.ids, np.int64) for init in inits]  # faster than torch
+        for line, sequence in zip(pages, admitted, strict=True):
+            line[: len(sequence.pages)] = sequence.pages
+        prompts = [np.array(sequence.ids, np.int64) for sequence in admitted]  # faster than torch
         lengths = np.array([len(prompt) for prompt in prompts])
         starts = slots * c.tokens.shape[1] - np.cumsum(lengths) + lengths
-        marks = [init.slot * self.vocab + token for init in inits for token in end_ids(init.request)]
+        marks = [s.slot * self.vocab + token for s in admitted for token in _end_ids(s.request)]
         parts = (
             slots,
-            np.array([_ints(init) for init in inits], np.int64).T.ravel(),
-            np.array([_reals(init.request) for init in inits], np.float32).T.ravel().view(np.int64),
+            np.array([_ints(sequence) for sequence in admitted], np.int64).T.ravel(),
+            np.array([_reals(s.request) for s in admitted], np.float32).T.ravel().view(np.int64),
             pages.ravel().view(np.int64),
             np.repeat(starts, lengths) + np.arange(lengths.sum()),  # where the tokens go
             np.concatenate(prompts),
@@ -123,20 +105,20 @@ class Slots:
         c.ends.index_fill_(0, lines, False)
         if marks:
             c.ends.view(-1).index_fill_(0, ends, True)
-        for init in inits:
-            self._fill_planes(init)
+        for sequence in admitted:
+            self._fill_planes(sequence)
 
-    def _fill_planes(self, init: SlotInit) -> None:
-        params, send = init.request.params, self.ops.runtime.send
+    def _fill_planes(self, sequence: Sequence) -> None:
+        params, send = sequence.request.params, self.ops.runtime.send
         if params.logit_bias:
-            line = self.columns.bias[init.slot].zero_()
+            line = self.columns.bias[sequence.slot].zero_()
             ids = send(torch.tensor(list(params.logit_bias)))
             line[ids] = send(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32))
         if params.allowed_token_ids is not None:
-            line = self.columns.banned[init.slot].fill_(True)
+            line = self.columns.banned[sequence.slot].fill_(True)
             line.index_fill_(0, send(torch.tensor(list(params.allowed_token_ids))), False)
 
-    def grow(self, pages: Sequence[tuple[int, int, int]]) -> None:
+    def grow(self, pages: Many[tuple[int, int, int]]) -> None:
         """Add pages: (slot, index in its page table, page)."""
         if pages:
             lines, places, ids = self.ops.runtime.send(torch.tensor(pages)).unbind(1)
@@ -155,8 +137,7 @@ class Slots:
             column.fill_(-(2**40))
 
 
-def end_ids(request: Request) -> set[int]:
-    """Return the tokens that finish a request."""
+def _end_ids(request: Request) -> set[int]:
     params = request.params
     return {*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids}
 
@@ -164,48 +145,28 @@ def end_ids(request: Request) -> set[int]:
 def adjustments(request: Request) -> LogitAdjust:
     """Return the flags of the options that change the logits of a request."""
     params = request.params
-    found = LogitAdjust(0)
-    if params.penalises:
-        found |= LogitAdjust.PENALTY
-    if params.logit_bias:
-        found |= LogitAdjust.BIAS
-    if params.allowed_token_ids is not None:
-        found |= LogitAdjust.ALLOWED_IDS
-    if params.min_tokens:
-        found |= LogitAdjust.MIN_TOKENS
-    if request.grammar is not None:
-        found |= LogitAdjust.MASK
-    return found
-
-
-def _ints(init: SlotInit) -> tuple[int, ...]:
-    """Return the integer columns in the order of INTS."""
-    request, params = init.request, init.request.params
-    prompt = len(request.prompt_token_ids)
-    return (
-        len(init.ids),
-        prompt,
-        init.computed,
-        0,
-        0,
-        params.top_k,
-        request.seed,
-        prompt + params.min_tokens,
-        init.max_length,
-        int(adjustments(request)),
-        int(init.logprob_kind),
-        init.strategy,
+    flags = (
+        (LogitAdjust.PENALTY, params.penalises),
+        (LogitAdjust.BIAS, params.logit_bias),
+        (LogitAdjust.ALLOWED_IDS, params.allowed_token_ids is not None),
+        (LogitAdjust.MIN_TOKENS, params.min_tokens),
+        (LogitAdjust.MASK, request.grammar is not None),
     )
+    return LogitAdjust(sum(flag for flag, is_set in flags if is_set))
+
+
+def _ints(sequence: Sequence) -> tuple[int, ...]:
+    """Return the integer columns in the order of INTS."""
+    request, params = sequence.request, sequence.request.params
+    prompt = len(request.prompt_token_ids)
+    progress = len(sequence.ids), prompt, sequence.num_cached, 0, 0
+    limits = params.top_k, request.seed, prompt + params.min_tokens, sequence.max_length
+    return *progress, *limits, int(adjustments(request)), int(sequence.logprob_kind), sequence.strategy
 
 
 def _reals(request: Request) -> tuple[float, ...]:
     """Return the float columns in the order of REALS."""
     params = request.params
-    return (
-        0.0 if params.greedy else params.temperature,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-    )
+    temperature = 0.0 if params.greedy else params.temperature
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    return temperature, params.top_p, params.min_p, *penalties

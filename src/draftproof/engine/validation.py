@@ -125,8 +125,7 @@ def _check_speculation(request: Request, limits: Limits) -> None:
             )
         if k > limits.speculative_tokens:
             raise RequestError(
-                f"num_speculative_tokens={k} is above the engine's {limits.speculative_tokens}",
-                "speculative",
+                f"num_speculative_tokens={k} is above the engine's {limits.speculative_tokens}", "speculative"
             )
     if request.params.prediction is not None and not limits.speculative_tokens:
         raise RequestError("prediction needs an engine with a speculative_config", "prediction")

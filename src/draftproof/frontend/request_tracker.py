@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.logprob_routing import needs_host_logprobs
-from draftproof.engine.step.step_results import Finish, StepResults
+from draftproof.engine.step.step_results import Finish, StepResults, needs_host_logprobs
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.metrics import RequestStats, SpecStats

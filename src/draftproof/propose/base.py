@@ -55,7 +55,6 @@ class Proposer(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
-        """Take the options over the defaults."""
         self.env = env
         self.options = {**self.defaults, **options}
 
@@ -89,10 +88,7 @@ class Proposer(ABC):
         return None
 
     def do_idle_work(self) -> None:
-        """Do deferred work while steps are in flight and the host has time.
-
-        It is not called in every step, nor where the device is waited for.
-        """
+        """Do deferred work while steps are in flight and the host has time, not in every step."""
         return None
 
 

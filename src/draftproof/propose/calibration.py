@@ -1,10 +1,9 @@
 """Calibration: acceptance probability of a draft as a function of the draft model's own probability.
 
-Where rounds are waited for, a chain of drafts stops when another one is not worth a round. For greedy
-requests the model's probability of a draft is nearly its acceptance probability. For sampled ones the
-target's noise is shared, so drafts are accepted more often. The difference is learned online, over all
-requests: committed tokens show which drafts were accepted, counted in ten bins of the model's probability,
-greedy and sampled requests apart.
+Where rounds are waited for, a chain of drafts stops when another one is not expected to gain its cost. For
+greedy requests the model's probability is nearly the acceptance probability. For sampled ones the target's
+noise is shared, so drafts are accepted more often. The difference is learned online over all requests,
+counted in ten bins of the model's probability, greedy and sampled requests apart.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Calibration:
     """Counts of one model, as plain Python numbers: arrays would take a tenth of a round."""
 
     def __init__(self, num_slots: int) -> None:
-        """Start with empty bins."""
         self._accepted, self._rejected = [0.0] * (2 * NUM_BINS), [0.0] * (2 * NUM_BINS)
         self._total = list(PRIOR_NEXT)
         self._pending: list[PendingDrafts | None] = [None] * num_slots
@@ -63,10 +61,7 @@ class Calibration:
                 self._pending[slot] = PendingDrafts(seed, length, mine, kinds)
 
     def learn(self, columns: SlotColumns, slots: Sequence[int]) -> None:
-        """Count the results of the last drafts of these requests [B].
-
-        All drafts up to the first that differs from the committed token count, verified or not.
-        """
+        """Count the results of the last drafts of these requests [B], up to the first one that differs."""
         for slot in slots:
             last = self._pending[slot] if slot >= 0 else None
             if last is None:
@@ -85,9 +80,7 @@ class Calibration:
         (self._accepted if is_accepted else self._rejected)[index] += 1
         self._total[not is_accepted] += 1
         if self._accepted[index] + self._rejected[index] > MAX_DRAFTS:
-            self._accepted[index], self._rejected[index] = (
-                self._accepted[index] / 2,
-                self._rejected[index] / 2,
-            )
+            self._accepted[index] /= 2
+            self._rejected[index] /= 2
         if sum(self._total) > MAX_DRAFTS * NUM_BINS:
             self._total = [part / 2 for part in self._total]

@@ -21,7 +21,7 @@ from draftproof.models.registry import create_model, expected_tensors, kv_layout
 from draftproof.models.runner import Runner
 from draftproof.ops import Rows
 from draftproof.propose.base import ProposerEnv
-from draftproof.propose.model_proposer import ModelProposer
+from draftproof.propose.draft_rounds import ModelProposer
 from draftproof.types import DeviceBatch, Draft
 
 
@@ -83,10 +83,7 @@ class DraftModelProposer(ModelProposer):
         return rounds.draft()
 
     def _committed_rows(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
-        """Return rows of the committed tokens without KV, and the last row [B] of each entry, or -1.
-
-        A decoding entry lacks what this step committed; one with a chunk lacks its chunk.
-        """
+        """Return rows of the committed tokens without KV, and the last row [B] of each entry, or -1."""
         rows, chunk, columns = batch.rows, batch.chunk, batch.columns
         assert rows is not None and chunk is not None and batch.spec is not None
         scrap, line = len(columns.length), batch.slots.clamp(min=0)

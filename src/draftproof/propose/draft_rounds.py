@@ -1,24 +1,30 @@
-"""Rounds of a draft model, with the target's draft_logprob sampling noise, and early stop of a chain.
+"""Proposers with a model of their own: rounds with the target's sampling noise, early stop of a chain.
 
-A draft that is sampled with the noise that the target uses at its position agrees with the target far more
-often than an independent sample would. Whether it does changes the speed alone.
+A draft that is sampled with the target's noise at its position agrees with the target far more often than an
+independent sample would. It changes the speed alone.
 
-With costs a chain may stop before its budget. Whether another round follows depends on the probabilities of
-the drafts made so far, and concerns later drafts only: a draft that was sampled is always proposed. So each
-proposed draft has the distribution that it was sampled from, given those before it, which is what `rejection`
-requires; and behind the last draft the target samples with noise that no choice depended on.
+With costs a chain may stop before its budget. That depends on the probabilities of the drafts made so far and
+concerns later drafts only: a sampled draft is always proposed. So each proposed draft has the distribution
+that it was sampled from, given those before it, as `rejection` requires; and behind the last draft the target
+samples with noise that no choice depended on.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftproof.errors import ConfigError
 from draftproof.ops import Ops, Rows
+from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
 from draftproof.types import DeviceBatch, Draft, DraftSpec, Windows
+
+DRAFT_SAMPLING = ("shared", "argmax")  # with the target's noise; the likeliest token at any temperature
 
 
 class DraftRounds:
@@ -37,7 +43,7 @@ class DraftRounds:
         """Plan the rows of all rounds.
 
         last [B]: negative where the model lacks committed tokens of an entry, which then gets no drafts.
-        lag: how far behind its draft_logprob position a draft's row is stored. calibration: of this model.
+        lag: how far behind its own position a draft's row is stored. calibration: of this model.
         """
         assert batch.spec is not None
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
@@ -139,7 +145,6 @@ class DraftRounds:
         return gain > self._costs.round
 
     def _stop(self, entries: list[int], count: int) -> None:
-        """Limit these entries to `count` drafts."""
         planned = self.draft_rows
         for b in entries:
             self._count[b] = count
@@ -165,3 +170,28 @@ class DraftRounds:
         """Stack [B, ...] of each round to [B, K, ...]."""
         missing = len(self.draft_rows.tokens) - len(columns)
         return torch.stack(columns + [padding] * missing, 1)
+
+
+class ModelProposer(DeviceProposer):
+    """Proposer whose model runs behind every step and stores KV on the engine's pages."""
+
+    runs_every_step = True
+    stores_kv = True
+    reports_probs = True
+    respects_budget = True
+    defaults = {"model": None, "draft_sampling": "shared"}
+    lag = 0  # how far behind its own position a draft's row is stored
+
+    def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
+        super().__init__(env, options)
+        sampling = self.options["draft_sampling"]
+        if sampling not in DRAFT_SAMPLING:
+            raise ConfigError(f"draft_sampling must be one of {', '.join(DRAFT_SAMPLING)}, got {sampling!r}")
+        self.greedy = bool(sampling == "argmax")
+        self.stops_early = not env.ops.runtime.asynchronous
+        self.calibration = Calibration(env.num_slots)
+
+    def start_rounds(self, batch: DeviceBatch, last: Tensor) -> DraftRounds:
+        """Plan the rounds behind a step; `last` as in `DraftRounds`."""
+        env = self.env
+        return DraftRounds(env.ops, batch, self.greedy, last, self.lag, env.page_size, self.calibration)

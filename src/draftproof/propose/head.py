@@ -22,7 +22,7 @@ from draftproof.models.draft_head.formats import load_draft_head, read_draft_hea
 from draftproof.models.draft_head.model import DraftHeadModel
 from draftproof.ops import Rows
 from draftproof.propose.base import ProposerEnv
-from draftproof.propose.model_proposer import ModelProposer
+from draftproof.propose.draft_rounds import ModelProposer
 from draftproof.types import DeviceBatch, Draft
 
 
@@ -33,7 +33,6 @@ class HeadProposer(ModelProposer):
     lag = 1  # the row of a draft lies where the row of its feature does
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
-        """Load the head and allocate its KV cache."""
         super().__init__(env, options)
         source, target = self.options["model"], env.target
         if source is None and target is not None:
@@ -56,10 +55,8 @@ class HeadProposer(ModelProposer):
         layout = config.kv_layout(target.dtype)
         self.caches = layout.allocate(env.num_pages, env.page_size, env.ops.device)
         self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
-        self._forward, self._store = (
-            env.ops.runtime.capture(function, env.ops.runtime.bucket(env.max_rows))
-            for function in (self._row, self._kv)
-        )
+        capture, rows = env.ops.runtime.capture, env.ops.runtime.bucket(env.max_rows)
+        self._forward, self._store = capture(self._row, rows), capture(self._kv, rows)
 
     @classmethod
     def default_source(cls, target: ModelConfig) -> str | None:

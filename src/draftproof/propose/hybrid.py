@@ -31,7 +31,7 @@ from draftproof.ops.contract.draft_search import (
 from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.registry import lookup
-from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
+from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS, check_number
 from draftproof.types import DeviceBatch, Draft, Request
 
 
@@ -197,9 +197,9 @@ class HybridProposer(DeviceProposer):
     def _is_worth_a_round(
         self, batch: DeviceBatch, found: Mapping[int, MemberDrafts], max_rounds: int
     ) -> bool:
-        """Return whether rounds of the model bring more than they cost, beside the drafts already found.
+        """Return whether rounds of the model gain more than they cost, beside the drafts already found.
 
-        This waits for the device. Rounds are added while each brings its cost, by acceptance rates of the
+        This waits for the device. Rounds are added while each gains its cost, by acceptance rates of the
         record before the last window.
         """
         slots = batch.slots.clamp(min=0)
@@ -298,11 +298,6 @@ def _parse_member(given: Any) -> _Member:
     for key in mine:
         if key not in kind.defaults:
             raise ConfigError(f"hybrid: {method!r} has no key {key!r}: {nearest(key, kind.defaults)}")
-    is_wrong = (
-        isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_SPECULATIVE_TOKENS
-    )
-    if limit is not None and is_wrong:
-        raise ConfigError(
-            f"hybrid: num_speculative_tokens of {method!r} must be an integer in 1..{MAX_SPECULATIVE_TOKENS}"
-        )
+    if limit is not None:
+        check_number(f"hybrid: num_speculative_tokens of {method!r}", limit, 1, MAX_SPECULATIVE_TOKENS)
     return _Member(kind, mine, limit)

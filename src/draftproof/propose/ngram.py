@@ -10,6 +10,7 @@ from typing import Any
 
 from draftproof.errors import ConfigError
 from draftproof.propose.base import DeviceProposer, ProposerEnv
+from draftproof.speculative_config import check_number
 from draftproof.types import DeviceBatch, Draft
 
 MATCH_OPTIONS: Mapping[str, Any] = {"prompt_lookup_min": None, "prompt_lookup_max": None}
@@ -24,7 +25,6 @@ class NgramProposer(DeviceProposer):
     defaults = MATCH_OPTIONS
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
-        """Check the match lengths."""
         super().__init__(env, options)
         self.min_match, self.max_match = match_lengths(self.options)
 
@@ -38,9 +38,8 @@ def match_lengths(options: Mapping[str, Any]) -> tuple[int, int]:
     """Return the shortest and longest match from prompt_lookup_min and prompt_lookup_max."""
     low, high = options["prompt_lookup_min"], options["prompt_lookup_max"]
     for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
-        is_wrong = isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_MATCH_TOKENS
-        if value is not None and is_wrong:
-            raise ConfigError(f"{name} must be an integer in 1..{MAX_MATCH_TOKENS}, got {value!r}")
+        if value is not None:
+            check_number(name, value, 1, MAX_MATCH_TOKENS)
     high = high if high is not None else max(5, low or 0)
     low = low if low is not None else min(2, high)
     if low > high:

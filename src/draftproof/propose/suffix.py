@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from draftproof.arrays import Ints
-from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
 from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.suffix_pool import Pool
+from draftproof.speculative_config import check_number
 from draftproof.types import DeviceBatch, Draft, Request
 
 
@@ -38,14 +38,13 @@ class SuffixProposer(DeviceProposer):
     }
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
-        """Check the options and allocate the pool."""
         super().__init__(env, options)
         self.rule = SuffixOptions(
-            _number(self.options, "min_match", 1, 32, whole=True),
-            _number(self.options, "match_prior", 0.0, 1000.0),
-            _number(self.options, "min_token_prob", 0.0, 1.0),
+            check_number("min_match", self.options["min_match"], 1, 32),
+            check_number("match_prior", self.options["match_prior"], 0.0, 1000.0, whole=False),
+            check_number("min_token_prob", self.options["min_token_prob"], 0.0, 1.0, whole=False),
         )
-        ttl = _number(self.options, "pool_ttl", 0.0, 1e9)
+        ttl = check_number("pool_ttl", self.options["pool_ttl"], 0.0, 1e9, whole=False)
         self.pool = Pool(env.ops, env.num_slots, _pool_tokens(self.options), ttl)
 
     @classmethod
@@ -82,14 +81,4 @@ class SuffixProposer(DeviceProposer):
 
 
 def _pool_tokens(options: Mapping[str, Any]) -> int:
-    tokens: int = _number(options, "pool_tokens", 0, 1 << 30, whole=True)
-    return tokens
-
-
-def _number(options: Mapping[str, Any], name: str, low: float, high: float, whole: bool = False) -> Any:
-    value = options[name]
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        kind = "an integer" if whole else "a number"
-        raise ConfigError(f"{name} must be {kind} in {low:g}..{high:g}, got {value!r}")
-    return value
+    return int(check_number("pool_tokens", options["pool_tokens"], 0, 1 << 30))

@@ -1,13 +1,10 @@
 """Pool of earlier outputs for the suffix search: the host's side.
 
 The search runs on the device, on tensors that never move and never grow. The host decides what is in them
-and sends the changes in one piece before a step is queued. An output is cut into lines, each with the
-tokens before it, so that a match can be measured, and some after it, so that it can be followed. Lines
-belong to an owner: the digest of the request's `cache_salt`, which the search compares.
-
-New lines replace those that were not used for longest; the device records when drafts were taken from a
-line. A line expires `ttl` seconds after it was last generated. A line that is generated again is not stored
-again, but its weight grows.
+and sends the changes in one piece before a step is queued. An output is cut into lines, each with some tokens
+before it, to measure a match, and some after it, to be drafted. Lines belong to an owner: the digest of the
+request's `cache_salt`. New lines replace those that were not used for longest. A line expires `ttl` seconds
+after it was last generated; one that is generated again only gains weight.
 """
 
 from __future__ import annotations
@@ -84,12 +81,9 @@ class Pool:
         self._next_expiry = np.inf  # time of the first expiry, or earlier
         self._digests: list[bytes] = [b""] * lines
         self._lines: dict[bytes, int] = {}  # line by digest of its content
-        self._table = np.full(
-            (len(HASHED_NGRAM_SIZES), buckets, BUCKET_WAYS), -1, np.int32
-        )  # copy of the device's
-        self._heads = np.zeros(
-            (len(HASHED_NGRAM_SIZES), buckets), np.uint8
-        )  # next entry of each bucket to overwrite
+        sizes = len(HASHED_NGRAM_SIZES)
+        self._table = np.full((sizes, buckets, BUCKET_WAYS), -1, np.int32)  # copy of the device's
+        self._heads = np.zeros((sizes, buckets), np.uint8)  # next entry of each bucket to overwrite
         self._slots = np.full(num_slots, NO_REQUEST, np.int64)
         self._changed_slots: list[int] = []  # with a new owner
         self._added: list[tuple[int, Ints]] = []
@@ -100,13 +94,8 @@ class Pool:
     def size(num_tokens: int) -> int:
         """Return the bytes on the device."""
         lines, buckets = _shape(num_tokens)
-        return (
-            4 * lines * LINE_TOKENS
-            + 8 * lines * len(LINE_COLUMNS)
-            + 4 * len(HASHED_NGRAM_SIZES) * buckets * BUCKET_WAYS
-        )
-
-    # --- input -------------------------------------------------------------------------------
+        table = 4 * len(HASHED_NGRAM_SIZES) * buckets * BUCKET_WAYS
+        return lines * (4 * LINE_TOKENS + 8 * len(LINE_COLUMNS)) + table
 
     def set_owner(self, slot: int, salt: str | None) -> None:
         self._slots[slot] = owner_of(salt)
@@ -123,8 +112,6 @@ class Pool:
             line[: len(ids[low:high])] = ids[low:high]
             line[LINE_TOKENS:] = len(ids[low:high]), first - low
             self._added.append((owner, line))
-
-    # --- sending -------------------------------------------------------------------------------
 
     def send(self) -> None:
         """Send new owners and expired lines; store added outputs if there was no idle time for it."""

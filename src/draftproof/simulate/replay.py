@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftproof.engine.slots import SlotInit, Slots
+from draftproof.engine.sequence import Sequence as EngineRequest
+from draftproof.engine.slots import Slots
 from draftproof.errors import ConfigError, nearest
 from draftproof.metrics import SpecStats
 from draftproof.ops import resolve
@@ -173,7 +174,7 @@ class Replay:
             )
             self._number += 1
             slot = self.slots.take(request)
-            self.slots.fill([SlotInit(slot, request, [], len(record.prompt) + len(record.output))])
+            self.slots.fill([EngineRequest(request, len(record.prompt) + len(record.output), slot=slot)])
             self.running[slot] = _Running(record, request)
             if self.proposer:
                 self.proposer.start(slot, request)

@@ -16,10 +16,7 @@ from draftproof.verify.base import Scores
 def apply_policy(
     choice: Choice, ops: Ops, windows: Windows, scores: Scores, config: SpeculativeConfig | None
 ) -> Choice:
-    """Replace which drafts are accepted by the rule of `config.accept_policy`.
-
-    A draft that the request's options forbid (logit -inf) is rejected under every policy.
-    """
+    """Replace which drafts are accepted by `config.accept_policy`; forbidden ones (-inf) never are."""
     policy = config.accept_policy if config else "normal"
     if policy == "normal":
         return choice
@@ -33,10 +30,7 @@ def apply_policy(
 
 
 def _synthetic(ops: Ops, windows: Windows, rates: tuple[float, ...]) -> Tensor:
-    """Draw acceptance [L] at the given rates from a noise stream of its own.
-
-    The result repeats for the same seed and does not depend on the drafts.
-    """
+    """Draw acceptance [L] at the given rates, by seed and position, whatever the drafts are."""
     seeds = windows.columns.seed[windows.slot.clamp(min=0)]
     draws = ops.sampling.uniform(seeds, windows.position, STREAM_SYNTHETIC)
     rate = torch.tensor([*rates, 0.0], dtype=torch.float64).to(draws.device)

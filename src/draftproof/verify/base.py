@@ -28,12 +28,10 @@ class Scores:
 
 
 class Strategy(ABC):
-    """Acceptance rule for drafts. Class attributes declare what it keeps and needs.
-
-    `decide` must not wait for the device.
-    """
+    """Acceptance rule for drafts. Class attributes declare what it keeps and needs."""
 
     lossless: ClassVar[bool]  # the output distribution is the model's
+    lossless_greedy: ClassVar[bool] = False  # at temperature 0, if `lossless` is False
     seed_exact: ClassVar[bool]  # same seed, same tokens as without drafts, at any temperature
     label: ClassVar[str]
     needs_draft_probs: ClassVar[bool] = False
@@ -44,18 +42,10 @@ class Strategy(ABC):
         self.ops = ops
         self.options = {**self.defaults, **options}
 
-    def lossless_for(self, greedy: bool) -> bool:
-        """Return whether the output distribution of a request is the model's."""
-        return self.lossless
-
-    def guarantee(self) -> Guarantee:
+    @classmethod
+    def guarantee(cls) -> Guarantee:
         """Return the properties that this strategy keeps."""
-        return Guarantee(
-            label=self.label,
-            lossless=self.lossless_for(greedy=False),
-            lossless_greedy=self.lossless_for(greedy=True),
-            seed_exact=self.seed_exact,
-        )
+        return Guarantee(cls.label, cls.lossless, cls.lossless or cls.lossless_greedy, cls.seed_exact)
 
     @abstractmethod
     def decide(self, windows: Windows, scores: Scores) -> Choice:

@@ -19,9 +19,8 @@ OPEN_WORD = -1  # a word of a mask with every bit set
 class GrammarGuide:
     """Position of one request in its grammar.
 
-    An exception in the grammar's code fails the row whose mask was computed. The error counts only if that
-    row's token is committed, so an exception at a draft that is rejected fails nothing. The grammar state is
-    then rebuilt from the committed tokens.
+    An exception in the grammar's code fails the row whose mask was computed, and counts only if that row's
+    token is committed. The grammar state is then rebuilt from the committed tokens.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -30,10 +29,7 @@ class GrammarGuide:
         self._committed: list[int] = []
 
     def fill(self, drafts: Sequence[int], rows: Tensor) -> dict[int, str]:
-        """Write the masks of a window to `rows` [1 + drafts, W] int32 on the host.
-
-        Return errors by row; the mask of a failed row allows no token.
-        """
+        """Write the masks of a window to `rows` [1 + drafts, W] int32 on the host; return errors by row."""
         rows.fill_(OPEN_WORD)
         row = 0
         try:

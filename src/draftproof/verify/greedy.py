@@ -9,13 +9,10 @@ from draftproof.verify.base import Scores, Strategy
 class Greedy(Strategy):
     """Accept drafts that equal the argmax of their row."""
 
-    lossless = False  # at temperature 0 alone
+    lossless = False
+    lossless_greedy = True
     seed_exact = True
     label = "greedy: temperature is ignored; lossless and seed-exact at temperature 0"
-
-    def lossless_for(self, greedy: bool) -> bool:
-        """Return True for requests at temperature 0."""
-        return greedy
 
     def decide(self, windows: Windows, scores: Scores) -> Choice:
         """Return the argmax of each row."""

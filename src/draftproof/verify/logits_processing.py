@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from draftproof.ops import Ops
-from draftproof.sampling_params import ROOM
+from draftproof.sampling_params import MAX_LOGIT
 from draftproof.types import Request, StepFeatures, Windows
 
 
@@ -76,10 +76,7 @@ def _forbid_words(row: Tensor, request: Request, context: list[int]) -> None:
 
 
 def _rescale(row: Tensor) -> None:
-    """Shift a row whose values would overflow fp32 when divided by a temperature.
-
-    The distribution depends on differences of logits alone.
-    """
+    """Shift a row that would overflow fp32 when divided by a temperature: only differences count."""
     peak = float(row.amax())
-    if ROOM < abs(peak) < math.inf:
+    if MAX_LOGIT < abs(peak) < math.inf:
         row -= peak

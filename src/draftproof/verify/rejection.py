@@ -32,9 +32,7 @@ class Rejection(Strategy):
         target_probs = self._target_probs(windows, scores)  # [L, V]
         draft_probs = self._draft_probs(windows, drafts, target_probs)
         draw = self.ops.sampling.uniform(seeds, windows.position, STREAM_ACCEPT)
-        of_target, of_draft = (
-            probs.gather(1, drafts)[:, 0].double() for probs in (target_probs, draft_probs)
-        )
+        of_target, of_draft = (p.gather(1, drafts)[:, 0].double() for p in (target_probs, draft_probs))
         residual = (target_probs - draft_probs).clamp(min=0)
         # the residual is empty where both distributions are equal: any sample of the target is right there
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)

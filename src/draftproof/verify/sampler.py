@@ -53,16 +53,10 @@ class Sampler:
         if errors:
             bad[torch.tensor(list(errors), device=bad.device)] = int(FinishStatus.FAILED)
         scores = Scores(base, processed, sampled)
-        choices = {
-            i: apply_policy(
-                self.strategies[i].decide(windows, scores),
-                self.strategies[i].ops,
-                windows,
-                scores,
-                self.policy,
-            )
-            for i in features.strategies
-        }
+        choices = {}
+        for i in features.strategies:
+            choice = self.strategies[i].decide(windows, scores)
+            choices[i] = apply_policy(choice, self.strategies[i].ops, windows, scores, self.policy)
         return Sampled(_merge(choices, windows), bad, processed, errors)
 
 

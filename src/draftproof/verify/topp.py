@@ -56,10 +56,7 @@ class TopP(Strategy):
         return Choice(torch.where(greedy, scores.sampled, drawn), inside)
 
     def _nucleus(self, windows: Windows, scores: Scores) -> Tensor:
-        """Return the processed logits [L, V] with -inf outside the nucleus.
-
-        Sampling by argmax over noise needs no renormalisation.
-        """
+        """Return the processed logits [L, V] with -inf outside the nucleus, not renormalised."""
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         max_candidates = torch.full_like(slot, self.options["max_candidate_len"])
         no_min_p, no_top_p = torch.zeros_like(columns.min_p[slot]), torch.ones_like(columns.top_p[slot])
@@ -72,10 +69,7 @@ class TopP(Strategy):
 
 
 def _is_followed_by_best(best: Tensor, window: int) -> Tensor:
-    """Return [L] whether each of the next `window` rows has the best token as its draft.
-
-    The last row of a window has no draft.
-    """
+    """Return [L] whether the next `window` rows all have the best token as their draft."""
     follow = torch.ones_like(best)
     for step in range(1, window + 1):
         follow = follow & torch.nn.functional.pad(best[step:], (0, min(step, len(best))))

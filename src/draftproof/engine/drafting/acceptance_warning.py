@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from draftproof.arrays import Ints
 
-MIN_DRAFTS = 2000  # verified drafts of a source before its acceptance is judged
+MIN_DRAFTS = 2000  # verified drafts of a source before its acceptance is checked
 MIN_ACCEPTANCE = 0.02
 
 
@@ -17,11 +17,10 @@ class AcceptanceWarning:
     """Counter of drafts by source, up to MIN_DRAFTS each; logs one warning for a source that is too low."""
 
     def __init__(self, sources: tuple[str, ...]) -> None:
-        """Count the drafts of these sources."""
         self.is_open = bool(sources)  # there is something left to count
         self._sources = sources
         self._drafts, self._accepted = np.zeros((2, len(sources)), np.int64)
-        self._is_judged = np.zeros(len(sources), np.bool_)
+        self._is_checked = np.zeros(len(sources), np.bool_)
 
     def observe(self, drafts: Ints, accepted: Ints, sources: NDArray[np.int8] | None) -> None:
         """Take in the verified and accepted drafts [B] of a step, and the source [B, K] of each."""
@@ -34,12 +33,12 @@ class AcceptanceWarning:
                 # predictions come after the proposer's sources and are not counted
                 found = np.bincount(sources[place < count[:, None]], minlength=len(total))
                 total += found[: len(total)]
-        for i in np.flatnonzero(~self._is_judged & (self._drafts >= MIN_DRAFTS)).tolist():
-            self._judge(i)
+        for i in np.flatnonzero(~self._is_checked & (self._drafts >= MIN_DRAFTS)).tolist():
+            self._check(i)
 
-    def _judge(self, source: int) -> None:
-        self._is_judged[source] = True
-        self.is_open = not self._is_judged.all()
+    def _check(self, source: int) -> None:
+        self._is_checked[source] = True
+        self.is_open = not self._is_checked.all()
         rate = self._accepted[source] / self._drafts[source]
         if rate < MIN_ACCEPTANCE:
             logging.getLogger("draftproof").warning(

@@ -38,7 +38,7 @@ class DraftBudget:
         self._cost = cost
         self._charges_drafting = charges_drafting
         self._columns = np.zeros((COLUMNS, num_slots), np.int64)
-        self._limit: Ints = self._columns[LIMIT]
+        self.limit: Ints = self._columns[LIMIT]  # [S] largest number of drafts of the request in each slot
         self._is_fixed, self._assigned = self._columns[IS_FIXED], self._columns[ASSIGNED]
         self._posteriors = np.full((num_slots + 1, len(RATES)), 1 / len(RATES))
         self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
@@ -53,11 +53,6 @@ class DraftBudget:
         self._has_drafts = self._is_host_bound = False
         self._new_request_drafts = 0
         self._context = self._floor = 0.0  # seconds, of the step it was made for
-
-    @property
-    def limit(self) -> Ints:
-        """Drafts [S] that the request in each slot may have at most."""
-        return self._limit
 
     def set_cost(self, cost: StepCost) -> None:
         """Replace the cost model, when steps have been timed."""

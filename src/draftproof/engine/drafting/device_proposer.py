@@ -2,7 +2,7 @@
 
 A proposer that reads committed tokens alone drafts at the end of the step. One with a model of its own
 (`runs_every_step`) drafts behind the step, from the step's rows and their features, in a graph of its own.
-Graphs are kept by rows, entries and `DraftSpec`; `draft_warmup` captures and times them at start-up.
+Graphs are kept by rows, entries and `DraftSpec`; `step/warmup` captures and times them at start-up.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class DraftRunner:
         if self.proposer is not None and self.proposer.runs_every_step:
             count = self.proposer.needs_hidden + len(self.proposer.taps)
         size = (max_rows, count * hidden_row.shape[-1])
-        self._features = (
-            torch.zeros(size, dtype=hidden_row.dtype, device=hidden_row.device) if count else None
-        )
+        self._features = hidden_row.new_zeros(size) if count else None
 
     @property
     def runs_every_step(self) -> bool:
@@ -93,8 +91,6 @@ class DraftRunner:
             rounds = min(decision.rounds, self.proposer.num_rounds_run)
         return DraftRun(num_requests if rounds else 0, rounds, 0.0 if asynchronous else self._seconds)
 
-    # --- distributions and features -----------------------------------------------------------------
-
     @property
     def probs(self) -> Tensor | None:
         """Return the distributions [S, K, V] of drafts; None until a strategy needs them."""
@@ -104,8 +100,7 @@ class DraftRunner:
         """Return whether a step reads draft distributions; they are allocated when first needed."""
         needed = self.reports_probs and any(strategies[i].needs_draft_probs for i in features.strategies)
         if needed and self._probs is None:
-            num_slots, k = self.slots.columns.draft.shape
-            shape = (num_slots + 1, k, self.slots.vocab)
+            shape = (len(self.slots.requests) + 1, self.k, self.slots.vocab)
             self._probs = torch.zeros(shape, device=self.slots.device)
         return needed
 
@@ -125,8 +120,6 @@ class DraftRunner:
         if self._features is not None and self.proposer is not None:
             needed = (hidden, *tapped) if self.proposer.needs_hidden else tapped
             torch.cat(needed, 1, out=self._features[: len(hidden)])
-
-    # --- drafting -----------------------------------------------------------------------------------
 
     def spec(
         self, planned: StepPlan, decision: DraftDecision, features: StepFeatures, needs_probs: bool
@@ -195,20 +188,13 @@ class DraftRunner:
         if not self.slots.ops.runtime.asynchronous:
             self._seconds = time.perf_counter() - begin
 
-    def restore(self, proposer: DeviceProposer | None) -> None:
-        """Set the proposer again after it was compiled on an empty plan."""
-        self.proposer, self.failure = proposer, None
-
-    def switch_off(self) -> None:
-        """Draft no more."""
-        self.proposer = None
+    def set_proposer(self, proposer: DeviceProposer | None, failure: Exception | None = None) -> None:
+        """Replace the proposer; None: make no drafts, because of the failure."""
+        self.proposer, self.failure = proposer, failure
 
 
 def check_draft(draft: Draft, like: Tensor, num_sources: int = 0) -> Draft:
-    """Return a plug-in's drafts if they have the shape [B, K] of `like`, on which backends rely.
-
-    With `num_sources` their values are checked too, which waits for a device.
-    """
+    """Return a plug-in's drafts if their shape is that of `like`; with `num_sources` check values too."""
     for part in (draft.tokens, draft.logprobs, draft.sources):
         if part is not None and part.shape != like.shape:
             raise ValueError(f"drafts must have the shape {tuple(like.shape)}, not {tuple(part.shape)}")

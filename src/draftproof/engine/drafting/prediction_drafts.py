@@ -71,18 +71,18 @@ class PredictionDrafts:
         entries = [b for b, s in enumerate(planned.sequences) if s.slot >= 0 and s.slot in self._cursors]
         if not entries:
             return
-        scheduler, columns, live = self._scheduler, self._device.slots.columns, planned.only(entries)
-        mirror, room = scheduler.mirror, scheduler.draft_room(live)
-        budget = scheduler.policy.limit[live.slots]
+        scheduler, columns, slots = self._scheduler, self._device.slots.columns, planned.slots[entries]
+        mirror, room = scheduler.mirror, scheduler.draft_room(slots, planned.samples[entries])
+        budget = scheduler.policy.limit[slots]
         budget = budget if room is None else np.minimum(budget, room)
         drafts = self._cursors.next_tokens(
-            columns, live.slots.tolist(), mirror.length[live.slots].tolist(), budget.tolist()
+            columns, slots.tolist(), mirror.length[slots].tolist(), budget.tolist()
         )
         found = [b for b, tokens in enumerate(drafts) if tokens]
         if not found:
             return
-        live, drafts = live.only(found), [drafts[b] for b in found]
-        self._device.put(live, budget[found], Draft.from_lists(drafts, self._k))
-        proposer.discard(self._device.ops.runtime.send(torch.from_numpy(live.slots)))
-        mirror.num_draft[live.slots] = [len(tokens) for tokens in drafts]
-        self._has_drafts[live.slots] = True
+        slots, drafts = slots[found], [drafts[b] for b in found]
+        self._device.put(slots, budget[found], Draft.from_lists(drafts, self._k))
+        proposer.discard(self._device.ops.runtime.send(torch.from_numpy(slots)))
+        mirror.num_draft[slots] = [len(tokens) for tokens in drafts]
+        self._has_drafts[slots] = True

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from draftproof.arrays import Ints
 from draftproof.engine.drafting.device_proposer import DraftRunner, check_draft
-from draftproof.engine.drafting.policy import DraftDecision
+from draftproof.engine.drafting.policy import DraftDecision, DraftRun
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
-from draftproof.engine.step.result_buffer import PackedResults, ResultWriter
+from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.engine.step.step_buffers import PlanBuffer, StepBuffers
+from draftproof.engine.step.step_results import GrammarErrors
 from draftproof.models.runner import Runner
-from draftproof.ops import Layout, Ops, TokenLogprobs
+from draftproof.ops import Layout, PendingCopy
 from draftproof.propose import Proposer
 from draftproof.types import (
     NO_DRAFT_COSTS,
@@ -35,7 +36,6 @@ from draftproof.types import (
     DraftSpec,
     LogprobKind,
     Outcome,
-    PlanColumns,
     Request,
     StepFeatures,
     Windows,
@@ -49,21 +49,27 @@ NO_REQUESTS: Mapping[int, Request] = {}
 class StepTensors:
     """Tensors that a step leaves on the device; valid until the next step."""
 
-    outcome: Outcome
     windows: Windows
     logits: Tensor | None  # [L, V]; None: no entry sampled
     sampled: Sampled | None
-    raw: TokenLogprobs | None  # of the picked rows of requests that want this kind
-    processed: TokenLogprobs | None
     packed: PackedResults  # what the host reads
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedStep:
-    """A step that was queued on the device."""
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """A step in flight: queued on the device and not read yet."""
 
+    number: int
+    planned: StepPlan
+    computed: Ints | None  # [B] tokens with KV before the step; None: all entries decode
     tensors: StepTensors
-    hidden: Tensor | None  # [R, hidden], if the caller asked to keep it
+    hidden: Tensor | None  # [R, hidden], if the host needs it
+    read: PendingCopy
+    waits: bool  # the host must read the step before it plans another
+    follows: bool  # queued while another step was in flight: the device went from one to the next
+    started: float  # `time.perf_counter` when planning began
+    grammar_errors: GrammarErrors
+    draft_run: DraftRun  # of the draft model behind the step
 
 
 class DeviceStep:
@@ -89,19 +95,10 @@ class DeviceStep:
         hidden_size = runner.model.config.hidden_size
         hidden_row = torch.zeros(hidden_size, dtype=runner.dtype, device=slots.device)
         self.plan_buffer = PlanBuffer(num_slots, slots.device, self.ops)
+        self.plan = self.plan_buffer.columns
         self.buffers = StepBuffers(slots, self.max_rows, self.max_logits, hidden_row)
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
-
-    @property
-    def plan(self) -> PlanColumns:
-        """Return the plan as the device sees it."""
-        return self.plan_buffer.columns
-
-    @property
-    def table_width(self) -> int:
-        """Return the columns of the outcome table."""
-        return self.buffers.table_width
 
     # --- running ------------------------------------------------------------------------------------
 
@@ -112,42 +109,41 @@ class DeviceStep:
         features: StepFeatures,
         host_processed: Mapping[int, Request],
         keep_hidden: bool,
-    ) -> QueuedStep:
-        """Queue a step.
+    ) -> tuple[StepTensors, Tensor | None]:
+        """Queue a step; return its tensors, and its hidden rows [R, hidden] with `keep_hidden`.
 
-        `host_processed`: requests, by slot, whose logits the host processes within the step.
-        `keep_hidden`: return the hidden rows too.
+        host_processed: requests, by slot, whose logits the host processes within the step.
         """
         rows = self.ops.runtime.bucket(planned.num_rows)
         if features.has_grammar:
             self.buffers.masks()
         draft = self._draft_after(rows, planned, decision, features)
         if not host_processed and not keep_hidden and not planned.has_prompts:
-            task = self.decode_task(rows, features)
-            step = self.graphs.get(task.key, task.function)
+            step = self.graphs.get(self.decode_task(rows, features))
             self.plan_buffer.load(planned, decision.drafts)
-            queued = QueuedStep(step(), None)
+            tensors = step()
             draft()
-            return queued
+            return tensors, None
         logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self.num_output_rows(rows)
         output_rows = 0 if keep_hidden or planned.needs_prompt_logprobs else usual
         forward: Callable[[], Tensor] = partial(self._forward_only, rows, output_rows)
         if output_rows == usual:  # other sizes are too rare and too large to be captured during a request
-            forward = self.graphs.get(GraphKey("forward", rows, output_rows), forward)
-        verify: Callable[[], StepTensors] = partial(self._verify, logits, features, host_processed)
+            forward = self.graphs.get(self.forward_task(rows))
         if not planned.num_logits:
-            verify = partial(self._advance_prompts, features)
-        elif not host_processed:
-            verify = self.graphs.get(GraphKey("verify", logits, variant=features), verify)
+            verify: Callable[[], StepTensors] = partial(self._advance_prompts, features)
+        elif host_processed:
+            verify = partial(self._verify, logits, features, host_processed)
+        else:
+            verify = self.graphs.get(self.verify_task(logits, features))
         self.plan_buffer.load(planned, decision.drafts)
         hidden, picked = forward(), self.buffers.picked[:logits]
         if output_rows:
             picked.copy_(hidden[:logits])
         else:
             torch.index_select(hidden, 0, self.buffers.logits_rows[:logits], out=picked)
-        queued = QueuedStep(verify(), None if output_rows else hidden)
+        tensors = verify()
         draft()
-        return queued
+        return tensors, None if output_rows else hidden
 
     def _draft_after(
         self, rows: int, planned: StepPlan, decision: DraftDecision, features: StepFeatures
@@ -159,16 +155,15 @@ class DeviceStep:
         entries = self.drafting.captured_entries(len(planned.slots), rows)
         spec = self.drafting.spec(planned, decision, features, needs_probs)
         task = self.draft_task(rows, entries, spec, decision.costs)
-        draft = task.function
-        if not planned.has_prompts or task.key in self.graphs:  # else: too many sizes to capture on demand
-            draft = self.graphs.get(task.key, draft, own_pool=True)
-        return draft
+        if planned.has_prompts and task.key not in self.graphs.captured:  # too many sizes to capture
+            return task.function
+        return self.graphs.get(task)
 
-    def put(self, planned: StepPlan, budget: Ints, draft: Draft) -> None:
-        """Store the drafts of a proposer on the host."""
+    def put(self, lines: Ints, budget: Ints, draft: Draft) -> None:
+        """Store the drafts of a proposer on the host, for the slots `lines`."""
         send, columns = self.ops.runtime.send, self.slots.columns
-        draft = check_draft(draft, columns.draft[: len(planned.slots)], self.drafting.num_sources)
-        slots = send(torch.from_numpy(planned.slots))
+        draft = check_draft(draft, columns.draft[: len(lines)], self.drafting.num_sources)
+        slots = send(torch.from_numpy(lines))
         self.ops.step.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
         self.drafting.store_probs(slots, draft)
 
@@ -184,27 +179,24 @@ class DeviceStep:
 
     # --- what can be captured -----------------------------------------------------------------------
 
-    def decode_task(self, rows: int, features: StepFeatures) -> GraphTask:
+    def decode_task(self, rows: int, features: StepFeatures) -> GraphTask[StepTensors]:
         """Return the whole step of `rows` rows in which every request decodes."""
-        return GraphTask(
-            GraphKey("decode", rows, variant=features), partial(self._decode_step, rows, features)
-        )
+        function = partial(self._decode_step, rows, features)
+        return GraphTask(GraphKey("decode", rows, variant=features), function)
 
-    def forward_task(self, rows: int) -> GraphTask:
+    def forward_task(self, rows: int) -> GraphTask[Tensor]:
         """Return layout and forward pass of a step with prompts."""
-        output_rows = self.num_output_rows(rows)
-        return GraphTask(
-            GraphKey("forward", rows, output_rows), partial(self._forward_only, rows, output_rows)
-        )
+        count = self.num_output_rows(rows)
+        return GraphTask(GraphKey("forward", rows, count), partial(self._forward_only, rows, count))
 
-    def verify_task(self, logits: int, features: StepFeatures) -> GraphTask:
+    def verify_task(self, logits: int, features: StepFeatures) -> GraphTask[StepTensors]:
         """Return everything behind the forward pass, for `logits` logits rows."""
         function = partial(self._verify, logits, features, NO_REQUESTS)
         return GraphTask(GraphKey("verify", logits, variant=features), function)
 
     def draft_task(
         self, rows: int, entries: int, spec: DraftSpec, costs: DraftCosts = NO_DRAFT_COSTS
-    ) -> GraphTask:
+    ) -> GraphTask[None]:
         """Return the drafts behind a step of `rows` rows."""
 
         def draft() -> None:
@@ -261,64 +253,50 @@ class DeviceStep:
         """Commit a step in which no entry has reached the end of its prompt."""
         windows = self._layout(0, 1).windows
         none = torch.zeros_like(windows.slot)
-        outcome, writer = self.buffers.outcome(len(self.plan.slots), len(none))
+        outcome, packed = self.buffers.outcome(len(self.plan.slots), len(none))
         self.ops.step.commit(self.plan, windows, Choice(none), none, outcome)
-        return StepTensors(outcome, windows, None, None, None, None, self._pack(writer, features))
+        return StepTensors(windows, None, None, self._pack(packed, features))
 
     def _sample_and_commit(
-        self,
-        hidden: Tensor,
-        windows: Windows,
-        features: StepFeatures,
-        host_processed: Mapping[int, Request],
+        self, hidden: Tensor, windows: Windows, features: StepFeatures, host_processed: Mapping[int, Request]
     ) -> StepTensors:
         """Run every stage behind the forward pass. hidden [L, hidden] of the windows' rows."""
         logits = self.runner.logits(hidden)
         sampled = self.sampler(logits, windows, features, host_processed)
-        outcome, writer = self.buffers.outcome(len(self.plan.slots), len(logits))
+        outcome, packed = self.buffers.outcome(len(self.plan.slots), len(logits))
         self.ops.step.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
-        logprobs_of = partial(
-            _write_logprobs, self.ops, writer, windows=windows, outcome=outcome, features=features
-        )
-        logprobs = self.drafting.run_parallel(
-            lambda: (
-                logprobs_of(logits, LogprobKind.RAW),
-                logprobs_of(sampled.processed, LogprobKind.PROCESSED),
-            ),
-            features,
-        )
-        packed = self._pack(writer, features)
+
+        def write_logprobs() -> None:
+            for kind, top, scores in (
+                (LogprobKind.RAW, features.raw_top, logits),
+                (LogprobKind.PROCESSED, features.processed_top, sampled.processed),
+            ):
+                if top >= 0:
+                    rows = _logprob_rows(kind, windows, outcome, features)
+                    out = packed.add_logprobs(kind, len(rows), top)
+                    self.ops.sampling.logprobs(scores, rows, outcome.pick_tokens, top, out)
+
+        logprobs = self.drafting.run_parallel(write_logprobs, features)
+        self._pack(packed, features)
         if self.drafting.drafts_in_step:
             self.drafting.draft(self.plan)
-        raw, processed = logprobs()
-        return StepTensors(outcome, windows, logits, sampled, raw, processed, packed)
+        logprobs()
+        return StepTensors(windows, logits, sampled, packed)
 
-    def _pack(self, writer: ResultWriter, features: StepFeatures) -> PackedResults:
+    def _pack(self, packed: PackedResults, features: StepFeatures) -> PackedResults:
         """Add what is known of the verified drafts, before the next drafts overwrite it."""
         columns = self.slots.columns
         if features.needs_draft_logprobs:
-            writer.add_draft_logprobs(columns.draft_logprob)
+            packed.add_draft_logprobs(columns.draft_logprob)
         if self.drafting.num_sources > 1:
-            writer.add_draft_sources(columns.draft_source)
-        return writer.packed()
+            packed.add_draft_sources(columns.draft_source)
+        return packed.complete()
 
 
-def _write_logprobs(
-    ops: Ops,
-    writer: ResultWriter,
-    logits: Tensor,
-    kind: LogprobKind,
-    windows: Windows,
-    outcome: Outcome,
-    features: StepFeatures,
-) -> TokenLogprobs | None:
-    """Write logprobs of one kind for the committed tokens; None if no request needs this kind."""
-    tops = {LogprobKind.RAW: features.raw_top, LogprobKind.PROCESSED: features.processed_top}
-    if tops[kind] < 0:
-        return None
+def _logprob_rows(kind: LogprobKind, windows: Windows, outcome: Outcome, features: StepFeatures) -> Tensor:
+    """Return the logits rows [L] of the committed tokens that need logprobs of this kind; then -1."""
     rows = outcome.pick_rows
-    if min(tops.values()) >= 0:  # both kinds are needed: skip rows of requests with the other kind
-        slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
-        rows = torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
-    out = writer.add_logprobs(kind, len(rows), tops[kind])
-    return ops.sampling.logprobs(logits, rows, outcome.pick_tokens, tops[kind], out)
+    if min(features.raw_top, features.processed_top) < 0:  # no request needs the other kind
+        return rows
+    slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
+    return torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)

@@ -15,9 +15,8 @@ from draftproof.arrays import Bools, Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep
+from draftproof.engine.step.step_results import GrammarErrors
 from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
-
-GrammarErrors = Mapping[int, Mapping[int, str]]  # entry -> depth -> message of the grammar's exception
 
 
 def send_masks(planned: StepPlan, slots: Slots, device: DeviceStep) -> GrammarErrors:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from draftproof.ops import Ops
 from draftproof.types import DraftSpec, StepFeatures
@@ -28,12 +27,11 @@ class GraphKey(NamedTuple):  # hashed in every step: a dataclass would take ten 
     variant: StepFeatures | DraftSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GraphTask:
+class GraphTask(NamedTuple, Generic[T]):
     """A function to capture and the key to keep it under."""
 
     key: GraphKey
-    function: Callable[[], Any]
+    function: Callable[[], T]
     own_pool: bool = False  # in a memory pool apart from that of the steps
 
 
@@ -41,44 +39,18 @@ class GraphCache:
     """Captured graphs by key, captured on first use."""
 
     def __init__(self, ops: Ops, load_empty_plan: Callable[[], None], enabled: bool = True) -> None:
-        """`load_empty_plan`: called before a capture, which runs the function; it then has no effect.
-
-        `enabled`: False runs every function op by op (`enforce_eager`).
-        """
+        """Start empty; `load_empty_plan` is called before a capture, which runs the function."""
         self.enabled = enabled and ops.runtime.asynchronous
         self._ops = ops
         self._load_empty_plan = load_empty_plan
-        self._graphs: dict[GraphKey, Callable[[], Any]] = {}
+        self.captured: dict[GraphKey, Callable[[], Any]] = {}
 
-    def __contains__(self, key: GraphKey) -> bool:
-        """Return whether a graph is kept under `key`."""
-        return key in self._graphs
-
-    def __len__(self) -> int:
-        """Return the number of graphs."""
-        return len(self._graphs)
-
-    def __getitem__(self, key: GraphKey) -> Callable[[], Any]:
-        """Return the graph kept under `key`."""
-        return self._graphs[key]
-
-    def items(self) -> list[tuple[GraphKey, Callable[[], Any]]]:
-        """Return all keys with their graphs."""
-        return list(self._graphs.items())
-
-    def replace(self, key: GraphKey, graph: Callable[[], Any]) -> None:
-        """Keep `graph` under `key`, in place of what was captured."""
-        self._graphs[key] = graph
-
-    def clear(self) -> None:
-        """Drop all graphs: a backend's options have changed."""
-        self._graphs.clear()
-
-    def get(self, key: GraphKey, function: Callable[[], T], own_pool: bool = False) -> Callable[[], T]:
-        """Return `function` captured under `key`, or `function` itself if graphs are off."""
+    def get(self, task: GraphTask[T]) -> Callable[[], T]:
+        """Return the captured function of a task, or the function itself if graphs are off."""
+        key, function, own_pool = task
         if not self.enabled:
             return function
-        graph = self._graphs.get(key)
+        graph = self.captured.get(key)
         if graph is None:
             self._load_empty_plan()
             try:
@@ -87,5 +59,5 @@ class GraphCache:
                 log = logging.getLogger("draftproof")
                 log.warning("graph capture of a %s step failed, it runs op by op: %s", key.kind, error)
                 graph = function
-            self._graphs[key] = graph
+            self.captured[key] = graph
         return graph

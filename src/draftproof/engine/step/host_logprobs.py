@@ -1,122 +1,87 @@
-"""What few requests ask for and the device does not keep ready: read from a step's own tensors, by the host.
+"""Logprobs that the host computes from the tensors of a step, without a log-softmax.
 
-Logprobs of named tokens or of more than `asked.TOP` of the best, of every draft, and of the prompt. A step
-that one of these takes part in is waited for.
+Most logprobs come from `SamplingOps.logprobs` inside the device step. This module serves prompts, drafts,
+`logprob_token_ids`, and more than `MAX_DEVICE_TOP` alternatives; the host waits for steps with such requests.
+A top list is ordered by value descending, then id ascending.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from draftproof.arrays import Ints
-from draftproof.engine.sequence import StepPlan
-from draftproof.engine.slots import Slots
-from draftproof.engine.step.device_step import DeviceStep, QueuedStep
-from draftproof.engine.step.logprob_routing import needs_host_token_logprobs
-from draftproof.engine.step.step_results import HostLogprobs
-from draftproof.models.runner import Runner
+from draftproof.engine.step.device_step import DeviceStep, PendingStep
+from draftproof.engine.step.result_buffer import HostResults
+from draftproof.engine.step.step_results import HostLogprobs, needs_host_token_logprobs
 from draftproof.ops import Ops
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import top_of
-from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS, Request
-from draftproof.verify.logprobs import LogprobQuery, logprob_rows
+from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, TOKENS
 
 PROMPT_ROWS = 64  # logits rows held at once for prompt logprobs
 
 
-class Extras:
-    """Reads them, for the entries of a step that asked."""
+def host_logprobs(
+    device: DeviceStep,
+    step: PendingStep,
+    results: HostResults,
+    source: NDArray[np.int8] | None,
+    lengths: Ints,
+    names: Sequence[str],
+) -> dict[int, HostLogprobs]:
+    """Return the logprobs that the host computes, by entry.
 
-    def __init__(self, device: DeviceStep, slots: Slots, sources: tuple[str, ...]) -> None:
-        self.device = device
-        self.slots = slots
-        self.sources = sources
-
-    def of(
-        self,
-        planned: StepPlan,
-        computed: Ints,
-        lengths: Ints,
-        ran: QueuedStep,
-        table: Ints,
-        own: NDArray[Any] | None,
-        source: NDArray[Any] | None,
-    ) -> dict[int, HostLogprobs]:
-        """By entry. `computed`, `lengths`: [B] before the step.
-
-        own, source [B, K]: what the drafter thought of its drafts, and who it was, if anybody wants to know.
-        """
-        found = {}
-        for b, sequence in enumerate(planned.sequences):
-            prompts = sequence.request.params.prompt_logprobs is not None and planned.chunk[b] > 0
-            if not prompts and not sequence.needs_host_logprobs:
-                continue
-            extra = HostLogprobs()
-            if prompts:
-                extra.prompt_logprobs = self._prompt(planned, int(computed[b]), ran, b) or None
-            if planned.samples[b] and sequence.needs_host_logprobs:
-                names = [0] * table.shape[1] if source is None else source[b].tolist()
-                told = [] if own is None else own[b].tolist()
-                self._tokens(planned, int(lengths[b]), ran, b, table[b], told, names, extra)
-            if extra != HostLogprobs():
-                found[b] = extra
-        return found
-
-    def _prompt(self, planned: StepPlan, computed: int, ran: QueuedStep, b: int) -> list[LogprobRow]:
-        assert ran.hidden is not None
-        rows = np.maximum(planned.chunk, 1) + planned.drafts
-        first = int(rows[:b].sum())
-        mine = ran.hidden[first : first + int(planned.chunk[b])]
-        sequence = planned.sequences[b]
-        told = max(0, sequence.num_prompt_logprobs - computed)  # before it was put aside
-        return prompt_logprobs(self.device.runner, sequence.request, computed + told, mine[told:])
-
-    def _tokens(
-        self,
-        planned: StepPlan,
-        length: int,
-        ran: QueuedStep,
-        b: int,
-        line: Ints,
-        own: list[float],
-        source: list[int],
-        extra: HostLogprobs,
-    ) -> None:
-        request, tensors, ops = planned.sequences[b].request, ran.tensors, self.device.ops
-        assert tensors.logits is not None and tensors.sampled is not None
-        logits = tensors.logits if request.params.logprobs_mode == "raw" else tensors.sampled.processed
-        if needs_host_token_logprobs(request.params, self.slots.vocab):
-            extra.logprobs = token_logprobs(ops, request, line, logits)
-        if request.params.include_draft_logprobs:
-            count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
-            drafts = tensors.windows.draft[first : first + count].tolist()
-            sources = [self.sources[n] for n in source[:count]]
-            start = length - len(request.prompt_token_ids)
-            extra.drafts = draft_records(ops, line, start, drafts, own, sources, logits)
-
-
-def token_logprobs(ops: Ops, request: Request, line: Any, logits: Tensor) -> list[LogprobRow]:
-    """Of an entry's committed tokens; `line` of the outcome's table."""
-    params, count, first = request.params, int(line[NUM_OUT]), int(line[FIRST_ROW])
-    tokens = line[TOKENS : TOKENS + count].tolist()
-    rows = list(range(first, first + count))
-    top = top_of(params.logprobs, logits.shape[1])
-    return logprob_rows(ops, logits, LogprobQuery(rows, tokens, top, tuple(params.logprob_token_ids or ())))
-
-
-def draft_records(
-    ops: Ops, line: Any, start: int, drafts: list[int], own: list[float], sources: list[str], logits: Tensor
-) -> list[DraftRecord]:
-    """Every draft of a window, fallen ones included, with both sides' logprobs.
-
-    `start`: index in the output of the window's first token; `own`: the drafter's logprobs.
+    source [B, K]: index into `names` of each draft's source. lengths [B]: committed tokens before the step.
     """
+    found, planned, vocab = {}, step.planned, device.slots.vocab
+    for b, sequence in enumerate(planned.sequences):
+        params = sequence.request.params
+        has_prompt = params.prompt_logprobs is not None and planned.chunk[b] > 0
+        if not has_prompt and not sequence.needs_host_logprobs:
+            continue
+        entry = HostLogprobs()
+        if has_prompt:
+            entry.prompt_logprobs = _prompt_logprobs(device, step, b) or None
+        if planned.samples[b] and sequence.needs_host_logprobs:
+            logits, sampled, line = step.tensors.logits, step.tensors.sampled, results.table[b]
+            assert logits is not None and sampled is not None
+            logits = logits if params.logprobs_mode == "raw" else sampled.processed
+            if needs_host_token_logprobs(params, vocab):
+                count, first = int(line[NUM_OUT]), int(line[FIRST_ROW])
+                rows, tokens = range(first, first + count), line[TOKENS : TOKENS + count].tolist()
+                ids, top = params.logprob_token_ids or (), top_of(params.logprobs, vocab)
+                entry.logprobs = logprob_rows(device.ops, logits, rows, tokens, top, ids)
+            if params.include_draft_logprobs:
+                start = int(lengths[b]) - len(sequence.request.prompt_token_ids)
+                count = int(line[NUM_DRAFT])
+                index = [0] * count if source is None else source[b, :count].tolist()
+                drafts_from = [names[n] for n in index]
+                entry.drafts = _draft_records(device.ops, step, results, b, start, drafts_from, logits)
+        if entry != HostLogprobs():
+            found[b] = entry
+    return found
+
+
+def _draft_records(
+    ops: Ops,
+    step: PendingStep,
+    results: HostResults,
+    b: int,
+    start: int,
+    sources: list[str],
+    logits: Tensor,
+) -> list[DraftRecord]:
+    """Return all drafts of a window; `start`: index in the output of the window's first token."""
+    line, slot = results.table[b], int(step.planned.slots[b])
     count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
-    target = logprob_rows(ops, logits, LogprobQuery(list(range(first, first + count)), drafts, 0, ()))
+    drafts = step.tensors.windows.draft[first : first + count].tolist()
+    own = [] if results.draft_logprobs is None else results.draft_logprobs[slot].tolist()
+    target = logprob_rows(ops, logits, range(first, first + count), drafts)
     return [
         DraftRecord(
             token_id=drafts[i],
@@ -130,19 +95,46 @@ def draft_records(
     ]
 
 
-def prompt_logprobs(runner: Runner, request: Request, computed: int, hidden: Tensor) -> list[LogprobRow]:
-    """Of the prompt tokens that hidden [n, hidden], rows computed .. computed + n, decide.
-
-    The row at position i decides prompt token i + 1; the last prompt row decides the first output.
-    """
-    prompt = request.prompt_token_ids
-    count = min(len(hidden), len(prompt) - 1 - computed)
+def _prompt_logprobs(device: DeviceStep, step: PendingStep, b: int) -> list[LogprobRow]:
+    """Return logprobs of the prompt tokens behind the rows of a chunk: row i predicts token i + 1."""
+    planned, sequence = step.planned, step.planned.sequences[b]
+    assert step.hidden is not None and step.computed is not None
+    rows = np.maximum(planned.chunk, 1) + planned.drafts
+    start, end = int(step.computed[b]), int(step.computed[b] + planned.chunk[b])
+    offset = int(rows[:b].sum()) - start
+    prompt = sequence.request.prompt_token_ids
+    start = max(start, sequence.num_prompt_logprobs)  # those before were returned before a preemption
+    end = min(end, len(prompt) - 1)
     lines: list[LogprobRow] = []
-    for start in range(0, count, PROMPT_ROWS):
-        size = min(PROMPT_ROWS, count - start)
-        logits = runner.logits(hidden[start : start + size])
-        at = computed + start + 1
-        ids = [int(token) for token in prompt[at : at + size]]
-        top = top_of(request.params.prompt_logprobs, logits.shape[1])
-        lines += logprob_rows(runner.ops, logits, LogprobQuery(list(range(size)), ids, top, ()))
+    for low in range(start, end, PROMPT_ROWS):
+        high = min(low + PROMPT_ROWS, end)
+        logits = device.runner.logits(step.hidden[offset + low : offset + high])
+        ids = [int(token) for token in prompt[low + 1 : high + 1]]
+        top = top_of(sequence.request.params.prompt_logprobs, logits.shape[1])
+        lines += logprob_rows(device.ops, logits, range(high - low), ids, top)
+    return lines
+
+
+def logprob_rows(
+    ops: Ops,
+    logits: Tensor,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    top: int = 0,
+    ids: Sequence[int] = (),
+) -> list[LogprobRow]:
+    """Return the logprobs of tokens [n] at rows [n] of the logits, then of the `top` best, then of `ids`."""
+    if not rows:
+        return []
+    at = torch.tensor(rows, device=logits.device)
+    own = torch.tensor(tokens, device=logits.device)
+    found = ops.sampling.logprobs(logits, at, own, top)
+    columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
+    lines = LogprobRow.from_columns(*columns, tokens, top)
+    for token in ids:
+        named = ops.sampling.logprobs(logits, at, torch.full_like(own, token), 0)
+        for line, value, rank in zip(lines, named.values[:, 0].tolist(), named.ranks.tolist(), strict=True):
+            line.token_ids.append(token)
+            line.logprobs.append(value)
+            line.ranks.append(rank)
     return lines

@@ -6,7 +6,6 @@ packing pass is needed. The next step overwrites the parts, so the copy is queue
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -35,67 +34,31 @@ class BufferPart(NamedTuple):
         return np.ndarray(self.shape, self.dtype, row, self.offset)
 
 
-class LogprobParts(NamedTuple):
-    """Parts of one kind of logprobs."""
-
-    values: BufferPart  # [N, 1 + top] fp32
-    ids: BufferPart  # [N, top] int64
-    ranks: BufferPart  # [N] int64
-
-
-@dataclass(slots=True)
-class ResultLayout:
-    """Parts that a step has written."""
-
-    table: BufferPart | None = None  # [B, TOKENS + K + 1] int64, see `types.Outcome`
-    logprobs: dict[LogprobKind, LogprobParts] = field(default_factory=dict)
-    draft_logprobs: BufferPart | None = None  # [S, K] fp32
-    draft_sources: BufferPart | None = None  # [S, K] int8
-
-
 class HostResults(NamedTuple):
     """Results of a step as numpy arrays on the host."""
 
-    table: NDArray[np.int64]  # [B, TOKENS + K + 1]
+    table: NDArray[np.int64]  # [B, TOKENS + K + 1], see `types.Outcome`
     logprobs: dict[LogprobKind, LogprobColumns]
     draft_logprobs: NDArray[np.float32] | None  # [S, K]
     draft_sources: NDArray[np.int8] | None  # [S, K]
 
 
-@dataclass(frozen=True, slots=True)
 class PackedResults:
-    """Used bytes of the buffer and their layout."""
-
-    data: Tensor  # [bytes] uint8
-    layout: ResultLayout
-
-    def unpack(self, data: Tensor) -> HostResults:
-        """Return the arrays in `data`, the host copy of the buffer."""
-        row, layout = data.numpy(), self.layout
-        assert layout.table is not None
-        return HostResults(
-            table=layout.table.view(row),
-            logprobs={
-                kind: LogprobColumns(parts.values.view(row), parts.ids.view(row), parts.ranks.view(row))
-                for kind, parts in layout.logprobs.items()
-            },
-            draft_logprobs=None if layout.draft_logprobs is None else layout.draft_logprobs.view(row),
-            draft_sources=None if layout.draft_sources is None else layout.draft_sources.view(row),
-        )
-
-
-class ResultWriter:
-    """Allocator of the parts that one step writes, one behind the other."""
+    """Results of one step: parts of the buffer, one behind the other."""
 
     def __init__(self, row: Tensor) -> None:
-        """`row`: [bytes] uint8."""
+        """Start without parts; `row`: [bytes] uint8."""
         self._row = row
-        self._layout = ResultLayout()
         self._end = 0
+        self.data = row[:0]  # [bytes] used, once the step is complete
+        self._table = BufferPart((0, 0), np.int64, 0)
+        self._logprobs: dict[LogprobKind, tuple[BufferPart, ...]] = {}  # fields of LogprobColumns
+        self._draft_logprobs: BufferPart | None = None
+        self._draft_sources: BufferPart | None = None
 
     def add_table(self, entries: int, width: int) -> Tensor:
         """Return the outcome table [entries, width] int64, to be written."""
-        tensor, self._layout.table = self._add((entries, width), torch.int64)
+        tensor, self._table = self._add((entries, width), torch.int64)
         return tensor
 
     def add_logprobs(self, kind: LogprobKind, count: int, top: int) -> TokenLogprobs:
@@ -103,22 +66,36 @@ class ResultWriter:
         ids, ids_part = self._add((count, top), torch.int64)
         ranks, ranks_part = self._add((count,), torch.int64)
         values, values_part = self._add((count, 1 + top), torch.float32)
-        self._layout.logprobs[kind] = LogprobParts(values_part, ids_part, ranks_part)
+        self._logprobs[kind] = values_part, ids_part, ranks_part
         return TokenLogprobs(values, ids, ranks)
 
     def add_draft_logprobs(self, column: Tensor) -> None:
         """Copy `column` [S, K] fp32 into the buffer."""
-        tensor, self._layout.draft_logprobs = self._add(tuple(column.shape), column.dtype)
+        tensor, self._draft_logprobs = self._add(tuple(column.shape), column.dtype)
         tensor.copy_(column)
 
     def add_draft_sources(self, column: Tensor) -> None:
         """Copy `column` [S, K] int8 into the buffer."""
-        tensor, self._layout.draft_sources = self._add(tuple(column.shape), column.dtype)
+        tensor, self._draft_sources = self._add(tuple(column.shape), column.dtype)
         tensor.copy_(column)
 
-    def packed(self) -> PackedResults:
-        """Return everything written so far."""
-        return PackedResults(self._row[: self._end], self._layout)
+    def complete(self) -> PackedResults:
+        """Set `data` to everything written."""
+        self.data = self._row[: self._end]
+        return self
+
+    def unpack(self, data: Tensor) -> HostResults:
+        """Return the arrays in the host copy of `data`."""
+        row, own, sources = data.numpy(), self._draft_logprobs, self._draft_sources
+        return HostResults(
+            table=self._table.view(row),
+            logprobs={
+                kind: LogprobColumns(*(part.view(row) for part in parts))
+                for kind, parts in self._logprobs.items()
+            },
+            draft_logprobs=None if own is None else own.view(row),
+            draft_sources=None if sources is None else sources.view(row),
+        )
 
     def _add(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, BufferPart]:
         start, size = self._end, prod(shape) * dtype.itemsize

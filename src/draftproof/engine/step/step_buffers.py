@@ -11,7 +11,7 @@ from torch import Tensor
 from draftproof.arrays import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import ALIGN, Slots
-from draftproof.engine.step.result_buffer import ResultWriter, buffer_bytes
+from draftproof.engine.step.result_buffer import PackedResults, buffer_bytes
 from draftproof.engine.step.step_features import LOGPROB_WIDTHS
 from draftproof.ops import Layout, Ops, Rows
 from draftproof.types import TOKENS, Outcome, PlanColumns, Windows
@@ -30,24 +30,17 @@ class PlanBuffer:
         self._ops = ops
         self._device = torch.zeros((4, _padded(num_slots)), dtype=torch.int64, device=device)
         self._device[0] = -1
-        self.columns = PlanColumns.from_table(self._device[:, :num_slots])
+        self.columns = PlanColumns(*self._device[:, :num_slots])
         self._host = np.zeros(tuple(self._device.shape), np.int64)
         self._host_tensor = torch.from_numpy(self._host)  # shares memory with `_host`
         self._sent: bytes | None = None  # contents of the device copy; None: not known
         self._source: tuple[Ints, ...] = ()  # arrays that the sent plan was made of
 
     def load(self, planned: StepPlan | None, budget: Ints = NO_BUDGET) -> None:
-        """Send a plan to the device. None: an empty plan, with which a step has no effect.
-
-        While no request arrives or finishes, the next plan mostly consists of the same arrays as the last
-        one and is not sent.
-        """
+        """Send a plan to the device unless it has the same arrays as the last one; None: an empty plan."""
         columns = (planned.slots, planned.chunk, planned.drafts, budget) if planned is not None else ()
-        if (
-            len(columns) == len(self._source)
-            and all(map(is_, columns, self._source))
-            and self._sent is not None
-        ):
+        is_same = len(columns) == len(self._source) and all(map(is_, columns, self._source))
+        if is_same and self._sent is not None:
             return
         table = self._host
         size = len(planned.slots) if planned is not None else 0
@@ -74,7 +67,6 @@ class StepBuffers:
         self._slots = slots
         columns, device = slots.columns, slots.device
         num_slots, k = columns.draft.shape
-        self.max_rows, self.max_logits = max_rows, max_logits
 
         def lines(number: int, size: int) -> Tensor:
             """Return [number, size] int64; every line is aligned for vector loads."""
@@ -82,6 +74,7 @@ class StepBuffers:
 
         self._rows, self._entries = lines(4, max_rows), lines(3, num_slots)
         self._logits, self._picks = lines(5, max_logits), lines(2, max_logits)
+        self.logits_rows = self._logits[-1]  # [max_logits] row of the step that each logits row belongs to
         self.table_width = TOKENS + k + 1
         room = buffer_bytes(num_slots, self.table_width, k, max_logits, LOGPROB_WIDTHS[-1])
         self.results = torch.zeros(room, dtype=torch.uint8, device=device)
@@ -92,11 +85,6 @@ class StepBuffers:
         asynchronous = slots.ops.runtime.asynchronous
         self.hidden = hidden_row.new_zeros((max_rows, hidden_size)) if asynchronous else None
         self.allowed: Tensor | None = None  # [S, K + 1, words]: grammar masks, allocated on first use
-
-    @property
-    def logits_rows(self) -> Tensor:
-        """Return [max_logits] int64: the row of the step that each logits row belongs to."""
-        return self._logits[-1]
 
     def masks(self) -> Tensor:
         """Return the grammar masks [S, K + 1, ceil(V / 32)] int32, allocating them on the first call."""
@@ -129,8 +117,8 @@ class StepBuffers:
             at,
         )
 
-    def outcome(self, entries: int, logits: int) -> tuple[Outcome, ResultWriter]:
-        """Return the outcome that a commit writes, and the writer of the results that begin with it."""
-        writer = ResultWriter(self.results)
-        table = writer.add_table(entries, self.table_width)
-        return Outcome(table, *(line[:logits] for line in self._picks)), writer
+    def outcome(self, entries: int, logits: int) -> tuple[Outcome, PackedResults]:
+        """Return the outcome that a commit writes, and the step's results, which begin with it."""
+        packed = PackedResults(self.results)
+        table = packed.add_table(entries, self.table_width)
+        return Outcome(table, *(line[:logits] for line in self._picks)), packed

@@ -15,10 +15,7 @@ _FEATURE_IDS: dict[StepFeatures, int] = {}  # numbers of all features seen so fa
 
 
 def features_of(sequences: Many[Sequence], strategies: Many[Strategy], vocab: int) -> StepFeatures:
-    """Return the union of the features of `sequences`.
-
-    Each sequence caches the number of its own features, so the union over a changing batch is cheap.
-    """
+    """Return the union of the features of `sequences`, each of which caches the number of its own."""
     ids = {sequence.features_id for sequence in sequences}
     if -1 in ids:
         for sequence in sequences:
@@ -32,9 +29,8 @@ def features_of(sequences: Many[Sequence], strategies: Many[Strategy], vocab: in
 def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int) -> StepFeatures:
     params, kind = sequence.request.params, sequence.logprob_kind
     truncates = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    reads_processed = params.logprobs_mode == "processed" and (
-        params.wants_logprobs or params.include_draft_logprobs
-    )
+    has_logprobs = params.wants_logprobs or params.include_draft_logprobs
+    reads_processed = params.logprobs_mode == "processed" and has_logprobs
     reads_processed = reads_processed or strategies[sequence.strategy].needs_processed
     top = -1 if kind is LogprobKind.NONE else logprob_width(top_of(params.logprobs, vocab), vocab)
     has_flags = bool(adjustments(sequence.request) & ~LogitAdjust.MASK)
@@ -52,15 +48,8 @@ def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int)
 def _union(several: list[StepFeatures]) -> StepFeatures:
     if not several:
         return StepFeatures(strategies=(0,))
-    return StepFeatures(
-        strategies=tuple(sorted({number for one in several for number in one.strategies})),
-        has_adjustments=any(one.has_adjustments for one in several),
-        has_grammar=any(one.has_grammar for one in several),
-        needs_processed=any(one.needs_processed for one in several),
-        raw_top=max(one.raw_top for one in several),
-        processed_top=max(one.processed_top for one in several),
-        needs_draft_logprobs=any(one.needs_draft_logprobs for one in several),
-    )
+    strategies, *others = zip(*several, strict=True)
+    return StepFeatures(tuple(sorted({number for one in strategies for number in one})), *map(max, others))
 
 
 def logprob_width(top: int, vocab: int) -> int:

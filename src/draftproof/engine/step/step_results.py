@@ -1,7 +1,7 @@
 """Results of a step: tokens, logprobs and finished requests, as columns over all requests.
 
-Only requests that finished or have host-side logprobs are handled one by one. A `StepOutput` per request is
-made from the columns when it is read.
+Only requests that finished or have logprobs from the host are handled one by one. A `StepOutput` per request
+is made from the columns when it is read. Free of torch: HTTP processes decode the same results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from draftproof.arrays import Floats32, Ints
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
 from draftproof.outputs import DraftRecord, FinishReason, LogprobRow
-from draftproof.sampling_params import top_of
+from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.types import (
     ENDED,
     FIRST_ROW,
@@ -32,6 +32,8 @@ from draftproof.types import (
     StepOutput,
 )
 
+GrammarErrors = Mapping[int, Mapping[int, str]]  # entry -> depth -> message of the grammar's exception
+MAX_DEVICE_TOP = 64  # alternatives that the device lists
 ERROR_MESSAGES = {
     FinishStatus.NO_ALLOWED_TOKEN: NO_TOKEN_LEFT,
     FinishStatus.NOT_FINITE: "the logits are not finite (NaN or infinity)",
@@ -90,6 +92,19 @@ class StepResults(Sequence[StepOutput]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         return self._output(index % len(self))
+
+    def only(self, at: Ints) -> StepResults:
+        """Return the results of the requests `at`, to which all that finished belong."""
+        place = {b: i for i, b in enumerate(at.tolist())}
+        return StepResults(
+            requests=[self.requests[b] for b in place],
+            table=self.table[at],
+            columns=self.columns,
+            sources=self.sources,
+            source=None if self.source is None else self.source[at],
+            finishes={place[b]: finish for b, finish in self.finishes.items()},
+            host_logprobs={place[b]: one for b, one in self.host_logprobs.items() if b in place},
+        )
 
     @cached_property
     def _lines(self) -> list[list[int]]:
@@ -154,11 +169,26 @@ class StepResults(Sequence[StepOutput]):
         return LogprobRow.from_columns(values[first:end], ids[first:end], ranks[first:end], tokens, top)
 
 
-def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish | None:
-    """Return how a request finished by its line of the outcome table; None: it has not.
+def logprob_kind_of(params: SamplingParams, vocab: int) -> LogprobKind:
+    """Return the kind of logprobs that the device computes for a request."""
+    if not params.wants_logprobs or needs_host_token_logprobs(params, vocab):
+        return LogprobKind.NONE
+    return LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
 
-    An end-of-text token has no `stop`. `errors`: messages by logits row.
-    """
+
+def needs_host_token_logprobs(params: SamplingParams, vocab: int) -> bool:
+    """Return whether the host computes the logprobs of a request's tokens."""
+    exceeds_device = top_of(params.logprobs, vocab) > MAX_DEVICE_TOP
+    return params.wants_logprobs and (exceeds_device or bool(params.logprob_token_ids))
+
+
+def needs_host_logprobs(params: SamplingParams, vocab: int) -> bool:
+    """Return whether the host computes logprobs of tokens or drafts in every step of a request."""
+    return needs_host_token_logprobs(params, vocab) or params.include_draft_logprobs
+
+
+def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish | None:
+    """Return how a request finished by its line of the outcome table, if it did; `errors` by logits row."""
     ended = FinishStatus(int(line[ENDED]))
     if ended is FinishStatus.RUNNING:
         return None

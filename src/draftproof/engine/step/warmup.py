@@ -1,23 +1,30 @@
-"""Warm-up: capture the graphs of usual steps at start and time them."""
+"""Warm-up: capture the graphs of usual steps and drafts at start-up, and time them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from draftproof.engine.drafting import draft_warmup
+from draftproof.engine.drafting.device_proposer import MAX_FEW_ENTRIES, DraftRunner
 from draftproof.engine.sizing import sample_row_counts
 from draftproof.engine.step.device_step import DeviceStep
 from draftproof.engine.step.graph_cache import GraphTask
 from draftproof.ops import Rows
-from draftproof.types import DraftSpec, StepFeatures
+from draftproof.types import DraftSpec, FinishStatus, PlanColumns, StepFeatures
 
 Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
 TIMING_ROUNDS = 3  # timings of each size where steps are not captured; the fastest counts
+CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
+PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
+LONG_PROMPT_ROWS = 128, 256, 512
+DraftGraph = tuple[int, int, DraftSpec]  # rows, entries, spec
 
 
 class WarmUp:
@@ -31,10 +38,7 @@ class WarmUp:
     def prepare(
         self, features: Sequence[StepFeatures], max_rows: int, progress: Progress
     ) -> dict[int, float]:
-        """Capture decode steps of up to `max_rows` rows and prompt steps of any size.
-
-        Returns the seconds of a step by its rows.
-        """
+        """Capture decode steps up to `max_rows` rows and all prompt steps; return the seconds by rows."""
         step, ops = self._step, self._ops
         if not ops.runtime.asynchronous:
             sizes = sample_row_counts(max_rows)
@@ -46,22 +50,20 @@ class WarmUp:
             return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
         sizes = sorted({ops.runtime.bucket(n) for n in range(1, step.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= ops.runtime.bucket(max_rows)]
-        tasks = [step.draft_task(*size) for size in draft_warmup.captured_graphs(self._drafting, sizes)]
+        tasks: list[GraphTask[Any]] = [
+            step.draft_task(*size) for size in captured_graphs(self._drafting, sizes)
+        ]
         tasks += [step.forward_task(size) for size in sizes]
         for one, size in product(features, decoding):
             tasks += [step.decode_task(size, one), step.verify_task(size, one)]
-        compile_only = [
-            step.draft_task(*size).function for size in draft_warmup.compiled_drafts(self._drafting, sizes)
-        ]
+        compile_only = [step.draft_task(*size).function for size in compiled_drafts(self._drafting, sizes)]
         self.capture(tasks, progress, compile_only)
-        timed = [step.decode_task(n, features[0]) for n in decoding]
-        return {
-            task.key.rows: ops.runtime.seconds(step.graphs.get(task.key, task.function)) for task in timed
-        }
+        timed = {n: step.graphs.get(step.decode_task(n, features[0])) for n in decoding}
+        return {n: ops.runtime.seconds(graph) for n, graph in timed.items()}
 
     def capture(
         self,
-        tasks: Sequence[GraphTask],
+        tasks: Sequence[GraphTask[Any]],
         progress: Progress,
         compile_only: Sequence[Callable[[], object]] = (),
     ) -> None:
@@ -71,24 +73,38 @@ class WarmUp:
         self._ops.runtime.compile(
             [step.load_empty_plan, *functions, *compile_only], partial(progress, "compiling")
         )
-        self._drafting.restore(proposer)  # compilation runs no kernel, so a failure there says nothing
+        self._drafting.set_proposer(proposer)  # compilation runs no kernel, so a failure there says nothing
         for done, task in enumerate(tasks):
             progress("capturing", done, len(tasks))
-            step.graphs.get(task.key, task.function, task.own_pool)
+            step.graphs.get(task)
         progress("capturing", len(tasks), len(tasks))
 
     def draft_seconds(self, sizes: Iterable[int]) -> dict[int, float]:
-        """Return seconds of the drafts behind a step besides storing KV, by entries."""
+        """Return seconds of the drafts behind a step besides storing KV, by entries.
+
+        A model that stops early is timed for the first round, a member of a hybrid for half of them.
+        """
         self._step.load_empty_plan()
-        return draft_warmup.time_drafts(self._drafting, sizes, self.time_drafts)
+        runner = self._drafting
+        if not runner.runs_every_step or runner.proposer is None:
+            return {}
+        num_slots, k = runner.slots.columns.draft.shape
+        rounds = 1 if runner.proposer.stops_early else (k + 1) // 2 if runner.is_gated else k
+        found = {}
+        for count in (n for n in sizes if n <= num_slots):
+            rows = self._ops.runtime.bucket(count * (1 + k))
+            entries = runner.captured_entries(count, rows)
+            drafting, storing = (self.time_drafts(rows, entries, DraftSpec(n)) for n in (rounds, 0))
+            found[count] = max(0.0, drafting - storing)
+        return found
 
     def time_drafts(self, rows: int, entries: int, spec: DraftSpec) -> float:
         """Return the seconds of drafts behind a step of `rows` rows, with cold caches."""
         rows = min(rows, self._step.max_rows)
         task = self._step.draft_task(rows, entries, spec)
-        draft = self._step.graphs.get(task.key, task.function, own_pool=True)
+        draft = self._step.graphs.get(task)
         batch_rows = self._step.buffers.layout(rows, 0, None).rows
-        with draft_warmup.fake_requests(self._drafting, self._step.plan, batch_rows, entries) as flush_caches:
+        with fake_requests(self._drafting, self._step.plan, batch_rows, entries) as flush_caches:
             return self._ops.runtime.seconds(lambda: (flush_caches(), draft()), times=3)
 
     def run_forward(self, size: int) -> None:
@@ -98,3 +114,71 @@ class WarmUp:
         torch.arange(size, out=lines[1])
         rows = Rows(lines[0], lines[1], lines[2], lines[3], torch.zeros_like(slots.columns.page_table))
         runner.logits(runner.forward(rows))
+
+
+def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGraph]:
+    """Return the graphs to capture at start-up; one captured later would stall all requests."""
+    ops, (num_slots, k) = runner.slots.ops, runner.slots.columns.draft.shape
+    found: dict[DraftGraph, None] = {}
+    for count in range(1, num_slots + 1) if runner.runs_every_step else ():
+        full = ops.runtime.bucket(count * (1 + k))
+        prompt_rows = PROMPT_ROWS[count > MAX_FEW_ENTRIES]
+        low, high = ops.runtime.bucket(count), ops.runtime.bucket(count * (1 + k) + prompt_rows)
+        for rows, wanted in product((n for n in sizes if low <= n <= high), range(k + 1)):
+            rounds = runner.captured_rounds(count, wanted, rows > full)
+            found[rows, runner.captured_entries(count, rows), DraftSpec(rounds)] = None
+    return list(found)
+
+
+def compiled_drafts(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGraph]:
+    """Return drafts beside longer prompts: their kernels are compiled, but not captured."""
+    num_slots, k = runner.slots.columns.draft.shape
+    rows = {n for n in sizes if n in (*LONG_PROMPT_ROWS, max(sizes))} if runner.runs_every_step else ()
+    rounds = dict.fromkeys((0, runner.captured_rounds(1, (k + 1) // 2, True), k))
+    return [
+        (size, runner.captured_entries(count, size), DraftSpec(number))
+        for size, count, number in product(sorted(rows), dict.fromkeys((1, num_slots)), rounds)
+    ]
+
+
+@contextmanager
+def fake_requests(
+    runner: DraftRunner, plan: PlanColumns, rows: Rows, entries: int
+) -> Iterator[Callable[[], object]]:
+    """Fill so many slots with a request of two tokens that gets all its drafts; restore them afterwards.
+
+    Rounds without entries end early, so an empty plan cannot be timed. KV goes to the scrap page 0. Yields a
+    function that flushes the caches, as a step does that reads all weights of the target.
+    """
+    columns, k = runner.slots.columns, runner.slots.columns.draft.shape[1]
+    max_len = columns.tokens.shape[1]
+    size = max(0, min(entries, len(rows.slots))) if max_len > 2 else 0
+    values = {"length": 2, "computed": 1, "ended": int(FinishStatus.RUNNING), "seed": -1}
+    values["max_length"] = min(k + 4, max_len)
+    values |= dict.fromkeys(("page_table", "num_draft", "draft"), 0)
+    lines = [(getattr(columns, name), value) for name, value in values.items()]
+    lines += [(line, 0) for line in (plan.chunk, rows.tokens, rows.positions, rows.kv_index)]
+    lines += [(plan.budget, k)]
+    # two different tokens: of equal ones a search would find drafts
+    lines += [(columns.tokens[:, i : i + 1], i) for i in range(2)]
+    slot_lines = plan.slots, rows.slots
+    state = runner.proposer.state_tensors if runner.proposer is not None else ()
+    saved = [(line, line.clone()) for line in (*slot_lines, *state, *(line for line, _ in lines))]
+    flush = _flush_buffer(rows.slots.device, runner.slots.ops.runtime.asynchronous)
+    try:
+        for line, value in lines:
+            line[:size] = value
+        for line in slot_lines:
+            line[:size] = torch.arange(size, device=line.device)
+        yield flush.zero_
+    finally:
+        for line, before in saved:
+            line.copy_(before)
+
+
+def _flush_buffer(device: torch.device, asynchronous: bool) -> Tensor:
+    """Return bytes to overwrite the caches with; none without memory for them."""
+    try:
+        return torch.empty(CACHE_FLUSH_BYTES * asynchronous, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        return torch.empty(0, dtype=torch.uint8, device=device)

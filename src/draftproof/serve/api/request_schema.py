@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from draftproof.sampling_params import LARGEST, MAX_SEED
+from draftproof.sampling_params import MAX_SEED, MAX_VALUE
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -90,13 +90,13 @@ class GenerationRequest(Strict, kw_only=True):
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=LARGEST)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_VALUE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=1 / LARGEST, le=LARGEST)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1 / MAX_VALUE, le=MAX_VALUE)] | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     min_tokens: Count | None = None

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.logprob_routing import logprob_kind_of, needs_host_token_logprobs
-from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import (
+    Finish,
+    HostLogprobs,
+    LogprobColumns,
+    StepResults,
+    logprob_kind_of,
+    needs_host_token_logprobs,
+)
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
 from draftproof.outputs import DraftRecord, LogprobRow

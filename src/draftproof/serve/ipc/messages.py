@@ -19,7 +19,7 @@ from draftproof.sampling_params import MAX_SEED, SamplingParams, SpeculativePara
 from draftproof.serve.ipc.frame import VERSION
 from draftproof.structured_outputs import StructuredOutputs
 from draftproof.types import Request
-from draftproof.verify.guarantee import Guarantee
+from draftproof.verify.guarantee import StrategyGuarantees
 
 # first bytes of a message of the worker; a frame begins with frame.MAGIC
 ENGINE_INFO, GOODBYE, TIMINGS = b"DPRW", b"DPRB", b"DPRT"
@@ -66,10 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     options: dict[str, Any]  # of EngineConfig.parse
     limits: Limits
     sources: tuple[str, ...]
-    strategies: dict[str, Guarantee]
-    accept_policy: str  # of requests with speculation
-    default_strategy: str  # with speculation, for a request that names none
-    plain_strategy: str  # without speculation
+    strategies: StrategyGuarantees
     eos_token_ids: tuple[int, ...]
     tokenizer: str | None  # a folder or file
     description: str

@@ -21,7 +21,6 @@ from draftproof.errors import (
     EngineDownError,
     QueueFullError,
     RequestError,
-    nearest,
 )
 from draftproof.metrics import EngineStats, RequestStats, StepTotals, Timings, WorkerStatus
 from draftproof.sampling_params import SamplingParams
@@ -133,17 +132,7 @@ class RemoteEngine:
 
     def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
         """Return the verification strategy of a request with its label, and whether it is lossless."""
-        info, speculation = self.info, params.speculation
-        name = speculation.verify_strategy
-        if name is None:
-            name = info.default_strategy if speculation.enabled else info.plain_strategy
-        if not isinstance(name, str) or name not in info.strategies:
-            hint = nearest(str(name), info.strategies)
-            raise RequestError(f"unknown verify_strategy {name!r}: {hint}", "speculative")
-        guarantee = info.strategies[name]
-        if speculation.enabled:  # without drafts no policy applies
-            guarantee = guarantee.under_policy(info.accept_policy)
-        return f"{name}: {guarantee.label}", guarantee.is_lossless(params.greedy)
+        return self.info.strategies.label(params)
 
     def check(self, request: Request) -> int:
         """Validate a request as the engine does, except for what only the worker can check."""
@@ -151,7 +140,7 @@ class RemoteEngine:
             raise self.down_error()
         if request.id in self._open:
             raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
-        self.strategy_label(request.params)
+        self.info.strategies.name_for(request.params)
         return check_request(request, self.limits)
 
     def down_error(self) -> EngineClosedError:

@@ -25,7 +25,6 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc.remote_engine import CONNECT_SECONDS, RemoteEngine
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar
-from draftproof.verify.guarantee import Guarantee
 
 REMOTE_GRAMMAR = cast(Grammar, object())  # in place of a grammar; only the worker has its states
 
@@ -81,12 +80,6 @@ class RemoteLLM(AsyncLLM):
             return self._thread.error
         error = self._engine.down_error()
         return error if isinstance(error, EngineDeadError) else None
-
-    @property
-    def strategies(self) -> dict[str, Guarantee]:
-        """Guarantee of each verification strategy by name, for requests with speculation."""
-        info = self._engine.info
-        return {name: each.under_policy(info.accept_policy) for name, each in info.strategies.items()}
 
 
 def _close(thread: EngineThread, frontend: RemoteFrontend) -> None:

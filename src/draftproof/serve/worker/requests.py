@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from draftproof.engine.step.logprob_routing import logprob_kind_of
+from draftproof.engine.step.step_results import logprob_kind_of
 from draftproof.errors import QueueFullError, RequestError
 from draftproof.llm import LLM
 from draftproof.sampling_params import SamplingParams, top_of

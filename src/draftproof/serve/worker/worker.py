@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from draftproof.llm import LLM
-from draftproof.registry import lookup
 from draftproof.serve.ipc.encode import AdmissionFailure
 from draftproof.serve.ipc.frame import VERSION, RequestStatus
 from draftproof.serve.ipc.messages import (
@@ -31,7 +30,6 @@ from draftproof.serve.worker.frontend_connection import FrontendConnection
 from draftproof.serve.worker.frontends import Frontends
 from draftproof.serve.worker.requests import RequestTable
 from draftproof.serve.worker.step_sender import StepSender
-from draftproof.verify import PLAIN_STRATEGY, STRATEGIES
 
 MAX_MESSAGES_PER_STEP = 1000  # so that many messages do not delay a step for long
 STATUS_INTERVAL_SECONDS = 1.0  # between two state frames to idle HTTP processes, and between two TIMINGS
@@ -146,10 +144,6 @@ class Worker:
 def describe_engine(llm: LLM, options: dict[str, Any]) -> EngineInfo:
     """Return the engine's properties for HTTP processes."""
     engine = llm.engine
-    strategies = {}
-    for name in {*STRATEGIES, engine.strategy_name}:
-        strategies[name] = lookup(STRATEGIES, name, "verify_strategy")(engine.ops, {}).guarantee()
-    speculative = llm.config.speculative
     return EngineInfo(
         version=VERSION,
         pid=os.getpid(),
@@ -157,10 +151,7 @@ def describe_engine(llm: LLM, options: dict[str, Any]) -> EngineInfo:
         options=options,
         limits=engine.limits,
         sources=engine.sources,
-        strategies=strategies,
-        accept_policy=speculative.accept_policy if speculative else "normal",
-        default_strategy=engine.strategy_name,
-        plain_strategy=PLAIN_STRATEGY,
+        strategies=engine.guarantees,
         eos_token_ids=engine.eos_token_ids,
         tokenizer=None if llm.tokenizer is None else llm.tokenizer.where,
         description=engine.describe(),

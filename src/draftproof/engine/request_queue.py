@@ -1,0 +1,167 @@
+"""Requests of the scheduler, waiting and running: admission, preemption and removal, with slots and pages."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+
+import numpy as np
+
+from draftproof.engine.drafting.policy import DraftPolicy
+from draftproof.engine.page_pool import Pages, PrefixCache
+from draftproof.engine.sequence import Sequence, SlotMirror
+from draftproof.engine.slots import Slots
+from draftproof.metrics import Timings
+
+EXTRA_PAGES = 8  # pages allocated at a time while many are free
+
+
+class RequestQueue:
+    """Waiting and running requests."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        pages: Pages,
+        page_size: int,
+        policy: DraftPolicy,
+        prefix_caching: bool = True,
+        lookahead: int = 0,
+    ) -> None:
+        """`lookahead`: tokens behind the newest one that a proposer with KV of its own needs pages for."""
+        self.slots = slots
+        self.pages = pages
+        self.page_size = page_size
+        self.policy = policy
+        self.prefix_cache = PrefixCache(pages, page_size, prefix_caching)
+        self.lookahead = lookahead
+        self.mirror = SlotMirror(len(slots.requests))
+        self.waiting: list[Sequence] = []  # by rank
+        self.running: list[Sequence] = []
+        self.preempted: list[Sequence] = []  # since the last plan
+        self.version = 0  # changes with `running`
+        self.num_needing_sync = 0  # requests that need the host in some steps
+        self.num_preemptions = 0
+        self.num_queried = 0  # prompt tokens that were looked up in the prefix cache
+        self.num_cached = 0  # and found
+        self.timings = Timings()
+        self._arrivals = 0
+        self._lines = np.zeros(0, np.int64)  # slots of `running`
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        insort(self.waiting, sequence, key=lambda s: s.rank)
+        self.num_needing_sync += sequence.may_need_sync
+
+    def do_idle_work(self) -> None:
+        """Compute the page digests of the request that is admitted next, while the device is busy."""
+        if self.waiting:
+            self.prefix_cache.read(self.waiting[0])
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that hold so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def _admit_all(self, rows: int) -> list[Sequence]:
+        """Admit waiting requests while the first of them would get one of `rows` prompt rows."""
+        admitted: list[Sequence] = []
+        left = self.mirror.prompt_left
+        prompts = [(s.rank, int(left[s.slot])) for s in self.running if left[s.slot]] if self.waiting else []
+        admitted_rows = 0  # prompt rows of `admitted`, which precede all that still wait
+        while self.waiting and self.slots.num_free:
+            first = self.waiting[0]
+            rows_before = admitted_rows + sum(count for rank, count in prompts if rank < first.rank)
+            if rows_before >= rows or not self._admit(first):
+                break
+            admitted.append(first)
+            admitted_rows += int(left[first.slot])
+        return admitted
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Admit the first waiting request if its tokens and the next one fit on free pages."""
+        found = self.prefix_cache.find(sequence)
+        tokens = min(len(sequence.ids) + 1 + self.lookahead, sequence.max_length)
+        need = self.pages_for(tokens) - len(found)
+        spare = len(self.running)  # a page for each running request, or this one is preempted soon
+        if need + spare > self.pages.num_free:
+            self.pages.release(found)
+            return False
+        del self.waiting[0]
+        if (self.pages.num_free - need) // 2 // (spare + 1) >= EXTRA_PAGES:
+            need = min(need + EXTRA_PAGES, self.pages_for(sequence.max_length) - len(found))
+        sequence.pages = found + self.pages.take(need)
+        sequence.num_published_pages, sequence.num_cached = len(found), len(found) * self.page_size
+        if sequence.stats.scheduled_at is None:
+            sequence.stats.scheduled_at = time.monotonic()
+            self.timings.queue.observe(sequence.stats.scheduled_at - sequence.stats.arrived_at)
+            sequence.stats.num_cached_tokens = sequence.num_cached
+            self.num_queried += len(sequence.ids) if self.prefix_cache.enabled else 0
+            self.num_cached += sequence.num_cached
+        slot = sequence.slot = sequence.last_slot = self.slots.take(sequence.request)
+        host = self.mirror
+        host.length[slot] = host.max_committed[slot] = len(sequence.ids)
+        host.prompt_left[slot] = len(sequence.ids) - sequence.num_cached
+        host.max_length[slot] = sequence.max_length
+        host.in_flight[slot] = host.num_draft[slot] = 0
+        host.num_pages[slot] = len(sequence.pages)
+        host.generation[slot] += 1
+        self.policy.start(slot, sequence.draft_limit, sequence.adaptive)
+        self.running.append(sequence)
+        self._lines = np.append(self._lines, slot)
+        self.version += 1
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Preempt a running request. No step may be in flight."""
+        slot = sequence.slot
+        length, left = int(self.mirror.length[slot]), int(self.mirror.prompt_left[slot])
+        self._wait_again(sequence, length - left if left else length - 1)
+        sequence.stats.num_preemptions += 1
+        self.num_preemptions += 1
+        self.preempted.append(sequence)
+
+    def requeue(self, sequence: Sequence, computed: int) -> None:
+        """Queue a running request again after a failed step, with KV of `computed` tokens before it."""
+        sequence.num_published_pages = min(sequence.num_published_pages, computed // self.page_size)
+        self._wait_again(sequence, computed)
+
+    def _wait_again(self, sequence: Sequence, computed: int) -> None:
+        length = int(self.mirror.length[sequence.slot])
+        ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
+        self.prefix_cache.remember(sequence, ids, computed)
+        self._leave(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a request and free its slot and pages; steps in flight may still write to the pages."""
+        self.num_needing_sync -= sequence.may_need_sync
+        sequence.stats.ended = time.monotonic()
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+        else:
+            self._leave(sequence)
+
+    def finish_keep_pages(self, sequence: Sequence) -> None:
+        """Remove a finished request and free its slot; it keeps its pages until `release_pages`."""
+        pages, num_published = sequence.pages, sequence.num_published_pages
+        sequence.pages = []
+        self.remove(sequence)
+        sequence.pages, sequence.num_published_pages = pages, num_published
+
+    def release_pages(self, sequence: Sequence, ids: list[int] | None) -> None:
+        """Release the pages of a finished request, published if its tokens `ids` are known."""
+        if ids is not None:
+            self.prefix_cache.remember(sequence, ids, len(ids) - 1)
+        self.pages.release(sequence.pages)
+        sequence.pages = []
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.version += 1
+        self.running.remove(sequence)
+        self._lines = self._lines[self._lines != sequence.slot]
+        self.mirror.generation[sequence.slot] += 1
+        self.slots.free(sequence.slot)
+        self.pages.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.num_published_pages = -1, [], 0
