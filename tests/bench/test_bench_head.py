@@ -17,6 +17,8 @@ from draftproof.errors import ConfigError
 SIDES = "eagle3,ngram,suffix,hybrid"
 FEW = ["--parts", "speed", "--tokens", "12", "--rounds", "2", "--max-len", "64", "--count", "2"]
 
+pytestmark = pytest.mark.slow
+
 
 def tiny_llm(model: str, speculative_config: dict[str, Any] | None, dtype: str, **options: Any) -> Any:
     return SimpleNamespace(engine=tiny.engine("llama", dtype, speculative_config, **options))

@@ -16,6 +16,8 @@ import tiny
 BENCH = Path(draftproof.__file__).parents[2] / "bench"
 FEW = ["--device", "cpu", "--vocab", "64", "--k", "3", "--context", "20", "--repeat", "2", "--copy", "1"]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:

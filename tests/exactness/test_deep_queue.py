@@ -72,6 +72,7 @@ CASES = pairwise(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_deep_queue_is_exact(case, depth, depths):
     cases = [Case(0, case["option"], case["temperature"], length=40), *NEIGHBOURS]

@@ -190,6 +190,7 @@ def spec_of(proposer: str, strategy_name: str) -> dict[str, Any]:
     return {**method, "verify_strategy": strategy_name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_engine_samples_the_distribution_with_lossless_strategies_only(name: str) -> None:
     """Serve one prompt with 20000 seeds and two sampled drafts a step.

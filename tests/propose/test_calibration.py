@@ -160,11 +160,13 @@ def sample_with_early_stop(dropped: int) -> Tensor:
     return simulate(TARGET, params, strategy("rejection"), None, count=COUNT, k=K, chains=draft)
 
 
+@pytest.mark.slow
 def test_early_stop_after_an_unlikely_draft_keeps_the_distribution() -> None:
     values = p_values(sample_with_early_stop(0), PARAMS["hot"])
     assert not biased(values), values
 
 
+@pytest.mark.slow
 def test_control_dropping_the_unlikely_draft_is_detected() -> None:
     """The target then samples with the noise that made the draft unlikely."""
     assert biased(p_values(sample_with_early_stop(1), PARAMS["hot"]))

@@ -99,6 +99,7 @@ class AllowedOnly(MtpProposer):
         self.model.logits = lambda normed: logits(normed) + bias  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["shared", "argmax"])
 def test_rejection_keeps_the_distribution(sampling):
     """Serve 2500 seeds with sampled or certain drafts."""

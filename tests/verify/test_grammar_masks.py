@@ -95,6 +95,7 @@ def walks(oracle: Words, chance: random.Random) -> Iterator[list[int]]:
             tokens.append(chance.choice(likely if likely and chance.random() < 0.6 else nexts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_masks_equal_trying_every_token(name: str, end: str) -> None:
